@@ -1,0 +1,1 @@
+"""Vocabulary every other room speaks: errors, specs, configs, requests, batches. No torch here."""

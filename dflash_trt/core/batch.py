@@ -1,0 +1,89 @@
+"""What the scheduler asks of one step and what the step answers. Here scheduler and executor meet.
+
+Plain Python values only, so that the scheduler needs no torch. The executor turns a StepBatch into the input tensors
+of `step_spec` and the output tensors back into a StepResult.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSampling:
+    """The per-request sampling inputs of a step; see SamplingParams for their meaning."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step.
+
+    A verify block is `[anchor, draft_1 .. draft_num_candidates]`; a prefill chunk has num_candidates 0 and any length.
+    `page_ids` covers positions 0 .. context_len + len(token_ids) - 1.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    context_len: int  # tokens whose K/V are committed == position of token_ids[0]
+    num_candidates: int
+    page_ids: tuple[int, ...]
+    sampling: StepSampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """`num_draft_tokens` is the K of this step: the drafts it makes, and the most candidates a request may verify."""
+
+    requests: tuple[ScheduledRequest, ...]
+    num_draft_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.token_ids) for request in self.requests)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestResult:
+    """`emitted_tokens` holds num_accepted + 1 tokens: accepted drafts, then the bonus.
+
+    After a prefill chunk that is not the prompt's last, they mean nothing and are to be ignored.
+    """
+
+    emitted_tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of emitted_tokens, under the target's unfiltered distribution
+    num_accepted: int
+    draft_tokens: tuple[int, ...]  # num_draft_tokens of them, for the next step
+    next_context_len: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """Aligned with StepBatch.requests."""
+
+    requests: tuple[RequestResult, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorLimits:
+    """What the scheduler must respect. `max_draft_len` is 0 for an engine without a drafter."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_num_tokens: int
+    max_draft_len: int
+    page_size: int  # token positions per page
+    num_pages: int
+
+
+class StepExecutor(Protocol):
+    """Runs one step on a device; see `step_spec` for the contract."""
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    def step(self, batch: StepBatch) -> StepResult: ...

@@ -1,0 +1,62 @@
+"""The exception tree. Every message has three parts: expected, found, how to mend.
+
+    DFlashError
+    |-- ConfigError       a file or flag is wrong                  exit 2
+    |-- CheckpointError   tensors missing, unexpected, mis-shaped  exit 1
+    |-- BuildError        the engine cannot be built
+    |-- EngineDirError    wrong version, GPU, hash
+    |-- CapacityError     does not fit: memory, pages, max_seq_len
+    `-- RequestError      this request only; the others go on
+        `-- QueueFullError    too many requests wait already; try again later
+"""
+
+from collections.abc import Sequence
+
+
+class DFlashError(Exception):
+    """A user's mistake or a full machine; never a bug of ours (those are `assert`s)."""
+
+    exit_code = 1
+
+
+class ConfigError(DFlashError):
+    exit_code = 2
+
+
+class CheckpointError(DFlashError):
+    pass
+
+
+class BuildError(DFlashError):
+    pass
+
+
+class EngineDirError(DFlashError):
+    pass
+
+
+class CapacityError(DFlashError):
+    pass
+
+
+class RequestError(DFlashError):
+    pass
+
+
+class QueueFullError(RequestError):
+    pass
+
+
+def problem(subject: str, *, expected: str, found: str, mend: str) -> str:
+    """One problem in the house form: `subject: expected ..., found .... How to mend.`"""
+    return f"{subject}: expected {expected}, found {found}. {mend}"
+
+
+def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str]) -> None:
+    """Raise one error that lists every problem; do nothing when there is none."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise error(f"{heading}: {problems[0]}")
+    listed = "\n".join(f"  - {line}" for line in problems)
+    raise error(f"{heading}: {len(problems)} problems\n{listed}")

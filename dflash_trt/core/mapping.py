@@ -1,0 +1,28 @@
+"""Which rank holds which part of a weight. Words as in TensorRT-LLM's Mapping."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from dflash_trt.core.frozen import Frozen
+
+
+class Mapping(Frozen):
+    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are neighbours."""
+
+    world_size: int = 1
+    tp_size: int = 1
+    pp_size: int = 1
+    rank: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.world_size != self.tp_size * self.pp_size:
+            raise ValueError(f"world_size {self.world_size} is not tp_size {self.tp_size} * pp_size {self.pp_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
+        return self
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size

@@ -1,0 +1,70 @@
+"""A step that may be planned while the one before it still runs.
+
+The plain loop plans a step when everything about it is known. The overlapped loop plans one step ahead: a request of
+the running step is then given as a FollowUp, whose tokens that step decides. `resolve` fills them in.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowUp:
+    """A verify block after a row of the running step: its bonus token, then at most max_candidates of its drafts.
+
+    `num_remaining` tokens may be emitted by the running step and all later ones together; the row is dropped when
+    the running step emits the last of them or one of `stop_token_ids`. `page_ids` cover the longest outcome.
+    """
+
+    request_id: str
+    max_candidates: int
+    num_remaining: int
+    stop_token_ids: frozenset[int]
+    page_ids: tuple[int, ...]
+    sampling: StepSampling
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """Rows in the order of the batch to come. `num_draft_tokens` as in StepBatch."""
+
+    rows: tuple[ScheduledRequest | FollowUp, ...]
+    num_draft_tokens: int
+    page_size: int
+
+    def resolve(self, previous: Mapping[str, RequestResult]) -> StepBatch:
+        """The batch, given the results of the step before by request id (empty: there was none).
+
+        A FollowUp is dropped when its request ended, or has no result because its row failed or was dropped.
+        """
+        rows = (row if isinstance(row, ScheduledRequest) else self._fill_in(row, previous) for row in self.rows)
+        return StepBatch(
+            requests=tuple(row for row in rows if row is not None), num_draft_tokens=self.num_draft_tokens
+        )
+
+    def _fill_in(self, row: FollowUp, previous: Mapping[str, RequestResult]) -> ScheduledRequest | None:
+        result = previous.get(row.request_id)
+        if result is None:
+            return None
+        num_remaining = row.num_remaining - len(result.emitted_tokens)
+        if num_remaining <= 0 or any(token in row.stop_token_ids for token in result.emitted_tokens):
+            return None
+        num_candidates = min(row.max_candidates, len(result.draft_tokens), num_remaining - 1)
+        token_ids = (result.emitted_tokens[-1], *result.draft_tokens[:num_candidates])
+        num_pages = -(-(result.next_context_len + len(token_ids)) // self.page_size)
+        return ScheduledRequest(
+            request_id=row.request_id,
+            token_ids=token_ids,
+            context_len=result.next_context_len,
+            num_candidates=num_candidates,
+            page_ids=row.page_ids[:num_pages],
+            sampling=row.sampling,
+        )
+
+
+def results_by_id(batch: StepBatch, result: StepResult) -> dict[str, RequestResult]:
+    """A step's rows by request id, as `PlannedStep.resolve` wants them."""
+    rows: Iterable[tuple[ScheduledRequest, RequestResult]] = zip(batch.requests, result.requests, strict=True)
+    return {row.request_id: row_result for row, row_result in rows}

@@ -1,0 +1,100 @@
+"""The canonical weights: one name, shape and way of sharding for every tensor of an engine.
+
+`checkpoint/` fills this table from foreign names, `engine_dir` stores it, `network/` consumes it. Nobody else
+invents a tensor name.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+
+Sharding = Literal["replicated", "rows", "columns"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSpec:
+    """A tensor of the whole model and how tensor parallelism cuts it.
+
+    `rows` cuts axis 0 (output features), `columns` cuts axis 1 (input features; the partial results are summed by
+    an all-reduce). `segments` are the row counts of parts fused along axis 0, each of which is cut on its own: a rank
+    gets its share of q, of k and of v.
+    """
+
+    shape: tuple[int, ...]
+    sharding: Sharding = "replicated"
+    segments: tuple[int, ...] = ()
+    is_integer: bool = False  # token ids: never cast to the engine's dtype
+
+
+WeightTable = dict[str, WeightSpec]
+
+
+def target_weights(spec: TargetSpec) -> WeightTable:
+    """Canonical names of the target: `target.*`."""
+    table: WeightTable = {"target.embedding": WeightSpec(shape=(spec.vocab_size, spec.hidden_size))}
+    for i in range(spec.num_layers):
+        prefix = f"target.layers.{i}"
+        qkv = (spec.q_size, spec.kv_size, spec.kv_size)
+        table[f"{prefix}.qkv"] = _rows((sum(qkv), spec.hidden_size), qkv)
+        if spec.has_qkv_bias:
+            table[f"{prefix}.qkv_bias"] = _rows((sum(qkv),), qkv)
+        table |= _layer_weights(prefix, spec)
+    table["target.norm"] = WeightSpec(shape=(spec.hidden_size,))
+    if not spec.is_embedding_tied:
+        table["target.lm_head"] = _rows((spec.vocab_size, spec.hidden_size), (spec.vocab_size,))
+    return table
+
+
+def draft_weights(spec: DraftSpec) -> WeightTable:
+    """Canonical names of the drafter: `draft.*`.
+
+    `draft.kv` stacks K and V of all layers, [k_0, v_0, k_1, v_1, ...], so that the context of every layer is one
+    GEMM; the block's own K and V use slices of the same tensor.
+    """
+    hidden = spec.hidden_size
+    table: WeightTable = {
+        "draft.fc": WeightSpec(shape=(hidden, len(spec.target_layer_ids) * spec.target_hidden_size)),
+        "draft.context_norm": WeightSpec(shape=(hidden,)),
+        "draft.kv": _rows((2 * spec.num_layers * spec.kv_size, hidden), (spec.kv_size,) * (2 * spec.num_layers)),
+    }
+    if spec.has_qkv_bias:
+        table["draft.kv_bias"] = _rows((2 * spec.num_layers * spec.kv_size,), (spec.kv_size,) * (2 * spec.num_layers))
+    for i in range(spec.num_layers):
+        prefix = f"draft.layers.{i}"
+        table[f"{prefix}.q"] = _rows((spec.q_size, hidden), (spec.q_size,))
+        if spec.has_qkv_bias:
+            table[f"{prefix}.q_bias"] = _rows((spec.q_size,), (spec.q_size,))
+        table |= _layer_weights(prefix, spec)
+    table["draft.norm"] = WeightSpec(shape=(hidden,))
+    if spec.has_own_embedding:
+        table["draft.embedding"] = WeightSpec(shape=(spec.target_vocab_size, hidden))
+    if spec.draft_vocab_size is not None:
+        table["draft.lm_head"] = _rows((spec.draft_vocab_size, hidden), (spec.draft_vocab_size,))
+        table["draft.draft_to_target"] = WeightSpec(shape=(spec.draft_vocab_size,), is_integer=True)
+    return table
+
+
+def _layer_weights(prefix: str, spec: DecoderSpec) -> WeightTable:
+    """What every layer has, whatever produces its q, k and v."""
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    table: WeightTable = {
+        f"{prefix}.attention_norm": WeightSpec(shape=(hidden,)),
+        f"{prefix}.o": WeightSpec(shape=(hidden, spec.q_size), sharding="columns"),
+        f"{prefix}.mlp_norm": WeightSpec(shape=(hidden,)),
+        f"{prefix}.gate_up": _rows((2 * ffn, hidden), (ffn, ffn)),
+        f"{prefix}.down": WeightSpec(shape=(hidden, ffn), sharding="columns"),
+    }
+    if spec.has_qk_norm:
+        table[f"{prefix}.q_norm"] = WeightSpec(shape=(spec.head_dim,))
+        table[f"{prefix}.k_norm"] = WeightSpec(shape=(spec.head_dim,))
+    if spec.has_o_bias:
+        table[f"{prefix}.o_bias"] = WeightSpec(shape=(hidden,))
+    if spec.has_mlp_bias:
+        table[f"{prefix}.gate_up_bias"] = _rows((2 * ffn,), (ffn, ffn))
+        table[f"{prefix}.down_bias"] = WeightSpec(shape=(hidden,))
+    return table
+
+
+def _rows(shape: tuple[int, ...], segments: tuple[int, ...]) -> WeightSpec:
+    return WeightSpec(shape=shape, sharding="rows", segments=segments)

@@ -1,0 +1,1 @@
+"""Runs one step of the network on a device."""

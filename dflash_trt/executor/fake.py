@@ -1,0 +1,197 @@
+"""An executor without a model: a toy target whose next token depends on everything before it.
+
+K/V are kept by page and offset, as a real executor keeps them: a wrong page, position or context length changes the
+tokens. Target and draft K/V are kept apart, so a request whose draft context was not restored drafts wrong tokens.
+Drafts are right or wrong on command. No torch.
+"""
+
+from collections.abc import Callable, Iterable
+
+from dflash_trt.core.batch import (
+    ExecutorLimits,
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepResult,
+    StepSampling,
+)
+
+# Whether the draft for `position` of a request with this seed is right.
+DraftRule = Callable[[int, int], bool]
+
+_Slot = tuple[int, int]  # page id, offset
+
+
+def always_right(seed: int, position: int) -> bool:
+    return True
+
+
+def always_wrong(seed: int, position: int) -> bool:
+    return False
+
+
+def right_with_probability(probability: float) -> DraftRule:
+    """Each draft is right with this probability, decided by a hash of seed and position."""
+
+    def rule(seed: int, position: int) -> bool:
+        return _mix(seed, position, 0xD4AF7) % 1_000_003 < probability * 1_000_003
+
+    return rule
+
+
+class ToyTarget:
+    """next token = hash of all tokens before it, and of the seed when temperature > 0."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def key_value(self, history: int, token: int) -> int:
+        """What is stored for a token: like real K/V, it depends on all tokens before it."""
+        return _mix(history, token)
+
+    def next_token(self, history: int, position: int, sampling: StepSampling) -> int:
+        """The token at `position`, given the folded K/V of all before it."""
+        salt = 0 if sampling.temperature == 0.0 else 1 + sampling.seed
+        return _mix(history, position, salt) % self.vocab_size
+
+    def generate(self, prompt: Iterable[int], num_tokens: int, sampling: StepSampling | None = None) -> list[int]:
+        """What every executor, batch and schedule must give for this prompt: one token at a time, no pages."""
+        sampling = sampling or StepSampling()
+        history, position = 0, 0
+        for token in prompt:
+            history = fold(history, self.key_value(history, token))
+            position += 1
+        emitted: list[int] = []
+        while len(emitted) < num_tokens:
+            emitted.append(self.next_token(history, position, sampling))
+            history = fold(history, self.key_value(history, emitted[-1]))
+            position += 1
+        return emitted
+
+
+def fold(history: int, key_value: int) -> int:
+    """The state after one more position of context."""
+    return _mix(history, key_value, 7)
+
+
+class FakeExecutor:
+    """Implements StepExecutor over a ToyTarget, and asserts that every batch keeps the limits and the contract.
+
+    `fails_on` raises for the batches it is true of; `batches` records every batch that was asked for.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        *,
+        vocab_size: int = 997,
+        draft_rule: DraftRule = always_right,
+        fails_on: Callable[[StepBatch], bool] | None = None,
+    ) -> None:
+        self._limits = limits
+        self.target = ToyTarget(vocab_size)
+        self.draft_rule = draft_rule
+        self.fails_on = fails_on
+        self.batches: list[StepBatch] = []
+        self._target_kv: dict[_Slot, int] = {}
+        self._draft_kv: dict[_Slot, int] = {}
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._limits
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run every row; raises RuntimeError where `fails_on` says so, after some K/V were written."""
+        self.batches.append(batch)
+        self._check(batch)
+        result = StepResult(requests=tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests))
+        if self.fails_on is not None and self.fails_on(batch):
+            raise RuntimeError("the device failed on command")
+        return result
+
+    def _run(self, row: ScheduledRequest, num_draft_tokens: int) -> RequestResult:
+        history = self._read(self._target_kv, row, row.context_len)
+        sampled: list[int] = []  # the target's token after each row
+        for index, token in enumerate(row.token_ids):
+            position = row.context_len + index
+            key_value = self.target.key_value(history, token)
+            self._target_kv[self._slot(row, position)] = key_value
+            history = fold(history, key_value)
+            sampled.append(self.target.next_token(history, position + 1, row.sampling))
+        first = len(row.token_ids) - row.num_candidates - 1  # the row whose sample is compared with the first draft
+        candidates = row.token_ids[first + 1 :]
+        num_accepted = 0
+        while num_accepted < len(candidates) and candidates[num_accepted] == sampled[first + num_accepted]:
+            num_accepted += 1
+        emitted = (*candidates[:num_accepted], sampled[first + num_accepted])
+        next_context_len = row.context_len + first + 1 + num_accepted
+        return RequestResult(
+            emitted_tokens=emitted,
+            logprobs=tuple(-1.0 / (1 + token) for token in emitted),
+            num_accepted=num_accepted,
+            draft_tokens=self._draft(row, next_context_len, emitted[-1], num_draft_tokens),
+            next_context_len=next_context_len,
+        )
+
+    def _draft(self, row: ScheduledRequest, next_context_len: int, bonus: int, num_draft_tokens: int) -> tuple[int, ...]:
+        """Feed the accepted rows to the draft context, then draft from it: right only if all of it is there."""
+        for position in range(row.context_len, next_context_len):
+            slot = self._slot(row, position)
+            self._draft_kv[slot] = self._target_kv[slot]
+        history = self._read(self._draft_kv, row, next_context_len)
+        history = fold(history, self.target.key_value(history, bonus))
+        drafts = []
+        for position in range(next_context_len + 1, next_context_len + 1 + num_draft_tokens):
+            right = self.target.next_token(history, position, row.sampling)
+            is_right = self.draft_rule(row.sampling.seed, position)
+            drafts.append(right if is_right else (right + 1) % self.target.vocab_size)
+            history = fold(history, self.target.key_value(history, drafts[-1]))
+        return tuple(drafts)
+
+    def _read(self, key_values: dict[_Slot, int], row: ScheduledRequest, context_len: int) -> int:
+        history = 0
+        for position in range(context_len):
+            history = fold(history, key_values.get(self._slot(row, position), 0))
+        return history
+
+    def _slot(self, row: ScheduledRequest, position: int) -> _Slot:
+        page_size = self._limits.page_size
+        return row.page_ids[position // page_size], position % page_size
+
+    def _check(self, batch: StepBatch) -> None:
+        limits = self._limits
+        assert batch.requests, "an empty batch is not to be run"
+        assert len(batch.requests) <= limits.max_batch_size, "more requests than max_batch_size"
+        assert batch.num_tokens <= limits.max_num_tokens, "more tokens than max_num_tokens"
+        assert 0 <= batch.num_draft_tokens <= limits.max_draft_len, "K is beyond max_draft_len"
+        request_ids = [row.request_id for row in batch.requests]
+        assert len(set(request_ids)) == len(request_ids), "a request has two rows"
+        written: set[_Slot] = set()
+        for row in batch.requests:
+            self._check_row(row, batch.num_draft_tokens)
+            slots = {self._slot(row, row.context_len + index) for index in range(len(row.token_ids))}
+            assert not slots & written, f"{row.request_id} writes where another row of the step writes"
+            written |= slots
+        read = {self._slot(row, position) for row in batch.requests for position in range(row.context_len)}
+        assert not read & written, "a row writes what a row of the same step reads"
+
+    def _check_row(self, row: ScheduledRequest, num_draft_tokens: int) -> None:
+        limits = self._limits
+        end = row.context_len + len(row.token_ids)
+        assert 1 <= len(row.token_ids) and row.context_len >= 0
+        assert 0 <= row.num_candidates <= min(num_draft_tokens, len(row.token_ids) - 1), "more candidates than K"
+        assert row.num_candidates in (0, len(row.token_ids) - 1), "a prompt chunk carries no drafts"
+        assert end <= limits.max_seq_len, f"position {end - 1} is beyond max_seq_len"
+        assert len(row.page_ids) * limits.page_size >= end, "the pages do not cover the step"
+        assert len(set(row.page_ids)) == len(row.page_ids), "a page appears twice"
+        assert all(0 <= page_id < limits.num_pages for page_id in row.page_ids), "no such page"
+        assert all(0 <= token < self.target.vocab_size for token in row.token_ids), "no such token"
+
+
+def _mix(*values: int) -> int:
+    """A hash of small integers that is the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state

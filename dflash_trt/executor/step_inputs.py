@@ -1,0 +1,66 @@
+"""A StepBatch as the input tensors of the step contract, and output tensors as a StepResult."""
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.batch import RequestResult, StepBatch, StepResult
+from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.step import StepOutputs
+
+
+def step_inputs(batch: StepBatch) -> StepInputs[Tensor]:
+    """Pack the requests of a batch; shapes and dtypes as in `core/step_spec.STEP_INPUTS`."""
+    requests, width = batch.requests, batch.num_draft_tokens + 1
+    offsets = [0]
+    positions: list[int] = []
+    logit_rows: list[list[int]] = []
+    for request in requests:
+        start, num_tokens = offsets[-1], len(request.token_ids)
+        positions.extend(range(request.context_len, request.context_len + num_tokens))
+        last = start + num_tokens - 1
+        first = last - request.num_candidates
+        logit_rows.append([min(first + j, last) for j in range(width)])
+        offsets.append(start + num_tokens)
+    num_pages = max(len(request.page_ids) for request in requests)
+    pages = [list(request.page_ids) + [0] * (num_pages - len(request.page_ids)) for request in requests]
+    sampling = [request.sampling for request in requests]
+    return StepInputs(
+        token_ids=_int32([token for request in requests for token in request.token_ids]),
+        positions=_int32(positions),
+        token_offsets=_int32(offsets),
+        context_lens=_int32([request.context_len for request in requests]),
+        page_table=_int32(pages),
+        logit_rows=_int32(logit_rows),
+        num_candidates=_int32([request.num_candidates for request in requests]),
+        temperature=torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
+        top_k=_int32([s.top_k for s in sampling]),
+        top_p=torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
+        min_p=torch.tensor([s.min_p for s in sampling], dtype=torch.float32),
+        seed=torch.tensor([s.seed for s in sampling], dtype=torch.int64),
+    )
+
+
+def step_result(outputs: StepOutputs[Tensor]) -> StepResult:
+    """Bring the outputs to the host."""
+    acceptance = outputs.acceptance
+    num_accepted = acceptance.num_accepted.tolist()
+    emitted = acceptance.emitted_tokens.tolist()
+    logprobs = acceptance.emitted_logprobs.tolist()
+    next_context_lens = acceptance.next_context_lens.tolist()
+    drafts = [()] * len(emitted) if outputs.draft_tokens is None else outputs.draft_tokens.tolist()
+    return StepResult(
+        requests=tuple(
+            RequestResult(
+                emitted_tokens=tuple(emitted[r][: num_accepted[r] + 1]),
+                logprobs=tuple(logprobs[r][: num_accepted[r] + 1]),
+                num_accepted=num_accepted[r],
+                draft_tokens=tuple(drafts[r]),
+                next_context_len=next_context_lens[r],
+            )
+            for r in range(len(emitted))
+        )
+    )
+
+
+def _int32(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

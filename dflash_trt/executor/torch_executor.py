@@ -1,0 +1,158 @@
+"""The torch executor: the step run eagerly by PyTorch, the default on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.executor.page_budget import (
+    DEFAULT_FREE_MEMORY_FRACTION,
+    PagePlan,
+    free_host_memory_bytes,
+    plan_pages,
+)
+from dflash_trt.executor.step_inputs import step_inputs, step_result
+from dflash_trt.network.ops import StepState
+from dflash_trt.network.step import Network, run_step
+from dflash_trt.network.torch_ops import TorchOps, make_rope_table
+from dflash_trt.network.torch_linear import pack_for_cpu
+from dflash_trt.network.weights import bind_draft, bind_target, map_linears
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+
+
+class TorchExecutor:
+    """Implements `core.batch.StepExecutor`. Owns the pages; knows nothing of requests beyond one step."""
+
+    def __init__(
+        self,
+        network: Network[Tensor],
+        *,
+        page_plan: PagePlan,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_draft_len: int,
+    ) -> None:
+        self.page_plan = page_plan
+        self.network = _packed(network)
+        self.limits = ExecutorLimits(
+            max_batch_size=max_batch_size,
+            max_seq_len=page_plan.max_seq_len,
+            max_num_tokens=max_num_tokens,
+            max_draft_len=max_draft_len if network.draft else 0,
+            page_size=page_plan.page_size,
+            num_pages=page_plan.num_pages,
+        )
+        dtype = network.target_weights.embedding.dtype  # of activations and pages too
+        decoders: list[DecoderSpec] = [network.target] + ([network.draft] if network.draft else [])
+        num_positions = page_plan.max_seq_len + self.limits.max_draft_len + 1  # a draft block may reach past the end
+        self._rope_tables = [
+            (decoder, make_rope_table(decoder, num_positions=num_positions, dtype=dtype)) for decoder in decoders
+        ]
+        pools = [_page_pool(decoder, network.mapping, page_plan, dtype) for decoder in decoders]
+        self._state = StepState(target_kv=pools[0], draft_kv=pools[1] if network.draft else ())
+
+    @classmethod
+    def open(
+        cls,
+        engine: EngineDir,
+        *,
+        use_drafter: bool = True,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> TorchExecutor:
+        """Load rank 0's weights and plan the pages.
+
+        `num_threads` sets PyTorch's intra-op threads for the whole process. Without `kv_cache_bytes`, half of the
+        free memory may be used; pages are touched, and so cost memory, only when a request reaches them.
+
+        Raises:
+            CapacityError: the pages of one max_seq_len sequence do not fit.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        manifest = engine.manifest
+        tensors = load_file(engine.weights_path(0))
+        draft = manifest.draft if use_drafter else None
+        network = bind_network(manifest.target, draft, tensors)
+        build = manifest.build_config
+        budget = kv_cache_bytes or int(free_host_memory_bytes() * DEFAULT_FREE_MEMORY_FRACTION)
+        page_plan = plan_pages(
+            target=manifest.target,
+            draft=draft,
+            mapping=network.mapping,
+            element_bytes=network.target_weights.embedding.element_size(),
+            page_size=build.page_size,
+            max_batch_size=build.max_batch_size,
+            max_seq_len=build.max_seq_len,
+            budget_bytes=budget,
+        )
+        return cls(
+            network,
+            page_plan=page_plan,
+            max_batch_size=build.max_batch_size,
+            max_num_tokens=build.max_num_tokens,
+            max_draft_len=build.max_draft_len,
+        )
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        self._check(batch)
+        inputs = step_inputs(batch)
+        ops = TorchOps(
+            inputs,
+            self._rope_tables,
+            page_size=self.limits.page_size,
+            num_draft_tokens=batch.num_draft_tokens,
+        )
+        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=batch.num_draft_tokens)
+        return step_result(outputs)
+
+    def _check(self, batch: StepBatch) -> None:
+        limits = self.limits
+        assert 0 < len(batch.requests) <= limits.max_batch_size
+        assert batch.num_tokens <= limits.max_num_tokens
+        assert batch.num_draft_tokens <= limits.max_draft_len
+        for request in batch.requests:
+            end = request.context_len + len(request.token_ids)
+            assert request.token_ids and end <= limits.max_seq_len
+            assert end <= len(request.page_ids) * limits.page_size
+            assert request.num_candidates <= min(batch.num_draft_tokens, len(request.token_ids) - 1)
+
+
+def bind_network(target: TargetSpec, draft: DraftSpec | None, tensors: dict[str, Tensor]) -> Network[Tensor]:
+    """Canonical tensors of one rank -> the network; slices are views."""
+    target_weights = bind_target(target, tensors)
+    draft_weights = None
+    if draft is not None:
+        draft_weights = bind_draft(
+            draft, target_weights, tensors, Mapping(), slice_rows=lambda x, start, stop: x[start:stop]
+        )
+    return Network(
+        target=target, target_weights=target_weights, draft=draft, draft_weights=draft_weights, mapping=Mapping()
+    )
+
+
+def _packed(network: Network[Tensor]) -> Network[Tensor]:
+    """Linear weights in the layout the CPU computes with."""
+    return replace(
+        network,
+        target_weights=map_linears(network.target_weights, pack_for_cpu),
+        draft_weights=map_linears(network.draft_weights, pack_for_cpu),
+    )
+
+
+def _page_pool(decoder: DecoderSpec, mapping: Mapping, plan: PagePlan, dtype: torch.dtype) -> list[Tensor]:
+    """Per layer [pages, 2, page_size, kv_heads, D], views into one allocation."""
+    kv_heads = decoder.num_kv_heads // mapping.tp_size
+    shape = (decoder.num_layers, plan.num_pages, 2, plan.page_size, kv_heads, decoder.head_dim)
+    return list(torch.zeros(shape, dtype=dtype).unbind(0))

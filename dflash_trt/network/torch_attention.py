@@ -1,0 +1,226 @@
+"""Attention over pages in plain PyTorch: gather a request's pages, mask, scaled_dot_product_attention.
+
+Requests with few query rows (verify blocks) share one padded call; each long prefill chunk gets a call of its own.
+Everything that depends only on lengths is worked out once per step, in an `AttentionPlan`, and reused by all layers.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.network.ops import Acceptance, StepInputs
+
+
+@dataclass(kw_only=True, slots=True)
+class QueryGroup:
+    """G requests attended in one call, Q query rows each, over S key positions starting at 0."""
+
+    rows: Tensor | None  # int64 [G*Q] rows of the step's tokens, a short request's last row repeated; None: all, in order
+    positions: Tensor  # int64 [G, Q]
+    page_ids: Tensor  # int64 [G, P]
+    num_keys: int  # S
+    masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionPlan:
+    """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
+
+    page_size: int
+    slots: Tensor  # int64 [T], page_id * page_size + offset of every token
+    groups: list[QueryGroup]
+    block: QueryGroup  # the draft blocks of all requests; its positions are filled in by `draft_positions`
+    request_of_row: Tensor  # int64 [T]
+    context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
+
+
+def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int) -> AttentionPlan:
+    """Work out the step's indices on the host."""
+    offsets = inputs.token_offsets.tolist()
+    num_tokens = [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
+    ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
+    requests = range(len(num_tokens))
+    short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
+    members = ([short] if short else []) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
+    pages = inputs.page_table.long()
+    positions = inputs.positions.long()
+    request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
+    return AttentionPlan(
+        page_size=page_size,
+        slots=pages[request_of_row, positions // page_size] * page_size + positions % page_size,
+        groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
+        block=QueryGroup(
+            rows=None,
+            positions=torch.empty(0),
+            page_ids=pages[:, : -(-max(ends) // page_size)],
+            num_keys=max(ends),
+        ),
+        request_of_row=request_of_row,
+    )
+
+
+def _group(
+    group: list[int], offsets: list[int], ends: list[int], pages: Tensor, positions: Tensor, page_size: int
+) -> QueryGroup:
+    width = max(offsets[r + 1] - offsets[r] for r in group)
+    num_keys = max(ends[r] for r in group)
+    rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
+    is_everything = rows == list(range(offsets[-1]))
+    rows_tensor = torch.tensor(rows)
+    return QueryGroup(
+        rows=None if is_everything else rows_tensor,
+        positions=positions[rows_tensor].view(len(group), width),
+        page_ids=pages[group][:, : -(-num_keys // page_size)],
+        num_keys=num_keys,
+    )
+
+
+def write_pages(pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D] at slots int64 [N]."""
+    page_size = pages.shape[2]
+    flat = pages.view(-1, *pages.shape[3:])  # [(page, k or v, offset), kv_heads, D]
+    k_slots = slots + (slots // page_size) * page_size
+    flat.index_copy_(0, k_slots, k)
+    flat.index_copy_(0, k_slots + page_size, v)
+
+
+def attend_pages(
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec
+) -> Tensor:
+    """See `Ops.attend_pages`."""
+    write_pages(pages, plan.slots, k, v)
+    num_heads, head_dim = q.shape[1:]
+    out = None if plan.groups[0].rows is None else torch.empty_like(q)
+    for group in plan.groups:
+        num_requests, width = group.positions.shape
+        queries = q if group.rows is None else q[group.rows]
+        keys, values = read_pages(pages, group)
+        mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
+        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask)
+        if out is None or group.rows is None:
+            return attended.reshape(len(q), num_heads * head_dim)
+        out[group.rows] = attended.reshape(-1, num_heads, head_dim)
+    assert out is not None
+    return out.view(len(q), num_heads * head_dim)
+
+
+def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Tensor) -> None:
+    """Only the rows that were accepted; `accept_context` has been called."""
+    assert plan.context_rows is not None
+    rows = plan.context_rows
+    write_pages(pages, plan.slots[rows], context[0][rows], context[1][rows])
+
+
+def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: Acceptance[Tensor]) -> None:
+    """Now it is known which rows are context: those at positions < next_context_lens."""
+    is_kept = inputs.positions < acceptance.next_context_lens[plan.request_of_row]
+    plan.context_rows = is_kept.nonzero()[:, 0]
+
+
+def attend_draft(
+    plan: AttentionPlan,
+    q: Tensor,
+    block: tuple[Tensor, Tensor],
+    pages: Tensor,
+    acceptance: Acceptance[Tensor],
+    attention: AttentionSpec,
+) -> Tensor:
+    """The reading half of `Ops.attend_draft`: block queries over committed pages and the block itself."""
+    num_requests = len(acceptance.next_context_lens)
+    width = len(q) // num_requests
+    num_heads, head_dim = q.shape[1:]
+    kv_heads = block[0].shape[1]
+    keys, values = read_pages(pages, plan.block)
+    own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
+    mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
+    attended = _attend(
+        q.view(num_requests, width, num_heads, head_dim),
+        torch.cat((keys, own_k), dim=2),
+        torch.cat((values, own_v), dim=2),
+        mask,
+    )
+    return attended.reshape(len(q), num_heads * head_dim)
+
+
+def read_pages(pages: Tensor, group: QueryGroup) -> tuple[Tensor, Tensor]:
+    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end hold anything."""
+    num_requests, num_pages = group.page_ids.shape
+    _, _, page_size, kv_heads, head_dim = pages.shape
+    halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]
+    k_rows = group.page_ids.reshape(-1) * 2
+
+    def read(rows: Tensor) -> Tensor:
+        gathered = halves.index_select(0, rows).view(num_requests, num_pages * page_size, kv_heads, head_dim)
+        return gathered[:, : group.num_keys].transpose(1, 2)
+
+    return read(k_rows), read(k_rows + 1)
+
+
+def _attend(
+    q: Tensor,  # [G, Q, heads, D]
+    keys: Tensor,  # [G, kv_heads, S, D]
+    values: Tensor,
+    mask: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
+) -> Tensor:
+    """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
+    num_requests, width, num_heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+    attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
+    return unstacked.reshape(num_requests, width, num_heads, head_dim)
+
+
+def _causal_mask(group: QueryGroup, attention: AttentionSpec, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+    """None when nothing needs hiding: one request, one query, no window."""
+    assert attention.is_causal  # targets are; the reader of their config refuses others
+    key = (attention, heads_per_kv)
+    if key not in group.masks:
+        num_requests, width = group.positions.shape
+        if num_requests == 1 and width == 1 and attention.window is None:
+            group.masks[key] = None
+        else:
+            query = group.positions[:, :, None]
+            key_positions = torch.arange(group.num_keys)
+            visible = key_positions <= query
+            if attention.window is not None:
+                visible &= query - key_positions < attention.window
+            group.masks[key] = _additive(visible, heads_per_kv, dtype)
+    return group.masks[key]
+
+
+def _block_mask(
+    group: QueryGroup,
+    acceptance: Acceptance[Tensor],
+    attention: AttentionSpec,
+    width: int,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Context rows below the new context length, then the block; the window is counted in true positions."""
+    key = (attention, heads_per_kv)
+    if key not in group.masks:
+        context_lens = acceptance.next_context_lens.long()[:, None, None]  # [R, 1, 1]
+        slots = torch.arange(width)
+        query = context_lens + slots[:, None]  # [R, S, 1]
+        stored = torch.arange(group.num_keys).expand(len(context_lens), 1, -1)
+        key_positions = torch.cat((stored, context_lens + slots), dim=2)  # [R, 1, keys + S]
+        is_stored = torch.arange(group.num_keys + width) < group.num_keys
+        visible = ~is_stored | (key_positions < context_lens)
+        distance = query - key_positions
+        if attention.is_causal:
+            visible = visible & (distance >= 0)
+        if attention.window is not None:
+            visible = visible & (distance < attention.window) & (-distance < attention.window)
+        group.masks[key] = _additive(visible.expand(len(context_lens), width, -1), heads_per_kv, dtype)
+    return group.masks[key]
+
+
+def _additive(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """[G, Q, S] bool -> [G, 1, heads_per_kv * Q, S] of 0 and -inf."""
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(1, heads_per_kv, 1)[:, None]

@@ -1,0 +1,134 @@
+"""The PyTorch back end of the op façade: runs the network eagerly, on a CPU.
+
+One `TorchOps` lives for one step and holds that step's inputs and attention plan.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.network import torch_attention, torch_sampling
+from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
+from dflash_trt.network.rope import rope_frequencies
+from dflash_trt.network.torch_linear import apply_linear
+
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
+
+
+def make_rope_table(decoder: DecoderSpec, *, num_positions: int, dtype: torch.dtype) -> RopeTable:
+    """Tables for positions 0 .. num_positions - 1; angles in float32, as `transformers` computes them."""
+    frequencies = rope_frequencies(decoder)
+    inv_freq = torch.tensor(frequencies.inv_freq, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=1)[:, None]  # [positions, 1, D]
+    amplitude = frequencies.amplitude
+    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
+
+
+class TorchOps:
+    """Implements `Ops[Tensor]` for one step."""
+
+    def __init__(
+        self,
+        inputs: StepInputs[Tensor],
+        rope_tables: Sequence[tuple[DecoderSpec, RopeTable]],
+        *,
+        page_size: int,
+        num_draft_tokens: int,
+    ) -> None:
+        self._inputs = inputs
+        self._rope_tables = rope_tables
+        self._num_draft_tokens = num_draft_tokens
+        self._plan = torch_attention.plan_attention(inputs, page_size=page_size, num_draft_tokens=num_draft_tokens)
+
+    def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        return apply_linear(x, linear)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)  # fp32 inside for bfloat16 too
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else x * factor
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return x.split(list(sizes), dim=-1)
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(xs), dim=-1)
+
+    def split_heads(self, x: Tensor, head_dim: int) -> Tensor:
+        return x.unflatten(-1, (-1, head_dim))
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows.flatten())
+
+    def rope_table(self, decoder: DecoderSpec, positions: Tensor) -> RopeTable:
+        cos, sin = next(table for known, table in self._rope_tables if known is decoder)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def rope(self, x: Tensor, table: RopeTable) -> Tensor:
+        cos, sin = table
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def attend_pages(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec) -> Tensor:
+        return torch_attention.attend_pages(self._plan, q, k, v, pages, attention)
+
+    def attend_draft(
+        self,
+        context: tuple[Tensor, Tensor],
+        q: Tensor,
+        block: tuple[Tensor, Tensor],
+        pages: Tensor,
+        acceptance: Acceptance[Tensor],
+        attention: AttentionSpec,
+    ) -> Tensor:
+        torch_attention.write_draft_context(self._plan, context, pages)
+        return torch_attention.attend_draft(self._plan, q, block, pages, acceptance, attention)
+
+    def write_draft_context(
+        self, context: tuple[Tensor, Tensor], pages: Tensor, acceptance: Acceptance[Tensor]
+    ) -> None:
+        torch_attention.write_draft_context(self._plan, context, pages)
+
+    def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
+        acceptance = torch_sampling.sample_and_accept(logits, self._inputs)
+        torch_attention.accept_context(self._plan, self._inputs, acceptance)
+        return acceptance
+
+    def draft_block(self, acceptance: Acceptance[Tensor], *, mask_token_id: int) -> DraftBlock[Tensor]:
+        num_requests = len(acceptance.bonus_tokens)
+        width = self._num_draft_tokens + 1
+        token_ids = torch.full((num_requests, width), mask_token_id, dtype=torch.int32)
+        token_ids[:, 0] = acceptance.bonus_tokens
+        positions = acceptance.next_context_lens[:, None] + torch.arange(width, dtype=torch.int32)
+        return DraftBlock(token_ids=token_ids.flatten(), positions=positions.flatten())
+
+    def draft_slots(self, hidden: Tensor) -> Tensor:
+        blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])
+        return blocks[:, 1:].reshape(-1, hidden.shape[-1])
+
+    def argmax_tokens(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1).int().view(-1, self._num_draft_tokens)
+
+    def map_tokens(self, draft_to_target: Tensor, token_ids: Tensor) -> Tensor:
+        return draft_to_target[token_ids.long()].int()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x  # one rank
+
+    def all_gather_vocab(self, logits: Tensor) -> Tensor:
+        return logits  # one rank

@@ -1,0 +1,128 @@
+"""Executors over tiny checkpoints, and the smallest loop that can drive one: no scheduler, no engine directory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.executor.page_budget import plan_pages
+from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
+
+PAGE_SIZE = 4
+
+
+def make_executor(
+    target: Path,
+    drafter: Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_seq_len: int = 256,
+    max_batch_size: int = 8,
+) -> TorchExecutor:
+    """The executor `dflash-trt run` would use for this pair, with small pages."""
+    pair = open_pair(target, drafter)
+    tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
+    page_plan = plan_pages(
+        target=pair.target,
+        draft=pair.draft,
+        mapping=Mapping(),
+        element_bytes=dtype.itemsize,
+        page_size=PAGE_SIZE,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        budget_bytes=1 << 28,
+    )
+    return TorchExecutor(
+        bind_network(pair.target, pair.draft, tensors),
+        page_plan=page_plan,
+        max_batch_size=max_batch_size,
+        max_num_tokens=1024,
+        max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
+    )
+
+
+@dataclass
+class Decoding:
+    """One request driven by hand. `blocks` are the verify blocks [anchor, drafts], in order."""
+
+    executor: TorchExecutor
+    prompt: list[int]
+    pages: tuple[int, ...]
+    sampling: StepSampling = field(default_factory=StepSampling)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+    context_len: int = 0
+    drafts: tuple[int, ...] = ()
+
+    def prefill_part(self, num_tokens: int) -> ScheduledRequest:
+        chunk = self.prompt[self.context_len : self.context_len + num_tokens]
+        return self._scheduled(tuple(chunk), 0)
+
+    def verify_part(self, num_candidates: int) -> ScheduledRequest:
+        drafts = self.drafts[:num_candidates]
+        return self._scheduled((self.tokens[-1], *drafts), len(drafts))
+
+    def take(self, part: ScheduledRequest, result: RequestResult) -> None:
+        """Advance by what the step answered, and check the invariant of the step contract."""
+        is_prefill = not self.tokens
+        given = len(part.token_ids) - part.num_candidates
+        assert result.next_context_len == self.context_len + given + result.num_accepted
+        self.context_len, self.drafts = result.next_context_len, result.draft_tokens
+        if is_prefill and self.context_len < len(self.prompt):
+            return
+        if not is_prefill:
+            self.blocks.append(list(part.token_ids))
+            self.num_accepted.append(result.num_accepted)
+        self.tokens.extend(result.emitted_tokens)
+        self.logprobs.extend(result.logprobs)
+        assert self.context_len == len(self.prompt) + len(self.tokens) - 1  # the anchor's position
+
+    def _scheduled(self, token_ids: tuple[int, ...], num_candidates: int) -> ScheduledRequest:
+        return ScheduledRequest(
+            request_id="request",
+            token_ids=token_ids,
+            context_len=self.context_len,
+            num_candidates=num_candidates,
+            page_ids=self.pages,
+            sampling=self.sampling,
+        )
+
+
+def decode(
+    executor: TorchExecutor,
+    prompt: list[int],
+    num_new_tokens: int,
+    *,
+    num_draft_tokens: int,
+    chunk: int | None = None,
+    sampling: StepSampling | None = None,
+    pages: tuple[int, ...] | None = None,
+    propose: Callable[[Decoding], tuple[int, ...]] | None = None,
+) -> Decoding:
+    """Prefill in chunks, then draft and verify until `num_new_tokens` are there (the last step may overshoot).
+
+    `propose` replaces the drafter's tokens before each verify step.
+    """
+    every_page = tuple(range(executor.limits.max_seq_len // executor.limits.page_size))
+    run = Decoding(
+        executor=executor,
+        prompt=prompt,
+        pages=every_page if pages is None else pages,
+        sampling=sampling or StepSampling(),
+    )
+    while len(run.tokens) < num_new_tokens:
+        if run.tokens:
+            if propose is not None:
+                run.drafts = propose(run)
+            part = run.verify_part(num_draft_tokens)
+        else:
+            part = run.prefill_part(chunk or len(prompt))
+        result = executor.step(StepBatch(requests=(part,), num_draft_tokens=num_draft_tokens))
+        run.take(part, result.requests[0])
+    return run

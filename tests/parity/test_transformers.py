@@ -1,0 +1,110 @@
+"""Law 1: greedy speculative == greedy autoregressive == `transformers` generate, token for token, in fp32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines import Decoding, decode, make_executor
+from tests.factories import make_target, make_zlab_drafter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
+NUM_NEW = 48
+SMALL_VOCAB = 12  # small, so that even a random drafter is accepted now and then
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+TARGETS = {
+    "qwen3": {"family": "qwen3"},
+    "qwen3 tied, biases, odd head_dim": {
+        "family": "qwen3",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "head_dim": 24,
+    },
+    "qwen3 yarn": {"family": "qwen3", "rope_parameters": YARN},
+    "qwen3 windows": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 2,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "llama": {"family": "llama"},
+    "llama3 rope": {"family": "llama", "rope_parameters": LLAMA3},
+    "llama linear rope": {
+        "family": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "llama tied, biases, one kv head": {
+        "family": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+    },
+    "llama sharded": {"family": "llama", "max_shard_size": "60KB"},
+}
+
+
+def tiny_target(path: Path, **options) -> Path:
+    return make_target(path, vocab_size=SMALL_VOCAB, tokenizer=False, **options)
+
+
+def transformers_tokens(target: Path) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
+    return ids[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("options", TARGETS.values(), ids=TARGETS.keys())
+def test_greedy_tokens_equal_those_of_transformers_with_and_without_drafts(tmp_path, options):
+    target = tiny_target(tmp_path / "target", **options)
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=8)
+    expected = transformers_tokens(target)
+    assert decode(make_executor(target), PROMPT, NUM_NEW, num_draft_tokens=0).tokens[:NUM_NEW] == expected
+    speculative = make_executor(target, drafter)
+    for num_draft_tokens in (0, 1, 3, 7):
+        assert decode(speculative, PROMPT, NUM_NEW, num_draft_tokens=num_draft_tokens).tokens[:NUM_NEW] == expected
+
+    def nearly_right(run: Decoding) -> tuple[int, ...]:
+        """The true continuation with one token changed, at a place that moves from step to step."""
+        drafts = (expected + PROMPT)[len(run.tokens) : len(run.tokens) + 7]
+        wrong_at = len(run.blocks) % 8
+        return tuple((token + (i == wrong_at)) % SMALL_VOCAB for i, token in enumerate(drafts))
+
+    run = decode(speculative, PROMPT, NUM_NEW, num_draft_tokens=7, propose=nearly_right)
+    assert run.tokens[:NUM_NEW] == expected
+    assert run.num_accepted[:8] == list(range(8))
+
+
+def test_the_logprobs_are_those_of_transformers(tmp_path):
+    target = tiny_target(tmp_path / "target")
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=4)
+    run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=3)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + run.tokens])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(run.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(run.logprobs), expected, rtol=0, atol=2e-4)  # measured 2e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.self_attn.k_norm.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_one_changed_weight_is_noticed(tmp_path, name):
+    target = tiny_target(tmp_path / "target")
+    expected = transformers_tokens(target)
+    tensors = load_file(target / "model.safetensors")
+    tensors[name] = tensors[name].roll(1, dims=0)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    assert decode(make_executor(target), PROMPT, NUM_NEW, num_draft_tokens=0).tokens[:NUM_NEW] != expected
