@@ -7,7 +7,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import Frozen, nearest_name
-from dflash_trt.core.model_spec import DType
 
 Backend = Literal["torch"]
 

@@ -1,13 +1,13 @@
 """The exception tree. Every message has three parts: expected, found, how to mend.
 
-    DFlashError
-    |-- ConfigError       a file or flag is wrong                  exit 2
-    |-- CheckpointError   tensors missing, unexpected, mis-shaped  exit 1
-    |-- BuildError        the engine cannot be built
-    |-- EngineDirError    wrong version, GPU, hash
-    |-- CapacityError     does not fit: memory, pages, max_seq_len
-    `-- RequestError      this request only; the others go on
-        `-- QueueFullError    too many requests wait already; try again later
+DFlashError
+|-- ConfigError       a file or flag is wrong                  exit 2
+|-- CheckpointError   tensors missing, unexpected, mis-shaped  exit 1
+|-- BuildError        the engine cannot be built
+|-- EngineDirError    wrong version, GPU, hash
+|-- CapacityError     does not fit: memory, pages, max_seq_len
+`-- RequestError      this request only; the others go on
+    `-- QueueFullError    too many requests wait already; try again later
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ the running step is then given as a FollowUp, whose tokens that step decides. `r
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 
@@ -40,9 +41,7 @@ class PlannedStep:
         A FollowUp is dropped when its request ended, or has no result because its row failed or was dropped.
         """
         rows = (row if isinstance(row, ScheduledRequest) else self._fill_in(row, previous) for row in self.rows)
-        return StepBatch(
-            requests=tuple(row for row in rows if row is not None), num_draft_tokens=self.num_draft_tokens
-        )
+        return StepBatch(requests=tuple(row for row in rows if row is not None), num_draft_tokens=self.num_draft_tokens)
 
     def _fill_in(self, row: FollowUp, previous: Mapping[str, RequestResult]) -> ScheduledRequest | None:
         result = previous.get(row.request_id)
@@ -68,3 +67,40 @@ def results_by_id(batch: StepBatch, result: StepResult) -> dict[str, RequestResu
     """A step's rows by request id, as `PlannedStep.resolve` wants them."""
     rows: Iterable[tuple[ScheduledRequest, RequestResult]] = zip(batch.requests, result.requests, strict=True)
     return {row.request_id: row_result for row, row_result in rows}
+
+
+class StepHandle(Protocol):
+    """A step that was submitted: it waits, runs or is over."""
+
+    def result(self) -> tuple[StepBatch, StepResult]:
+        """What ran and what came of it, once it is over.
+
+        Raises:
+            StepSkippedError: the step before it failed, so this one did not run.
+            Exception: whatever the step itself raised.
+        """
+        ...
+
+    @property
+    def batch(self) -> StepBatch:
+        """What was run, or was to be; known once `result` has returned or raised, unless the step was skipped."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the device was busy with it; known once `result` has returned."""
+        ...
+
+
+class StepPipeline(Protocol):
+    """Runs submitted steps one after another, so that the host can work while the device does."""
+
+    def submit(self, step: PlannedStep, *, after: StepHandle | None) -> StepHandle:
+        """Queue a step. `after` is the step that its FollowUps follow: the last one submitted."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StepSkippedError(Exception):
+    """A step did not run because the one before it failed. It never reaches a caller of the engine."""

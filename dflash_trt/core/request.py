@@ -128,6 +128,13 @@ class GenerationOutput:
         """Mean tokens emitted per verify step, bonus included; None when no step verified a draft."""
         return self.num_emitted_by_verify / self.num_verify_steps if self.num_verify_steps else None
 
+    @property
+    def inter_token_latency_s(self) -> float | None:
+        """Mean time per token after the first, which came alone or with others of its step; None below 2 tokens."""
+        if len(self.token_ids) < 2:
+            return None
+        return (self.total_s - self.time_to_first_token_s) / (len(self.token_ids) - 1)
+
 
 def _is_in(value: float, low: float, high: float) -> bool:
     return low <= value < high

@@ -133,7 +133,9 @@ class FakeExecutor:
             next_context_len=next_context_len,
         )
 
-    def _draft(self, row: ScheduledRequest, next_context_len: int, bonus: int, num_draft_tokens: int) -> tuple[int, ...]:
+    def _draft(
+        self, row: ScheduledRequest, next_context_len: int, bonus: int, num_draft_tokens: int
+    ) -> tuple[int, ...]:
         """Feed the accepted rows to the draft context, then draft from it: right only if all of it is there."""
         for position in range(row.context_len, next_context_len):
             slot = self._slot(row, position)
@@ -178,7 +180,7 @@ class FakeExecutor:
     def _check_row(self, row: ScheduledRequest, num_draft_tokens: int) -> None:
         limits = self._limits
         end = row.context_len + len(row.token_ids)
-        assert 1 <= len(row.token_ids) and row.context_len >= 0
+        assert row.token_ids and row.context_len >= 0
         assert 0 <= row.num_candidates <= min(num_draft_tokens, len(row.token_ids) - 1), "more candidates than K"
         assert row.num_candidates in (0, len(row.token_ids) - 1), "a prompt chunk carries no drafts"
         assert end <= limits.max_seq_len, f"position {end - 1} is beyond max_seq_len"

@@ -59,10 +59,11 @@ def plan_pages(
     page_bytes = page_size * (target_bytes + draft_bytes)
     num_pages = min(budget_bytes // page_bytes, max_batch_size * pages_per_sequence)
     if num_pages < pages_per_sequence:
+        needed_bytes = pages_per_sequence * page_bytes
         raise CapacityError(
             problem(
                 "K/V pages",
-                expected=f"room for one sequence of max_seq_len {max_seq_len} ({pages_per_sequence * page_bytes} bytes)",
+                expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes)",
                 found=f"a budget of {budget_bytes} bytes",
                 mend="Give more K/V memory, or build with a smaller max_seq_len.",
             )

@@ -19,10 +19,10 @@ from dflash_trt.executor.page_budget import (
     plan_pages,
 )
 from dflash_trt.executor.step_inputs import step_inputs, step_result
-from dflash_trt.network.ops import StepState
+from dflash_trt.network.ops import Linear, StepState
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.network.torch_ops import TorchOps, make_rope_table
-from dflash_trt.network.torch_linear import pack_for_cpu
+from dflash_trt.network.torch_packed import prepare_linear
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears
 
 if TYPE_CHECKING:
@@ -144,10 +144,15 @@ def bind_network(target: TargetSpec, draft: DraftSpec | None, tensors: dict[str,
 
 def _packed(network: Network[Tensor]) -> Network[Tensor]:
     """Linear weights in the layout the CPU computes with."""
+    dtype = network.target_weights.embedding.dtype
+
+    def prepare(linear: Linear[Tensor]) -> Linear[Tensor]:
+        return prepare_linear(linear, dtype)
+
     return replace(
         network,
-        target_weights=map_linears(network.target_weights, pack_for_cpu),
-        draft_weights=map_linears(network.draft_weights, pack_for_cpu),
+        target_weights=map_linears(network.target_weights, prepare),
+        draft_weights=map_linears(network.draft_weights, prepare),
     )
 
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.quantize.packed import PackedWeight
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear(Generic[T]):
-    """y = x @ weight.T + bias; weight [out, in], bias [out]."""
+    """y = x @ weight.T + bias; weight [out, in], bias [out]. A packed weight also says how x is quantized."""
 
-    weight: T
+    weight: T | PackedWeight[T]
     bias: T | None = None
 
 

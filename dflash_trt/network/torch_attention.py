@@ -4,6 +4,7 @@ Requests with few query rows (verify blocks) share one padded call; each long pr
 Everything that depends only on lengths is worked out once per step, in an `AttentionPlan`, and reused by all layers.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -18,29 +19,37 @@ from dflash_trt.network.ops import Acceptance, StepInputs
 class QueryGroup:
     """G requests attended in one call, Q query rows each, over S key positions starting at 0."""
 
-    rows: Tensor | None  # int64 [G*Q] rows of the step's tokens, a short request's last row repeated; None: all, in order
+    rows: Tensor | None  # int64 [G*Q] of the step's tokens, a short request's last repeated; None: all, in order
     positions: Tensor  # int64 [G, Q]
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PageSlots:
+    """Rows of a page pool seen as [(page, k or v, offset), kv_heads, D]; int64, one per token."""
+
+    k: Tensor
+    v: Tensor
+
+
 @dataclass(kw_only=True, slots=True)
 class AttentionPlan:
     """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
 
-    page_size: int
-    slots: Tensor  # int64 [T], page_id * page_size + offset of every token
+    slots: PageSlots  # of all T tokens
     groups: list[QueryGroup]
     block: QueryGroup  # the draft blocks of all requests; its positions are filled in by `draft_positions`
     request_of_row: Tensor  # int64 [T]
     context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
+    context_slots: PageSlots | None = None
 
 
 def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int) -> AttentionPlan:
     """Work out the step's indices on the host."""
     offsets = inputs.token_offsets.tolist()
-    num_tokens = [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
+    num_tokens = [stop - start for start, stop in itertools.pairwise(offsets)]
     ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
     requests = range(len(num_tokens))
     short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
@@ -48,9 +57,9 @@ def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_toke
     pages = inputs.page_table.long()
     positions = inputs.positions.long()
     request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
+    k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
     return AttentionPlan(
-        page_size=page_size,
-        slots=pages[request_of_row, positions // page_size] * page_size + positions % page_size,
+        slots=PageSlots(k_slots, k_slots + page_size),
         groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
         block=QueryGroup(
             rows=None,
@@ -78,13 +87,11 @@ def _group(
     )
 
 
-def write_pages(pages: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D] at slots int64 [N]."""
-    page_size = pages.shape[2]
-    flat = pages.view(-1, *pages.shape[3:])  # [(page, k or v, offset), kv_heads, D]
-    k_slots = slots + (slots // page_size) * page_size
-    flat.index_copy_(0, k_slots, k)
-    flat.index_copy_(0, k_slots + page_size, v)
+def write_pages(pages: Tensor, slots: PageSlots, k: Tensor, v: Tensor) -> None:
+    """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D]."""
+    flat = pages.view(-1, *pages.shape[3:])
+    flat.index_copy_(0, slots.k, k)
+    flat.index_copy_(0, slots.v, v)
 
 
 def attend_pages(
@@ -109,15 +116,16 @@ def attend_pages(
 
 def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Tensor) -> None:
     """Only the rows that were accepted; `accept_context` has been called."""
-    assert plan.context_rows is not None
-    rows = plan.context_rows
-    write_pages(pages, plan.slots[rows], context[0][rows], context[1][rows])
+    assert plan.context_rows is not None and plan.context_slots is not None
+    k, v = (x.index_select(0, plan.context_rows) for x in context)
+    write_pages(pages, plan.context_slots, k, v)
 
 
 def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: Acceptance[Tensor]) -> None:
     """Now it is known which rows are context: those at positions < next_context_lens."""
     is_kept = inputs.positions < acceptance.next_context_lens[plan.request_of_row]
-    plan.context_rows = is_kept.nonzero()[:, 0]
+    rows = is_kept.nonzero()[:, 0]
+    plan.context_rows, plan.context_slots = rows, PageSlots(plan.slots.k[rows], plan.slots.v[rows])
 
 
 def attend_draft(

@@ -14,6 +14,7 @@ from dflash_trt.network.ops import Linear
 def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
     """The same layer with its weight in oneDNN's blocked layout; unchanged where oneDNN cannot serve it."""
     weight = linear.weight
+    assert isinstance(weight, Tensor), "packed weights have a file of their own, torch_packed"
     if weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return linear
     return Linear(weight=torch.ops.mkldnn._reorder_linear_weight(weight), bias=linear.bias)
@@ -21,14 +22,17 @@ def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
 
 def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x @ weight.T + bias, whichever layout the weight has."""
-    if linear.weight.is_mkldnn:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, linear.weight, linear.bias, "none", [], "")
+    weight = linear.weight
+    assert isinstance(weight, Tensor), "packed weights have a file of their own, torch_packed"
+    if weight.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, linear.bias, "none", [], "")
         return out
-    return F.linear(x, linear.weight, linear.bias)
+    return F.linear(x, weight, linear.bias)
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    is_available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not is_available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

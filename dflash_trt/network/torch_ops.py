@@ -14,6 +14,8 @@ from dflash_trt.network import torch_attention, torch_sampling
 from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_linear import apply_linear
+from dflash_trt.network.torch_packed import apply_packed
+from dflash_trt.quantize.packed import PackedWeight
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
 
@@ -48,6 +50,8 @@ class TorchOps:
         return F.embedding(token_ids, table)
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        if isinstance(linear.weight, PackedWeight):
+            return apply_packed(x, linear)
         return apply_linear(x, linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -64,13 +68,13 @@ class TorchOps:
         return F.silu(gate) * up
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return x.split(list(sizes), dim=-1)
+        return torch.split(x, list(sizes), dim=-1)
 
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(xs), dim=-1)
 
     def split_heads(self, x: Tensor, head_dim: int) -> Tensor:
-        return x.unflatten(-1, (-1, head_dim))
+        return x.view(*x.shape[:-1], -1, head_dim)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows.flatten())

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 from dflash_trt.network.ops import Linear, T
+from dflash_trt.quantize.packed import PackedWeight, slice_packed
 
 _Weights = TypeVar("_Weights")
 
@@ -50,17 +51,23 @@ class DraftWeights(Generic[T]):
     draft_to_target: T | None
 
 
-def bind_target(spec: TargetSpec, tensors: AbcMapping[str, T]) -> TargetWeights[T]:
-    """Raises KeyError on a missing tensor: the engine directory has proven the table before."""
+def bind_target(
+    spec: TargetSpec, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]] | None = None
+) -> TargetWeights[T]:
+    """`packed` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
+
+    Raises KeyError on a missing tensor: the engine directory has proven the table before.
+    """
+    packed = packed or {}
     embedding = tensors["target.embedding"]
-    head = embedding if spec.is_embedding_tied else tensors["target.lm_head"]
+    is_tied = spec.is_embedding_tied and "target.lm_head" not in packed
     prefixes = [f"target.layers.{i}" for i in range(spec.num_layers)]
     return TargetWeights(
         embedding=embedding,
-        layers=tuple(_bind_layer(prefix, spec, tensors) for prefix in prefixes),
-        qkv=tuple(_linear(f"{prefix}.qkv", tensors) for prefix in prefixes),
+        layers=tuple(_bind_layer(prefix, spec, tensors, packed) for prefix in prefixes),
+        qkv=tuple(_linear(f"{prefix}.qkv", tensors, packed) for prefix in prefixes),
         norm=tensors["target.norm"],
-        lm_head=Linear(weight=head),
+        lm_head=Linear(weight=embedding) if is_tied else _linear("target.lm_head", tensors, packed),
     )
 
 
@@ -71,48 +78,59 @@ def bind_draft(
     mapping: Mapping,
     *,
     slice_rows: Callable[[T, int, int], T],
+    packed: AbcMapping[str, PackedWeight[T]] | None = None,
 ) -> DraftWeights[T]:
-    """Raises KeyError on a missing tensor. `slice_rows(tensor, start, stop)` should not copy."""
+    """`packed` as in `bind_target`; `slice_rows(tensor, start, stop)` should not copy.
+
+    Raises KeyError on a missing tensor.
+    """
+    packed = packed or {}
     rows = 2 * spec.kv_size // mapping.tp_size
-    context_kv = _linear("draft.kv", tensors)
-    bias = context_kv.bias
-    block_kv = tuple(
-        Linear(
-            weight=slice_rows(context_kv.weight, i * rows, (i + 1) * rows),
-            bias=None if bias is None else slice_rows(bias, i * rows, (i + 1) * rows),
-        )
-        for i in range(spec.num_layers)
-    )
+    context_kv = _linear("draft.kv", tensors, packed)
+    block_kv = tuple(_sliced(context_kv, i * rows, (i + 1) * rows, slice_rows) for i in range(spec.num_layers))
     prefixes = [f"draft.layers.{i}" for i in range(spec.num_layers)]
-    has_own_head = spec.draft_vocab_size is not None
+    has_own_vocabulary = spec.draft_vocab_size is not None
+    has_own_head = has_own_vocabulary or "draft.lm_head" in packed
     return DraftWeights(
         embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
-        fc=Linear(weight=tensors["draft.fc"]),
+        fc=_linear("draft.fc", tensors, packed),
         context_norm=tensors["draft.context_norm"],
-        layers=tuple(_bind_layer(prefix, spec, tensors) for prefix in prefixes),
-        q=tuple(_linear(f"{prefix}.q", tensors) for prefix in prefixes),
+        layers=tuple(_bind_layer(prefix, spec, tensors, packed) for prefix in prefixes),
+        q=tuple(_linear(f"{prefix}.q", tensors, packed) for prefix in prefixes),
         context_kv=context_kv,
         block_kv=block_kv,
         norm=tensors["draft.norm"],
-        lm_head=Linear(weight=tensors["draft.lm_head"]) if has_own_head else target.lm_head,
-        draft_to_target=tensors["draft.draft_to_target"] if has_own_head else None,
+        lm_head=_linear("draft.lm_head", tensors, packed) if has_own_head else target.lm_head,
+        draft_to_target=tensors["draft.draft_to_target"] if has_own_vocabulary else None,
     )
 
 
-def _bind_layer(prefix: str, spec: DecoderSpec, tensors: AbcMapping[str, T]) -> LayerWeights[T]:
+def _bind_layer(
+    prefix: str, spec: DecoderSpec, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]
+) -> LayerWeights[T]:
     return LayerWeights(
         attention_norm=tensors[f"{prefix}.attention_norm"],
         q_norm=tensors[f"{prefix}.q_norm"] if spec.has_qk_norm else None,
         k_norm=tensors[f"{prefix}.k_norm"] if spec.has_qk_norm else None,
-        o=_linear(f"{prefix}.o", tensors),
+        o=_linear(f"{prefix}.o", tensors, packed),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
-        gate_up=_linear(f"{prefix}.gate_up", tensors),
-        down=_linear(f"{prefix}.down", tensors),
+        gate_up=_linear(f"{prefix}.gate_up", tensors, packed),
+        down=_linear(f"{prefix}.down", tensors, packed),
     )
 
 
-def _linear(name: str, tensors: AbcMapping[str, T]) -> Linear[T]:
-    return Linear(weight=tensors[name], bias=tensors.get(f"{name}_bias"))
+def _linear(name: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Linear[T]:
+    weight = packed[name] if name in packed else tensors[name]
+    return Linear(weight=weight, bias=tensors.get(f"{name}_bias"))
+
+
+def _sliced(linear: Linear[T], start: int, stop: int, slice_rows: Callable[[T, int, int], T]) -> Linear[T]:
+    weight: T | PackedWeight[T]
+    if isinstance(linear.weight, PackedWeight):
+        weight = slice_packed(linear.weight, start, stop, slice_rows)
+    else:
+        weight = slice_rows(linear.weight, start, stop)
+    return Linear(weight=weight, bias=None if linear.bias is None else slice_rows(linear.bias, start, stop))
 
 
 def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> _Weights:

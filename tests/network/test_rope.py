@@ -59,9 +59,7 @@ CASES = [
         },
     ),
     (
-        RopeSpec(
-            theta=10000.0, scaling="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.25
-        ),
+        RopeSpec(theta=10000.0, scaling="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.25),
         {"rope_type": "yarn", **YARN, "attention_factor": 1.25},
     ),
 ]

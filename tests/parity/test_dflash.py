@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines import decode, make_executor
-from tests.factories import edit_json, make_target, make_zlab_drafter, read_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from tests.engines import decode, make_executor
+from tests.factories import edit_json, make_target, make_zlab_drafter, read_json
 
 dflash = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed: scripts/test installs it")
 
@@ -75,7 +76,7 @@ def expected_blocks(target: Path, drafter: Path, tokens: list[int], our_blocks: 
         anchor = sequence[start]
         blocks.append([anchor, *reference_drafts(model, draft, sequence[:start], anchor)])
         agreed = [a == b for a, b in zip(block[1:], sequence[start + 1 :], strict=False)]
-        num_emitted += 1 + (agreed + [False]).index(False)
+        num_emitted += 1 + [*agreed, False].index(False)
     return blocks
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.engines import Decoding, decode, make_executor
-from tests.factories import make_target, make_zlab_drafter
 from transformers import AutoModelForCausalLM
 
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.network import torch_sampling
+from tests.engines import Decoding, decode, make_executor
+from tests.factories import make_target, make_zlab_drafter
 
 PROMPTS = [[5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]]
 NUM_NEW = 24

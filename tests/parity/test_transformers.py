@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines import Decoding, decode, make_executor
-from tests.factories import make_target, make_zlab_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from tests.engines import Decoding, decode, make_executor
+from tests.factories import make_target, make_zlab_drafter
 
 PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
 NUM_NEW = 48

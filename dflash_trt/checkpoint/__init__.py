@@ -1,0 +1,1 @@
+"""Foreign checkpoints in, proven specs and canonical tensors out."""

@@ -1,0 +1,49 @@
+"""Does this drafter belong to this target? Every mismatch that would otherwise only show as low acceptance."""
+
+from dflash_trt.core.errors import problem
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+
+_OTHER_DRAFTER = "Use the drafter trained for this target."
+
+
+def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
+    """All mismatches between two specs; empty when they fit."""
+    pairs = [
+        ("target_hidden_size", target.hidden_size, draft.target_hidden_size),
+        ("vocab_size", target.vocab_size, draft.target_vocab_size),
+    ]
+    if draft.num_target_layers is not None:
+        pairs.append(("num_target_layers", target.num_layers, draft.num_target_layers))
+    shared = _shared_parts(draft)
+    if shared:
+        pairs.append((f"hidden_size (it shares the target's {shared})", target.hidden_size, draft.hidden_size))
+    problems = [
+        problem(f"drafter {name}", expected=f"{ours} (the target's)", found=str(theirs), mend=_OTHER_DRAFTER)
+        for name, ours, theirs in pairs
+        if ours != theirs
+    ]
+    return [*problems, *_tap_problems(target, draft), *_mask_problems(target, draft)]
+
+
+def _shared_parts(draft: DraftSpec) -> str:
+    parts = [] if draft.has_own_embedding else ["embedding"]
+    if draft.draft_vocab_size is None:
+        parts.append("lm_head")
+    return " and ".join(parts)
+
+
+def _tap_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
+    """The last layer is no tap: references disagree on whether its output is taken before or after the final norm."""
+    last = target.num_layers - 1
+    outside = [layer_id for layer_id in draft.target_layer_ids if layer_id >= last]
+    if not outside:
+        return []
+    expected = f"layers 0..{last - 1} (the output of the target's last layer, {last}, is ambiguous: final norm or not)"
+    return [problem("drafter target_layer_ids", expected=expected, found=str(outside), mend=_OTHER_DRAFTER)]
+
+
+def _mask_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
+    if draft.mask_token_id < target.vocab_size:
+        return []
+    expected = f"an id below the target's vocab_size {target.vocab_size}"
+    return [problem("drafter mask_token_id", expected=expected, found=str(draft.mask_token_id), mend=_OTHER_DRAFTER)]

@@ -1,0 +1,208 @@
+"""Typed reading of foreign JSON, without trust: every key is read, known to be harmless, or refused.
+
+Knows JSON types and how to say what is wrong with a key. It refuses to know what any key means.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_trt.core.errors import problem
+from dflash_trt.core.frozen import nearest_name
+
+Fields = Mapping[str, Any]
+T = TypeVar("T")
+
+_MAX_SHOWN_CHARS = 80
+_MAX_INTEGER = 2**31 - 1  # no size, count or token id of a model is larger
+
+
+def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str, Any] | None:
+    """The JSON object in a file; None, and a problem, when there is none."""
+    expected = "a JSON object"
+    if not path.is_file():
+        problems.append(problem(label, expected="a file", found=f"none at {path}", mend="Download it again."))
+        return None
+    repeated: list[str] = []
+    try:
+        fields = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, repeated))
+    except (ValueError, RecursionError, OSError) as error:  # bad UTF-8, bad JSON, a file that cannot be read
+        problems.append(problem(label, expected=expected, found=f"{error}", mend="Download it again."))
+        return None
+    if not isinstance(fields, dict):
+        found = f"a JSON {type(fields).__name__}"
+        problems.append(problem(label, expected=expected, found=found, mend="Download it again."))
+        return None
+    for name in repeated:
+        mend = "Remove one of them."
+        subject = f"{label} key '{printable(name)}'"
+        problems.append(problem(subject, expected="one value", found="two in one object", mend=mend))
+    return fields
+
+
+class ConfigReader:
+    """Reads one JSON object key by key and remembers which keys it was asked for.
+
+    A wrong or missing value appends to `problems` and yields a harmless stand-in, so that one pass finds every
+    problem; nothing may be built from the values while `problems` has grown. A null counts as absent.
+    """
+
+    def __init__(self, fields: Fields, *, label: str, problems: list[str], prefix: str = "") -> None:
+        self._fields = fields
+        self._label = label
+        self._prefix = prefix
+        self._known: set[str] = set()
+        self.problems = problems
+
+    def subject(self, name: str) -> str:
+        return f"{self._label} key '{self._prefix}{printable(name)}'"
+
+    def has(self, name: str) -> bool:
+        self._known.add(name)
+        return self._fields.get(name) is not None
+
+    def value(self, name: str) -> Any:
+        self._known.add(name)
+        return self._fields.get(name)
+
+    def refuse(self, name: str, *, expected: str, mend: str) -> None:
+        found = shown(self.value(name)) if name in self._fields else "nothing"
+        self.problems.append(problem(self.subject(name), expected=expected, found=found, mend=mend))
+
+    def integer(self, name: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
+        value = self.optional_integer(name, minimum=minimum, maximum=maximum)
+        return self._required(name, value, minimum)
+
+    def optional_integer(self, name: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int | None:
+        value = self.value(name)
+        if value is None or (_is_integer(value) and minimum <= value <= maximum):
+            return value if value is None else int(value)
+        self.refuse(name, expected=f"an integer in {minimum}..{maximum}", mend="Correct the value.")
+        return minimum
+
+    def number(self, name: str) -> float:
+        return self._required(name, self.optional_number(name), 1.0)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive finite number."""
+        value = self.value(name)
+        if value is None or (_is_number(value) and 0 < value <= sys.float_info.max):
+            return value if value is None else float(value)
+        self.refuse(name, expected="a positive number", mend="Correct the value.")
+        return 1.0
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self.optional_flag(name)
+        return default if value is None else value
+
+    def optional_flag(self, name: str) -> bool | None:
+        value = self.value(name)
+        if value is None or isinstance(value, bool):
+            return value
+        self.refuse(name, expected="true or false", mend="Correct the value.")
+        return False
+
+    def optional_text(self, name: str) -> str | None:
+        value = self.value(name)
+        if value is None or isinstance(value, str):
+            return value
+        self.refuse(name, expected="a string", mend="Correct the value.")
+        return ""
+
+    def optional_integers(self, name: str, *, minimum: int = 0) -> tuple[int, ...] | None:
+        """A list of integers; one bare integer counts as a list of one."""
+        value = self.value(name)
+        items = [value] if _is_integer(value) else value
+        if items is None or (isinstance(items, list) and all(_is_integer(x) and x >= minimum for x in items)):
+            return None if items is None else tuple(items)
+        self.refuse(name, expected=f"a list of integers of {minimum} or more", mend="Correct the value.")
+        return ()
+
+    def optional_texts(self, name: str) -> tuple[str, ...] | None:
+        value = self.value(name)
+        if value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+            return None if value is None else tuple(value)
+        self.refuse(name, expected="a list of strings", mend="Correct the value.")
+        return ()
+
+    def optional_section(self, name: str) -> "ConfigReader | None":
+        """A nested object as a reader of its own, which must be finished on its own."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.refuse(name, expected="a JSON object", mend="Correct the value.")
+            value = {}
+        return self.nested(name, value)
+
+    def nested(self, name: str, fields: Fields) -> "ConfigReader":
+        prefix = f"{self._prefix}{name}."
+        return ConfigReader(fields, label=self._label, problems=self.problems, prefix=prefix)
+
+    def require(self, name: str, *allowed: Any, mend: str, default: Any = None) -> None:
+        """Refuse any value but the allowed ones; an absent key stands for `default`, which may itself be refused."""
+        value = self.value(name)
+        effective = default if value is None else value
+        if effective is None or any(_is_same(effective, option) for option in allowed):
+            return
+        expected = " or ".join(shown(option) for option in allowed) or "no such key"
+        self.refuse(name, expected=expected, mend=mend)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Declare keys that do not change the computation."""
+        self._known.update(names)
+
+    def finish(self) -> None:
+        """Refuse every key that nobody has asked for."""
+        for name in sorted(set(self._fields) - self._known):
+            nearest = nearest_name(name, self._known)
+            hint = f"Did you mean '{nearest}'? " if nearest else ""
+            mend = f"{hint}Remove the key if it does not change what the model computes."
+            self.problems.append(
+                problem(
+                    self.subject(name),
+                    expected="a known key",
+                    found=f"an unknown one ({shown(self._fields[name])})",
+                    mend=mend,
+                )
+            )
+
+    def _required(self, name: str, value: T | None, stand_in: T) -> T:
+        if value is not None:
+            return value
+        self.refuse(name, expected="a value", mend=f"Add '{name}' as the checkpoint's author meant it.")
+        return stand_in
+
+
+def shown(value: Any) -> str:
+    """A JSON value as it stands in the file, cut to one readable line."""
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
+def printable(name: str) -> str:
+    """A foreign name that cannot break the line it is printed on."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+    return fields
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_same(value: Any, option: Any) -> bool:
+    """Equal, where JSON's true is not 1."""
+    return isinstance(value, bool) == isinstance(option, bool) and bool(value == option)

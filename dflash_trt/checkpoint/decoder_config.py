@@ -1,0 +1,181 @@
+"""The part of a config.json that targets and drafters share: sizes, activation, layer types, RoPE.
+
+Knows Hugging Face's key names for a Llama-like decoder. It refuses to know whose decoder it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.core.model_spec import RopeSpec
+
+NOT_IMPLEMENTED = "This feature is not implemented: use a checkpoint without it."
+
+_MAX_LAYERS = 1000  # far above any model; a corrupt count must not make us allocate
+
+_ROPE_TYPES: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes:
+    """Sizes of the whole model, before sharding."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    max_position_embeddings: int
+
+    def spec_fields(self) -> dict[str, Any]:
+        """The fields of a DecoderSpec that are sizes."""
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
+        return {name: getattr(self, name) for name in (*names, "max_position_embeddings")}
+
+
+def read_sizes(reader: ConfigReader) -> DecoderSizes:
+    """Sizes under their Hugging Face names; head_dim and KV heads have Hugging Face's defaults."""
+    num_problems = len(reader.problems)
+    hidden_size = reader.integer("hidden_size")
+    num_heads = reader.integer("num_attention_heads")
+    num_kv_heads = reader.optional_integer("num_key_value_heads")
+    head_dim = reader.optional_integer("head_dim")
+    sizes = DecoderSizes(
+        hidden_size=hidden_size,
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=reader.integer("num_hidden_layers", maximum=_MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+        head_dim=hidden_size // num_heads if head_dim is None else head_dim,
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        vocab_size=reader.integer("vocab_size"),
+        max_position_embeddings=reader.integer("max_position_embeddings"),
+    )
+    if len(reader.problems) == num_problems:
+        _check_sizes(reader, sizes)
+    return sizes
+
+
+def require_plain_decoder(reader: ConfigReader) -> None:
+    """Refuse what no decoder of ours computes, whoever's config it is."""
+    reader.require("hidden_act", "silu", default="silu", mend=NOT_IMPLEMENTED)
+    reader.require("pretraining_tp", 1, mend=NOT_IMPLEMENTED)
+    reader.require("is_encoder_decoder", False, mend=NOT_IMPLEMENTED)
+    reader.require("pruned_heads", {}, mend=NOT_IMPLEMENTED)
+    reader.require("rope_interleaved", False, mend=NOT_IMPLEMENTED)
+    reader.require("attn_logit_softcapping", mend=NOT_IMPLEMENTED)
+    for name in (
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "logit_scale",
+    ):
+        reader.require(name, 1, mend=NOT_IMPLEMENTED)
+    for name in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        reader.require(name, mend="Mixture-of-experts models are not implemented: use a dense checkpoint.")
+
+
+def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> RopeSpec:
+    """RoPE from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+
+    `default_theta` stands in where neither schema gives a theta; None makes it a required key.
+    """
+    reader.require("partial_rotary_factor", 1, mend=NOT_IMPLEMENTED)
+    has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
+    if has_both and reader.value("rope_parameters") != reader.value("rope_scaling"):
+        mend = "Remove the one that the checkpoint was not trained with."
+        reader.refuse("rope_scaling", expected="no such key beside rope_parameters", mend=mend)
+    name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
+    section = reader.optional_section(name) or reader.nested(name, {})
+    theta = _read_theta(reader, section, default_theta)
+    spec = _read_scaling(section, theta)
+    section.finish()
+    return spec
+
+
+def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
+    """Per layer: is it sliding? None without `layer_types`."""
+    names = reader.optional_texts("layer_types")
+    if names is None:
+        return None
+    known = {"full_attention": False, "sliding_attention": True}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        reader.refuse("layer_types", expected=f"only {' and '.join(known)}", mend=NOT_IMPLEMENTED)
+    elif len(names) != num_layers:
+        expected = f"num_hidden_layers = {num_layers} entries"
+        reader.refuse("layer_types", expected=expected, mend=f"Correct one of the two: the list has {len(names)}.")
+    return tuple(known.get(name, False) for name in names)
+
+
+def require_window(reader: ConfigReader, window: int | None) -> None:
+    """A sliding layer needs both keys: without use_sliding_window Hugging Face drops the window."""
+    if window is None:
+        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", mend="Add it.")
+    if not reader.flag("use_sliding_window", default=False):
+        mend = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
+        reader.refuse("use_sliding_window", expected="true, as some layers are sliding", mend=mend)
+
+
+def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
+    if sizes.num_heads % sizes.num_kv_heads:
+        expected = f"a divisor of num_attention_heads {sizes.num_heads}"
+        reader.refuse("num_key_value_heads", expected=expected, mend="Correct the value.")
+    if sizes.head_dim % 2 or sizes.head_dim == 0:
+        found = f"even, found {sizes.head_dim} from hidden_size / num_attention_heads"
+        expected = "an even number" if reader.has("head_dim") else found
+        reader.refuse("head_dim", expected=expected, mend="Correct the value: RoPE rotates pairs.")
+
+
+def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: float | None) -> float:
+    inner, outer = section.optional_number("rope_theta"), reader.optional_number("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        expected = f"{inner}, as inside {section.subject('rope_theta')}"
+        reader.refuse("rope_theta", expected=expected, mend="Keep the one that the checkpoint was trained with.")
+    for theta in (inner, outer, default_theta):
+        if theta is not None:
+            return theta
+    return reader.number("rope_theta")
+
+
+def _read_scaling(section: ConfigReader, theta: float) -> RopeSpec:
+    rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
+    section.require("type", rope_type, mend="Remove it: it is the older name of rope_type.")
+    section.require("partial_rotary_factor", 1, mend=NOT_IMPLEMENTED)
+    if rope_type not in _ROPE_TYPES:
+        name = "rope_type" if section.has("rope_type") else "type"
+        section.refuse(name, expected=f"one of {', '.join(_ROPE_TYPES)}", mend=NOT_IMPLEMENTED)
+        section.ignore(
+            ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor")
+        )
+        return RopeSpec(theta=theta)
+    fields: dict[str, Any] = {"theta": theta, "scaling": _ROPE_TYPES[rope_type]}
+    if rope_type != "default":
+        fields["factor"] = section.number("factor")
+    if rope_type in ("llama3", "yarn"):
+        fields["original_max_position_embeddings"] = section.integer("original_max_position_embeddings")
+    if rope_type == "llama3":
+        fields["low_freq_factor"] = section.number("low_freq_factor")
+        fields["high_freq_factor"] = section.number("high_freq_factor")
+        if fields["high_freq_factor"] <= fields["low_freq_factor"]:
+            section.refuse("high_freq_factor", expected="more than low_freq_factor", mend="Correct the values.")
+    if rope_type == "yarn":
+        fields |= _yarn_fields(section)
+    return RopeSpec(**fields)
+
+
+def _yarn_fields(section: ConfigReader) -> dict[str, Any]:
+    names = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+    fields: dict[str, Any] = {name: section.optional_number(name) for name in names}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields["truncates_correction_range"] = section.flag("truncate", default=True)
+    return fields

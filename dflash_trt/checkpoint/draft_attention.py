@@ -1,0 +1,75 @@
+"""Which keys a drafter's queries see, per layer: the (window, is_causal) pairs.
+
+A wrong pair raises no error anywhere; only acceptance tells. So every case is either resolved by a rule written here
+or refused.
+"""
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import read_layer_types, require_window
+from dflash_trt.core.model_spec import AttentionSpec
+
+_SAY_IT = "State layer_types and is_causal as the drafter was trained."
+
+
+def zlab_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec, ...]:
+    """`is_causal` > `causal` > (`use_swa` without layer_types: all sliding, non-causal) > per-layer default.
+
+    The per-layer default is causal in sliding layers and non-causal in full ones; the explicit keys hold for every
+    layer. Without layer_types and use_swa every layer is full.
+    """
+    is_causal = reader.optional_flag("is_causal")
+    causal = reader.optional_flag("causal")
+    is_sliding = read_layer_types(reader, num_layers)
+    sliding_window = reader.optional_integer("sliding_window")
+    swa_window_size = reader.optional_integer("swa_window_size")
+    uses_swa = reader.flag("use_swa", default=False)
+    if is_sliding is None and uses_swa:
+        reader.ignore(("use_sliding_window", "max_window_layers"))
+        window = sliding_window if swa_window_size is None else swa_window_size
+        if window is None:
+            reader.refuse("swa_window_size", expected="an integer, as use_swa is true", mend="Add it.")
+        return (AttentionSpec(window=window, is_causal=_first(is_causal, causal, False)),) * num_layers
+    if is_sliding is None:
+        is_sliding = (False,) * num_layers
+        _refuse_implied_layer_types(reader, num_layers)
+    reader.ignore(("max_window_layers",))
+    window = sliding_window
+    if any(is_sliding):
+        require_window(reader, window)
+        reader.require("swa_window_size", window, mend=_SAY_IT)
+    else:
+        reader.ignore(("use_sliding_window",))
+        reader.require("use_swa", False, mend=f"No layer is sliding. {_SAY_IT}")
+    return tuple(
+        AttentionSpec(window=window if slides else None, is_causal=_first(is_causal, causal, slides))
+        for slides in is_sliding
+    )
+
+
+def speculators_attention(reader: ConfigReader, num_layers: int, *, non_causal: bool) -> tuple[AttentionSpec, ...]:
+    """Full layers are always non-causal; sliding layers are causal unless `sliding_window_non_causal`.
+
+    `reader` reads transformer_layer_config.
+    """
+    is_sliding = read_layer_types(reader, num_layers)
+    window = reader.optional_integer("sliding_window")
+    if is_sliding is None:
+        is_sliding = (False,) * num_layers
+        _refuse_implied_layer_types(reader, num_layers)
+    reader.ignore(("max_window_layers", "use_sliding_window"))
+    if any(is_sliding):
+        require_window(reader, window)
+    return tuple(
+        AttentionSpec(window=window if slides else None, is_causal=slides and not non_causal) for slides in is_sliding
+    )
+
+
+def _refuse_implied_layer_types(reader: ConfigReader, num_layers: int) -> None:
+    """Hugging Face would make the layers from max_window_layers on sliding; other engines run them full."""
+    first_sliding = reader.optional_integer("max_window_layers", minimum=0)
+    if reader.flag("use_sliding_window", default=False) and (first_sliding is None or first_sliding < num_layers):
+        reader.refuse("use_sliding_window", expected="layer_types beside it", mend=_SAY_IT)
+
+
+def _first(*values: bool | None) -> bool:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,176 @@
+"""A drafter's config.json -> DraftSpec: z-lab's format in both its schemas, and the door to Speculators' format.
+
+Every key that changes the algorithm is understood or refused by name; see `speculators_config` for the other format.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader, printable, read_json_object, shown
+from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_rope, read_sizes, require_plain_decoder
+from dflash_trt.checkpoint.draft_attention import zlab_attention
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.speculators_config import parse_speculators
+from dflash_trt.core.errors import problem
+from dflash_trt.core.model_spec import DraftSpec
+
+LABEL = "drafter config.json"
+
+_ZLAB, _ZLAB_2, _SPECULATORS = "DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"
+
+# Keys of the field that change the algorithm, and the values at which they change nothing.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "backbone_rotary_base": (),
+    "conv_group_size": (),
+    "conv_kernel_size": (),
+    "has_embed_tokens": (False,),
+    "has_lm_head": (False,),
+    "is_neox_style": (True,),
+    "markov_head": (),
+    "markov_head_type": (),
+    "markov_rank": (),
+    "mask_token": (),
+    "mlp_bias": (False,),
+    "projector_type": (),
+    "pure_draft_prefix_len": (),
+    "sample_from_anchor": (False,),
+    "selector_rank": (),
+    "selector_top_k": (),
+    "shift_label": (False,),
+    "use_gemma_norm": (False,),
+    "use_qk_norm": (True,),
+}
+
+# Nothing here reaches the network: special tokens come from the target, the head is the target's, the rest is training.
+_HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "num_anchors", "loss_decay_gamma")
+
+
+def parse_draft(directory: Path, tensor_names: Collection[str], problems: list[str]) -> DraftSpec | None:
+    """The spec of the drafter in `directory`; None when `problems` has grown.
+
+    `tensor_names` are those of its checkpoint: Speculators' config does not say whether the drafter brings its own
+    embedding.
+    """
+    num_problems = len(problems)
+    _refuse_extra_files(directory, problems)
+    fields = read_json_object(directory / "config.json", label=LABEL, problems=problems)
+    if fields is None:
+        return None
+    architecture = _architecture(fields)
+    if architecture in (_ZLAB, _ZLAB_2):
+        spec_fields = _parse_zlab(fields, problems)
+    elif architecture == _SPECULATORS:
+        spec_fields = parse_speculators(ConfigReader(fields, label=LABEL, problems=problems), tensor_names)
+    else:
+        expected = f"one of {_ZLAB}, {_SPECULATORS}"
+        mend = "Use a DFlash drafter; other methods are not implemented."
+        subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
+        problems.append(problem(subject, expected=expected, found=found, mend=mend))
+        return None
+    return DraftSpec(**spec_fields) if len(problems) == num_problems else None
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """z-lab's rule for a file without target_layer_ids: evenly spread from layer 1 to the third from last."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def _architecture(fields: Mapping[str, Any]) -> str | None:
+    names = fields.get("architectures")
+    return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+
+
+def _refuse_extra_files(directory: Path, problems: list[str]) -> None:
+    name = "mask_embedding.pt"
+    mend = "A mask embedding of the drafter's own is not implemented: use a drafter without it."
+    if (directory / name).exists():
+        problems.append(problem(f"drafter file '{name}'", expected="no such file", found="one", mend=mend))
+
+
+def _parse_zlab(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Fields of a DraftSpec, meaningless when `problems` has grown."""
+    reader = ConfigReader(_merged(fields, problems), label=LABEL, problems=problems)
+    reader.require("architectures", [_ZLAB], mend="DFlash2 is not implemented: use a DFlash drafter.")
+    require_modelopt(reader)
+    require_plain_decoder(reader)
+    for name, allowed in _NEUTRAL_VALUES.items():
+        reader.require(name, *allowed, mend=NOT_IMPLEMENTED)
+    sizes = read_sizes(reader)
+    reader.require("v_head_dim", sizes.head_dim, mend=NOT_IMPLEMENTED)
+    _read_model_type(reader)
+    has_attention_bias = reader.flag("attention_bias", default=False)
+    num_target_layers = reader.optional_integer("num_target_layers")
+    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to be sure of that.
+    reader.optional_number("output_multiplier")
+    reader.optional_number("final_logit_softcapping")
+    spec_fields = {
+        **sizes.spec_fields(),
+        "source_format": "z-lab",
+        "rope": read_rope(reader),
+        "attention": zlab_attention(reader, sizes.num_layers),
+        "has_qk_norm": True,
+        "has_qkv_bias": has_attention_bias,
+        "has_o_bias": has_attention_bias,
+        "target_layer_ids": _read_target_layer_ids(reader, num_target_layers, sizes.num_layers),
+        "target_hidden_size": reader.optional_integer("target_hidden_size") or sizes.hidden_size,
+        "target_vocab_size": sizes.vocab_size,
+        "num_target_layers": num_target_layers,
+        "draft_block_size": reader.integer("block_size", minimum=2),
+        "mask_token_id": reader.integer("mask_token_id", minimum=0),
+        "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
+    }
+    reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
+    reader.finish()
+    return spec_fields
+
+
+def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Top-level keys and those of `dflash_config` in one object: checkpoints keep the same key in either place."""
+    nested = fields.get("dflash_config")
+    top = {name: value for name, value in fields.items() if name != "dflash_config"}
+    if nested is None:
+        return top
+    if not isinstance(nested, dict):
+        subject = f"{LABEL} key 'dflash_config'"
+        problems.append(problem(subject, expected="a JSON object", found=shown(nested), mend="Correct the value."))
+        return top
+    for name in sorted(set(top) & set(nested)):
+        if top[name] != nested[name]:
+            found = f"{shown(top[name])} at the top level and {shown(nested[name])} in dflash_config"
+            mend = "Keep the one that the drafter was trained with."
+            problems.append(problem(f"{LABEL} key '{printable(name)}'", expected="one value", found=found, mend=mend))
+    return top | nested
+
+
+def _read_model_type(reader: ConfigReader) -> None:
+    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", mend=NOT_IMPLEMENTED)
+    if reader.value("model_type") != "gpt_oss":
+        return
+    reader.ignore(("initial_context_length",))
+    if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
+        # gpt_oss's own default is yarn, factor 32; a reader that takes the file for a Qwen3 one uses none.
+        mend = 'Add "rope_parameters" with the rope_type that the drafter was trained with ("default" or "yarn").'
+        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", mend=mend)
+
+
+def _read_target_layer_ids(reader: ConfigReader, num_target_layers: int | None, num_layers: int) -> tuple[int, ...]:
+    ids = reader.optional_integers("target_layer_ids")
+    if ids is None and num_target_layers is None:
+        expected = "a list, or num_target_layers to derive it from"
+        reader.refuse("target_layer_ids", expected=expected, mend="Add either key.")
+    if ids is None:
+        ids = default_target_layer_ids(num_target_layers or 4, num_layers)
+    if not ids:
+        reader.refuse("target_layer_ids", expected="at least one layer", mend="Correct the value.")
+    mirrored = [layer_id + 1 for layer_id in ids]  # the same taps in Hugging Face's hidden_states numbering
+    reader.require(
+        "eagle_aux_hidden_state_layer_ids", mirrored, mend="Keep the taps that the drafter was trained with."
+    )
+    return ids

@@ -1,0 +1,66 @@
+"""The keys of a Hugging Face config.json that do not change what the network computes.
+
+An explicit list: a key that is neither read nor listed here is refused, so that a new feature of a checkpoint is never
+dropped without a word.
+"""
+
+# How the file was made, and by what.
+PROVENANCE_KEYS = (
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "auto_map",
+    "custom_pipelines",
+    "is_llama_config",
+    "model_name",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+)
+
+# Training, and what a forward pass returns or caches. dtype is free here: the engine's own dtype decides.
+RUNTIME_KEYS = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "attention_dropout",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "embd_pdrop",
+    "finetuning_task",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "task_specific_params",
+    "torch_dtype",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+)
+
+# Defaults of `generate`, which older files keep here. The engine takes sampling from each request.
+GENERATION_KEYS = (
+    "do_sample",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "num_beams",
+    "pad_token_id",
+    "repetition_penalty",
+    "sep_token_id",
+    "temperature",
+    "top_k",
+    "top_p",
+)
+
+HARMLESS_KEYS = (*PROVENANCE_KEYS, *RUNTIME_KEYS, *GENERATION_KEYS)

@@ -1,0 +1,66 @@
+"""K/V scales of a ModelOpt export: where they lie and what they say. Canonical form: `core/quantization`."""
+
+from dataclasses import dataclass, replace
+
+from safetensors import safe_open
+
+from dflash_trt.checkpoint.modelopt_config import ModelOptConfig
+from dflash_trt.checkpoint.packed_weights import read_number
+from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
+from dflash_trt.core.errors import problem
+from dflash_trt.core.model_spec import TargetSpec
+from dflash_trt.core.quantization import LayerKvScales
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvScaleSource:
+    """One layer's scales; None where the export leaves them at 1."""
+
+    k: StoredTensor | None
+    v: StoredTensor | None
+
+
+def resolve_kv_scales(
+    spec: TargetSpec, stored: StoredTensors, config: ModelOptConfig | None, *, label: str, problems: list[str]
+) -> tuple[tuple[KvScaleSource, ...] | None, StoredTensors]:
+    """One source per layer for FP8 K/V, None without; and the tensors that are left.
+
+    ModelOpt writes no scale at all when it calibrates none; an export with some of them is broken.
+    """
+    if config is None or not config.has_fp8_kv:
+        return None, stored
+    names = [f"model.layers.{i}.self_attn.{x}_proj.{x}_scale" for i in range(spec.num_layers) for x in "kv"]
+    found = {name: stored.tensors[name] for name in names if name in stored.tensors}
+    missing = [name for name in names if name not in found]
+    if found and missing:
+        expected = "the K/V scales of every layer"
+        mend = "Export the checkpoint again."
+        problems.append(problem(f"{label} tensors", expected=expected, found=f"no {listed(missing)}", mend=mend))
+    sources = tuple(
+        KvScaleSource(k=found.get(k_name), v=found.get(v_name))
+        for k_name, v_name in zip(names[0::2], names[1::2], strict=True)
+    )
+    for tensor in found.values():
+        if tensor.dtype != "F32" or tensor.shape not in ((), (1,)):
+            problems.append(
+                problem(
+                    f"{label} tensor '{tensor.name}'",
+                    expected="F32 []",
+                    found=f"{tensor.dtype} {list(tensor.shape)}",
+                    mend="Export the checkpoint again.",
+                )
+            )
+    rest = {name: tensor for name, tensor in stored.tensors.items() if name not in found}
+    return sources, replace(stored, tensors=rest)
+
+
+def read_kv_scales(sources: tuple[KvScaleSource, ...]) -> tuple[LayerKvScales, ...]:
+    """Raises CheckpointError on a scale that is not finite and positive."""
+    return tuple(LayerKvScales(k=_read(source.k), v=_read(source.v)) for source in sources)
+
+
+def _read(stored: StoredTensor | None) -> float:
+    if stored is None:
+        return 1.0
+    with safe_open(stored.path, framework="pt", device="cpu") as file:
+        return read_number(stored, lambda tensor: file.get_slice(tensor.name))

@@ -1,0 +1,146 @@
+"""What ModelOpt says about a checkpoint it exported: hf_quant_config.json, or `quantization_config` of config.json.
+
+Reads both spellings of ModelOpt 0.47 (nested, and flat as config.json has it). It refuses every algorithm and every
+other producer by name. Which tensors follow from it is `packed_weights`' business.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
+from dflash_trt.core.errors import problem
+from dflash_trt.core.packed_spec import BLOCK_COLUMNS
+from dflash_trt.core.quantization import WeightFormat
+
+QUANT_CONFIG_FILE = "hf_quant_config.json"
+
+_ALGORITHMS: dict[str, WeightFormat] = {"FP8": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4_w4a16"}
+_MIXED = "MIXED_PRECISION"
+_OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, or use the unquantized checkpoint."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptConfig:
+    """`layers` names modules of a mixed-precision checkpoint; otherwise `default` holds for all but `excluded`."""
+
+    default: WeightFormat | None
+    excluded: tuple[str, ...] = ()  # patterns
+    layers: Mapping[str, WeightFormat]
+    has_fp8_kv: bool = False
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """What the export claims for one module, for example `model.layers.0.mlp.down_proj`."""
+        if self.layers:
+            return self.layers.get(module)
+        return None if any(fnmatchcase(module, pattern) for pattern in self.excluded) else self.default
+
+
+def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) -> ModelOptConfig | None:
+    """The quantization of a checkpoint directory; None for an unquantized one, or when `problems` has grown."""
+    path = directory / QUANT_CONFIG_FILE
+    if path.is_file():
+        subject = f"{label} {QUANT_CONFIG_FILE}"
+        fields = read_json_object(path, label=subject, problems=problems)
+    elif (directory / "config.json").is_file():
+        subject = f"{label} config.json key 'quantization_config'"
+        fields = _from_config(directory / "config.json", subject)
+    else:
+        return None
+    if fields is None:
+        return None
+    num_problems = len(problems)
+    section = fields.get("quantization", fields)
+    if not isinstance(section, dict):
+        problems.append(problem(subject, expected="a JSON object", found=shown(section), mend=_OTHER_EXPORT))
+        return None
+    problems += _problems_of(section, subject)
+    if len(problems) > num_problems:
+        return None
+    excluded = section.get("exclude_modules", section.get("ignore")) or []
+    algorithm = section.get("quant_algo")
+    return ModelOptConfig(
+        default=None if algorithm in (None, _MIXED) else _ALGORITHMS[algorithm],
+        excluded=tuple(_plain_name(name) for name in excluded),
+        layers={
+            _plain_name(name): _ALGORITHMS[entry["quant_algo"]]
+            for name, entry in (section.get("quantized_layers") or {}).items()
+        },
+        has_fp8_kv=_kv_algorithm(section) == "FP8",
+    )
+
+
+def is_modelopt(section: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a `quantization_config` is one of ModelOpt's, which alone say what their scales are called."""
+    if not isinstance(section, dict):
+        return False
+    producer = section.get("producer")
+    return section.get("quant_method") == "modelopt" or (
+        isinstance(producer, dict) and producer.get("name") == "modelopt"
+    )
+
+
+def require_modelopt(reader: ConfigReader) -> None:
+    """Refuse quantization by any other tool; what ModelOpt says is read by `read_modelopt_config`."""
+    section = reader.value("quantization_config")
+    if section is not None and not is_modelopt(section):
+        reader.refuse("quantization_config", expected="none, or ModelOpt's", mend=_OTHER_EXPORT)
+
+
+def _from_config(path: Path, subject: str) -> dict[str, Any] | None:
+    """`quantization_config`, when it is there; a broken config.json is told by the reader of the spec."""
+    config = read_json_object(path, label=subject, problems=[])
+    fields = None if config is None else config.get("quantization_config")
+    return fields if is_modelopt(fields) else None  # others are refused where the spec is read
+
+
+def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
+    algorithm, layers = section.get("quant_algo"), section.get("quantized_layers")
+    expected = f"one of {', '.join((*_ALGORITHMS, _MIXED))}"
+    if algorithm is not None and algorithm not in (*_ALGORITHMS, _MIXED):
+        yield problem(f"{subject}: quant_algo", expected=expected, found=shown(algorithm), mend=_OTHER_EXPORT)
+    if algorithm == _MIXED and not layers:
+        found = "none"
+        yield problem(f"{subject}: quantized_layers", expected="the modules", found=found, mend=_OTHER_EXPORT)
+    excluded = section.get("exclude_modules", section.get("ignore")) or []
+    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
+        found = shown(excluded)
+        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found, mend="Correct it.")
+    yield from _group_size_problems(section, subject)
+    for name, entry in (layers if isinstance(layers, dict) else {}).items():
+        where = f"{subject}: quantized_layers '{name}'"
+        entry_algorithm = entry.get("quant_algo") if isinstance(entry, dict) else entry
+        if entry_algorithm not in _ALGORITHMS:
+            known = f"one of {', '.join(_ALGORITHMS)}"
+            yield problem(f"{where} quant_algo", expected=known, found=shown(entry_algorithm), mend=_OTHER_EXPORT)
+        elif isinstance(entry, dict):
+            yield from _group_size_problems(entry, where)
+    kv_algorithm = _kv_algorithm(section)
+    if kv_algorithm not in (None, "FP8"):
+        mend = "Export it with FP8 K/V, or without K/V quantization."
+        yield problem(f"{subject}: kv_cache_quant_algo", expected="FP8 or null", found=shown(kv_algorithm), mend=mend)
+
+
+def _group_size_problems(section: Mapping[str, Any], subject: str) -> Iterator[str]:
+    algorithm, group_size = section.get("quant_algo"), section.get("group_size")
+    if isinstance(algorithm, str) and "NVFP4" in algorithm and group_size not in (None, BLOCK_COLUMNS):
+        mend = "NVFP4 has blocks of 16 columns: export the checkpoint again."
+        yield problem(
+            f"{subject}: group_size of {algorithm}", expected=str(BLOCK_COLUMNS), found=shown(group_size), mend=mend
+        )
+
+
+def _kv_algorithm(section: Mapping[str, Any]) -> Any:
+    """`kv_cache_quant_algo`, or what the flat spelling's `kv_cache_scheme` says in its own words."""
+    scheme = section.get("kv_cache_scheme")
+    if isinstance(scheme, dict):
+        is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
+        return "FP8" if is_fp8 else scheme
+    return section.get("kv_cache_quant_algo", scheme)
+
+
+def _plain_name(name: str) -> str:
+    """ModelOpt names modules of a drafter as they were in training, not as their tensors are."""
+    return name.removeprefix("dflash_module.")

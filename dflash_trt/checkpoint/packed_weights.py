@@ -1,0 +1,254 @@
+"""Packed linears of a ModelOpt export: the proof that their tensors fit, and the reading of one rank's share.
+
+Foreign per module M: `M.weight` (codes), `M.weight_scale` (FP8: a number; NVFP4: block scales), `M.weight_scale_2`
+(NVFP4: a number), `M.input_scale`; K/V scales are `k_proj.k_scale` and `v_proj.v_scale`. Canonical names and layouts:
+`core/packed_spec.py`, where the parts of a fused linear are segments, each with the scales it came with.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, ModelOptConfig
+from dflash_trt.checkpoint.names import ForeignTable
+from dflash_trt.checkpoint.sharding import share
+from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
+from dflash_trt.core.errors import CheckpointError, problem
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.packed_spec import BLOCK_COLUMNS, is_linear
+from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+
+_PACKED_DTYPES = ("F8_E4M3", "U8")
+_SCALES: dict[WeightFormat, tuple[str, ...]] = {
+    "fp8": ("weight_scale", "input_scale"),
+    "nvfp4": ("weight_scale", "weight_scale_2", "input_scale"),
+    "nvfp4_w4a16": ("weight_scale", "weight_scale_2"),
+}
+_EXPORT_AGAIN = "Export the checkpoint again."
+
+OpenSlice = Callable[[StoredTensor], Any]  # the stored tensor, to be indexed as safetensors' slices are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedPart:
+    """One of the linears that make up a canonical one. Without a `format` it is plain, and has no `scales`."""
+
+    weight: StoredTensor
+    format: WeightFormat | None
+    scales: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSource:
+    """A canonical linear's parts; its `format` is None when they differ."""
+
+    parts: tuple[PackedPart, ...]
+
+    @property
+    def format(self) -> WeightFormat | None:
+        formats = {part.format for part in self.parts}
+        return formats.pop() if len(formats) == 1 else None
+
+
+def resolve_packed(
+    table: WeightTable,
+    names: ForeignTable,
+    stored: StoredTensors,
+    config: ModelOptConfig | None,
+    *,
+    label: str,
+    problems: list[str],
+) -> tuple[dict[str, PackedSource], StoredTensors]:
+    """The packed linears of a checkpoint, and the tensors that are left for the others."""
+    if config is None:
+        return {}, stored
+    sources: dict[str, PackedSource] = {}
+    used: set[str] = set()
+    for canonical, spec in table.items():
+        parts = [stored.tensors.get(name) for name in names[canonical].parts]
+        if not any(part is not None and part.dtype in _PACKED_DTYPES for part in parts) or not is_linear(
+            spec, canonical
+        ):
+            continue
+        if None in parts:
+            continue  # the proof of the plain tensors names the missing one
+        packed = tuple(
+            _resolve_part(part, rows, spec.shape[1], stored, config, label=label, problems=problems)
+            for part, rows in zip(parts, _part_rows(spec, len(parts)), strict=True)
+            if part is not None
+        )
+        sources[canonical] = PackedSource(parts=packed)
+        used |= {tensor.name for part in packed for tensor in (part.weight, *part.scales.values())}
+    rest = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
+    return sources, replace(stored, tensors=rest)
+
+
+def read_packed(
+    name: str,
+    spec: WeightSpec,
+    source: PackedSource,
+    open_slice: OpenSlice,
+    *,
+    dtype: torch.dtype,
+    mapping: Mapping,
+) -> Iterator[tuple[str, Tensor]]:
+    """The engine tensors of a packed linear in the order of `core/packed_spec.packed_tensors`.
+
+    When its parts differ in format, they come one by one, as linears `NAME/0`, `NAME/1`, ...
+
+    Raises:
+        CheckpointError: a scale or a code that is not a number, or a scale that is not positive.
+    """
+    if source.format is not None:
+        yield from _read_parts(name, spec, source.parts, open_slice, source.format, mapping)
+        return
+    for i, part in enumerate(source.parts):
+        if part.format is not None:
+            yield from _read_parts(f"{name}/{i}", spec, (part,), open_slice, part.format, mapping)
+        else:
+            yield f"{name}/{i}", _cut(part.weight, spec, part, open_slice, mapping).to(dtype)
+
+
+def _read_parts(
+    name: str,
+    spec: WeightSpec,
+    parts: tuple[PackedPart, ...],
+    open_slice: OpenSlice,
+    weight_format: WeightFormat,
+    mapping: Mapping,
+) -> Iterator[tuple[str, Tensor]]:
+    yield name, torch.cat([_cut(part.weight, spec, part, open_slice, mapping) for part in parts])
+    if weight_format != "fp8":
+        blocks = [_cut(part.scales["weight_scale"], spec, part, open_slice, mapping) for part in parts]
+        yield f"{name}.block_scale", torch.cat([block.view(torch.uint8) for block in blocks]).view(torch.float8_e4m3fn)
+    which = "weight_scale" if weight_format == "fp8" else "weight_scale_2"
+    yield f"{name}.weight_scale", _numbers([part.scales[which] for part in parts], open_slice)
+    if "input_scale" in _SCALES[weight_format]:
+        yield f"{name}.input_scale", _numbers([part.scales["input_scale"] for part in parts], open_slice)
+
+
+def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
+    """A scale that is one number.
+
+    Raises:
+        CheckpointError: it is not finite and positive.
+    """
+    value = float(_whole(stored, open_slice).float().reshape(()))
+    if not (0.0 < value < float("inf")):
+        subject = f"tensor '{stored.name}'"
+        raise CheckpointError(
+            problem(subject, expected="a finite, positive scale", found=f"{value:g}", mend=_EXPORT_AGAIN)
+        )
+    return value
+
+
+def _resolve_part(
+    weight: StoredTensor,
+    rows: int,
+    columns: int,
+    stored: StoredTensors,
+    config: ModelOptConfig,
+    *,
+    label: str,
+    problems: list[str],
+) -> PackedPart:
+    module = weight.name.removesuffix(".weight")
+    claimed = config.format_of(module)
+    if weight.dtype not in _PACKED_DTYPES:
+        return PackedPart(weight=weight, format=None, scales={})
+    subject = f"{label} tensor '{weight.name}'"
+    if claimed is None:
+        expected = f"a plain dtype, for {QUANT_CONFIG_FILE} does not quantize it"
+        problems.append(problem(subject, expected=expected, found=weight.dtype, mend=_EXPORT_AGAIN))
+        return PackedPart(weight=weight, format=None, scales={})
+    shapes = _shapes(claimed, rows, columns)
+    _check(weight, shapes["weight"], claimed, label=label, problems=problems)
+    scales = {}
+    missing = []
+    for kind in _SCALES[claimed]:
+        scale = stored.tensors.get(f"{module}.{kind}")
+        if scale is None:
+            missing.append(f"{module}.{kind}")
+            continue
+        _check(scale, shapes[kind], claimed, label=label, problems=problems)
+        scales[kind] = scale
+    if missing:
+        found = f"no {listed(missing)}"
+        expected = f"the scales of {claimed}"
+        problems.append(problem(subject, expected=expected, found=found, mend=_EXPORT_AGAIN))
+    return PackedPart(weight=weight, format=claimed, scales=scales)
+
+
+def _shapes(weight_format: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    number: tuple[str, tuple[int, ...]] = ("F32", ())
+    shapes = {"input_scale": number, "weight_scale_2": number}
+    if weight_format == "fp8":
+        return shapes | {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": number}
+    blocks = (rows, columns // BLOCK_COLUMNS)
+    return shapes | {"weight": ("U8", (rows, columns // 2)), "weight_scale": ("F8_E4M3", blocks)}
+
+
+def _check(
+    tensor: StoredTensor,
+    expected: tuple[str, tuple[int, ...]],
+    weight_format: WeightFormat,
+    *,
+    label: str,
+    problems: list[str],
+) -> None:
+    dtype, shape = expected
+    is_number = shape == () and tensor.shape in ((), (1,))
+    if tensor.dtype == dtype and (tensor.shape == shape or is_number):
+        return
+    hint = ""
+    if dtype == "F8_E4M3" and len(tensor.shape) == len(shape) == 2 and weight_format != "fp8" and tensor.shape[1]:
+        hint = f" (blocks of {shape[1] * BLOCK_COLUMNS // tensor.shape[1]} columns instead of {BLOCK_COLUMNS})"
+    wanted, found = f"{dtype} {list(shape)} for {weight_format}", f"{tensor.dtype} {list(tensor.shape)}{hint}"
+    problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, mend=_EXPORT_AGAIN))
+
+
+def _part_rows(spec: WeightSpec, num_parts: int) -> tuple[int, ...]:
+    return spec.segments if num_parts > 1 else (spec.shape[0],)
+
+
+def _cut(
+    stored: StoredTensor,
+    spec: WeightSpec,
+    part: PackedPart,
+    open_slice: OpenSlice,
+    mapping: Mapping,
+) -> Tensor:
+    """This rank's share of codes or block scales, checked for codes that are not numbers."""
+    piece = open_slice(stored)
+    if spec.sharding == "replicated":
+        tensor: Tensor = piece[:]
+    elif spec.sharding == "columns":
+        start, stop = share(stored.shape[1], mapping)
+        tensor = piece[:, start:stop]
+    else:
+        start, stop = share(stored.shape[0], mapping)
+        tensor = piece[start:stop]
+    if stored.dtype == "F8_E4M3":
+        raw = tensor.view(torch.uint8)
+        is_nan = (raw & 0x7F) == 0x7F
+        is_wrong = is_nan | (raw > 0x7F) if stored is not part.weight else is_nan  # a block scale is never negative
+        if bool(is_wrong.any()):
+            found = f"{int(is_wrong.sum())} codes that are NaN or of the wrong sign"
+            expected = "finite E4M3 values"
+            raise CheckpointError(
+                problem(f"tensor '{stored.name}'", expected=expected, found=found, mend=_EXPORT_AGAIN)
+            )
+    return tensor
+
+
+def _numbers(scales: list[StoredTensor], open_slice: OpenSlice) -> Tensor:  # float32 [segments]
+    return torch.tensor([read_number(scale, open_slice) for scale in scales], dtype=torch.float32)
+
+
+def _whole(stored: StoredTensor, open_slice: OpenSlice) -> Tensor:
+    tensor: Tensor = open_slice(stored)[...]
+    return tensor

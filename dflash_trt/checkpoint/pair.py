@@ -1,0 +1,212 @@
+"""The proven pair: a target and its drafter, checked against each other before any work is done with them.
+
+Knows the order of the proof: configs, tensor headers, names and shapes, then one against the other. All problems of
+a pair come in one error.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dflash_trt.checkpoint.compatibility import compatibility_problems
+from dflash_trt.checkpoint.draft_config import parse_draft
+from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
+from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelopt_config
+from dflash_trt.checkpoint.names import draft_names, target_names
+from dflash_trt.checkpoint.packed_weights import PackedSource, resolve_packed
+from dflash_trt.checkpoint.sharding import mapping_problems
+from dflash_trt.checkpoint.target_config import parse_target
+from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
+from dflash_trt.checkpoint.vocabulary import check_draft_vocabulary, check_tokenizers, tokenizer_files
+from dflash_trt.checkpoint.weights import WeightSource, read_weights, resolve_sources
+from dflash_trt.core.errors import CheckpointError, ConfigError, problem, raise_all
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.weight_spec import WeightTable, draft_weights, target_weights
+
+_CONFIG_FILES = ("config.json", "generation_config.json", QUANT_CONFIG_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPair:
+    """A target, its drafter if any, and where their tensors lie. Made by `open_pair`.
+
+    `source_files` are what the specs and tensors come from (to be hashed as provenance); `tokenizer_files` are the
+    target's, empty when it has no tokenizer. `quantization` is what the checkpoints themselves hold in low precision.
+    """
+
+    target: TargetSpec
+    draft: DraftSpec | None
+    table: WeightTable
+    source_files: tuple[Path, ...]
+    tokenizer_files: tuple[Path, ...]
+    quantization: QuantizationSpec
+    _sources: dict[str, WeightSource] = field(repr=False)
+    _packed: dict[str, PackedSource] = field(repr=False)
+
+    def iter_weights(self, *, dtype: torch.dtype, mapping: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
+        """Canonical tensors of one rank: fused, cut, cast to `dtype` (integers stay int64), in table order.
+
+        A linear that is stored packed comes as its packed tensors, as `packed_weights.read_packed` says.
+
+        Lazy: one canonical tensor is in memory at a time, unless the caller keeps them.
+
+        Raises:
+            ConfigError: the pair cannot be cut for this mapping. Raised before the first tensor is read.
+            CheckpointError: while iterating, a tensor with values that are not finite.
+        """
+        raise_all(ConfigError, "tensor parallelism", mapping_problems(self.target, self.draft, mapping))
+        return read_weights(self.table, self._sources, dtype=dtype, mapping=mapping, packed=self._packed)
+
+
+def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
+    """Prove a pair from its configs and tensor headers.
+
+    Raises:
+        ConfigError: a config is wrong or the two do not belong together; lists the tensor problems too.
+        CheckpointError: only files, tensors or tokenizers are wrong.
+    """
+    config_problems: list[str] = []
+    tensor_problems: list[str] = []
+    sides = [_open_target(target, config_problems, tensor_problems)]
+    if drafter is not None:
+        sides.append(_open_drafter(drafter, config_problems, tensor_problems))
+        if target.is_dir() and drafter.is_dir():
+            check_tokenizers(target, drafter, tensor_problems)
+    specs = [side.spec for side in sides]
+    if isinstance(specs[0], TargetSpec) and isinstance(specs[-1], DraftSpec):
+        config_problems += compatibility_problems(specs[0], specs[-1])
+    error = ConfigError if config_problems else CheckpointError
+    raise_all(error, _heading(target, drafter), [*config_problems, *tensor_problems])
+    target_spec, draft_spec = specs[0], specs[1] if drafter is not None else None
+    assert isinstance(target_spec, TargetSpec)
+    assert not isinstance(draft_spec, TargetSpec)
+    return CheckpointPair(
+        target=target_spec,
+        draft=draft_spec,
+        table={name: spec for side in sides for name, spec in side.table.items()},
+        source_files=tuple(path for side in sides for path in side.files),
+        tokenizer_files=tokenizer_files(target),
+        quantization=_stored_quantization(sides),
+        _sources={name: source for side in sides for name, source in side.sources.items()},
+        _packed={name: source for side in sides for name, source in side.packed.items()},
+    )
+
+
+def read_target_spec(directory: Path) -> TargetSpec:
+    """The target's spec from its configs alone.
+
+    Raises:
+        ConfigError: every wrong, missing or unknown key, in one error.
+    """
+    problems: list[str] = []
+    spec = parse_target(directory, problems)
+    raise_all(ConfigError, f"target {directory}", problems)
+    assert spec is not None
+    return spec
+
+
+def read_draft_spec(directory: Path, *, target: TargetSpec | None) -> DraftSpec:
+    """The drafter's spec, checked against `target` when given.
+
+    Only the names of its tensors are read; a directory without tensors is taken as one without its own embedding.
+
+    Raises:
+        ConfigError: every wrong, missing or unknown key, and every mismatch with the target, in one error.
+    """
+    problems: list[str] = []
+    stored = scan_tensors(directory, label="drafter", problems=[])
+    spec = parse_draft(directory, _all_names(stored), problems)
+    if spec is not None and target is not None:
+        problems += compatibility_problems(target, spec)
+    raise_all(ConfigError, f"drafter {directory}", problems)
+    assert spec is not None
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """One of the two checkpoints, as far as it could be opened."""
+
+    spec: TargetSpec | DraftSpec | None
+    table: WeightTable
+    sources: dict[str, WeightSource]
+    files: tuple[Path, ...]
+    packed: dict[str, PackedSource] = field(default_factory=dict)
+    kv_scales: tuple[KvScaleSource, ...] | None = None
+
+
+_ABSENT = _Side(spec=None, table={}, sources={}, files=())
+
+
+def _open_target(directory: Path, config_problems: list[str], tensor_problems: list[str]) -> _Side:
+    if not _is_directory(directory, "target", config_problems):
+        return _ABSENT
+    stored = scan_tensors(directory, label="target", problems=tensor_problems)
+    config = read_modelopt_config(directory, label="target", problems=config_problems)
+    spec = parse_target(directory, config_problems)
+    if spec is None:
+        return _ABSENT
+    table = target_weights(spec)
+    names = target_names(spec)
+    kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)
+    packed, rest = resolve_packed(table, names, rest, config, label="target", problems=tensor_problems)
+    plain = {name: weight for name, weight in table.items() if name not in packed}
+    plain_names = {name: names[name] for name in plain}
+    sources = resolve_sources(plain, plain_names, rest, spec=spec, label="target", problems=tensor_problems)
+    files = _source_files(directory, stored)
+    return _Side(spec=spec, table=table, sources=sources, packed=packed, kv_scales=kv_scales, files=files)
+
+
+def _open_drafter(directory: Path, config_problems: list[str], tensor_problems: list[str]) -> _Side:
+    if not _is_directory(directory, "drafter", config_problems):
+        return _ABSENT
+    stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
+    config = read_modelopt_config(directory, label="drafter", problems=config_problems)
+    spec = parse_draft(directory, _all_names(stored), config_problems)
+    if spec is None:
+        return _ABSENT
+    table = draft_weights(spec)
+    names = draft_names(spec, _all_names(stored))
+    num_problems = len(tensor_problems)
+    packed, rest = resolve_packed(table, names, stored, config, label="drafter", problems=tensor_problems)
+    plain = {name: weight for name, weight in table.items() if name not in packed}
+    plain_names = {name: names[name] for name in plain}
+    sources = resolve_sources(plain, plain_names, rest, spec=spec, label="drafter", problems=tensor_problems)
+    if len(tensor_problems) == num_problems:
+        check_draft_vocabulary(spec, stored, tensor_problems)
+    return _Side(spec=spec, table=table, sources=sources, packed=packed, files=_source_files(directory, stored))
+
+
+def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
+    formats = {name: source.format for side in sides for name, source in side.packed.items()}
+    kv_scales = sides[0].kv_scales
+    return QuantizationSpec(
+        linears={name: weight_format for name, weight_format in formats.items() if weight_format is not None},
+        target_kv=None if kv_scales is None else read_kv_scales(kv_scales),
+    )
+
+
+def _is_directory(path: Path, label: str, problems: list[str]) -> bool:
+    if path.is_dir():
+        return True
+    found = "a file" if path.exists() else f"nothing at {path}"
+    mend = "Pass the directory that holds config.json and the safetensors files."
+    problems.append(problem(label, expected="a checkpoint directory", found=found, mend=mend))
+    return False
+
+
+def _all_names(stored: StoredTensors) -> frozenset[str]:
+    return stored.unreadable_names.union(stored.tensors)
+
+
+def _source_files(directory: Path, stored: StoredTensors) -> tuple[Path, ...]:
+    configs = (directory / name for name in _CONFIG_FILES)
+    return (*(path for path in configs if path.is_file()), *stored.files)
+
+
+def _heading(target: Path, drafter: Path | None) -> str:
+    return f"target {target}" if drafter is None else f"target {target} with drafter {drafter}"

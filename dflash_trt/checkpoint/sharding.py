@@ -1,0 +1,70 @@
+"""The share of a tensor that one rank holds. Pure arithmetic on a WeightSpec and a Mapping."""
+
+import torch
+
+from dflash_trt.core.errors import problem
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.weight_spec import WeightSpec
+
+
+def shard(
+    tensor: torch.Tensor,  # spec.shape
+    spec: WeightSpec,
+    mapping: Mapping,
+) -> torch.Tensor:  # shard_shape(spec, mapping)
+    """This rank's part of a whole canonical tensor; each fused segment is cut on its own."""
+    if spec.sharding == "replicated":
+        return tensor
+    if spec.sharding == "columns":
+        start, stop = share(spec.shape[1], mapping)
+        return tensor[:, start:stop]
+    pieces, row = [], 0
+    for num_rows in spec.segments:
+        start, stop = share(num_rows, mapping)
+        pieces.append(tensor[row + start : row + stop])
+        row += num_rows
+    return torch.cat(pieces)
+
+
+def shard_shape(spec: WeightSpec, mapping: Mapping) -> tuple[int, ...]:
+    """The shape of a rank's part; the same for every rank."""
+    if spec.sharding == "replicated":
+        return spec.shape
+    axis = 0 if spec.sharding == "rows" else 1
+    return tuple(n // mapping.tp_size if i == axis else n for i, n in enumerate(spec.shape))
+
+
+def share(length: int, mapping: Mapping) -> tuple[int, int]:
+    """[start, stop) of this rank along an axis that `mapping_problems` found divisible."""
+    assert length % mapping.tp_size == 0, f"{length} cannot be cut into {mapping.tp_size}"
+    part = length // mapping.tp_size
+    return mapping.tp_rank * part, (mapping.tp_rank + 1) * part
+
+
+def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mapping) -> list[str]:
+    """Why this pair cannot be cut that way; empty when it can."""
+    problems = []
+    if mapping.pp_size != 1:
+        mend = "Use tensor parallelism alone: pipeline parallelism is not implemented."
+        problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
+    lengths = _lengths(target, "target") | {"target vocab_size": target.vocab_size}
+    if draft is not None:
+        lengths |= _lengths(draft, "drafter")
+        if draft.draft_vocab_size is not None:
+            lengths["drafter draft_vocab_size"] = draft.draft_vocab_size
+    for name, length in lengths.items():
+        if length % mapping.tp_size:
+            expected = f"a divisor of {name} {length}"
+            mend = "Choose a smaller tp_size: padding, and copies of a KV head on several ranks, are not implemented."
+            problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), mend=mend))
+    return problems
+
+
+def _lengths(spec: DecoderSpec, owner: str) -> dict[str, int]:
+    """What tensor parallelism cuts: whole heads, not their rows."""
+    return {
+        f"{owner} num_heads": spec.num_heads,
+        f"{owner} num_kv_heads": spec.num_kv_heads,
+        f"{owner} intermediate_size": spec.intermediate_size,
+    }

@@ -1,0 +1,105 @@
+"""A Speculators `DFlashSpeculator` config.json -> the fields of a DraftSpec.
+
+Knows that Speculators numbers taps like Hugging Face's hidden_states (one higher than ours) and that a reduced
+vocabulary brings a head of its own.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import (
+    NOT_IMPLEMENTED,
+    DecoderSizes,
+    read_rope,
+    read_sizes,
+    require_plain_decoder,
+)
+from dflash_trt.checkpoint.draft_attention import speculators_attention
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+
+# The format's own defaults.
+_DEFAULT_DRAFT_VOCAB_SIZE = 32000
+_DEFAULT_BLOCK_SIZE = 8
+
+_HARMLESS = ("speculators_version", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+_HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
+
+
+def parse_speculators(reader: ConfigReader, tensor_names: Collection[str]) -> dict[str, Any]:
+    """Fields of a DraftSpec, meaningless when `reader.problems` has grown."""
+    reader.ignore(("architectures", "model_type"))
+    reader.require("speculators_model_type", "dflash", mend=NOT_IMPLEMENTED)
+    reader.require("quantization_config", mend="Quantized drafters cannot be read yet: use the unquantized drafter.")
+    mend = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
+    reader.require("sample_from_anchor", False, mend=mend)
+    _read_algorithm(reader)
+    layer = reader.optional_section("transformer_layer_config")
+    if layer is None:
+        reader.refuse("transformer_layer_config", expected="a JSON object", mend="Use a complete checkpoint.")
+        return {}
+    is_non_causal = reader.flag("sliding_window_non_causal", default=False)
+    layer_fields, sizes = _read_layer(layer, is_non_causal=is_non_causal)
+    spec_fields = {
+        **layer_fields,
+        "source_format": "speculators",
+        "target_layer_ids": _read_target_layer_ids(reader),
+        "target_hidden_size": reader.optional_integer("target_hidden_size") or sizes.hidden_size,
+        "target_vocab_size": sizes.vocab_size,
+        "draft_block_size": reader.optional_integer("block_size", minimum=2) or _DEFAULT_BLOCK_SIZE,
+        "mask_token_id": reader.integer("mask_token_id", minimum=0),
+        "draft_vocab_size": _read_draft_vocab_size(reader, sizes.vocab_size, tensor_names),
+        "has_own_embedding": "embed_tokens.weight" in tensor_names,
+    }
+    reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
+    reader.finish()
+    return spec_fields
+
+
+def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, Any], DecoderSizes]:
+    """The decoder, whose layers are Qwen3's with q and k norms whatever model_type says."""
+    layer.require("model_type", "qwen3", "llama", default="qwen3", mend=NOT_IMPLEMENTED)
+    require_plain_decoder(layer)
+    layer.require("mlp_bias", False, mend=NOT_IMPLEMENTED)
+    sizes = read_sizes(layer)
+    has_attention_bias = layer.flag("attention_bias", default=False)
+    fields = {
+        **sizes.spec_fields(),
+        "rope": read_rope(layer),
+        "attention": speculators_attention(layer, sizes.num_layers, non_causal=is_non_causal),
+        "has_qk_norm": True,
+        "has_qkv_bias": has_attention_bias,
+        "has_o_bias": has_attention_bias,
+    }
+    layer.ignore((*HARMLESS_KEYS, *_HARMLESS, "architectures"))
+    layer.finish()
+    return fields, sizes
+
+
+def _read_algorithm(reader: ConfigReader) -> None:
+    section = reader.optional_section("speculators_config")
+    if section is not None:
+        section.require("algorithm", "dflash", mend=NOT_IMPLEMENTED)
+        section.ignore(_HARMLESS_SECTION)
+        section.finish()
+
+
+def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
+    """hidden_states[i] of Hugging Face is the output of layer i - 1."""
+    ids = reader.optional_integers("aux_hidden_state_layer_ids", minimum=1)
+    if not ids:
+        expected = "a list of at least one layer, numbered from 1"
+        reader.refuse(
+            "aux_hidden_state_layer_ids", expected=expected, mend="Add the taps the drafter was trained with."
+        )
+        return ()
+    return tuple(layer_id - 1 for layer_id in ids)
+
+
+def _read_draft_vocab_size(reader: ConfigReader, vocab_size: int, tensor_names: Collection[str]) -> int | None:
+    """None when the drafter uses the target's head: a full vocabulary, and no lm_head of its own in the file."""
+    size = reader.optional_integer("draft_vocab_size") or _DEFAULT_DRAFT_VOCAB_SIZE
+    if size > vocab_size:
+        expected = f"at most the target's vocab_size {vocab_size}"
+        reader.refuse("draft_vocab_size", expected=expected, mend="Correct the value.")
+    return None if size == vocab_size and "lm_head.weight" not in tensor_names else size

@@ -1,0 +1,199 @@
+"""Safetensors files of a checkpoint directory: what they hold, proven from their headers, without reading data.
+
+Format: https://github.com/huggingface/safetensors#format. Knows files, names, shapes and dtypes as stored. It refuses
+to know what a tensor means.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import printable, read_json_object
+from dflash_trt.core.errors import problem
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_DOWNLOAD_AGAIN = "Download the file again."
+_GIT_LFS_POINTER = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_MAX_LISTED = 8
+
+# Stored dtype -> bytes per element. Others are left to the dtype check, which refuses them by name.
+_ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies; `dtype` in safetensors' spelling (F32, BF16, I64, ...)."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """All tensors of one checkpoint directory.
+
+    `unreadable_names` are tensors that the index promises in a file that is missing or broken; `is_complete` is false
+    when names may be unknown altogether, so that nothing can be concluded from the absence of one.
+    """
+
+    tensors: dict[str, StoredTensor]
+    files: tuple[Path, ...]
+    unreadable_names: frozenset[str] = frozenset()
+    is_complete: bool = True
+
+
+def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredTensors:
+    """Headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
+    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    if single.is_file():
+        tensors = read_header(single, label=label, problems=problems)
+        return StoredTensors(tensors=tensors or {}, files=(single,), is_complete=tensors is not None)
+    if index.is_file():
+        return _scan_shards(index, label=label, problems=problems)
+    found = f"neither in {directory}"
+    mend = "Point to a complete Hugging Face checkpoint directory."
+    if any(directory.glob("*.bin")):
+        found, mend = "PyTorch .bin files", "Convert the checkpoint to safetensors."
+    problems.append(problem(f"{label} tensors", expected=f"{_SINGLE_FILE} or {_INDEX_FILE}", found=found, mend=mend))
+    return StoredTensors(tensors={}, files=(), is_complete=False)
+
+
+def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, StoredTensor] | None:
+    """The tensors of one file, by name; None, and a problem, when the file is not whole."""
+    subject = f"{label} file '{path.name}'"
+    try:
+        header, data_bytes, found = _load_header(path)
+    except OSError as error:
+        header, data_bytes, found = None, 0, str(error)
+    if header is None:
+        problems.append(problem(subject, expected="a whole safetensors file", found=found, mend=_DOWNLOAD_AGAIN))
+        return None
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    broken = [name for name, entry in entries.items() if not _is_sound(entry)]
+    if broken:
+        found = f"a broken header entry for {listed(broken)}"
+        problems.append(problem(subject, expected="a valid safetensors header", found=found, mend=_DOWNLOAD_AGAIN))
+        return None
+    spans = sorted((entry["data_offsets"][0], entry["data_offsets"][1]) for entry in entries.values())
+    header_end = spans[-1][1] if spans else 0
+    if [begin for begin, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
+        found = "tensors that overlap or leave gaps"
+        problems.append(problem(subject, expected="a valid safetensors header", found=found, mend=_DOWNLOAD_AGAIN))
+        return None
+    if header_end != data_bytes:
+        expected, found = f"{header_end} bytes of tensors, as its header says", f"{data_bytes}"
+        problems.append(problem(subject, expected=expected, found=found, mend=_DOWNLOAD_AGAIN))
+        return None
+    return {
+        name: StoredTensor(path=path, name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
+        for name, entry in entries.items()
+    }
+
+
+def listed(names: list[str]) -> str:
+    """The first names and a count of the rest, for an error message."""
+    shown = ", ".join(f"'{printable(name)}'" for name in names[:_MAX_LISTED])
+    rest = len(names) - _MAX_LISTED
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _load_header(path: Path) -> tuple[dict[str, Any] | None, int, str]:
+    """(header, bytes of tensor data, what was found instead of a header)."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(len(_GIT_LFS_POINTER))
+        if prefix == _GIT_LFS_POINTER:
+            return None, 0, "a Git LFS pointer (run `git lfs pull`)"
+        header_bytes = int.from_bytes(prefix[:8], "little")
+        if num_bytes < 8 or header_bytes > min(num_bytes - 8, _MAX_HEADER_BYTES):
+            return None, 0, f"{num_bytes} bytes, too few for its header"
+        file.seek(8)
+        try:
+            header = json.loads(file.read(header_bytes).decode("utf-8"))
+        except (ValueError, RecursionError):
+            return None, 0, "a header that is not JSON"
+    if not isinstance(header, dict):
+        return None, 0, "a header that is not a JSON object"
+    return header, num_bytes - 8 - header_bytes, ""
+
+
+def _is_sound(entry: Any) -> bool:
+    """An entry has a dtype, a shape and offsets, and its bytes are as many as its elements need."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        return False
+    item_bytes = _ITEM_BYTES.get(entry["dtype"])
+    return item_bytes is None or math.prod(shape) * item_bytes == offsets[1] - offsets[0]
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value)
+
+
+def _scan_shards(index: Path, *, label: str, problems: list[str]) -> StoredTensors:
+    weight_map = _read_weight_map(index, label=label, problems=problems)
+    if weight_map is None:
+        return StoredTensors(tensors={}, files=(index,), is_complete=False)
+    tensors: dict[str, StoredTensor] = {}
+    unreadable: set[str] = set()
+    files = [index]
+    for file_name, num_tensors in sorted(Counter(weight_map.values()).items()):
+        path = index.parent / file_name
+        promised = {name for name, where in weight_map.items() if where == file_name}
+        held = _read_shard(path, num_tensors, label=label, problems=problems)
+        if held is None:
+            unreadable |= promised
+            continue
+        files.append(path)
+        _compare_with_index(path.name, promised, set(held), label=label, problems=problems)
+        tensors |= held
+    return StoredTensors(tensors=tensors, files=tuple(files), unreadable_names=frozenset(unreadable))
+
+
+def _read_shard(path: Path, num_tensors: int, *, label: str, problems: list[str]) -> dict[str, StoredTensor] | None:
+    if path.is_file():
+        return read_header(path, label=label, problems=problems)
+    expected = f"a shard with {num_tensors} tensors"
+    problems.append(problem(f"{label} file '{path.name}'", expected=expected, found="none", mend="Download it."))
+    return None
+
+
+def _compare_with_index(name: str, promised: set[str], held: set[str], *, label: str, problems: list[str]) -> None:
+    if promised == held:
+        return
+    different = sorted(promised ^ held)
+    expected = f"the tensors that {_INDEX_FILE} promises in it"
+    mend = "Download the index and the shards again, from one revision."
+    found = f"a difference in {listed(different)}"
+    problems.append(problem(f"{label} file '{name}'", expected=expected, found=found, mend=mend))
+
+
+def _read_weight_map(index: Path, *, label: str, problems: list[str]) -> dict[str, str] | None:
+    subject = f"{label} {index.name}"
+    fields = read_json_object(index, label=subject, problems=problems)
+    if fields is None:
+        return None
+    weight_map = fields.get("weight_map")
+    if isinstance(weight_map, dict) and all(_is_file_name(name) for name in weight_map.values()):
+        return weight_map
+    expected = "a weight_map from tensor names to files of the same directory"
+    problems.append(problem(subject, expected=expected, found="none", mend=_DOWNLOAD_AGAIN))
+    return None
+
+
+def _is_file_name(name: Any) -> bool:
+    """A plain name: an index must not reach out of its directory."""
+    return isinstance(name, str) and name.isprintable() and Path(name).name == name and name.endswith(".safetensors")

@@ -1,0 +1,183 @@
+"""From stored tensors to canonical ones: the proof that they fit, and the lazy reading of one rank's share.
+
+Names come from `names`, shapes from `core.weight_spec`, places from `tensors`.
+"""
+
+from collections.abc import Collection, Iterator
+from collections.abc import Mapping as AbcMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from dflash_trt.checkpoint.names import ForeignNames, ForeignTable, Recipe, is_ignorable
+from dflash_trt.checkpoint.packed_weights import PackedSource, read_packed
+from dflash_trt.checkpoint.sharding import shard, shard_shape, share
+from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
+from dflash_trt.checkpoint.vocabulary import read_draft_to_target
+from dflash_trt.core.errors import CheckpointError, problem
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DecoderSpec
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+
+_FLOAT_DTYPES = ("F32", "BF16", "F16")
+_INTEGER_DTYPES = ("I64", "I32")
+_OTHER_CHECKPOINT = "Use a checkpoint that belongs to its config.json."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSource:
+    """A canonical tensor's proven places; see `names.ForeignNames`."""
+
+    parts: tuple[StoredTensor, ...]
+    recipe: Recipe
+
+
+def resolve_sources(
+    table: WeightTable,
+    names: ForeignTable,
+    stored: StoredTensors,
+    *,
+    spec: DecoderSpec,
+    label: str,
+    problems: list[str],
+) -> dict[str, WeightSource]:
+    """Where every canonical tensor lies; missing, unexpected and mis-shaped ones go to `problems`."""
+    assert set(table) == set(names), f"tables differ in {set(table) ^ set(names)}"
+    if not stored.is_complete:
+        return {}  # the files are a problem already, and nothing follows from an absent name
+    used = {part for foreign in names.values() for part in foreign.parts}
+    missing = sorted(used - set(stored.tensors) - stored.unreadable_names)
+    if missing:
+        problems.append(_missing(missing, label))
+    unexpected = sorted(name for name in set(stored.tensors) - used if not is_ignorable(name, spec))
+    if unexpected:
+        problems.append(_unexpected(unexpected, label))
+    sources = {}
+    for canonical, foreign in names.items():
+        _check_parts(table[canonical], foreign, stored, label=label, problems=problems)
+        if all(part in stored.tensors for part in foreign.parts):
+            parts = tuple(stored.tensors[part] for part in foreign.parts)
+            sources[canonical] = WeightSource(parts=parts, recipe=foreign.recipe)
+    return sources
+
+
+def read_weights(
+    table: WeightTable,
+    sources: dict[str, WeightSource],
+    *,
+    dtype: torch.dtype,
+    mapping: Mapping,
+    packed: AbcMapping[str, PackedSource] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Canonical tensors of one rank in table order, one in memory at a time; integers stay int64.
+
+    A linear in `packed` comes as its packed tensors; see `packed_weights.read_packed`.
+
+    Raises:
+        CheckpointError: a value is not finite, as stored or in `dtype`.
+    """
+    with ExitStack() as stack:
+        opened = OpenFiles(stack)
+        for name, spec in table.items():
+            if packed is not None and name in packed:
+                yield from read_packed(name, spec, packed[name], opened.slice_of, dtype=dtype, mapping=mapping)
+                continue
+            source = sources[name]
+            if spec.is_integer:
+                yield name, shard(_read_integers(spec, source), spec, mapping)
+                continue
+            tensor = _read_floats(spec, source, opened, dtype=dtype, mapping=mapping)
+            _require_finite(name, tensor, source)
+            yield name, tensor
+
+
+class OpenFiles:
+    """Every safetensors file is opened once, when its first tensor is asked for."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._files: dict[Path, Any] = {}
+
+    def slice_of(self, stored: StoredTensor) -> Any:
+        if stored.path not in self._files:
+            file = safe_open(stored.path, framework="pt", device="cpu")
+            self._files[stored.path] = self._stack.enter_context(file)
+        return self._files[stored.path].get_slice(stored.name)
+
+
+def _read_floats(
+    spec: WeightSpec, source: WeightSource, opened: OpenFiles, *, dtype: torch.dtype, mapping: Mapping
+) -> torch.Tensor:  # shard_shape(spec, mapping)
+    tensor = torch.empty(shard_shape(spec, mapping), dtype=dtype)
+    row = 0
+    for part in source.parts:
+        stored = opened.slice_of(part)
+        if spec.sharding == "replicated":
+            piece = stored[:]
+        elif spec.sharding == "columns":
+            start, stop = share(part.shape[1], mapping)
+            piece = stored[:, start:stop]
+        else:
+            start, stop = share(part.shape[0], mapping)
+            piece = stored[start:stop]
+        tensor[row : row + piece.shape[0]].copy_(piece)  # casts to `dtype`
+        row += piece.shape[0]
+    return tensor
+
+
+def _read_integers(spec: WeightSpec, source: WeightSource) -> torch.Tensor:  # int64, spec.shape
+    if source.recipe == "identity":
+        return torch.arange(spec.shape[0], dtype=torch.int64)
+    assert source.recipe == "offsets", f"integers are never {source.recipe}"
+    return read_draft_to_target(source.parts[0])
+
+
+def _require_finite(name: str, tensor: torch.Tensor, source: WeightSource) -> None:
+    if bool(torch.isfinite(tensor).all()):
+        return
+    where = listed([part.name for part in source.parts])
+    mend = "Download the checkpoint again; if it is whole, build with a dtype of wider range (bfloat16 or float32)."
+    expected, found = f"finite values in {tensor.dtype}", f"NaN or infinity (stored as {where})"
+    raise CheckpointError(problem(f"tensor '{name}'", expected=expected, found=found, mend=mend))
+
+
+def _missing(names: Collection[str], label: str) -> str:
+    found = f"{len(names)} missing: {listed(list(names))}"
+    return problem(f"{label} tensors", expected="every tensor of its config.json", found=found, mend=_OTHER_CHECKPOINT)
+
+
+def _unexpected(names: Collection[str], label: str) -> str:
+    found = f"{len(names)} unexpected: {listed(list(names))}"
+    mend = "Use a checkpoint without them: what they do is not implemented."
+    return problem(f"{label} tensors", expected="no tensor beyond its config.json", found=found, mend=mend)
+
+
+def _check_parts(
+    spec: WeightSpec, foreign: ForeignNames, stored: StoredTensors, *, label: str, problems: list[str]
+) -> None:
+    """Shape and dtype of every part that is there."""
+    allowed = _INTEGER_DTYPES if spec.is_integer else _FLOAT_DTYPES
+    for name, shape in zip(foreign.parts, _part_shapes(spec, len(foreign.parts)), strict=True):
+        tensor = stored.tensors.get(name)
+        if tensor is None:
+            continue
+        subject = f"{label} tensor '{name}'"
+        if tensor.shape != shape:
+            expected, found = f"shape {list(shape)}", str(list(tensor.shape))
+            problems.append(problem(subject, expected=expected, found=found, mend=_OTHER_CHECKPOINT))
+        if tensor.dtype not in allowed:
+            mend = "Use the unquantized checkpoint."
+            expected = f"dtype {' or '.join(allowed)}"
+            problems.append(problem(subject, expected=expected, found=tensor.dtype, mend=mend))
+
+
+def _part_shapes(spec: WeightSpec, num_parts: int) -> list[tuple[int, ...]]:
+    """A single part is the whole tensor; several are its segments."""
+    if num_parts <= 1:
+        return [spec.shape] * num_parts
+    assert num_parts == len(spec.segments), f"{num_parts} parts for {len(spec.segments)} segments"
+    return [(rows, *spec.shape[1:]) for rows in spec.segments]

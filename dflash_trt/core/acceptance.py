@@ -1,0 +1,29 @@
+"""Acceptance arithmetic over finished requests: one definition for every report.
+
+A verify step is a step that had at least one draft to verify.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from dflash_trt.core.request import GenerationOutput
+
+
+def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
+    """Mean tokens emitted per verify step over all requests, bonus included; None when no step verified a draft."""
+    counted = list(outputs)
+    num_verify_steps = sum(output.num_verify_steps for output in counted)
+    if not num_verify_steps:
+        return None
+    return sum(output.num_emitted_by_verify for output in counted) / num_verify_steps
+
+
+def accepted_fractions(outputs: Sequence[GenerationOutput]) -> tuple[float, ...]:
+    """How often draft i (from 0) was accepted, of the steps that verified it.
+
+    Unconditional: draft i counts as accepted when all drafts before it were, too.
+    """
+    steps = [event for output in outputs for event in output.steps if event.num_candidates]
+    most = max((event.num_candidates for event in steps), default=0)
+    verified = [sum(event.num_candidates > i for event in steps) for i in range(most)]
+    accepted = [sum(event.num_accepted > i for event in steps) for i in range(most)]
+    return tuple(a / v for a, v in zip(accepted, verified, strict=True))

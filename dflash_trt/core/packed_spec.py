@@ -1,0 +1,75 @@
+"""The tensors of a packed linear: names, dtypes and shapes, as checkpoints are read into and engines store.
+
+A linear `X` of `core/weight_spec.py` in a packed format is several tensors, meaning as in `quantize/packed.py`:
+`X` the codes, `X.block_scale` (NVFP4), `X.weight_scale`, `X.input_scale` (unless weight-only).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec, WeightFormat
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, draft_weights, target_weights
+
+BLOCK_COLUMNS = 16  # of one NVFP4 block scale
+
+_STORED_BYTES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedTensorSpec:
+    """`dtype` in safetensors' words: F8_E4M3, U8, F32."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _STORED_BYTES[self.dtype]
+
+
+def packed_tensors(name: str, spec: WeightSpec, weight_format: WeightFormat) -> tuple[PackedTensorSpec, ...]:
+    """The tensors of one linear, in the order of the file. `spec.shape` may be a rank's share."""
+    rows, columns = spec.shape
+    scales = (len(segments_of(spec)),)
+    parts: tuple[tuple[str, str, tuple[int, ...]], ...]
+    if weight_format == "fp8":
+        parts = (("", "F8_E4M3", (rows, columns)), (".weight_scale", "F32", scales), (".input_scale", "F32", scales))
+    else:
+        parts = (
+            ("", "U8", (rows, columns // 2)),
+            (".block_scale", "F8_E4M3", (rows, columns // BLOCK_COLUMNS)),
+            (".weight_scale", "F32", scales),
+        )
+        if weight_format == "nvfp4":
+            parts += ((".input_scale", "F32", scales),)
+    return tuple(PackedTensorSpec(name=name + suffix, dtype=dtype, shape=shape) for suffix, dtype, shape in parts)
+
+
+def segments_of(spec: WeightSpec) -> tuple[int, ...]:
+    """Rows per stacked linear; one segment for a linear that is not fused."""
+    return spec.segments or (spec.shape[0],)
+
+
+def engine_table(target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None) -> WeightTable:
+    """The canonical weights of an engine, with the packed copies of the head that quantization adds."""
+    table = target_weights(target)
+    if draft is not None:
+        table |= draft_weights(draft)
+    for name in extra_heads(table, quantization.linears if quantization else ()):
+        shape = (target.vocab_size, target.hidden_size)
+        table[name] = WeightSpec(shape=shape, sharding="rows", segments=(target.vocab_size,))
+    return table
+
+
+def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
+    """Heads among `linears` that the models themselves do not have: copies of the target's."""
+    wanted = set(linears)
+    return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
+
+
+def is_linear(spec: WeightSpec, name: str) -> bool:
+    """Whether a canonical tensor is the weight of a GEMM: a matrix that is no embedding."""
+    return len(spec.shape) == 2 and not name.endswith(".embedding")

@@ -1,0 +1,368 @@
+"""A drafter's config, in every format of the field: understood exactly, or refused by the name of the key."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.checkpoint.draft_config import default_target_layer_ids
+from dflash_trt.checkpoint.pair import read_draft_spec, read_target_spec
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.model_spec import AttentionSpec
+from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash
+from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
+
+PUBLISHED = Path(__file__).parent.parent / "data" / "drafter_configs"
+
+FULL = AttentionSpec(is_causal=False)
+FULL_CAUSAL = AttentionSpec(is_causal=True)
+SLIDING = AttentionSpec(window=8, is_causal=False)
+SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True)
+
+
+# Published files
+
+LOADED: dict[str, dict[str, Any]] = {
+    "SpecForge__lfm2.5-1.2b-instruct-dflash": {"num_layers": 8, "target_layer_ids": (1, 4, 7, 10, 13), "head_dim": 64},
+    "SpecForge__longcat-flash-dflash": {"num_layers": 5, "mask_token_id": 2, "target_vocab_size": 131072},
+    "SpecForge__qwen2.5-0.5b-dflash": {"num_layers": 5, "hidden_size": 896, "num_heads": 14, "num_kv_heads": 2},
+    "SpecForge__qwen3-4b-dflash": {"num_layers": 5, "target_layer_ids": (1, 9, 17, 25, 33), "mask_token_id": 151669},
+    "SpecForge__qwen3-8b-dflash": {"num_layers": 5, "hidden_size": 4096, "draft_block_size": 16},
+    "SpecForge__qwen3.5-35b-a3b-dflash": {"num_layers": 8, "num_kv_heads": 4, "num_target_layers": 40},
+    "SpecForge__qwen3.5-4b-dflash": {"num_layers": 5, "mask_token_id": 248070, "num_target_layers": 32},
+    "SpecForge__qwen3.6-27b-dflash": {
+        "num_layers": 5,
+        "attention": (AttentionSpec(window=2048, is_causal=True),) * 4 + (FULL,),
+        "target_layer_ids": (1, 16, 31, 46, 61),
+    },
+    "z-lab__Qwen3-4B-DFlash-b16": {"num_layers": 5, "max_draft_len": 15, "attention": (FULL,) * 5},
+    "z-lab__gemma-4-31B-it-DFlash": {
+        "num_layers": 5,
+        "attention": (AttentionSpec(window=2048, is_causal=True),) * 4 + (FULL,),
+        "target_layer_ids": (1, 12, 23, 35, 46, 57),
+    },
+}
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "z-lab__gpt-oss-20b-DFlash": ("rope_scaling",),
+    "XiaomiMiMo__MiMo-V2.5-Pro-FP4-DFlash.dflash": (
+        "attention_sink_bias",
+        "attention_value_scale",
+        "backbone_rotary_base",
+        "partial_rotary_factor",
+    ),
+    "z-lab__Qwen3.8-27B-DFlash2": (
+        "architectures",
+        "conv_group_size",
+        "conv_kernel_size",
+        "selector_rank",
+        "selector_top_k",
+    ),
+    "z-lab__Muse-Glimmer-30B-DFlash2": (
+        "architectures",
+        "conv_group_size",
+        "conv_kernel_size",
+        "selector_rank",
+        "selector_top_k",
+    ),
+}
+
+
+def published(name: str, tmp_path: Path) -> Path:
+    matches = [
+        path for path in PUBLISHED.glob("*.json") if path.name.removesuffix(".json").removesuffix(".config") == name
+    ]
+    assert len(matches) == 1
+    shutil.copyfile(matches[0], tmp_path / "config.json")
+    return tmp_path
+
+
+def test_every_published_config_has_an_expectation() -> None:
+    names = {path.name.removesuffix(".json").removesuffix(".config") for path in PUBLISHED.glob("*.json")}
+    assert names == set(LOADED) | set(REFUSED)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
+    spec = read_draft_spec(published(name, tmp_path), target=None)
+    assert {field: getattr(spec, field) for field in LOADED[name]} == LOADED[name]
+    assert spec.source_format == "z-lab"
+    assert spec.has_qk_norm
+    assert not spec.has_own_embedding
+    assert spec.draft_vocab_size is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_config_with_an_unknown_feature_is_refused_by_its_keys(name: str, tmp_path: Path) -> None:
+    message = draft_refusal(published(name, tmp_path))
+    keys = {line.split("key '")[1].split("'")[0] for line in message.splitlines() if "key '" in line}
+    assert keys == set(REFUSED[name])
+
+
+def test_the_gpt_oss_drafter_is_read_once_its_rope_is_stated(tmp_path: Path) -> None:
+    drafter = published("z-lab__gpt-oss-20b-DFlash", tmp_path)
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    edit_json(drafter / "config.json", rope_scaling=scaling)
+    spec = read_draft_spec(drafter, target=None)
+    assert (spec.rope.scaling, spec.rope.factor, spec.rope.truncates_correction_range) == ("yarn", 32.0, False)
+    assert (spec.has_qkv_bias, spec.has_o_bias, spec.attention) == (True, True, (FULL,) * 8)
+
+
+# z-lab's two schemas
+
+
+def test_both_schemas_of_z_lab_give_the_same_spec(checkpoints: Path, tmp_path: Path) -> None:
+    old = make_zlab_drafter(tmp_path / "old", target_dir=checkpoints / "qwen3", schema="old")
+    new = make_zlab_drafter(tmp_path / "new", target_dir=checkpoints / "qwen3", schema="new")
+    assert "block_size" in read_json(old / "config.json")
+    assert "block_size" not in read_json(new / "config.json")
+    assert read_draft_spec(old, target=None) == read_draft_spec(new, target=None)
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "is_causal"])
+def test_a_key_is_found_at_the_top_level_and_in_dflash_config(copy_of: Copy, key: str) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", is_causal=True)
+    expected = read_draft_spec(drafter, target=None)
+    fields = read_json(drafter / "config.json")
+    top, nested = fields, fields["dflash_config"]
+    source, destination = (top, nested) if key in top else (nested, top)
+    destination[key] = source.pop(key)
+    write_json(drafter / "config.json", fields)
+    assert read_draft_spec(drafter, target=None) == expected
+
+
+def test_a_key_that_differs_in_its_two_places_is_refused(copy_of: Copy) -> None:
+    drafter = copy_of("zlab")
+    edit_dflash(drafter, block_size=4)
+    assert read_draft_spec(drafter, target=None).draft_block_size == 4
+    edit_dflash(drafter, block_size=8)
+    found = "key 'block_size': expected one value, found 4 at the top level and 8 in dflash_config"
+    assert found in draft_refusal(drafter)
+
+
+def test_the_order_of_target_layer_ids_is_kept(copy_of: Copy) -> None:
+    drafter = copy_of("zlab")
+    edit_dflash(drafter, target_layer_ids=[2, 0])
+    assert read_draft_spec(drafter, target=None).target_layer_ids == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_target_layers", "num_taps", "expected"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (32, 5, (1, 8, 15, 22, 29)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (60, 6, (1, 12, 23, 35, 46, 57)),
+        (48, 8, (1, 7, 14, 20, 26, 32, 39, 45)),
+        (61, 6, (1, 12, 24, 35, 47, 58)),
+        (36, 1, (18,)),
+    ],
+)
+def test_default_taps_are_those_of_the_released_drafters(
+    num_target_layers: int, num_taps: int, expected: tuple[int, ...]
+) -> None:
+    assert default_target_layer_ids(num_target_layers, num_taps) == expected
+
+
+def test_absent_target_layer_ids_are_derived_from_num_target_layers(checkpoints: Path, tmp_path: Path) -> None:
+    target = checkpoints / "qwen3"
+    drafter = make_zlab_drafter(tmp_path / "d", target_dir=target, target_layer_ids=None, num_target_layers=36)
+    assert read_draft_spec(drafter, target=None).target_layer_ids == (1, 33)
+    edit_json(drafter / "config.json", num_target_layers=None)
+    assert "key 'target_layer_ids': expected a list, or num_target_layers" in draft_refusal(drafter)
+
+
+# What each query sees
+
+T = ("sliding_attention", "full_attention")
+CAUSALITY: list[tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = [
+    # per-layer default
+    ({}, (FULL, FULL)),
+    ({"layer_types": None}, (FULL, FULL)),
+    ({"layer_types": T, "sliding_window": 8}, (SLIDING_CAUSAL, FULL)),
+    # explicit keys hold for every layer, is_causal before causal
+    ({"is_causal": True}, (FULL_CAUSAL, FULL_CAUSAL)),
+    ({"causal": True}, (FULL_CAUSAL, FULL_CAUSAL)),
+    ({"causal": True, "is_causal": False}, (FULL, FULL)),
+    ({"layer_types": T, "sliding_window": 8, "is_causal": False}, (SLIDING, FULL)),
+    ({"layer_types": T, "sliding_window": 8, "is_causal": True}, (SLIDING_CAUSAL, FULL_CAUSAL)),
+    ({"layer_types": T, "sliding_window": 8, "causal": False}, (SLIDING, FULL)),
+    ({"layer_types": T, "sliding_window": 8, "causal": False, "is_causal": True}, (SLIDING_CAUSAL, FULL_CAUSAL)),
+    # use_swa without layer_types
+    ({"layer_types": None, "use_swa": True, "swa_window_size": 8}, (SLIDING, SLIDING)),
+    ({"layer_types": None, "use_swa": True, "sliding_window": 8}, (SLIDING, SLIDING)),
+    ({"layer_types": None, "use_swa": True, "sliding_window": 9, "swa_window_size": 8}, (SLIDING, SLIDING)),
+    ({"layer_types": None, "use_swa": True, "swa_window_size": 8, "is_causal": True}, (SLIDING_CAUSAL,) * 2),
+    ({"layer_types": None, "use_swa": True, "swa_window_size": 8, "causal": True}, (SLIDING_CAUSAL,) * 2),
+    # use_swa beside layer_types says nothing new
+    ({"layer_types": T, "use_swa": True, "sliding_window": 8, "swa_window_size": 8}, (SLIDING_CAUSAL, FULL)),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), CAUSALITY)
+def test_window_and_causality_are_resolved_per_layer(
+    copy_of: Copy, fields: dict[str, Any], expected: tuple[AttentionSpec, ...]
+) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", use_sliding_window="layer_types" in fields and bool(fields["layer_types"]))
+    edit_json(drafter / "config.json", **{name: value for name, value in fields.items() if name != "causal"})
+    if "causal" in fields:
+        edit_dflash(drafter, causal=fields["causal"])
+    assert read_draft_spec(drafter, target=None).attention == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"layer_types": T, "sliding_window": 8, "use_sliding_window": False}, "use_sliding_window"),
+        ({"layer_types": T, "sliding_window": 8, "use_sliding_window": None}, "use_sliding_window"),
+        ({"layer_types": T, "use_sliding_window": True}, "sliding_window"),
+        ({"layer_types": T, "sliding_window": 8, "swa_window_size": 9, "use_sliding_window": True}, "swa_window_size"),
+        ({"layer_types": T[1:] * 2, "use_swa": True, "swa_window_size": 8}, "use_swa"),
+        ({"layer_types": None, "use_swa": True}, "swa_window_size"),
+        (
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "use_sliding_window",
+        ),
+    ],
+)
+def test_windows_that_implementations_read_differently_are_refused(
+    copy_of: Copy, fields: dict[str, Any], key: str
+) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", **fields)
+    message = draft_refusal(drafter)
+    assert f"key '{key}'" in message
+    assert "problems" not in message
+
+
+# What changes the algorithm
+
+UNSUPPORTED: list[tuple[str, Any]] = [
+    ("architectures", ["DFlash2DraftModel"]),
+    ("architectures", ["DSparkDraftModel"]),
+    ("model_type", "deepseek_v3"),
+    ("attention_sink_bias", True),
+    ("attention_value_scale", 0.612),
+    ("backbone_rotary_base", 5000000),
+    ("conv_kernel_size", 2),
+    ("eagle_aux_hidden_state_layer_ids", [0, 2]),
+    ("final_logit_softcapping", -30.0),
+    ("has_embed_tokens", True),
+    ("has_lm_head", True),
+    ("hidden_act", "gelu"),
+    ("input_embedding_scale", 0.0),
+    ("is_neox_style", False),
+    ("is_neox_style", 1),
+    ("markov_rank", 64),
+    ("mask_token", "<|mask|>"),
+    ("mlp_bias", True),
+    ("output_multiplier", -1.0),
+    ("output_multiplier", 0.0),
+    ("partial_rotary_factor", 0.5),
+    ("projector_type", "domino"),
+    ("pure_draft_prefix_len", 1),
+    ("quantization_config", {"quant_algo": "FP8"}),
+    ("sample_from_anchor", True),
+    ("selector_rank", 256),
+    ("shift_label", True),
+    ("some_new_feature", True),
+    ("use_gemma_norm", True),
+    ("use_qk_norm", False),
+    ("v_head_dim", 16),
+    ("num_local_experts", 8),
+    ("block_size", 1),
+    ("block_size", None),
+]
+
+
+@pytest.mark.parametrize("place", ["top level", "dflash_config"])
+@pytest.mark.parametrize(("key", "value"), UNSUPPORTED)
+def test_a_key_that_changes_the_algorithm_is_refused_by_name(copy_of: Copy, place: str, key: str, value: Any) -> None:
+    drafter = copy_of("zlab")
+    read_draft_spec(drafter, target=None)
+    if place == "dflash_config" and key not in read_json(drafter / "config.json"):
+        edit_dflash(drafter, **{key: value})
+    else:
+        edit_json(drafter / "config.json", **{key: value})
+    message = draft_refusal(drafter)
+    assert f"drafter config.json key '{key}': expected " in message
+    assert "problems" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_sink_bias", False),
+        ("attention_value_scale", 1.0),
+        ("eagle_aux_hidden_state_layer_ids", [1, 3]),
+        ("final_logit_softcapping", 30.0),
+        ("has_lm_head", False),
+        ("is_neox_style", True),
+        ("loss_decay_gamma", 7.0),
+        ("num_anchors", 512),
+        ("output_multiplier", 0.196),
+        ("partial_rotary_factor", 1.0),
+        ("sample_from_anchor", False),
+        ("tie_word_embeddings", True),
+        ("use_qk_norm", True),
+        ("v_head_dim", 8),
+    ],
+)
+def test_a_key_at_its_neutral_value_changes_nothing(copy_of: Copy, key: str, value: Any) -> None:
+    drafter = copy_of("zlab")
+    before = read_draft_spec(drafter, target=None)
+    edit_json(drafter / "config.json", **{key: value})
+    assert read_draft_spec(drafter, target=None) == before
+
+
+def test_the_input_embedding_scale_is_read(copy_of: Copy) -> None:
+    drafter = copy_of("zlab")
+    assert read_draft_spec(drafter, target=None).input_embedding_scale == 1.0
+    edit_dflash(drafter, input_embedding_scale=2.5)
+    assert read_draft_spec(drafter, target=None).input_embedding_scale == 2.5
+
+
+def test_attention_bias_covers_q_k_v_and_o(checkpoints: Path, tmp_path: Path) -> None:
+    drafter = make_zlab_drafter(tmp_path / "d", target_dir=checkpoints / "qwen3", attention_bias=True)
+    spec = read_draft_spec(drafter, target=None)
+    assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, True, False)
+
+
+@pytest.mark.parametrize("name", ["mask_embedding.pt", "hf_quant_config.json"])
+def test_a_file_that_changes_the_drafter_is_refused(copy_of: Copy, name: str) -> None:
+    drafter = copy_of("zlab")
+    (drafter / name).write_bytes(b"{}")
+    assert f"drafter file '{name}': expected no such file" in draft_refusal(drafter)
+
+
+@pytest.mark.parametrize("dflash_config", [None, [1], "x"])
+def test_a_config_without_dflash_config_is_refused(copy_of: Copy, dflash_config: Any) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", dflash_config=dflash_config)
+    assert "key 'mask_token_id': expected a value" in draft_refusal(drafter)
+
+
+# Against a target
+
+
+def test_a_drafter_of_another_target_is_refused_when_the_target_is_given(checkpoints: Path, copy_of: Copy) -> None:
+    drafter = copy_of("zlab")
+    target = read_target_spec(checkpoints / "qwen3")
+    read_draft_spec(drafter, target=target)
+    edit_json(drafter / "config.json", num_target_layers=5)
+    read_draft_spec(drafter, target=None)
+    with pytest.raises(ConfigError, match=r"num_target_layers: expected 4 \(the target's\), found 5"):
+        read_draft_spec(drafter, target=target)
+
+
+def test_all_problems_of_a_drafter_come_in_one_error(copy_of: Copy) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", is_neox_style=False, hidden_size=None, mask_tokens=3)
+    message = draft_refusal(drafter)
+    assert "3 problems" in message
+    assert all(f"'{key}'" in message for key in ("is_neox_style", "hidden_size", "mask_tokens"))
+    assert json.dumps("Did you mean 'mask_token'?")[1:-1] in message

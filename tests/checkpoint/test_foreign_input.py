@@ -1,0 +1,86 @@
+"""Whatever stands in a foreign JSON file, the answer is a spec or a DFlashError."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.errors import CheckpointError, ConfigError
+from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter, read_json, write_json
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([0, 1, -1, 2, 4]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def refusal_of(target: Path, drafter: Path | None) -> str | None:
+    """The error's message; None when the pair is proven."""
+    try:
+        open_pair(target, drafter)
+    except (ConfigError, CheckpointError) as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories with a pristine config beside each, so that every example starts from the same file."""
+    root = tmp_path_factory.mktemp("workshop")
+    target = make_target(root / "target")
+    make_zlab_drafter(root / "zlab", target_dir=target, layer_types=["sliding_attention"] * 2, sliding_window=8)
+    make_speculators_drafter(root / "speculators", target_dir=target)
+    for name in ("target", "zlab", "speculators"):
+        shutil.copyfile(root / name / "config.json", root / f"{name}.json")
+    return root
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> tuple[str, float, float, Any]:
+    """Which config, which of its keys and of the keys inside it (as fractions), and the new value."""
+    fractions = st.floats(0, 1, exclude_max=True)
+    name = draw(st.sampled_from(["target", "zlab", "speculators"]))
+    return name, draw(fractions), draw(fractions), draw(JSON_VALUES)
+
+
+@settings(max_examples=400, deadline=None)
+@given(edits())
+@example(("zlab", 0.99, 0.9, {"\ud800\n": 1}))
+def test_any_value_under_any_key_is_read_or_refused(workshop: Path, edit: tuple[str, float, float, Any]) -> None:
+    name, outer_at, inner_at, value = edit
+    path = workshop / name / "config.json"
+    shutil.copyfile(workshop / f"{name}.json", path)
+    fields = read_json(path)
+    outer = list(fields)[int(outer_at * len(fields))]
+    if isinstance(value, dict) and outer_at > 0.9:
+        fields, outer = fields | value, "initializer_range"  # new keys at the top level
+    elif isinstance(fields[outer], dict) and inner_at < 0.8:
+        inner = list(fields[outer])[int(inner_at / 0.8 * len(fields[outer]))]
+        value = fields[outer] | {inner: value}
+    write_json(path, fields | {outer: value})
+    message = refusal_of(workshop / "target", None if name == "target" else workshop / name)
+    shutil.copyfile(workshop / f"{name}.json", path)
+    if message is not None:
+        assert "expected" in message
+        assert ", found " in message
+        assert message.replace("\n", " ").isprintable()
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=JSON_VALUES, key=st.sampled_from(["model", "added_tokens", "vocab"]))
+def test_any_tokenizer_file_is_compared_or_refused(workshop: Path, value: Any, key: str) -> None:
+    fields = read_json(workshop / "target" / "tokenizer.json")
+    if key == "vocab":
+        fields["model"]["vocab"] = value
+    else:
+        fields[key] = value
+    path = workshop / "zlab" / "tokenizer.json"
+    write_json(path, fields)
+    message = refusal_of(workshop / "target", workshop / "zlab")
+    path.unlink()
+    assert message is None or "tokenizer" in message

@@ -1,0 +1,392 @@
+"""A target's config: read as transformers reads it, or refused by the name of the key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from dflash_trt.checkpoint.pair import read_target_spec
+from dflash_trt.core.model_spec import AttentionSpec, RopeSpec
+from tests.checkpoint.refusals import Copy, remove_keys, target_refusal
+from tests.factories import edit_json
+
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN_SCALING = {"factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def test_a_qwen3_target_is_read_with_qk_norms_and_without_biases(checkpoints: Path) -> None:
+    spec = read_target_spec(checkpoints / "qwen3")
+    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == ("qwen3", 4, 4, 2, 16)
+    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, False, False, False)
+    assert spec.attention == (AttentionSpec(),) * 4
+    assert spec.rope == RopeSpec(theta=10000.0)
+
+
+def test_a_llama_target_is_read_with_its_biases_and_without_qk_norms(checkpoints: Path) -> None:
+    spec = read_target_spec(checkpoints / "llama")
+    assert spec.family == "llama"
+    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (False, True, True, True)
+
+
+def test_qwen3_attention_bias_covers_q_k_v_and_o(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", attention_bias=True)
+    spec = read_target_spec(target)
+    assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, True, False)
+
+
+def test_head_dim_and_kv_heads_have_hugging_face_defaults(copy_of: Copy) -> None:
+    target = copy_of("llama")
+    edit_json(target / "config.json", head_dim=None, num_key_value_heads=None)
+    spec = read_target_spec(target)
+    assert (spec.head_dim, spec.num_kv_heads) == (16, 4)
+
+
+def test_tied_embeddings_are_read(copy_of: Copy) -> None:
+    target = copy_of("llama")
+    assert not read_target_spec(target).is_embedding_tied
+    edit_json(target / "config.json", tie_word_embeddings=True)
+    assert read_target_spec(target).is_embedding_tied
+
+
+ROPES: list[tuple[dict[str, Any], RopeSpec]] = [
+    ({"rope_type": "default"}, RopeSpec(theta=7e5)),
+    ({"rope_type": "linear", "factor": 2.0}, RopeSpec(theta=7e5, scaling="linear", factor=2.0)),
+    (
+        {"rope_type": "llama3", **LLAMA3_SCALING},
+        RopeSpec(
+            theta=7e5,
+            scaling="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=128,
+        ),
+    ),
+    (
+        {"rope_type": "yarn", **YARN_SCALING},
+        RopeSpec(theta=7e5, scaling="yarn", factor=4.0, original_max_position_embeddings=128),
+    ),
+    (
+        {
+            "rope_type": "yarn",
+            **YARN_SCALING,
+            "beta_fast": 16,
+            "beta_slow": 2,
+            "attention_factor": 1.5,
+            "mscale": 0.5,
+            "mscale_all_dim": 0.7,
+            "truncate": False,
+        },
+        RopeSpec(
+            theta=7e5,
+            scaling="yarn",
+            factor=4.0,
+            original_max_position_embeddings=128,
+            beta_fast=16.0,
+            beta_slow=2.0,
+            attention_factor=1.5,
+            mscale=0.5,
+            mscale_all_dim=0.7,
+            truncates_correction_range=False,
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("scaling", "expected"), ROPES)
+@pytest.mark.parametrize("schema", ["rope_parameters", "rope_scaling", "legacy type"])
+def test_rope_is_the_same_in_every_schema(
+    copy_of: Copy, schema: str, scaling: dict[str, Any], expected: RopeSpec
+) -> None:
+    target = copy_of("llama")
+    if schema == "rope_parameters":
+        edit_json(target / "config.json", rope_parameters={"rope_theta": 7e5, **scaling})
+    else:
+        old = dict(scaling)
+        if schema == "legacy type":
+            old["type"] = old.pop("rope_type")
+        edit_json(target / "config.json", rope_parameters=None, rope_theta=7e5, rope_scaling=old)
+    assert read_target_spec(target).rope == expected
+
+
+def test_a_llama_file_older_than_rope_theta_has_hugging_face_s_default(copy_of: Copy) -> None:
+    target = copy_of("llama")
+    remove_keys(target / "config.json", "rope_parameters")
+    assert read_target_spec(target).rope.theta == LlamaConfig().default_theta == 10000.0
+
+
+def test_a_qwen3_file_without_rope_theta_is_refused(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    remove_keys(target / "config.json", "rope_parameters")
+    assert "'rope_theta': expected a value, found nothing" in target_refusal(target)
+
+
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_parameters.rope_type"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "rope_parameters.rope_type"),
+        ({"type": "mrope", "mrope_section": [1]}, "rope_parameters.type"),
+        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "rope_parameters.mrope_section"),
+        ({"rope_type": "linear"}, "rope_parameters.factor"),
+        ({"rope_type": "llama3", **LLAMA3_SCALING, "low_freq_factor": 4.0}, "rope_parameters.high_freq_factor"),
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_parameters.original_max_position_embeddings"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "rope_parameters.type"),
+        ({"full_attention": {"rope_type": "default"}}, "rope_parameters.full_attention"),
+    ],
+)
+def test_a_rope_that_is_not_implemented_is_refused(copy_of: Copy, rope: dict[str, Any], key: str) -> None:
+    target = copy_of("llama")
+    edit_json(target / "config.json", rope_parameters={"rope_theta": 1e4, **rope})
+    assert f"key '{key}'" in target_refusal(target)
+
+
+def test_two_different_thetas_are_refused(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", rope_theta=5e5)
+    assert "key 'rope_theta': expected 10000.0" in target_refusal(target)
+    edit_json(target / "config.json", rope_theta=10000)
+    assert read_target_spec(target).rope.theta == 10000.0
+
+
+def test_two_different_rope_schemas_are_refused(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", rope_scaling={"type": "linear", "factor": 2.0})
+    assert "key 'rope_scaling': expected no such key beside rope_parameters" in target_refusal(target)
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 2, "layer_types": None},
+    {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "layer_types": None},
+    {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None},
+    {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4, "layer_types": None},
+    {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 4},
+]
+
+
+@pytest.mark.parametrize("fields", WINDOWS)
+def test_qwen3_windows_are_those_of_transformers(copy_of: Copy, fields: dict[str, Any]) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", **fields)
+    reference = Qwen3Config.from_pretrained(target)
+    assert reference.layer_types is not None
+    expected = [reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types]
+    spec = read_target_spec(target)
+    assert [layer.window for layer in spec.attention] == expected
+    assert all(layer.is_causal for layer in spec.attention)
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        (
+            {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention"] * 4},
+            "use_sliding_window",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": None},
+            "max_window_layers",
+        ),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+    ],
+)
+def test_windows_that_contradict_each_other_are_refused(copy_of: Copy, fields: dict[str, Any], key: str) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", **fields)
+    assert f"key '{key}'" in target_refusal(target)
+
+
+REFUSED: list[tuple[str, str, Any]] = [
+    ("llama", "architectures", ["MistralForCausalLM"]),
+    ("llama", "architectures", ["Qwen3MoeForCausalLM"]),
+    ("llama", "architectures", None),
+    ("llama", "architectures", ["LlamaForCausalLM", "Other"]),
+    ("llama", "model_type", "qwen3"),
+    ("llama", "quantization_config", {"quant_method": "fp8"}),
+    ("llama", "hidden_act", "gelu"),
+    ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "pretraining_tp", 2),
+    ("llama", "pretraining_tp", True),
+    ("llama", "sliding_window", 4096),
+    ("llama", "rope_interleaved", True),
+    ("llama", "final_logit_softcapping", 30.0),
+    ("llama", "attn_logit_softcapping", 50.0),
+    ("llama", "embedding_multiplier", 12.0),
+    ("llama", "num_local_experts", 8),
+    ("llama", "per_layer_config", {"0": {"head_dim": 32}}),
+    ("llama", "no_rope_layers", [1, 0]),
+    ("qwen3", "num_experts", 64),
+    ("qwen3", "mlp_bias", True),
+    ("qwen3", "is_encoder_decoder", True),
+    ("qwen3", "num_hidden_layers", 0),
+    ("qwen3", "num_hidden_layers", True),
+    ("qwen3", "num_hidden_layers", 10**12),
+    ("qwen3", "vocab_size", 2**31),
+    ("qwen3", "hidden_size", "64"),
+    ("qwen3", "hidden_size", None),
+    ("qwen3", "num_key_value_heads", 3),
+    ("qwen3", "head_dim", 15),
+    ("qwen3", "rms_norm_eps", -1e-6),
+    ("qwen3", "rms_norm_eps", 10**400),
+    ("qwen3", "rms_norm_eps", float("nan")),
+    ("qwen3", "attention_bias", "yes"),
+    ("qwen3", "eos_token_id", [0, "1"]),
+    ("qwen3", "rope_parameters", [1.0]),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(copy_of: Copy, family: str, key: str, value: Any) -> None:
+    target = copy_of(family)
+    read_target_spec(target)
+    edit_json(target / "config.json", **{key: value})
+    message = target_refusal(target)
+    assert f"target config.json key '{key}': expected " in message
+    assert ", found " in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partial_rotary_factor", 1.0),
+        ("rope_interleaved", False),
+        ("torch_dtype", "bfloat16"),
+        ("pad_token_id", 3),
+        ("attention_dropout", 0.1),
+        ("quantization_config", None),
+    ],
+)
+def test_what_changes_nothing_is_accepted(copy_of: Copy, key: str, value: Any) -> None:
+    target = copy_of("llama")
+    before = read_target_spec(target)
+    edit_json(target / "config.json", **{key: value})
+    assert read_target_spec(target) == before
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", use_sliding_windows=True)
+    message = target_refusal(target)
+    assert "key 'use_sliding_windows': expected a known key" in message
+    assert "Did you mean 'use_sliding_window'?" in message
+
+
+def test_all_problems_of_a_config_come_in_one_error(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", hidden_act="gelu", hidden_size=None, brand_new_feature=1)
+    message = target_refusal(target)
+    assert "3 problems" in message
+    assert all(f"'{key}'" in message for key in ("hidden_act", "hidden_size", "brand_new_feature"))
+
+
+def test_eos_ids_of_generation_config_come_before_those_of_config(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "config.json", eos_token_id=5)
+    edit_json(target / "generation_config.json", eos_token_id=[6, 7])
+    assert read_target_spec(target).eos_token_ids == (6, 7)
+    edit_json(target / "generation_config.json", eos_token_id=8)
+    assert read_target_spec(target).eos_token_ids == (8,)
+    remove_keys(target / "generation_config.json", "eos_token_id")
+    assert read_target_spec(target).eos_token_ids == (5,)
+    (target / "generation_config.json").unlink()
+    assert read_target_spec(target).eos_token_ids == (5,)
+
+
+def test_special_tokens_outside_the_vocabulary_are_refused(copy_of: Copy) -> None:
+    target = copy_of("qwen3")
+    edit_json(target / "generation_config.json", eos_token_id=[0, 272])
+    assert "expected ids below vocab_size 272, found [272]" in target_refusal(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("{", "Expecting"),
+        ("[1]", "a JSON list"),
+        ('{"a": 1, "a": 2}', "two in one object"),
+        ("[" * 100_000, "recursion"),
+        ("\x00", "Expecting"),
+    ],
+)
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert found in target_refusal(tmp_path)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"a": "\xff\xfe"}')
+    assert "expected a JSON object" in target_refusal(tmp_path)
+
+
+def test_a_config_that_cannot_be_read_is_refused(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(_: Path) -> bytes:
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    assert "target config.json: expected a JSON object, found Permission denied" in target_refusal(
+        checkpoints / "qwen3"
+    )
+
+
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
+    assert "target config.json: expected a file, found none" in target_refusal(tmp_path)
+
+
+def test_a_real_llama_3_1_config_is_read(tmp_path: Path) -> None:
+    """The key set that meta-llama/Llama-3.1-8B-Instruct was published with."""
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    spec = read_target_spec(tmp_path)
+    assert (spec.head_dim, spec.rope.scaling, spec.rope.theta) == (128, "llama3", 500000.0)
+    assert spec.eos_token_ids == (128001, 128008, 128009)
