@@ -9,6 +9,7 @@ import torch
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.executor.page_budget import plan_pages
 from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
 
@@ -22,6 +23,7 @@ def make_executor(
     dtype: torch.dtype = torch.float32,
     max_seq_len: int = 256,
     max_batch_size: int = 8,
+    quantization: QuantizationSpec | None = None,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages."""
     pair = open_pair(target, drafter)
@@ -42,6 +44,7 @@ def make_executor(
         max_batch_size=max_batch_size,
         max_num_tokens=1024,
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
+        quantization=quantization,
     )
 
 

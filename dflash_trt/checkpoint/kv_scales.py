@@ -11,6 +11,8 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.model_spec import TargetSpec
 from dflash_trt.core.quantization import LayerKvScales
 
+_EXPORT_AGAIN = "Export the checkpoint again."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvScaleSource:
@@ -34,22 +36,22 @@ def resolve_kv_scales(
     missing = [name for name in names if name not in found]
     if found and missing:
         expected = "the K/V scales of every layer"
-        mend = "Export the checkpoint again."
-        problems.append(problem(f"{label} tensors", expected=expected, found=f"no {listed(missing)}", mend=mend))
+        found_text = f"no {listed(missing)}"
+        problems.append(problem(f"{label} tensors", expected=expected, found=found_text, mend=_EXPORT_AGAIN))
     sources = tuple(
         KvScaleSource(k=found.get(k_name), v=found.get(v_name))
         for k_name, v_name in zip(names[0::2], names[1::2], strict=True)
     )
-    for tensor in found.values():
-        if tensor.dtype != "F32" or tensor.shape not in ((), (1,)):
-            problems.append(
-                problem(
-                    f"{label} tensor '{tensor.name}'",
-                    expected="F32 []",
-                    found=f"{tensor.dtype} {list(tensor.shape)}",
-                    mend="Export the checkpoint again.",
-                )
-            )
+    problems += [
+        problem(
+            f"{label} tensor '{tensor.name}'",
+            expected="F32 []",
+            found=f"{tensor.dtype} {list(tensor.shape)}",
+            mend=_EXPORT_AGAIN,
+        )
+        for tensor in found.values()
+        if tensor.dtype != "F32" or tensor.shape not in ((), (1,))
+    ]
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in found}
     return sources, replace(stored, tensors=rest)
 

@@ -7,8 +7,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import Frozen, nearest_name
+from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
-Backend = Literal["torch"]
+Backend = Literal["torch", "tensorrt"]
+PluginMode = Literal["plugin", "layers"]
 
 
 class BuildConfig(Frozen):
@@ -21,15 +23,20 @@ class BuildConfig(Frozen):
     target: str
     drafter: str | None = None
     backend: Backend = "torch"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     max_batch_size: int = Field(default=64, ge=1)
     max_seq_len: int | None = Field(default=None, ge=2)
     max_num_tokens: int = Field(default=2048, ge=1)
     max_draft_len: int | None = Field(default=None, ge=0)
     page_size: int = Field(default=32, ge=1)
+    quantization: QuantizationConfig | None = None
+    plugins: PluginMode = "plugin"  # of backend tensorrt: the plugin library, or plain layers (slow, for checks)
+    plugin_library: str | None = None  # of backend tensorrt
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.dtype == "float16" and self.backend != "tensorrt":
+            raise ValueError("dtype float16 needs backend tensorrt; the torch backend has float32 and bfloat16")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "
@@ -52,13 +59,23 @@ def build_config_from(fields: AbcMapping[str, Any], *, source: str) -> BuildConf
         raise AssertionError("pydantic raised without an error") from error
 
 
+_SECTIONS: dict[str, type[Frozen]] = {
+    "": BuildConfig,
+    "quantization": QuantizationConfig,
+    "quantization.calibration": CalibrationConfig,
+}
+
+
 def _problem_of(details: Any, fields: AbcMapping[str, Any]) -> str:
     name = ".".join(str(part) for part in details["loc"]) or "configuration"
     if details["type"] == "extra_forbidden":
-        nearest = nearest_name(name, BuildConfig.model_fields)
-        mend = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(BuildConfig.model_fields)}."
+        section, _, key = name.rpartition(".")
+        known = _SECTIONS[section].model_fields
+        nearest = nearest_name(key, known)
+        mend = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(known)}."
         return problem(f"key '{name}'", expected="a known key", found="an unknown one", mend=mend)
     if details["type"] == "missing":
         return problem(f"key '{name}'", expected="a value", found="none", mend=f"Add '{name}: ...'.")
-    found = repr(fields[name]) if name in fields else "this combination"
+    is_one_key = name in fields or len(details["loc"]) > 1
+    found = repr(details["input"]) if is_one_key else "this combination"
     return problem(f"key '{name}'", expected=details["msg"], found=found, mend="Change the value.")

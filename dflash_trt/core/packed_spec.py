@@ -6,7 +6,7 @@ A linear `X` of `core/weight_spec.py` in a packed format is several tensors, mea
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
 from dflash_trt.core.quantization import QuantizationSpec, WeightFormat
@@ -68,6 +68,27 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
     """Heads among `linears` that the models themselves do not have: copies of the target's."""
     wanted = set(linears)
     return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
+
+
+def check_quantization(quantization: QuantizationSpec, target: TargetSpec, draft: DraftSpec | None) -> None:
+    """Raises ValueError when the names or lengths do not fit the models."""
+    table = engine_table(target, draft, quantization)
+    wrong = [name for name in quantization.linears if name not in table or not is_linear(table[name], name)]
+    if wrong:
+        raise ValueError(f"quantization of linears that the models have (not {', '.join(wrong)})")
+    for kv_scales, spec in ((quantization.target_kv, target), (quantization.draft_kv, draft)):
+        num_layers = spec.num_layers if spec is not None else 0
+        if kv_scales is not None and len(kv_scales) != num_layers:
+            raise ValueError(f"K/V scales of {num_layers} layers (not {len(kv_scales)})")
+
+
+def rank_share(spec: WeightSpec, tp_size: int) -> WeightSpec:
+    """The part that every rank of `tp_size` holds, as a spec of its own."""
+    rows, cut = spec.shape[0], tp_size if spec.sharding != "replicated" else 1
+    if spec.sharding == "columns":
+        return replace(spec, shape=(rows, spec.shape[1] // cut))
+    shape = (rows // cut, *spec.shape[1:])
+    return replace(spec, shape=shape, segments=tuple(segment // cut for segment in spec.segments))
 
 
 def is_linear(spec: WeightSpec, name: str) -> bool:

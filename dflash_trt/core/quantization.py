@@ -3,7 +3,7 @@
 Knows names only; layouts are in `core/packed_spec.py`, arithmetic in `quantize/packed.py`.
 """
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,14 @@ class LayerKvScales(Frozen):
     v: PositiveFloat = 1.0
 
 
+class Calibration(Frozen):
+    """What calibration finds. `input_amax` is the largest magnitude that entered each linear, by canonical name."""
+
+    input_amax: dict[str, PositiveFloat] = Field(default_factory=dict)
+    target_kv: tuple[LayerKvScales, ...] | None = None
+    draft_kv: tuple[LayerKvScales, ...] | None = None
+
+
 class QuantizationSpec(Frozen):
     """What an engine, or a checkpoint, holds in low precision.
 
@@ -85,13 +93,3 @@ class QuantizationSpec(Frozen):
     @property
     def is_empty(self) -> bool:
         return not self.linears and self.target_kv is None and self.draft_kv is None
-
-    def merged(self, other: Self) -> Self:
-        """Both together; `other` wins."""
-        return self.model_copy(
-            update={
-                "linears": self.linears | other.linears,
-                "target_kv": other.target_kv if other.target_kv is not None else self.target_kv,
-                "draft_kv": other.draft_kv if other.draft_kv is not None else self.draft_kv,
-            }
-        )

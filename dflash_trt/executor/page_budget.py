@@ -3,14 +3,21 @@
 The drafter's context lives in the same pages as the target's, so nothing of it is ever outside the budget.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dflash_trt.core.errors import CapacityError, problem
+from dflash_trt.core.errors import CapacityError, ConfigError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineManifest
+
 DEFAULT_FREE_MEMORY_FRACTION = 0.5  # of a CPU's free memory; other programs live there too
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,69 @@ class PagePlan:
         """Requests of max_seq_len that fit at the same time."""
         return self.num_pages // -(-self.max_seq_len // self.page_size)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
+            f"{self.target_bytes_per_token} (target) + {self.draft_bytes_per_token} (drafter) bytes per token, "
+            f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
+        )
+
+
+def plan_engine_pages(
+    manifest: EngineManifest,
+    *,
+    use_drafter: bool = True,
+    kv_cache_bytes: int | None = None,
+    kv_cache_free_memory_fraction: float | None = None,
+) -> PagePlan:
+    """The pages an engine gets on this machine: so many bytes, or that fraction of the free memory (half unless told).
+
+    Raises:
+        ConfigError: both are given, or the fraction is not in (0, 1].
+        CapacityError: the pages of one max_seq_len sequence do not fit.
+    """
+    config, build = manifest.pretrained_config, manifest.build_config
+    quantization = config.quantization
+    element_bytes = _ELEMENT_BYTES[config.dtype]
+    has_fp8_target_kv = quantization is not None and quantization.target_kv is not None
+    has_fp8_draft_kv = quantization is not None and quantization.draft_kv is not None
+    return plan_pages(
+        target=manifest.target,
+        draft=manifest.draft if use_drafter else None,
+        mapping=config.mapping,
+        element_bytes=1 if has_fp8_target_kv else element_bytes,
+        draft_element_bytes=1 if has_fp8_draft_kv else element_bytes,
+        page_size=build.page_size,
+        max_batch_size=build.max_batch_size,
+        max_seq_len=build.max_seq_len,
+        budget_bytes=_budget_bytes(kv_cache_bytes, kv_cache_free_memory_fraction),
+    )
+
+
+def _budget_bytes(kv_cache_bytes: int | None, kv_cache_free_memory_fraction: float | None) -> int:
+    if kv_cache_bytes is not None and kv_cache_free_memory_fraction is not None:
+        raise ConfigError(
+            problem(
+                "K/V memory",
+                expected="kv_cache_bytes or kv_cache_free_memory_fraction",
+                found="both",
+                mend="Leave one of them out.",
+            )
+        )
+    if kv_cache_bytes is not None:
+        return kv_cache_bytes
+    fraction = kv_cache_free_memory_fraction
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(
+            problem(
+                "kv_cache_free_memory_fraction",
+                expected="a number in (0, 1]",
+                found=str(fraction),
+                mend="Pass the part of the free memory that K/V pages may take, for example 0.5.",
+            )
+        )
+    return int(free_host_memory_bytes() * (DEFAULT_FREE_MEMORY_FRACTION if fraction is None else fraction))
+
 
 def plan_pages(
     *,
@@ -47,14 +117,18 @@ def plan_pages(
     draft: DraftSpec | None,
     mapping: Mapping,
     element_bytes: int,
+    draft_element_bytes: int | None = None,
     page_size: int,
     max_batch_size: int,
     max_seq_len: int,
     budget_bytes: int,
 ) -> PagePlan:
-    """Raises CapacityError when the budget does not hold one sequence of max_seq_len."""
+    """`draft_element_bytes` is that of draft pages, when it is another than the target's.
+
+    Raises CapacityError when the budget does not hold one sequence of max_seq_len.
+    """
     target_bytes = kv_bytes_per_token(target, mapping, element_bytes)
-    draft_bytes = kv_bytes_per_token(draft, mapping, element_bytes) if draft else 0
+    draft_bytes = kv_bytes_per_token(draft, mapping, draft_element_bytes or element_bytes) if draft else 0
     pages_per_sequence = -(-max_seq_len // page_size)
     page_bytes = page_size * (target_bytes + draft_bytes)
     num_pages = min(budget_bytes // page_bytes, max_batch_size * pages_per_sequence)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.quantize.pack import e4m3
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +34,17 @@ class PageSlots:
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledPages:
+    """FP8 pages of one layer, float8_e4m3fn [pages, 2, page_size, kv_heads, D]: e4m3(K / k), e4m3(V / v)."""
+
+    pages: Tensor
+    scales: LayerKvScales
+
+
+Pages = Tensor | ScaledPages
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,15 +100,19 @@ def _group(
     )
 
 
-def write_pages(pages: Tensor, slots: PageSlots, k: Tensor, v: Tensor) -> None:
+def write_pages(pages: Pages, slots: PageSlots, k: Tensor, v: Tensor) -> None:
     """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D]."""
+    if isinstance(pages, ScaledPages):
+        # Bytes, because PyTorch moves no float8 rows on a CPU. The division is in float32 whatever k and v are.
+        k, v = (e4m3(x.float() / scale).view(torch.uint8) for x, scale in ((k, pages.scales.k), (v, pages.scales.v)))
+        pages = pages.pages.view(torch.uint8)
     flat = pages.view(-1, *pages.shape[3:])
     flat.index_copy_(0, slots.k, k)
     flat.index_copy_(0, slots.v, v)
 
 
 def attend_pages(
-    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, pages: Pages, attention: AttentionSpec
 ) -> Tensor:
     """See `Ops.attend_pages`."""
     write_pages(pages, plan.slots, k, v)
@@ -104,7 +121,7 @@ def attend_pages(
     for group in plan.groups:
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
-        keys, values = read_pages(pages, group)
+        keys, values = read_pages(pages, group, q.dtype)
         mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
         attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask)
         if out is None or group.rows is None:
@@ -114,7 +131,7 @@ def attend_pages(
     return out.view(len(q), num_heads * head_dim)
 
 
-def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Tensor) -> None:
+def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Pages) -> None:
     """Only the rows that were accepted; `accept_context` has been called."""
     assert plan.context_rows is not None and plan.context_slots is not None
     k, v = (x.index_select(0, plan.context_rows) for x in context)
@@ -132,7 +149,7 @@ def attend_draft(
     plan: AttentionPlan,
     q: Tensor,
     block: tuple[Tensor, Tensor],
-    pages: Tensor,
+    pages: Pages,
     acceptance: Acceptance[Tensor],
     attention: AttentionSpec,
 ) -> Tensor:
@@ -141,7 +158,7 @@ def attend_draft(
     width = len(q) // num_requests
     num_heads, head_dim = q.shape[1:]
     kv_heads = block[0].shape[1]
-    keys, values = read_pages(pages, plan.block)
+    keys, values = read_pages(pages, plan.block, q.dtype)
     own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
     mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
     attended = _attend(
@@ -153,8 +170,12 @@ def attend_draft(
     return attended.reshape(len(q), num_heads * head_dim)
 
 
-def read_pages(pages: Tensor, group: QueryGroup) -> tuple[Tensor, Tensor]:
+def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end hold anything."""
+    if isinstance(pages, ScaledPages):
+        k, v = read_pages(pages.pages.view(torch.uint8), group, torch.uint8)
+        scales = pages.scales
+        return k.view(torch.float8_e4m3fn).to(dtype) * scales.k, v.view(torch.float8_e4m3fn).to(dtype) * scales.v
     num_requests, num_pages = group.page_ids.shape
     _, _, page_size, kv_heads, head_dim = pages.shape
     halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]

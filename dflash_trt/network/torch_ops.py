@@ -3,13 +3,14 @@
 One `TorchOps` lives for one step and holds that step's inputs and attention plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network import torch_attention, torch_sampling
 from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
@@ -40,7 +41,10 @@ class TorchOps:
         *,
         page_size: int,
         num_draft_tokens: int,
+        page_scales: Mapping[int, LayerKvScales] | None = None,
     ) -> None:
+        """`page_scales` belong to the FP8 pages among the state, by `id` of the tensor."""
+        self._page_scales = page_scales or {}
         self._inputs = inputs
         self._rope_tables = rope_tables
         self._num_draft_tokens = num_draft_tokens
@@ -89,7 +93,7 @@ class TorchOps:
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     def attend_pages(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec) -> Tensor:
-        return torch_attention.attend_pages(self._plan, q, k, v, pages, attention)
+        return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention)
 
     def attend_draft(
         self,
@@ -100,13 +104,14 @@ class TorchOps:
         acceptance: Acceptance[Tensor],
         attention: AttentionSpec,
     ) -> Tensor:
-        torch_attention.write_draft_context(self._plan, context, pages)
-        return torch_attention.attend_draft(self._plan, q, block, pages, acceptance, attention)
+        scaled = self._scaled(pages)
+        torch_attention.write_draft_context(self._plan, context, scaled)
+        return torch_attention.attend_draft(self._plan, q, block, scaled, acceptance, attention)
 
     def write_draft_context(
         self, context: tuple[Tensor, Tensor], pages: Tensor, acceptance: Acceptance[Tensor]
     ) -> None:
-        torch_attention.write_draft_context(self._plan, context, pages)
+        torch_attention.write_draft_context(self._plan, context, self._scaled(pages))
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         acceptance = torch_sampling.sample_and_accept(logits, self._inputs)
@@ -130,6 +135,10 @@ class TorchOps:
 
     def map_tokens(self, draft_to_target: Tensor, token_ids: Tensor) -> Tensor:
         return draft_to_target[token_ids.long()].int()
+
+    def _scaled(self, pages: Tensor) -> torch_attention.Pages:
+        scales = self._page_scales.get(id(pages))
+        return pages if scales is None else torch_attention.ScaledPages(pages, scales)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x  # one rank

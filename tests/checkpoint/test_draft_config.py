@@ -332,11 +332,10 @@ def test_attention_bias_covers_q_k_v_and_o(checkpoints: Path, tmp_path: Path) ->
     assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, True, False)
 
 
-@pytest.mark.parametrize("name", ["mask_embedding.pt", "hf_quant_config.json"])
-def test_a_file_that_changes_the_drafter_is_refused(copy_of: Copy, name: str) -> None:
+def test_a_file_that_changes_the_drafter_is_refused(copy_of: Copy) -> None:
     drafter = copy_of("zlab")
-    (drafter / name).write_bytes(b"{}")
-    assert f"drafter file '{name}': expected no such file" in draft_refusal(drafter)
+    (drafter / "mask_embedding.pt").write_bytes(b"{}")
+    assert "drafter file 'mask_embedding.pt': expected no such file" in draft_refusal(drafter)
 
 
 @pytest.mark.parametrize("dflash_config", [None, [1], "x"])

@@ -241,10 +241,10 @@ def test_a_directory_that_is_not_there_is_refused(checkpoints: Path, tmp_path: P
     assert "drafter: expected a checkpoint directory, found a file" in message
 
 
-def test_a_quantized_target_is_refused(copy_of: Copy) -> None:
+def test_a_target_quantized_in_an_unknown_way_is_refused_by_name(copy_of: Copy) -> None:
     target = copy_of("qwen3")
-    write_json(target / "hf_quant_config.json", {})
-    assert "target file 'hf_quant_config.json': expected no such file" in pair_refusal(target, None, ConfigError)
+    write_json(target / "hf_quant_config.json", {"quantization": {"quant_algo": "W4A16_AWQ"}})
+    assert "quant_algo: expected one of FP8, NVFP4, W4A16_NVFP4" in pair_refusal(target, None, ConfigError)
 
 
 def test_all_problems_of_a_pair_come_in_one_error(copy_of: Copy) -> None:

@@ -1,0 +1,158 @@
+"""Traffic as it is in the worst hour: random arrivals, cancellations, slow and dead readers, bounded in time.
+
+Ends by draining the engine and asserting that nothing was lost: no page, no request, no invariant.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from dflash_trt.core.errors import RequestError
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.stream import RequestStream
+
+_DRAIN_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoakReport:
+    """Every request that was sent is in `num_by_outcome`: a finish reason, or "refused" at the door."""
+
+    duration_s: float
+    num_sent: int
+    num_by_outcome: dict[str, int]
+    num_output_tokens: int
+    num_preemptions: int
+    prefix_hit_fraction: float | None
+    num_leaked_pages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """`mean_gap_s` between arrivals. Fractions are of all requests."""
+
+    duration_s: float = 60.0
+    mean_gap_s: float = 0.05
+    max_prompt_tokens: int = 200
+    max_new_tokens: int = 96
+    cancelled_fraction: float = 0.25
+    slow_fraction: float = 0.2
+    forgotten_fraction: float = 0.05
+    shared_prefix_fraction: float = 0.4
+    seed: int = 0
+
+
+def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
+    """Send traffic for `duration_s`, wait for what is left, count.
+
+    Raises:
+        AssertionError: a page leaked, a request vanished, or an invariant of the scheduler broke.
+    """
+    sender = _Sender(llm, vocab_size, traffic)
+    started_s = time.monotonic()
+    sender.run()
+    sender.join()
+    _wait_until_idle(llm)
+    llm.check_integrity()
+    statistics = llm.statistics.scheduler
+    outcomes = sender.outcomes
+    assert outcomes.total() == sender.num_sent, f"{sender.num_sent} requests sent, {outcomes.total()} accounted for"
+    assert statistics.num_pages_in_use_now == 0, f"{statistics.num_pages_in_use_now} pages leaked"
+    num_finished = sum(statistics.num_finished.values())
+    assert statistics.num_arrivals == num_finished, f"{statistics.num_arrivals} arrived, {num_finished} finished"
+    return SoakReport(
+        duration_s=time.monotonic() - started_s,
+        num_sent=sender.num_sent,
+        num_by_outcome=dict(outcomes),
+        num_output_tokens=sender.num_output_tokens,
+        num_preemptions=statistics.num_preemptions,
+        prefix_hit_fraction=statistics.prefix_hit_fraction,
+        num_leaked_pages=statistics.num_pages_in_use_now,
+    )
+
+
+class _Sender:
+    """Starts requests at random moments; each has a reader thread of its own, but for those that are forgotten."""
+
+    def __init__(self, llm: Generator, vocab_size: int, traffic: Traffic) -> None:
+        self._llm = llm
+        self._vocab_size = vocab_size
+        self._traffic = traffic
+        self._random = random.Random(traffic.seed)
+        self._prefix = [self._random.randrange(vocab_size) for _ in range(traffic.max_prompt_tokens // 2)]
+        self._readers: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.outcomes: Counter[str] = Counter()
+        self.num_output_tokens = 0
+        self.num_sent = 0
+
+    def run(self) -> None:
+        end_s = time.monotonic() + self._traffic.duration_s
+        while time.monotonic() < end_s:
+            self._send()
+            time.sleep(self._random.expovariate(1 / self._traffic.mean_gap_s))
+
+    def join(self) -> None:
+        for reader in self._readers:
+            reader.join(_DRAIN_TIMEOUT_S)
+            assert not reader.is_alive(), "a reader still waits: its request has vanished"
+
+    def _send(self) -> None:
+        self.num_sent += 1
+        kind = self._random.random()
+        traffic = self._traffic
+        is_forgotten = kind < traffic.forgotten_fraction
+        is_slow = not is_forgotten and kind < traffic.forgotten_fraction + traffic.slow_fraction
+        try:
+            stream = self._llm.submit(
+                self._prompt(), self._sampling(), priority=self._random.choice((0, 0, 0, 1)), max_pending_tokens=24
+            )
+        except RequestError:
+            self._count("refused", 0)
+            return
+        if is_forgotten:  # nobody reads: dropping the stream must end the request
+            stream.call_when_done(lambda output: self._count(output.finish_reason, len(output.token_ids)))
+            return
+        reader = threading.Thread(
+            target=self._read,
+            args=(stream, 0.05 if is_slow else 0.0, self._random.random() < traffic.cancelled_fraction),
+            daemon=True,
+        )
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, stream: RequestStream, pause_s: float, is_cancelled: bool) -> None:
+        for num_chunks, chunk in enumerate(stream):
+            if chunk.output is not None:
+                self._count(chunk.output.finish_reason, len(chunk.output.token_ids))
+            elif is_cancelled and num_chunks == 2:
+                stream.cancel()
+            time.sleep(pause_s)
+
+    def _count(self, outcome: str, num_tokens: int) -> None:
+        with self._lock:
+            self.outcomes[outcome] += 1
+            self.num_output_tokens += num_tokens
+
+    def _prompt(self) -> list[int]:
+        shared = self._prefix if self._random.random() < self._traffic.shared_prefix_fraction else []
+        num_own = self._random.randint(1, self._traffic.max_prompt_tokens - len(shared))
+        return shared + [self._random.randrange(self._vocab_size) for _ in range(num_own)]
+
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=self._random.randint(1, self._traffic.max_new_tokens),
+            temperature=self._random.choice((0.0, 0.0, 0.8)),
+            top_p=self._random.choice((1.0, 0.9)),
+        )
+
+
+def _wait_until_idle(llm: Generator) -> None:
+    """Forgotten requests end a moment after the last reader."""
+    end_s = time.monotonic() + _DRAIN_TIMEOUT_S
+    while (now := llm.statistics.scheduler).num_running_now + now.num_waiting_now + now.num_parked_now:
+        assert time.monotonic() < end_s, f"the engine does not come to rest: {now}"
+        time.sleep(0.05)

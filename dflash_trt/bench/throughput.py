@@ -1,0 +1,78 @@
+"""Throughput under a closed load: so many clients, each sending its next request when its last has ended.
+
+Compares in-flight batching with waiting for whole batches, and draft-length policies with each other, on one engine.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from dflash_trt.core.acceptance import acceptance_length
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.prompts import Prompt
+from dflash_trt.serving.stream import RequestStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One request to be sent."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """One run. `acceptance_length` counts the bonus."""
+
+    concurrency: int
+    num_requests: int
+    num_output_tokens: int
+    wall_time_s: float
+    output_tok_per_s: float
+    mean_time_to_first_token_s: float
+    acceptance_length: float | None
+
+
+def run_in_flight(llm: Generator, work: Sequence[Work], *, concurrency: int) -> LoadReport:
+    """A request that ends makes room for the next at once."""
+    finished: SimpleQueue[GenerationOutput] = SimpleQueue()
+    outputs: list[GenerationOutput] = []
+    streams: dict[str, RequestStream] = {}
+    started_s = time.perf_counter()
+    for num_sent, item in enumerate(work):
+        if num_sent >= concurrency:
+            outputs.append(finished.get())
+            del streams[outputs[-1].request_id]
+        stream = llm.submit(item.prompt, item.sampling)
+        streams[stream.request_id] = stream  # a stream that is forgotten cancels its request
+        stream.call_when_done(finished.put)
+    outputs += [finished.get() for _ in range(len(work) - len(outputs))]
+    return _report(outputs, concurrency, time.perf_counter() - started_s)
+
+
+def run_whole_batches(llm: Generator, work: Sequence[Work], *, concurrency: int) -> LoadReport:
+    """The next batch starts when the last request of this one has ended."""
+    outputs: list[GenerationOutput] = []
+    started_s = time.perf_counter()
+    for start in range(0, len(work), concurrency):
+        batch = work[start : start + concurrency]
+        outputs += llm.generate([item.prompt for item in batch], [item.sampling for item in batch])
+    return _report(outputs, concurrency, time.perf_counter() - started_s)
+
+
+def _report(outputs: Sequence[GenerationOutput], concurrency: int, wall_time_s: float) -> LoadReport:
+    failed = [output.error for output in outputs if output.error is not None]
+    assert not failed, failed
+    num_output_tokens = sum(len(output.token_ids) for output in outputs)
+    return LoadReport(
+        concurrency=concurrency,
+        num_requests=len(outputs),
+        num_output_tokens=num_output_tokens,
+        wall_time_s=wall_time_s,
+        output_tok_per_s=num_output_tokens / wall_time_s,
+        mean_time_to_first_token_s=sum(output.time_to_first_token_s for output in outputs) / len(outputs),
+        acceptance_length=acceptance_length(outputs),
+    )

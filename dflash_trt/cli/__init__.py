@@ -1,0 +1,1 @@
+"""The dflash-trt command: thin, heavy imports inside commands."""

@@ -1,0 +1,177 @@
+"""`dflash-trt bench`: what an engine does on this machine, measured."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.speculation import SpeculationReport
+    from dflash_trt.serving.prompts import Prompt
+
+
+_ENGINE = click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+_INPUT = click.option(
+    "--input-file", type=click.Path(path_type=Path), required=True, help="JSONL rows as for `run`; their prompts count."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+
+
+@click.group(short_help="Measure an engine on this machine.")
+def bench() -> None:
+    """Measurements that anybody can repeat; docs/benchmarks.md holds results with their commands."""
+
+
+@bench.command(short_help="Speculative against autoregressive decoding.")
+@_ENGINE
+@_INPUT
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told.")
+@click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
+@click.option("--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up.")
+@_JSON
+def speedup(
+    engine_dir: Path,
+    input_file: Path,
+    max_new_tokens: int,
+    num_draft_tokens: int | None,
+    concurrency: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """Run the same prompts with and without the drafter, in alternating rounds of one process, greedily.
+
+    Both sides are the same engine and the same code; the autoregressive side leaves the drafter unused and pays
+    nothing for it. Stop tokens are ignored, so that both sides make the same number of tokens.
+    """
+    from dflash_trt.bench.speculation import compare
+
+    report = compare(
+        engine_dir,
+        _prompts(input_file),
+        SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+        num_draft_tokens=num_draft_tokens,
+        concurrency=concurrency,
+        num_rounds=rounds,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
+
+
+@bench.command(short_help="Throughput by concurrency and draft-length policy.")
+@_ENGINE
+@_INPUT
+@click.option("--concurrency", "concurrencies", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True)
+@click.option("--fixed", "fixed_lengths", multiple=True, type=int, default=(0, 3, 7), show_default=True, metavar="K")
+@click.option("--max-new-tokens", default=96, show_default=True, help="Requests draw a quarter of it to all of it.")
+@click.option("--requests-per-client", default=3, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
+@_JSON
+def serving(
+    engine_dir: Path,
+    input_file: Path,
+    concurrencies: tuple[int, ...],
+    fixed_lengths: tuple[int, ...],
+    max_new_tokens: int,
+    requests_per_client: int,
+    rounds: int,
+    as_json: bool,
+) -> None:
+    """A closed load of so many clients: adaptive draft length against each fixed K, in-flight against whole batches."""
+    from dflash_trt.bench.serving_sweep import sweep
+
+    reports = sweep(
+        engine_dir,
+        _prompts(input_file),
+        concurrencies=concurrencies,
+        fixed_lengths=fixed_lengths,
+        num_rounds=rounds,
+        requests_per_client=requests_per_client,
+        max_new_tokens=max_new_tokens,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
+        return
+    for report in reports:
+        speeds = "  ".join(f"{speed.policy}: {speed.output_tok_per_s:.0f}" for speed in report.speeds)
+        click.echo(
+            f"{report.concurrency:3d} clients  tok/s  {speeds}  | adaptive / best fixed ({report.best_fixed}) "
+            f"{report.adaptive_to_best_fixed:.2f}  | in-flight / whole batches {report.in_flight_to_whole_batches:.2f}"
+        )
+
+
+@bench.command(short_help="Random traffic; nothing may be lost.")
+@_ENGINE
+@click.option("--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS")
+@click.option("--seed", default=0, show_default=True)
+@_JSON
+def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool) -> None:
+    """Random arrivals, cancellations, slow and dead readers. Fails when a page or a request is lost.
+
+    The K/V memory is kept small, so that requests are preempted and prefixes evicted.
+    """
+    from dflash_trt.bench.soak import Traffic
+    from dflash_trt.bench.soak import soak as run_soak
+    from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+    from dflash_trt.scheduler.config import SchedulerConfig
+    from dflash_trt.serving.llm import LLM
+
+    with LLM(engine_dir) as probe:
+        manifest, plan = probe.engine.manifest, probe.page_plan
+    with LLM(
+        engine_dir,
+        kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
+        draft_length=AdaptiveDraftLength(manifest.build_config.max_draft_len),
+        scheduler_config=SchedulerConfig(max_queue_len=64),
+    ) as llm:
+        report = run_soak(llm, manifest.target.vocab_size, Traffic(duration_s=duration_s, seed=seed))
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+        return
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.num_by_outcome.items()))
+    click.echo(f"{report.num_sent} requests in {report.duration_s:.0f} s: {outcomes}")
+    click.echo(
+        f"{report.num_output_tokens} tokens, {report.num_preemptions} preemptions, "
+        f"prefix hits {report.prefix_hit_fraction or 0:.2f} of prompt tokens, leaked pages: {report.num_leaked_pages}"
+    )
+
+
+def _prompts(input_file: Path) -> "Sequence[Prompt]":
+    with input_file.open("rb") as lines:
+        rows = list(rows_of_jsonl(lines, Defaults(sampling=SamplingParams())))
+    prompts = [row.prompt for row in rows if isinstance(row, Job)]
+    if len(prompts) != len(rows) or not prompts:
+        raise ConfigError(
+            problem(
+                str(input_file),
+                expected="one or more rows, all of them valid",
+                found=f"{len(prompts)} valid rows of {len(rows)}",
+                mend="Use `python -m dflash_trt.demo.prompts > FILE` for the demo.",
+            )
+        )
+    return prompts
+
+
+def _lines(report: "SpeculationReport") -> list[str]:
+    rates = "  ".join(f"{i}: {rate:.2f}" for i, rate in enumerate(report.accepted_fraction_by_position, start=1))
+    length = "none" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    return [
+        f"{report.num_prompts} prompts, {report.max_new_tokens} new tokens each, {report.concurrency} at a time, "
+        f"median of {report.num_rounds} rounds",
+        f"autoregressive     {report.autoregressive_tok_per_s:8.1f} tok/s",
+        f"speculative, K = {report.num_draft_tokens} {report.speculative_tok_per_s:8.1f} tok/s",
+        f"speedup            {report.speedup:8.2f} x  "
+        f"(rounds: {', '.join(f'{ratio:.2f}' for ratio in report.speedup_by_round)})",
+        f"acceptance length  {length:>8} tokens per verify step, bonus included",
+        f"accepted by draft position: {rates}",
+        f"equal texts: {report.num_equal_texts} of {report.num_prompts}",
+        f"distinct 4-grams: {report.distinct_4gram_fraction:.2f} of all",
+    ]

@@ -1,0 +1,185 @@
+"""`dflash-trt build`: reads the YAML and the flags, shows progress, prints sizes."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.check import check
+from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
+from dflash_trt.cli.yaml_file import read_yaml
+from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.errors import ConfigError, problem
+
+if TYPE_CHECKING:
+    from dflash_trt.compile.build import BuildProgress, ProgressCallback
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.quantize.plan import QuantizationPlan
+
+_FIELDS = tuple(BuildConfig.model_fields)
+
+
+@click.command(short_help="Build an engine directory from checkpoints.")
+@click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
+@click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
+@click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without one: plain decoding.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
+@click.option("--backend", help="torch (default) or tensorrt.")
+@click.option("--dtype", help="float32, bfloat16 or (tensorrt) float16.")
+@click.option("--max-batch-size", type=int, help="Requests that run together.")
+@click.option("--max-seq-len", type=int, help="Prompt and output tokens of one request.")
+@click.option("--max-num-tokens", type=int, help="Tokens of one step, all requests together.")
+@click.option("--max-draft-len", type=int, help="Drafts per request and step.")
+@click.option("--page-size", type=int, help="Token positions per K/V page.")
+@click.option("--quantization", metavar="FORMAT", help="fp8, nvfp4, nvfp4_w4a16 or none, for target and drafter.")
+@click.option("--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.")
+@click.option("--kv-cache", metavar="FORMAT", help="fp8 or none: the format of K/V pages.")
+@click.option("--plugins", help="Backend tensorrt: plugin (default), or layers (slow, for checks).")
+@click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
+@click.option("--check", "check_only", is_flag=True, help="Build the TensorRT network on this CPU and only report.")
+@click.option("--overwrite", is_flag=True, help="Replace an engine that stands at the output path.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.pass_obj
+def build(
+    command: list[str],
+    /,
+    config_file: Path | None,
+    output: Path | None,
+    check_only: bool,
+    overwrite: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Build an engine directory from a YAML file, from flags, or from both: flags win.
+
+    Paths in the YAML are relative to the YAML file. Its `quantization` key takes a format, or a mapping with `target`,
+    `drafter`, `lm_head`, `draft_lm_head`, `kv_cache`, `draft_kv_cache`, `overrides` and `calibration`.
+    """
+    config, base_dir = _config(config_file, flags)
+    if check_only:
+        check(config, base_dir, as_json=as_json)
+        return
+    if output is None:
+        raise ConfigError(problem("build", expected="an output", found="none", mend="Pass -o DIR, or --check."))
+    from dflash_trt.compile.build import build_engine
+
+    with _progress_shown() as progress:
+        engine = build_engine(
+            config,
+            output,
+            base_dir=base_dir,
+            overwrite=overwrite,
+            command=command,
+            progress=progress,
+            on_plan=lambda plan: _print_plan(plan, config),
+        )
+    if as_json:
+        click.echo(json.dumps(_summary(engine), indent=2))
+    else:
+        _print_summary(engine)
+
+
+def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
+    """The merged configuration and the directory its paths are relative to."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    chosen = {name: given.pop(name) for name in FLAG_KEYS if name in given}
+    assert given.keys() <= set(_FIELDS)
+    if config_file is None:
+        if "target" not in given:
+            mend = "Pass CONFIG.yaml, or --target PATH (and --drafter PATH)."
+            raise ConfigError(problem("build", expected="a configuration", found="none", mend=mend))
+        given |= {"quantization": with_flags(None, chosen)} if chosen else {}
+        return build_config_from(given, source="command line"), Path.cwd()
+    for name in ("target", "drafter", "plugin_library"):
+        if name in given:
+            given[name] = str(Path(given[name]).absolute())
+    fields = read_yaml(config_file)
+    if chosen:
+        given["quantization"] = with_flags(fields.get("quantization"), chosen)
+    return build_config_from(fields | given, source=str(config_file)), config_file.absolute().parent
+
+
+@contextmanager
+def _progress_shown() -> Iterator["ProgressCallback"]:
+    """A bar on a terminal; elsewhere one line per stage. Always on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines_shown()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("checking", total=None)
+
+        def show(progress: "BuildProgress") -> None:
+            total = progress.total_bytes or progress.total_prompts or progress.total_steps or None
+            done = progress.done_bytes or progress.done_prompts or progress.done_steps
+            label = f"{progress.stage} (prompts)" if progress.total_prompts else progress.stage
+            bar.update(task, description=label, completed=done, total=total)
+
+        yield show
+
+
+def _lines_shown() -> "ProgressCallback":
+    stages: list[str] = []
+
+    def show(progress: "BuildProgress") -> None:
+        if progress.stage not in stages:
+            stages.append(progress.stage)
+            click.echo(f"{progress.stage} ...", err=True)
+
+    return show
+
+
+def _summary(engine: "EngineDir") -> dict[str, Any]:
+    provenance = engine.provenance()
+    sizes = {name: (engine.path / name).stat().st_size for name in ("config.json", *engine.manifest.files)}
+    return {
+        "engine_dir": str(engine.path),
+        "build_config": engine.manifest.build_config.model_dump(),
+        "dtype": engine.manifest.pretrained_config.dtype,
+        "file_size_bytes": sizes,
+        "total_size_bytes": sum(sizes.values()),
+        "build_time_s": provenance["build_time_s"],
+        "quantization": _quantization_fields(engine),
+        "component_bytes": provenance["component_bytes"],
+        "notes": provenance["notes"],
+    }
+
+
+def _quantization_fields(engine: "EngineDir") -> dict[str, Any] | None:
+    quantization = engine.manifest.pretrained_config.quantization
+    return None if quantization is None else quantization.model_dump(mode="json")
+
+
+def _print_plan(plan: "QuantizationPlan", config: BuildConfig) -> None:
+    """On stderr, before the work; nothing for an engine without any low precision."""
+    from rich.console import Console
+
+    if not plan.spec().is_empty:
+        Console(stderr=True, markup=False).print(plan_table(plan, config.dtype))
+
+
+def _print_summary(engine: "EngineDir") -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    summary = _summary(engine)
+    table = Table("file", "size", title=f"engine {engine.path}", title_justify="left", show_footer=True)
+    for name, size_bytes in summary["file_size_bytes"].items():
+        table.add_row(name, decimal(size_bytes))
+    table.columns[0].footer = f"total, built in {summary['build_time_s']:.1f} s"
+    table.columns[1].footer = decimal(summary["total_size_bytes"])
+    console = Console(markup=False)
+    console.print(table)
+    if summary["quantization"] is not None:
+        console.print(size_table(summary["component_bytes"], summary["dtype"]))
+    click.echo(", ".join(f"{name} {value}" for name, value in summary["build_config"].items()))
+    for note in summary["notes"]:
+        click.echo(f"note: {note}")

@@ -1,0 +1,124 @@
+"""`dflash-trt build --check`: shows the progress of TensorRT's builder and prints what it understood."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.core.config import BuildConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dflash_trt.compile.trt_builder import StepsCallback
+    from dflash_trt.compile.trt_check import CheckReport
+
+
+def check(config: BuildConfig, base_dir: Path, *, as_json: bool) -> None:
+    """Build the network of `config` on this CPU and print the report; writes nothing."""
+    from dflash_trt.compile.trt_check import check_config
+
+    with steps_shown() as progress:
+        report = check_config(config, base_dir=base_dir, progress=progress)
+    fields = describe(report)
+    if as_json:
+        click.echo(json.dumps(fields, indent=2))
+    else:
+        _print(fields)
+
+
+def describe(report: "CheckReport") -> dict[str, Any]:
+    """The report as plain JSON types."""
+    built = report.built
+    return {
+        "tensorrt_version": built.tensorrt_version,
+        "compute_capability": report.compute_capability,
+        "plugins": built.plugins,
+        "build_config": report.limits.model_dump(),
+        "num_layers": built.num_layers,
+        "layer_counts": built.layer_counts,
+        "inputs": list(built.inputs),
+        "outputs": list(built.outputs),
+        "profiles": {
+            profile.name: {axis: [sizes.least, sizes.best, sizes.most] for axis, sizes in profile.axes.items()}
+            for profile in built.profiles
+        },
+        "flags": list(built.flags),
+        "plan_bytes": built.plan_bytes,
+        "build_time_s": round(built.build_time_s, 3),
+        "peak_memory_bytes": built.peak_memory_bytes,
+        "warnings": list(built.warnings),
+        "notes": list(report.notes),
+    }
+
+
+@contextmanager
+def steps_shown() -> Iterator["StepsCallback"]:
+    """TensorRT's phases as bars on a terminal; elsewhere one line per phase. Always on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines_shown()
+        return
+    with Progress(console=console, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done)
+
+        yield show
+
+
+def _lines_shown() -> "StepsCallback":
+    seen: set[str] = set()
+
+    def show(phase: str, done: int, total: int) -> None:
+        if phase not in seen:
+            seen.add(phase)
+            click.echo(f"{phase} ...", err=True)
+
+    return show
+
+
+def _print(fields: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+
+    console = Console(highlight=False, markup=False)
+    console.print(
+        f"check passed: TensorRT-RTX {fields['tensorrt_version']} built the network for {fields['compute_capability']} "
+        f"on this CPU ({fields['plugins']} lowering)",
+        soft_wrap=True,
+    )
+    kinds = ", ".join(f"{count} {kind.lower()}" for kind, count in list(fields["layer_counts"].items())[:8])
+    console.print(f"layers: {fields['num_layers']} ({kinds}, ...)", soft_wrap=True)
+    for title in ("inputs", "outputs"):
+        console.print(f"{title}:")
+        for line in fields[title]:
+            console.print(f"  {line}")
+    console.print(profiles_table(fields["profiles"]))
+    console.print(f"limits: {', '.join(f'{name} {value}' for name, value in fields['build_config'].items())}")
+    console.print(f"flags: {', '.join(fields['flags']) or 'none'}", soft_wrap=True)
+    console.print(
+        f"plan: {decimal(fields['plan_bytes'])}, built in {fields['build_time_s']:.1f} s, "
+        f"peak memory {decimal(fields['peak_memory_bytes'])}"
+    )
+    for line in (*fields["warnings"], *fields["notes"]):
+        console.print(f"note: {line}", soft_wrap=True)
+
+
+def profiles_table(profiles: dict[str, dict[str, list[int]]]) -> "Table":
+    """Least, best and largest size of each axis, one column per profile."""
+    from rich.table import Table
+
+    table = Table("axis", *profiles)
+    for axis in next(iter(profiles.values())):
+        table.add_row(axis, *("{} .. {} .. {}".format(*axes[axis]) for axes in profiles.values()))
+    return table

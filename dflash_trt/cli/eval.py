@@ -1,0 +1,193 @@
+"""`dflash-trt eval`: two engines of one pair against each other, as a table, as JSON, and as a gate for CI.
+
+Knows options, files and the terminal; the numbers are `bench.comparison`'s.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
+    from dflash_trt.engine_dir import EngineDir
+
+FAILED_GATE_EXIT_CODE = 1
+_MAX_LISTED = 5
+
+
+@click.command("eval", short_help="Compare two engines of the same pair.")
+@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--against", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The baseline engine.")
+@click.option("--prompts", required=True, metavar="FILE", type=click.Path(path_type=Path), help="JSONL, as for `run`.")
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Take only the first so many.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
+@click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
+@click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.pass_context
+def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:
+    """Measure what DIR loses against another engine of the same pair, greedily.
+
+    Both targets are asked for their next-token distribution along the baseline's own texts: token agreement and KL
+    divergence. Perplexity is that of the prompts' own tokens. Acceptance lengths are of each engine's own run. With
+    gates, the exit code is 1 when one of them fails.
+    """
+    from dflash_trt.engine_dir import EngineDir
+
+    engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
+    _require_same_pair(engines["candidate"], engines["baseline"])
+    jobs = _read_jobs(options["prompts"], options["num_prompts"], options["max_new_tokens"])
+    comparison = _measure(engines, jobs)
+    gates = _gates(comparison, options)
+    report = {
+        "candidate": str(engine_dir),
+        "baseline": str(against),
+        **comparison.as_json(),
+        "gates": [
+            {"name": gate.name, "bound": gate.bound, "value": gate.value, "has_passed": gate.has_passed}
+            for gate in gates
+        ],
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _print(comparison, gates, baseline=str(against), candidate=str(engine_dir))
+    context.exit(0 if all(gate.has_passed for gate in gates) else FAILED_GATE_EXIT_CODE)
+
+
+def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
+    problems = []
+    for part in ("target", "draft"):
+        ours, theirs = getattr(candidate.manifest, part), getattr(baseline.manifest, part)
+        if ours == theirs or (part == "draft" and None in (ours, theirs)):
+            continue
+        mend = "Compare engines that were built from the same checkpoints."
+        found = f"another {part} in {baseline.path}"
+        problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, mend=mend))
+    raise_all(ConfigError, "eval", problems)
+
+
+def _read_jobs(path: Path, num_prompts: int | None, max_new_tokens: int) -> list[Job]:
+    """Every row must be right: a comparison over some of them would not be the one that was asked for."""
+    defaults = Defaults(sampling=SamplingParams(max_new_tokens=max_new_tokens))
+    try:
+        with path.open("rb") as stream:
+            rows = list(rows_of_jsonl(stream, defaults))[:num_prompts]
+    except OSError as error:
+        found = str(error.strerror)
+        raise ConfigError(problem(str(path), expected="a JSONL file", found=found, mend="Check the path.")) from error
+    refused = [f"{row.row_id}: {row.error}" for row in rows if not isinstance(row, Job)]
+    raise_all(ConfigError, str(path), refused[:_MAX_LISTED])
+    jobs = [row for row in rows if isinstance(row, Job)]
+    if not jobs:
+        mend = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError(problem(str(path), expected="at least one prompt", found="none", mend=mend))
+    return jobs
+
+
+def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job]) -> "Comparison":
+    from dflash_trt.bench.comparison import compare
+
+    outputs = {name: _generate(engine, jobs) for name, engine in engines.items()}
+    prompts = _token_ids(engines["baseline"], jobs)
+    click.echo("scoring ...", err=True)
+    return compare(
+        prompts,
+        outputs["baseline"],
+        outputs["candidate"],
+        baseline_logits=_logits_of(engines["baseline"]),
+        candidate_logits=_logits_of(engines["candidate"]),
+    )
+
+
+def _generate(engine: "EngineDir", jobs: Sequence[Job]) -> list[GenerationOutput]:
+    """Greedy texts. A prompt that cannot run spoils the comparison, so it is an error."""
+    from dflash_trt.serving.llm import LLM
+
+    click.echo(f"generating with {engine.path} ...", err=True)
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(engine.path))
+        outputs = llm.generate([job.prompt for job in jobs], [_greedy(job) for job in jobs])
+    errors = [
+        f"{job.row_id}: {output.error}" for job, output in zip(jobs, outputs, strict=True) if output.error is not None
+    ]
+    raise_all(ConfigError, "prompts", errors[:_MAX_LISTED])
+    return outputs
+
+
+def _greedy(job: Job) -> SamplingParams:
+    return SamplingParams(max_new_tokens=job.sampling.max_new_tokens, ignore_eos=job.sampling.ignore_eos)
+
+
+def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
+    from dflash_trt.serving.prompts import PromptReader
+    from dflash_trt.serving.text import TextCodec
+
+    codec = None if engine.tokenizer_path is None else TextCodec.open(engine.tokenizer_path)
+    reader = PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
+    return [list(reader.read(job.prompt)) for job in jobs]
+
+
+def _logits_of(engine: "EngineDir") -> "LogitsOf":
+    from dflash_trt.executor.torch_executor import TorchExecutor
+
+    executor = TorchExecutor.open(engine, use_drafter=False)
+    return lambda token_ids: executor.target_logits(token_ids).float().numpy()
+
+
+def _gates(comparison: "Comparison", options: dict[str, Any]) -> "list[Gate]":
+    from dflash_trt.bench.comparison import Gate
+
+    known = (
+        ("max_kl", comparison.kl_nats, True),
+        ("min_acceptance_ratio", comparison.acceptance_ratio, False),
+        ("min_agreement", comparison.token_agreement_fraction, False),
+    )
+    return [
+        Gate(name=name, bound=options[name], value=value, is_upper=is_upper)
+        for name, value, is_upper in known
+        if options[name] is not None
+    ]
+
+
+def _print(comparison: "Comparison", gates: "Sequence[Gate]", *, baseline: str, candidate: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "baseline", "candidate", "over", title=f"{candidate} against {baseline}", title_justify="left")
+    positions = f"{comparison.num_generated_positions} generated positions"
+    table.add_row("token agreement", "", f"{comparison.token_agreement_fraction:.4f}", positions)
+    table.add_row("KL divergence, mean (nats)", "", f"{comparison.kl_nats:.3g}", positions)
+    table.add_row("KL divergence, 99th percentile", "", f"{comparison.kl_nats_p99:.3g}", positions)
+    prompts = f"{comparison.num_prompts} prompts"
+    table.add_row("identical texts", "", f"{comparison.identical_texts_fraction:.4f}", prompts)
+    perplexities = (comparison.baseline_perplexity, comparison.candidate_perplexity)
+    table.add_row("perplexity", *map(_number, perplexities), f"{comparison.num_prompt_positions} prompt positions")
+    accepted = (comparison.baseline_acceptance, comparison.candidate_acceptance)
+    steps = " and ".join(str(acceptance.num_verify_steps) for acceptance in accepted)
+    table.add_row("acceptance length, bonus included", *map(_length, accepted), f"{steps} verify steps")
+    table.add_row("acceptance ratio", "", _number(comparison.acceptance_ratio), "")
+    Console(markup=False).print(table)
+    for gate in gates:
+        verdict = "passed" if gate.has_passed else "FAILED"
+        bound = f"{'at most' if gate.is_upper else 'at least'} {gate.bound:g}"
+        click.secho(
+            f"gate {gate.name} ({bound}): {_number(gate.value)} {verdict}", fg=None if gate.has_passed else "red"
+        )
+
+
+def _length(acceptance: "Acceptance") -> str:
+    return _number(acceptance.acceptance_length)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,188 @@
+"""`dflash-trt inspect`: what an engine is, checked and described without loading it."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dflash_trt.core.model_spec import DecoderSpec
+    from dflash_trt.core.weight_spec import WeightTable
+    from dflash_trt.engine_dir import EngineDir, PretrainedConfig
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_INTEGER_BYTES = 8
+
+
+@click.command(short_help="Check an engine directory and describe it.")
+@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--verify-hashes", is_flag=True, help="Hash the large files too, not only those below 256 MiB.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:
+    """Check an engine directory and describe both models, the limits, the files and where they came from."""
+    from dflash_trt.engine_dir import EngineDir
+
+    engine = EngineDir.open(engine_dir, verify_hashes=verify_hashes)
+    report = describe(engine, verifies_hashes=verify_hashes)
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _print(report)
+
+
+def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
+    """Everything `inspect` says, as plain JSON types."""
+    from dflash_trt.core.weight_spec import draft_weights, target_weights
+    from dflash_trt.engine_dir import is_hashed
+
+    manifest = engine.manifest
+    config = manifest.pretrained_config
+    draft = None
+    if manifest.draft is not None:
+        draft = _decoder(manifest.draft, draft_weights(manifest.draft), config)
+        draft["max_draft_len"] = manifest.draft.max_draft_len
+    return {
+        "engine_dir": str(engine.path),
+        "version": manifest.version,
+        "backend": manifest.backend,
+        "dtype": config.dtype,
+        "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
+        "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
+        "mapping": config.mapping.model_dump(exclude={"rank"}),
+        "target": _decoder(manifest.target, target_weights(manifest.target), config),
+        "draft": draft,
+        "build_config": manifest.build_config.model_dump(),
+        "kv_pages_here": _page_plan(engine),
+        "has_tokenizer": engine.tokenizer_path is not None,
+        "files": {
+            name: {**entry.model_dump(), "is_hash_verified": verifies_hashes or is_hashed(entry)}
+            for name, entry in manifest.files.items()
+        },
+        "provenance": engine.provenance(),
+    }
+
+
+def _page_plan(engine: "EngineDir") -> str:
+    """What `run` would get on this machine at this moment, or why nothing fits."""
+    from dflash_trt.core.errors import CapacityError
+    from dflash_trt.executor.page_budget import plan_engine_pages
+
+    try:
+        return str(plan_engine_pages(engine.manifest))
+    except CapacityError as error:
+        return str(error)
+
+
+def _decoder(spec: "DecoderSpec", weights: "WeightTable", config: "PretrainedConfig") -> dict[str, Any]:
+    """The spec, with what follows from it. Sizes are those of the whole model."""
+    from dflash_trt.core.mapping import Mapping
+    from dflash_trt.executor.page_budget import kv_bytes_per_token
+
+    element_bytes = _ELEMENT_BYTES[config.dtype]
+    return {
+        **spec.model_dump(mode="json"),
+        "num_layers": spec.num_layers,
+        "num_parameters": sum(math.prod(weight.shape) for weight in weights.values() if not weight.is_integer),
+        "weights_bytes": sum(
+            math.prod(weight.shape) * (_INTEGER_BYTES if weight.is_integer else element_bytes)
+            for weight in weights.values()
+        ),
+        "kv_bytes_per_token": kv_bytes_per_token(spec, Mapping(), element_bytes),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)  # paths are not markup
+    console.print(
+        f"engine {report['engine_dir']}: version {report['version']}, backend {report['backend']}, {report['dtype']}, "
+        f"world_size {report['mapping']['world_size']}, "
+        f"{'with' if report['has_tokenizer'] else 'without'} tokenizer",
+        soft_wrap=True,
+    )
+    console.print(_models_table(report))
+    if report["draft"]:
+        console.print(_draft_table(report["draft"]))
+        taps = ", ".join(map(str, report["draft"]["target_layer_ids"]))
+        console.print(
+            f"drafter taps the output of target layers {taps} (0-based) and drafts "
+            f"K = {report['draft']['max_draft_len']} tokens per step at most",
+            soft_wrap=True,
+        )
+    limits = ", ".join(f"{name} {value}" for name, value in report["build_config"].items())
+    console.print(f"limits: {limits}", soft_wrap=True)
+    if report["tensorrt"]:
+        _print_tensorrt(console, report["tensorrt"])
+    console.print(f"K/V on this machine: {report['kv_pages_here']}", soft_wrap=True)
+    console.print(_files_table(report["files"]))
+    _print_provenance(report["provenance"])
+
+
+def _models_table(report: dict[str, Any]) -> "Table":
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    models = [report["target"], *([report["draft"]] if report["draft"] else [])]
+    table = Table("", "target", *(["drafter"] if report["draft"] else []))
+    vocab_sizes = [report["target"]["vocab_size"]]
+    if report["draft"]:
+        vocab_sizes.append(report["draft"]["draft_vocab_size"] or "the target's")
+    table.add_row("family", *(model.get("family", model.get("source_format")) for model in models))
+    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        table.add_row(name, *(str(model[name]) for model in models))
+    table.add_row("vocabulary", *map(str, vocab_sizes))
+    table.add_row("rope", *(f"{model['rope']['scaling']}, theta {model['rope']['theta']:g}" for model in models))
+    table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
+    table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
+    table.add_row("weights", *(decimal(model["weights_bytes"]) for model in models))
+    table.add_row("K/V bytes per token", *(f"{model['kv_bytes_per_token']:,}" for model in models))
+    return table
+
+
+def _draft_table(draft: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table("drafter layer", "attention", "window")
+    for i, layer in enumerate(draft["attention"]):
+        kind = "causal" if layer["is_causal"] else "not causal"
+        table.add_row(str(i), kind, "full" if layer["window"] is None else f"{layer['window']} tokens")
+    return table
+
+
+def _files_table(files: dict[str, Any]) -> "Table":
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    table = Table("file", "size", "verified")
+    for name, entry in files.items():
+        checked = "size and sha256" if entry["is_hash_verified"] else "size (--verify-hashes for sha256)"
+        table.add_row(name, decimal(entry["size_bytes"]), checked)
+    return table
+
+
+def _print_tensorrt(console: "Console", record: dict[str, Any]) -> None:
+    from dflash_trt.cli.check import profiles_table
+
+    console.print(
+        f"TensorRT {record['tensorrt_version']}, for {record['gpu_name']} (compute capability "
+        f"{record['compute_capability']}), plugins {record['plugins']}, {record['num_layers']} layers, "
+        f"compiled in {record['build_time_s']:.1f} s; flags {', '.join(record['flags']) or 'none'}",
+        soft_wrap=True,
+    )
+    console.print(profiles_table({profile["name"]: profile["axes"] for profile in record["profiles"]}))
+
+
+def _print_provenance(provenance: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    click.echo(f"built by: {' '.join(provenance['command'])}")
+    click.echo(f"with: {versions}; in {provenance['build_time_s']:.1f} s")
+    for role, path in provenance["checkpoints"].items():
+        click.echo(f"{role}: {path}")
+    for note in provenance["notes"]:
+        click.echo(f"note: {note}")

@@ -1,0 +1,74 @@
+"""The `dflash-trt` group: what every command shares, above all how it ends.
+
+A user's mistake is one red message and an exit code, never a traceback: 2 for usage, 1 for failure, 130 for Ctrl-C.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+import dflash_trt
+from dflash_trt.cli.bench import bench
+from dflash_trt.cli.build import build
+from dflash_trt.cli.eval import evaluate
+from dflash_trt.cli.inspect import inspect
+from dflash_trt.cli.run import run
+from dflash_trt.core.errors import DFlashError
+
+INTERRUPTED_EXIT_CODE = 130
+TERMINATED_EXIT_CODE = 143
+
+
+class _Group(click.Group):
+    """Ends the process the house way; `obj` is the command line, which provenance.json records."""
+
+    def main(self, args: Sequence[str] | None = None, *other: Any, **options: Any) -> NoReturn:
+        words = list(sys.argv[1:] if args is None else args)
+        options |= {"standalone_mode": False, "obj": ["dflash-trt", *words]}
+        try:
+            code = super().main(words, *other, **options)
+        except DFlashError as error:
+            code = _fail(str(error), error.exit_code)
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            code = _fail("interrupted", INTERRUPTED_EXIT_CODE)
+        except BrokenPipeError:  # whoever read our output has gone; nor can the interpreter flush it at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        except OSError as error:
+            code = _fail(f"{error.filename or 'file system'}: {error.strerror or error}", 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(dflash_trt.__version__, prog_name="dflash-trt")
+def cli() -> None:
+    """A target LLM and its DFlash drafter as one engine."""
+
+
+cli.add_command(build)
+cli.add_command(bench)
+cli.add_command(evaluate)
+cli.add_command(inspect)
+cli.add_command(run)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_EXIT_CODE))  # so that temporary files are removed
+    cli.main()
+
+
+def _fail(message: str, code: int) -> int:
+    click.secho(f"error: {message}", fg="red", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

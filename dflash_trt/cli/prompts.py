@@ -1,0 +1,126 @@
+"""What `dflash-trt run` is asked: prompts of the command line, of stdin, or the rows of a JSONL file.
+
+A row that is wrong becomes a Refusal and harms no other row. Whether a prompt fits the engine is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, override
+from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.request import SamplingParams
+
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+
+RowId = str | int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """`prompt` is what LLM.generate takes: text, or one of PROMPT_FIELDS with its value."""
+
+    row_id: RowId
+    prompt: str | Mapping[str, Any]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A row that never reaches the engine, and why."""
+
+    row_id: RowId
+    error: str
+
+
+InputRow = Job | Refusal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What the command line says for every row. `wraps_in_chat` makes text the user message of a conversation."""
+
+    sampling: SamplingParams
+    wraps_in_chat: bool = False
+    system: str | None = None
+
+
+def rows_of_texts(texts: Iterable[str], defaults: Defaults) -> list[InputRow]:
+    """One row per text, with ids 1, 2, ..."""
+    return [_row(number, {"prompt": text}, defaults) for number, text in enumerate(texts, start=1)]
+
+
+def rows_of_jsonl(lines: Iterable[bytes], defaults: Defaults) -> Iterator[InputRow]:
+    """One row per line that is not blank; without an `id` of its own a row has its line number."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            yield _refusal(
+                number, "UTF-8 text", f"byte {error.object[error.start]:#04x} at {error.start}", "Save it as UTF-8."
+            )
+        except (ValueError, RecursionError) as error:
+            yield _refusal(number, "a JSON object", str(error), "Write one object per line.")
+        else:
+            yield _row(number, fields, defaults)
+
+
+def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
+    """Check one decoded row."""
+    if not isinstance(fields, dict):
+        return _refusal(number, "a JSON object", f"a JSON {type(fields).__name__}", "Write one object per line.")
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return _refusal(number, "valid Unicode text", str(error), "Pass text that UTF-8 can encode.")
+    row_id = fields.get("id", number)
+    if not isinstance(row_id, str | int) or isinstance(row_id, bool):
+        return _refusal(number, "an id that is a string or an integer", repr(row_id), "Change or remove the id.")
+    try:
+        raise_all(RequestError, "input row", list(_problems(fields)))
+        given = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+        sampling = override(defaults.sampling, given)
+    except RequestError as error:
+        return Refusal(row_id=row_id, error=str(error))
+    return Job(row_id=row_id, prompt=_prompt(fields, defaults), sampling=sampling)
+
+
+def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
+    for name in fields.keys() - set(_KNOWN_FIELDS):
+        nearest = nearest_name(name, _KNOWN_FIELDS)
+        mend = f"Did you mean '{nearest}'?" if nearest else f"Known fields: {', '.join(_KNOWN_FIELDS)}."
+        yield problem(f"field '{name}'", expected="a known field", found="an unknown one", mend=mend)
+    prompts = [name for name in PROMPT_FIELDS if name in fields]
+    if len(prompts) != 1:
+        expected = f"exactly one of {', '.join(PROMPT_FIELDS)}"
+        yield problem("prompt", expected=expected, found=" and ".join(prompts) or "none", mend="Keep one of them.")
+
+
+def _prompt(fields: Mapping[str, Any], defaults: Defaults) -> str | Mapping[str, Any]:
+    """The prompt as the engine takes it, wrapped as the command line says."""
+    name = next(name for name in PROMPT_FIELDS if name in fields)
+    value = fields[name]
+    if name == "prompt" and defaults.wraps_in_chat and isinstance(value, str) and value:
+        return {"messages": [*_system(defaults), {"role": "user", "content": value}]}
+    if name == "messages" and isinstance(value, list) and not _has_system(value):
+        return {"messages": [*_system(defaults), *value]}
+    return {name: value}
+
+
+def _system(defaults: Defaults) -> list[dict[str, str]]:
+    return [] if defaults.system is None else [{"role": "system", "content": defaults.system}]
+
+
+def _has_system(messages: list[Any]) -> bool:
+    return any(isinstance(message, dict) and message.get("role") == "system" for message in messages)
+
+
+def _refusal(number: int, expected: str, found: str, mend: str) -> Refusal:
+    return Refusal(row_id=number, error=problem("input row", expected=expected, found=found, mend=mend))

@@ -1,0 +1,109 @@
+"""The summary at the end of `dflash-trt run`: speed, time to first token, acceptance. Pure arithmetic and words."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
+from dflash_trt.core.request import GenerationOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Of a measured time, in seconds."""
+
+    mean: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """`wall_time_s` runs from the first request to the last token; loading the engine is `load_time_s`.
+
+    `acceptance_length` is the mean of tokens emitted per verify step, bonus included.
+    `accepted_fraction_by_position[i]` is how often draft i (from 0) was accepted, of the steps that verified it.
+    """
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    load_time_s: float
+    wall_time_s: float
+    output_tok_per_s: float
+    time_to_first_token_s: Spread | None
+    uses_drafter: bool
+    max_draft_tokens: int  # per request and step
+    num_verify_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_length: float | None
+    acceptance_length_includes_bonus: bool
+    accepted_fraction_by_position: tuple[float, ...]
+
+
+def summarize(
+    outputs: Sequence[GenerationOutput],
+    *,
+    num_refused: int,
+    load_time_s: float,
+    wall_time_s: float,
+    max_draft_tokens: int,
+) -> RunSummary:
+    """Sum up finished requests; `num_refused` more never reached the engine."""
+    num_failed = num_refused + sum(output.finish_reason == "error" for output in outputs)
+    num_output_tokens = sum(len(output.token_ids) for output in outputs)
+    first_token_times = [output.time_to_first_token_s for output in outputs if output.token_ids]
+    return RunSummary(
+        num_requests=len(outputs) + num_refused,
+        num_failed=num_failed,
+        num_prompt_tokens=sum(output.num_prompt_tokens for output in outputs),
+        num_output_tokens=num_output_tokens,
+        load_time_s=load_time_s,
+        wall_time_s=wall_time_s,
+        output_tok_per_s=num_output_tokens / wall_time_s if wall_time_s > 0 else 0.0,
+        time_to_first_token_s=_spread(first_token_times),
+        uses_drafter=max_draft_tokens > 0,
+        max_draft_tokens=max_draft_tokens,
+        num_verify_steps=sum(output.num_verify_steps for output in outputs),
+        num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
+        num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
+        acceptance_length=acceptance_length(outputs),
+        acceptance_length_includes_bonus=True,
+        accepted_fraction_by_position=accepted_fractions(outputs),
+    )
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The summary for a person."""
+    requests = f"{summary.num_requests} request{'s' if summary.num_requests != 1 else ''}"
+    failed = f" ({summary.num_failed} failed)" if summary.num_failed else ""
+    lines = [
+        f"{requests}{failed}: {summary.num_prompt_tokens} prompt and {summary.num_output_tokens} output tokens "
+        f"in {summary.wall_time_s:.2f} s, {summary.output_tok_per_s:.1f} tok/s (engine loaded in "
+        f"{summary.load_time_s:.2f} s)"
+    ]
+    times = summary.time_to_first_token_s
+    if times is not None:
+        lines.append(f"time to first token: median {1000 * times.median:.1f} ms, max {1000 * times.max:.1f} ms")
+    if not summary.uses_drafter:
+        lines.append("plain autoregressive decoding, without a drafter")
+    elif summary.acceptance_length is None:
+        lines.append("acceptance length: none, no step verified a draft")
+    else:
+        rates = "  ".join(
+            f"{i}: {fraction:.2f}" for i, fraction in enumerate(summary.accepted_fraction_by_position, start=1)
+        )
+        lines += [
+            f"acceptance length: {summary.acceptance_length:.2f} tokens per verify step, bonus included "
+            f"({summary.num_verify_steps} verify steps, K = {summary.max_draft_tokens} at most)",
+            f"accepted by draft position: {rates}",
+        ]
+    return lines
+
+
+def _spread(times_s: Sequence[float]) -> Spread | None:
+    if not times_s:
+        return None
+    return Spread(mean=statistics.fmean(times_s), median=statistics.median(times_s), max=max(times_s))

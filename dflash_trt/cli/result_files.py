@@ -1,0 +1,146 @@
+"""Where results go: files that appear whole or not at all, rows in input order, one trace line per verify step."""
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.cli.prompts import InputRow, Refusal, RowId
+from dflash_trt.core.errors import CapacityError, ConfigError, problem
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+
+WriteLine = Callable[[Mapping[str, Any]], None]
+
+
+@contextmanager
+def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
+    """Write JSON lines to a temporary sibling that takes the place of `path` when the block ends well.
+
+    What is no regular file (a pipe, /dev/null) is written directly.
+
+    Raises:
+        ConfigError: the file cannot be made.
+        CapacityError: it cannot be written to its end.
+    """
+    path = Path(os.path.realpath(path))
+    is_replaced = path.is_file() or not path.exists()
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}") if is_replaced else path
+    try:
+        stream = temporary.open("wb", buffering=0)
+    except OSError as error:
+        found = str(error.strerror)
+        mend = "Check the path and its permissions."
+        raise ConfigError(problem(str(path), expected="a file to write", found=found, mend=mend)) from error
+
+    def write_line(fields: Mapping[str, Any]) -> None:
+        with _disk_errors(path):
+            left = memoryview(json_line(fields))
+            while left:
+                left = left[stream.write(left) :]
+
+    try:
+        with stream:
+            yield write_line
+            with _disk_errors(path):
+                if is_replaced:
+                    os.fsync(stream.fileno())
+        if is_replaced:
+            temporary.replace(path)
+    except BaseException:
+        if is_replaced:
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+class InOrder:
+    """Calls `emit` once for every index 0, 1, 2, ..., in that order, each as soon as all before it are done."""
+
+    def __init__(self, emit: Callable[[int], None]) -> None:
+        self._emit = emit
+        self._waiting: set[int] = set()
+        self._next_index = 0
+
+    def done(self, index: int) -> None:
+        self._waiting.add(index)
+        while self._next_index in self._waiting:
+            self._waiting.remove(self._next_index)
+            self._emit(self._next_index)
+            self._next_index += 1
+
+
+def output_row(row: InputRow, output: GenerationOutput | None) -> dict[str, Any]:
+    """The result of one row as it stands in an output file; `output` is None for a refused row only."""
+    if isinstance(row, Refusal):
+        return _failed_row(row.row_id, row.error)
+    assert output is not None
+    fields: dict[str, Any] = {
+        "id": row.row_id,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_output_tokens": len(output.token_ids),
+        "acceptance_length": output.acceptance_length,
+        "num_verify_steps": output.num_verify_steps,
+        "num_draft_tokens": output.num_draft_tokens,
+        "num_accepted_tokens": output.num_accepted_tokens,
+        "time_to_first_token_s": round(output.time_to_first_token_s, 6),
+        "total_s": round(output.total_s, 6),
+    }
+    return fields | _optional_fields(row.sampling, output)
+
+
+def trace_lines(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
+    """One line per step that verified drafts. `num_accepted` is the step's own, before a stop cut its tokens."""
+    for step, event in enumerate(output.steps):
+        if event.num_candidates:
+            yield {
+                "id": row_id,
+                "step": step,  # of this request; steps without drafts count, but have no line
+                "context_len": event.context_len,
+                "num_candidates": event.num_candidates,
+                "num_accepted": event.num_accepted,
+                "token_ids": list(event.token_ids),
+            }
+
+
+def json_line(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, ensure_ascii=False) + "\n").encode()
+
+
+def _optional_fields(sampling: SamplingParams, output: GenerationOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if sampling.logprobs:
+        fields["logprobs"] = list(output.logprobs)
+    if output.error is not None:
+        fields["error"] = output.error
+    return fields
+
+
+def _failed_row(row_id: RowId, error: str) -> dict[str, Any]:
+    return {
+        "id": row_id,
+        "text": None,
+        "token_ids": [],
+        "finish_reason": "error",
+        "num_prompt_tokens": 0,
+        "num_output_tokens": 0,
+        "acceptance_length": None,
+        "error": error,
+    }
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        mend = "Free some space or choose another path; nothing was left behind."
+        raise CapacityError(
+            problem(str(path), expected="a disk that takes the results", found=str(error.strerror), mend=mend)
+        ) from error

@@ -1,0 +1,232 @@
+"""`dflash-trt run`: rows in, texts out, a summary at the end.
+
+Knows options, files and the terminal; everything about generation is LLM's.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.prompts import InputRow, Job, Refusal
+from dflash_trt.cli.report import RunSummary, summarize, summary_lines
+from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
+from dflash_trt.cli.run_options import RunOptions
+from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, sampling_from_options, sampling_options
+from dflash_trt.core.request import GenerationOutput
+
+if TYPE_CHECKING:
+    from dflash_trt.serving.llm import LLM
+
+_MAX_LISTED_FAILURES = 10
+
+Emit = Callable[[InputRow, GenerationOutput | None], None]
+
+
+@click.command(short_help="Generate text from an engine directory.")
+@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
+@click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see below.")
+@click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
+@click.option("--trace", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
+@click.option("--chat", is_flag=True, help="Make each prompt the user message of a conversation.")
+@click.option("--system", metavar="TEXT", help="System message of conversations that have none.")
+@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told.")
+@click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance.")
+@click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding of the same engine.")
+@click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token.")
+@click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together.")
+@click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory.  [default: 0.5]")
+@click.option("--stream", is_flag=True, help="Print text as it comes; for one prompt.")
+@click.option("--json", "as_json", is_flag=True, help="Print summary and results as one JSON object.")
+@sampling_options
+@click.pass_context
+def run(context: click.Context, /, **options: Any) -> None:
+    """Generate text for one or many prompts, all of them together.
+
+    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`, and
+    sampling fields that override the command line: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
+    stop_token_ids, ignore_eos, logprobs. A row that cannot run gets finish_reason "error" and its reason in `error`;
+    the others go on, and the exit code is 1.
+    """
+    sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_FIELDS})
+    told = RunOptions(**options, sampling=sampling)
+    told.check()
+    rows = told.read_rows()
+    summary, failures = _run(told, rows)
+    if not told.as_json:
+        for line in summary_lines(summary):
+            click.echo(line, err=True)
+    _report_failures(failures, len(rows))
+    context.exit(1 if failures else 0)
+
+
+def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, list[str]]:
+    """Run every row; the failures are `id: reason`. Files appear only when all rows are done."""
+    with ExitStack() as stack:
+        emit, results = _open_results(options, stack, num_rows=len(rows))
+        started = time.monotonic()
+        llm = stack.enter_context(_open_engine(options))
+        load_time_s = time.monotonic() - started
+        started = time.monotonic()
+        outputs = _stream(llm, rows, emit) if options.stream else _generate(llm, rows, emit, options)
+        summary = summarize(
+            [output for output in outputs if output is not None],
+            num_refused=sum(output is None for output in outputs),
+            load_time_s=load_time_s,
+            wall_time_s=time.monotonic() - started,
+            max_draft_tokens=_max_draft_tokens(llm, options),
+        )
+    if options.as_json:
+        document: dict[str, Any] = {"summary": asdict(summary)}
+        if options.output_file is None:
+            document["outputs"] = results
+        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    return summary, [reason for row, output in zip(rows, outputs, strict=True) for reason in _failure(row, output)]
+
+
+def _open_results(options: RunOptions, stack: ExitStack, *, num_rows: int) -> tuple[Emit, list[dict[str, Any]]]:
+    """Where rows go, in input order; the list collects them for `--json`."""
+    results: list[dict[str, Any]] = []
+    write_trace = None if options.trace is None else stack.enter_context(new_jsonl_file(options.trace))
+    write_row: Callable[[dict[str, Any]], None]
+    if options.output_file is not None:
+        write_row = stack.enter_context(new_jsonl_file(options.output_file))
+    elif options.as_json:
+        write_row = results.append
+    else:
+        write_row = _print_row
+
+    def emit(row: InputRow, output: GenerationOutput | None) -> None:
+        if write_trace is not None and output is not None:
+            for line in trace_lines(row.row_id, output):
+                write_trace(line)
+        if not options.prints_text:
+            write_row(output_row(row, output))
+        elif not options.stream and output is not None and output.error is None:
+            _print_text(output, label=f"[{row.row_id}] " if num_rows > 1 else "")
+
+    return emit, results
+
+
+def _open_engine(options: RunOptions) -> "LLM":
+    from dflash_trt.serving.llm import LLM
+
+    llm = LLM(
+        options.engine_dir,
+        use_drafter=not options.no_drafter,
+        num_draft_tokens=options.num_draft_tokens,
+        adapts_draft_length=options.adaptive,
+        reuses_prefixes=not options.no_prefix_reuse,
+        kv_cache_bytes=options.kv_cache_bytes,
+        kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
+    )
+    click.echo(f"K/V: {llm.page_plan}", err=True)
+    return llm
+
+
+def _generate(llm: "LLM", rows: Sequence[InputRow], emit: Emit, options: RunOptions) -> list[GenerationOutput | None]:
+    """All rows together; None for a row that was refused before it reached the engine."""
+    results: list[GenerationOutput | None] = [None] * len(rows)
+    in_order = InOrder(lambda index: emit(rows[index], results[index]))
+    job_indices = []
+    for index, row in enumerate(rows):
+        if isinstance(row, Job):
+            job_indices.append(index)
+        else:
+            in_order.done(index)
+    jobs = [row for row in rows if isinstance(row, Job)]
+    with _progress_bar(options, len(jobs)) as advance:
+
+        def take(output: GenerationOutput) -> None:
+            # The engine numbers the requests of its first call 0, 1, ... in the order of the prompts.
+            index = job_indices[int(output.request_id.removeprefix("request-"))]
+            results[index] = output
+            in_order.done(index)
+            advance(output)
+
+        llm.generate([job.prompt for job in jobs], [job.sampling for job in jobs], on_output=take)
+    return results
+
+
+def _stream(llm: "LLM", rows: Sequence[InputRow], emit: Emit) -> list[GenerationOutput | None]:
+    """One row, printed as it comes."""
+    (row,) = rows
+    if isinstance(row, Refusal):
+        return [None]
+    output = None
+    for chunk in llm.stream(row.prompt, row.sampling):
+        text = "".join(f"{token_id} " for token_id in chunk.token_ids) if chunk.text is None else chunk.text
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+        output = chunk.output
+    click.echo()
+    emit(row, output)
+    return [output]
+
+
+@contextmanager
+def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[GenerationOutput], None]]:
+    """A bar on stderr when it is a terminal, several requests run, and no text is printed to the same terminal."""
+    if num_jobs < 2 or not sys.stderr.isatty() or (options.output_file is None and sys.stdout.isatty()):
+        yield lambda output: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("requests"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=num_jobs, speed="")
+        started, num_tokens = time.monotonic(), 0
+
+        def advance(output: GenerationOutput) -> None:
+            nonlocal num_tokens
+            num_tokens += len(output.token_ids)
+            bar.update(task, advance=1, speed=f"{num_tokens / (time.monotonic() - started):.0f} tok/s")
+
+        yield advance
+
+
+def _max_draft_tokens(llm: "LLM", options: RunOptions) -> int:
+    if options.num_draft_tokens is not None:
+        return options.num_draft_tokens
+    return llm.limits.max_draft_len  # 0 without a drafter
+
+
+def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:
+    if isinstance(row, Refusal):
+        yield f"{row.row_id}: {row.error}"
+    elif output is not None and output.error is not None:
+        yield f"{row.row_id}: {output.error}"
+
+
+def _report_failures(failures: Sequence[str], num_rows: int) -> None:
+    if not failures:
+        return
+    listed = list(failures[:_MAX_LISTED_FAILURES])
+    if len(failures) > len(listed):
+        listed.append(f"... and {len(failures) - len(listed)} more")
+    lines = "".join(f"\n  - {line}" for line in listed)
+    click.secho(f"error: {len(failures)} of {num_rows} requests failed{lines}", fg="red", err=True)
+
+
+def _print_row(fields: dict[str, Any]) -> None:
+    click.echo(json_line(fields), nl=False)
+    sys.stdout.flush()
+
+
+def _print_text(output: GenerationOutput, *, label: str) -> None:
+    text = " ".join(map(str, output.token_ids)) if output.text is None else output.text
+    click.echo(f"{label}{text}")

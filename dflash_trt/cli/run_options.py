@@ -1,0 +1,113 @@
+"""What `dflash-trt run` was told, checked before anything heavy is loaded, and the rows that follow from it."""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.request import SamplingParams
+
+STDIN_NAME = Path("-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """The command line of `run`, but for its sampling options, which are in `sampling`."""
+
+    engine_dir: Path
+    prompts: tuple[str, ...]
+    input_file: Path | None
+    output_file: Path | None
+    trace: Path | None
+    chat: bool
+    system: str | None
+    num_draft_tokens: int | None
+    adaptive: bool
+    no_drafter: bool
+    no_prefix_reuse: bool
+    kv_cache_bytes: int | None
+    kv_cache_free_memory_fraction: float | None
+    stream: bool
+    as_json: bool
+    sampling: SamplingParams
+
+    @property
+    def prints_text(self) -> bool:
+        """Whether stdout gets plain text; otherwise it gets JSON, or nothing."""
+        return not self.as_json and self.output_file is None and self.input_file is None
+
+    def check(self) -> None:
+        """Raises ConfigError: options that exclude each other, all of them in one error."""
+        conflicts = (
+            (bool(self.prompts) and self.input_file is not None, "--prompt", "no --input-file", "Pass one of them."),
+            (self.stream and self.as_json, "--stream", "no --json", "Pass one of them."),
+            (self.stream and self.input_file is not None, "--stream", "no --input-file", "Use --prompt or stdin."),
+            (self.stream and len(self.prompts) > 1, "--stream", "one --prompt", "Leave --stream out."),
+            (
+                self.stream and self.output_file is not None,
+                "--stream",
+                "no --output-file",
+                "Redirect stdout, or leave --stream out.",
+            ),
+            (
+                self.no_drafter and self.num_draft_tokens is not None,
+                "--no-drafter",
+                "no --num-draft-tokens",
+                "Pass one of them.",
+            ),
+            (self.no_drafter and self.adaptive, "--no-drafter", "no --adaptive", "Pass one of them."),
+            (
+                self.system is not None and not self.chat and self.input_file is None,
+                "--system",
+                "--chat, or an --input-file with messages",
+                "Add --chat.",
+            ),
+            (
+                self.sampling.logprobs and self.prints_text,
+                "--logprobs",
+                "--json, --output-file or --input-file, for plain text has no room for them",
+                "Add one of them.",
+            ),
+        )
+        problems = [
+            problem(name, expected=expected, found="another combination", mend=mend)
+            for is_conflict, name, expected, mend in conflicts
+            if is_conflict
+        ]
+        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
+            found = str(self.num_draft_tokens)
+            problems.append(problem("--num-draft-tokens", expected="0 or more", found=found, mend="Correct it."))
+        raise_all(ConfigError, "options", problems)
+
+    def read_rows(self) -> list[InputRow]:
+        """All rows of the run.
+
+        Raises:
+            ConfigError: there is nothing to read, or it cannot be read.
+        """
+        defaults = Defaults(sampling=self.sampling, wraps_in_chat=self.chat, system=self.system)
+        if self.input_file is not None:
+            return _read_file(self.input_file, defaults)
+        if self.prompts:
+            return rows_of_texts(self.prompts, defaults)
+        if sys.stdin.isatty():
+            mend = "Pass --prompt TEXT or --input-file FILE.jsonl, or pipe the prompt in."
+            raise ConfigError(problem("prompts", expected="at least one", found="none", mend=mend))
+        # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
+        text = sys.stdin.buffer.read().decode(errors="surrogateescape")
+        return rows_of_texts([text.removesuffix("\n")], defaults)
+
+
+def _read_file(path: Path, defaults: Defaults) -> list[InputRow]:
+    try:
+        with nullcontext(sys.stdin.buffer) if path == STDIN_NAME else path.open("rb") as stream:
+            rows = list(rows_of_jsonl(stream, defaults))
+    except OSError as error:
+        found = str(error.strerror)
+        raise ConfigError(problem(str(path), expected="a JSONL file", found=found, mend="Check the path.")) from error
+    if not rows:
+        mend = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError(problem(str(path), expected="at least one row", found="none", mend=mend))
+    return rows

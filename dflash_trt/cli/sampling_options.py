@@ -1,0 +1,71 @@
+"""Sampling from foreign hands: command-line options, and the fields of an input row that override them."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import click
+from pydantic import TypeAdapter, ValidationError
+
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
+from dflash_trt.core.request import SamplingParams
+
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+_OPTIONS = (
+    click.option("--max-new-tokens", type=int, help="Tokens to generate at most; 128 unless told."),
+    click.option("--temperature", type=float, help="0 is greedy, the default."),
+    click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 is off."),
+    click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability; 1 is off."),
+    click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest; 0 is off."),
+    click.option("--seed", type=int, help="Fixes the text whatever else runs; drawn for each request unless told."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this string; repeatable."),
+    click.option(
+        "--stop-token-id", "stop_token_ids", multiple=True, type=int, help="Stop after this token; repeatable."
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token."),
+    click.option("--logprobs", is_flag=True, help="Give the log-probability of every token of the output."),
+)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of SamplingParams to a click command, under the names of its fields."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def sampling_from_options(options: Mapping[str, Any]) -> SamplingParams:
+    """Raises ConfigError: on the command line a wrong value is a usage error."""
+    try:
+        return SamplingParams(**{name: value for name, value in options.items() if value is not None})
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
+
+
+def override(sampling: SamplingParams, row_fields: Mapping[str, Any]) -> SamplingParams:
+    """`sampling` with the fields a row brings, which must all be names of SAMPLING_FIELDS.
+
+    Raises:
+        RequestError: wrong types or values, all of them in one error.
+    """
+    if not row_fields:
+        return sampling
+    if isinstance(row_fields.get("stop"), str):
+        row_fields = {**row_fields, "stop": [row_fields["stop"]]}
+    merged = {**asdict(sampling), **row_fields}
+    try:
+        return TypeAdapter(SamplingParams).validate_json(json.dumps(merged), strict=True)
+    except ValidationError as error:
+        problems = {
+            f"sampling {details['loc'][0]}": problem(
+                f"sampling {details['loc'][0]}",
+                expected=str(details["msg"]).removeprefix("Input should be "),
+                found=repr(row_fields.get(str(details["loc"][0]))),
+                mend="Correct the value.",
+            )
+            for details in error.errors()
+        }
+        raise_all(RequestError, "sampling parameters", list(problems.values()))
+        raise AssertionError("pydantic raised without an error") from error

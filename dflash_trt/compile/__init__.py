@@ -1,0 +1,1 @@
+"""From proven checkpoints to an engine directory."""

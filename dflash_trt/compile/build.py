@@ -1,0 +1,216 @@
+"""`dflash-trt build` without its words: proven checkpoints in, an engine directory out.
+
+Knows how limits are resolved and what provenance says. Tensors come from `checkpoint/`, files go to `engine_dir/`.
+"""
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import dflash_trt
+from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
+from dflash_trt.compile.limits import resolve_limits
+from dflash_trt.compile.quantized import (
+    PlanCallback,
+    calibrate,
+    component_sizes,
+    engine_quantization,
+    engine_weights,
+    plan_quantization,
+)
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.quantization import Calibration
+from dflash_trt.engine_dir import (
+    EngineDir,
+    EngineDirWriter,
+    EngineLimits,
+    PretrainedConfig,
+    check_output,
+    needed_bytes_for,
+    write_engine_dir,
+)
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.quantize.plan import QuantizationPlan
+
+BuildStage = Literal[
+    "checking",
+    "hashing inputs",
+    "calibrating the target",
+    "calibrating the drafter",
+    "writing weights",
+    "compiling",
+    "verifying",
+]
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildProgress:
+    """How far a stage is, in bytes, calibration prompts or TensorRT's steps; totals are 0 where that is no measure."""
+
+    stage: BuildStage
+    done_bytes: int = 0
+    total_bytes: int = 0
+    done_prompts: int = 0
+    total_prompts: int = 0
+    done_steps: int = 0
+    total_steps: int = 0
+
+
+ProgressCallback = Callable[[BuildProgress], None]
+
+
+def build_engine(
+    config: BuildConfig,
+    output: Path,
+    *,
+    base_dir: Path,
+    overwrite: bool,
+    command: Sequence[str],
+    progress: ProgressCallback,
+    on_plan: PlanCallback | None = None,
+) -> EngineDir:
+    """Build `output` from the checkpoints that `config` names, relative to `base_dir`.
+
+    Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats
+    before any work. `command` goes into provenance.json, so that errors about the engine can
+    say how to build it again.
+
+    Raises:
+        ConfigError: a limit or a foreign config is wrong.
+        CheckpointError: the tensors or tokenizers are.
+        BuildError: the output cannot be written.
+    """
+    started = time.monotonic()
+    check_output(output, overwrite=overwrite)
+    progress(BuildProgress(stage="checking"))
+    paths = {"target": base_dir / config.target}
+    if config.drafter is not None:
+        paths["drafter"] = base_dir / config.drafter
+    pair = open_pair(paths["target"], paths.get("drafter"))
+    limits, notes = resolve_limits(config, pair.target, pair.draft)
+    plan = plan_quantization(config, pair)
+    if on_plan is not None:
+        on_plan(plan)
+    inputs = _hash_inputs(pair, progress)
+    calibration, note = calibrate(
+        config,
+        pair,
+        plan,
+        base_dir=base_dir,
+        input_hashes={name: entry["sha256"] for name, entry in inputs.items()},
+        dtype=_TORCH_DTYPES[config.dtype],
+        advance=lambda part, done, total: progress(_calibrating(part, done, total)),
+    )
+    notes += [] if note is None else [note]
+    pretrained = PretrainedConfig(
+        target=pair.target,
+        draft=pair.draft,
+        dtype=config.dtype,
+        mapping=Mapping(),
+        quantization=engine_quantization(plan, calibration),
+    )
+    needed_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
+    with write_engine_dir(output, needed_bytes=needed_bytes, overwrite=overwrite) as writer:
+        writer.add_weights(0, pretrained, _weights(pair, plan, calibration, pretrained, progress))
+        for path in pair.tokenizer_files:
+            writer.add_tokenizer_file(path)
+        record = _add_plan(writer, config, base_dir, pretrained, limits, progress)
+        provenance = {
+            "command": list(command),
+            "working_dir": str(Path.cwd()),
+            "config": config.model_dump(mode="json"),
+            "checkpoints": {role: str(path.resolve()) for role, path in paths.items()},
+            "inputs": inputs,
+            "versions": _versions(),
+            "notes": notes,
+            "component_bytes": component_sizes(plan, config),
+            "build_time_s": round(time.monotonic() - started, 3),
+        }
+        writer.add_json("provenance.json", provenance)
+        writer.finish(pretrained, limits, tensorrt=record)
+    progress(BuildProgress(stage="verifying"))
+    return EngineDir.open(output)
+
+
+def _add_plan(
+    writer: EngineDirWriter,
+    config: BuildConfig,
+    base_dir: Path,
+    pretrained: PretrainedConfig,
+    limits: EngineLimits,
+    progress: ProgressCallback,
+) -> TensorRTRecord | None:
+    """Compile the weights just written, for backend tensorrt; the other backends need no plan."""
+    if config.backend != "tensorrt":
+        return None
+    from dflash_trt.compile.trt_engine_files import build_rank_plan, plan_options
+
+    built, record = build_rank_plan(
+        writer.weights_file(0),
+        pretrained,
+        limits,
+        options=plan_options(config, base_dir),
+        progress=lambda phase, done, total: progress(
+            BuildProgress(stage="compiling", done_steps=done, total_steps=total)
+        ),
+    )
+    writer.add_plan(0, memoryview(built.plan))
+    return record
+
+
+def _calibrating(part: str, done: int, total: int) -> BuildProgress:
+    stage: BuildStage = "calibrating the target" if part == "target" else "calibrating the drafter"
+    return BuildProgress(stage=stage, done_prompts=done, total_prompts=total)
+
+
+def _weights(
+    pair: CheckpointPair,
+    plan: QuantizationPlan,
+    calibration: Calibration,
+    config: PretrainedConfig,
+    progress: ProgressCallback,
+) -> Iterator[tuple[str, memoryview]]:
+    """The engine's tensors as bytes, reported one by one."""
+    dtype = _TORCH_DTYPES[config.dtype]
+    total_bytes = sum(size.planned_bytes for size in plan.sizes(config.dtype))
+    done_bytes = 0
+    progress(BuildProgress(stage="writing weights", total_bytes=total_bytes))
+    for name, tensor in engine_weights(pair, plan, calibration, dtype=dtype, mapping=config.mapping):
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield name, content
+        done_bytes += content.nbytes
+        progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+
+
+def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, dict[str, Any]]:
+    """SHA-256 and size of every file the engine comes from."""
+    files = dict.fromkeys((*pair.source_files, *pair.tokenizer_files))
+    total_bytes, done_bytes = sum(path.stat().st_size for path in files), 0
+    inputs = {}
+    for path in files:
+        sha256, size_bytes = hashlib.sha256(), 0
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                sha256.update(chunk)
+                size_bytes += len(chunk)
+                done = done_bytes + size_bytes
+                progress(BuildProgress(stage="hashing inputs", done_bytes=done, total_bytes=total_bytes))
+        done_bytes += size_bytes
+        inputs[str(path.resolve())] = {"sha256": sha256.hexdigest(), "size_bytes": size_bytes}
+    return inputs
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"dflash-trt": dflash_trt.__version__, "python": platform.python_version(), **packages}

@@ -1,0 +1,100 @@
+"""The part of a build that knows formats: the plan, the calibration behind it, and the packed weights.
+
+`build` calls it with what it has proven; `calibration` runs the network.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.pair import CheckpointPair
+from dflash_trt.compile.calibration import Advance, calibrate_pair
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
+from dflash_trt.quantize.calibrate import modelopt_version
+from dflash_trt.quantize.calibrate_prompts import calibration_prompts
+from dflash_trt.quantize.calibration_cache import cache_key, read_cached, write_cached
+from dflash_trt.quantize.hardware import require_hardware
+from dflash_trt.quantize.plan import QuantizationPlan, make_plan
+from dflash_trt.quantize.stream import engine_stream
+
+PlanCallback = Callable[[QuantizationPlan], None]
+
+
+def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> QuantizationPlan:
+    """What each linear of the engine gets, proven against shapes, checkpoint and GPU.
+
+    Raises:
+        ConfigError: a choice that cannot be; all of them in one error.
+    """
+    plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
+    if torch.cuda.is_available():
+        require_hardware(plan.formats, torch.cuda.get_device_capability())
+    return plan
+
+
+def calibrate(
+    config: BuildConfig,
+    pair: CheckpointPair,
+    plan: QuantizationPlan,
+    *,
+    base_dir: Path,
+    input_hashes: Mapping[str, str],
+    dtype: torch.dtype,
+    advance: Advance,
+) -> tuple[Calibration, str | None]:
+    """The ranges the plan needs, from the cache when the same inputs were calibrated before; and a note about it.
+
+    Raises:
+        ConfigError: ModelOpt is missing, prompts are wrong, or a range is not finite and positive.
+    """
+    if not plan.needs_calibration:
+        return Calibration(), None
+    options = (config.quantization or QuantizationConfig()).calibration
+    tokenizer_dir = pair.tokenizer_files[0].parent if pair.tokenizer_files else None
+    prompts = calibration_prompts(
+        options, base_dir=base_dir, tokenizer_dir=tokenizer_dir, vocab_size=pair.target.vocab_size
+    )
+    key = cache_key(
+        {
+            "inputs": sorted(input_hashes.values()),
+            "dtype": str(dtype),
+            "formats": plan.formats,
+            "has_fp8_kv": [plan.has_fp8_target_kv, plan.has_fp8_draft_kv],
+            "prompts": prompts,
+            "chunk_tokens": options.chunk_tokens,
+            "modelopt": modelopt_version() if any(x.needs_activations for x in plan.linears) else None,
+        }
+    )
+    calibration = read_cached(key)
+    num_tokens = sum(map(len, prompts))
+    source = f"calibrated on {len(prompts)} prompts, {num_tokens} tokens"
+    if calibration is not None:
+        return calibration, f"{source}, by an earlier build"
+    calibration = calibrate_pair(pair, plan, prompts, dtype=dtype, chunk_tokens=options.chunk_tokens, advance=advance)
+    write_cached(key, calibration)
+    return calibration, source
+
+
+def engine_quantization(plan: QuantizationPlan, calibration: Calibration) -> QuantizationSpec | None:
+    """What the manifest says; None for an engine without any low precision."""
+    spec = plan.spec(calibration.target_kv, calibration.draft_kv)
+    return None if spec.is_empty else spec
+
+
+def engine_weights(
+    pair: CheckpointPair, plan: QuantizationPlan, calibration: Calibration, *, dtype: torch.dtype, mapping: RankMapping
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the engine, in the order of its file, one weight in memory at a time."""
+    tensors = pair.iter_weights(dtype=dtype, mapping=mapping)
+    return engine_stream(tensors, plan, calibration, dtype=dtype)
+
+
+def component_sizes(plan: QuantizationPlan, config: BuildConfig) -> list[dict[str, Any]]:
+    """Bytes per component before and after, as JSON."""
+    return [asdict(size) for size in plan.sizes(config.dtype)]

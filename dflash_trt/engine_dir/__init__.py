@@ -1,0 +1,33 @@
+"""The artifact both halves know: written once by `compile/`, opened strictly by everything that runs it.
+
+The format is described in docs/engine_dir.md. This room knows files, hashes and tensor headers; it refuses to know
+how weights are computed or used, and needs no torch.
+"""
+
+from dflash_trt.engine_dir.manifest import (
+    ENGINE_VERSION,
+    EngineFile,
+    EngineLimits,
+    EngineManifest,
+    PretrainedConfig,
+    weights_name,
+)
+from dflash_trt.engine_dir.opening import EngineDir, is_hashed
+from dflash_trt.engine_dir.tensor_file import TensorHeader
+from dflash_trt.engine_dir.writing import EngineDirWriter, check_output, needed_bytes_for, write_engine_dir
+
+__all__ = [
+    "ENGINE_VERSION",
+    "EngineDir",
+    "EngineDirWriter",
+    "EngineFile",
+    "EngineLimits",
+    "EngineManifest",
+    "PretrainedConfig",
+    "TensorHeader",
+    "check_output",
+    "is_hashed",
+    "needed_bytes_for",
+    "weights_name",
+    "write_engine_dir",
+]

@@ -1,0 +1,158 @@
+"""config.json of an engine directory, typed. Knows the fields and how they agree; opens no other file."""
+
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from dflash_trt.core.errors import problem
+from dflash_trt.core.frozen import Frozen, nearest_name
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec
+from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
+from dflash_trt.engine_dir.tensor_file import TensorHeader
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+
+ENGINE_VERSION: Final = 1
+MANIFEST_NAME = "config.json"
+PROVENANCE_NAME = "provenance.json"
+TOKENIZER_DIR = "tokenizer"
+
+_FLOAT_DTYPES: dict[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_INTEGER_DTYPE = "I64"
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or name in ("", ".", MANIFEST_NAME):
+        raise ValueError("a plain path inside the engine directory")
+    return name
+
+
+class EngineFile(Frozen):
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size_bytes: Annotated[int, Field(ge=0)]
+
+
+class PretrainedConfig(Frozen):
+    """The models. `mapping.rank` is 0: the directory holds every rank, and a reader puts its own in."""
+
+    target: TargetSpec
+    draft: DraftSpec | None = None
+    dtype: DType
+    mapping: Mapping = Mapping()
+    quantization: QuantizationSpec | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantization is not None:
+            check_quantization(self.quantization, self.target, self.draft)
+        return self
+
+
+class EngineLimits(Frozen):
+    """What the engine was built for; the names are TensorRT-LLM's. Counts of tokens, but for the batch size."""
+
+    max_batch_size: Annotated[int, Field(ge=1)]
+    max_seq_len: Annotated[int, Field(ge=2)]
+    max_num_tokens: Annotated[int, Field(ge=1)]
+    max_draft_len: Annotated[int, Field(ge=0)]
+    page_size: Annotated[int, Field(ge=1)]
+
+
+class StepTensorFields(Frozen):
+    """A row of core/step_spec.py, without its prose."""
+
+    name: str
+    dtype: str
+    axes: tuple[str, ...]
+
+
+class StepTables(Frozen):
+    inputs: tuple[StepTensorFields, ...]
+    outputs: tuple[StepTensorFields, ...]
+
+    @classmethod
+    def current(cls) -> Self:
+        """The contract of this version of the code."""
+        return cls(inputs=_rows(STEP_INPUTS), outputs=_rows(STEP_OUTPUTS))
+
+
+class EngineManifest(Frozen):
+    """All of config.json. `files` names every other file of the directory, relative to it."""
+
+    version: Literal[1]  # ENGINE_VERSION
+    backend: Literal["torch", "tensorrt"]
+    pretrained_config: PretrainedConfig
+    build_config: EngineLimits
+    step: StepTables
+    tensorrt: TensorRTRecord | None = None  # of the plans, for backend tensorrt
+    files: dict[Annotated[str, AfterValidator(_inside)], EngineFile]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        trained = self.draft.max_draft_len if self.draft else 0
+        if self.build_config.max_draft_len > trained:
+            raise ValueError(f"max_draft_len of at most {trained}, what the drafter drafts")
+        if (self.tensorrt is not None) != (self.backend == "tensorrt"):
+            raise ValueError("a 'tensorrt' record for backend tensorrt, and for no other")
+        if self.pretrained_config.mapping.rank != 0:
+            raise ValueError("mapping.rank 0: the directory holds every rank")
+        return self
+
+    @property
+    def target(self) -> TargetSpec:
+        return self.pretrained_config.target
+
+    @property
+    def draft(self) -> DraftSpec | None:
+        return self.pretrained_config.draft
+
+
+def weights_name(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
+    """Name, dtype and shape of every tensor in each `rank{r}.safetensors`, in the order of the file."""
+    linears = config.quantization.linears if config.quantization else {}
+    headers: dict[str, TensorHeader] = {}
+    for name, whole in engine_table(config.target, config.draft, config.quantization).items():
+        spec = rank_share(whole, config.mapping.tp_size)
+        if name in linears:
+            parts = packed_tensors(name, spec, linears[name])
+            headers |= {part.name: TensorHeader(dtype=part.dtype, shape=part.shape) for part in parts}
+        else:
+            dtype = _INTEGER_DTYPE if spec.is_integer else _FLOAT_DTYPES[config.dtype]
+            headers[name] = TensorHeader(dtype=dtype, shape=spec.shape)
+    return headers
+
+
+def manifest_problems(error: ValidationError) -> list[str]:
+    """What pydantic found, each in the house form."""
+    return [_problem_of(details) for details in error.errors()]
+
+
+def _problem_of(details: Any) -> str:
+    name = ".".join(str(part) for part in details["loc"])
+    subject = f"{MANIFEST_NAME} key '{name}'" if name else MANIFEST_NAME
+    mend = "Build the engine again with this version of dflash-trt."
+    if details["type"] == "extra_forbidden":
+        nearest = nearest_name(name, EngineManifest.model_fields)
+        hint = (
+            f"Did you mean '{nearest}'? If nobody edited the file, it is newer than this dflash-trt. "
+            if nearest
+            else ""
+        )
+        return problem(subject, expected="a known key", found="an unknown one", mend=hint + mend)
+    if details["type"] == "missing":
+        return problem(subject, expected="a value", found="none", mend=mend)
+    expected = str(details["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    found = str(details["input"])
+    return problem(subject, expected=expected, found=found if len(found) < 80 else f"{found[:80]}...", mend=mend)
+
+
+def _rows(tensors: tuple[StepTensor, ...]) -> tuple[StepTensorFields, ...]:
+    return tuple(StepTensorFields(name=tensor.name, dtype=tensor.dtype, axes=tensor.axes) for tensor in tensors)

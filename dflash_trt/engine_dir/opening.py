@@ -1,0 +1,215 @@
+"""Opening an engine directory strictly: version, files, sizes, hashes and tensor headers before anything is loaded."""
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from dflash_trt.core.errors import EngineDirError, problem, raise_all
+from dflash_trt.engine_dir.manifest import (
+    ENGINE_VERSION,
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    TOKENIZER_DIR,
+    EngineFile,
+    EngineManifest,
+    StepTables,
+    manifest_problems,
+    tensor_headers,
+    weights_name,
+)
+from dflash_trt.engine_dir.tensor_file import read_tensor_headers
+from dflash_trt.engine_dir.tensorrt_record import plan_name
+
+MAX_ALWAYS_HASHED_BYTES = 256 * 2**20
+_MAX_LISTED_TENSORS = 8
+
+
+@dataclass(frozen=True)
+class EngineDir:
+    """An engine directory that has been checked."""
+
+    path: Path
+    manifest: EngineManifest
+
+    @classmethod
+    def open(cls, path: Path | str, *, verify_hashes: bool = False) -> Self:
+        """Check the directory and return it.
+
+        Sizes and tensor headers are always compared with the manifest, SHA-256 of every file below 256 MiB too;
+        `verify_hashes` hashes the larger ones as well (about a second per GB).
+
+        Raises:
+            EngineDirError: every mismatch found, and the command that mends them.
+        """
+        path = Path(path)
+        fields = _read_manifest(path)
+        _check_version(path, fields)
+        try:
+            manifest = EngineManifest.model_validate_json(json.dumps(fields), strict=True)
+        except ValidationError as error:
+            raise_all(EngineDirError, _heading(path), manifest_problems(error))
+            raise AssertionError("pydantic raised without an error") from error
+        mend = _mend(path)
+        _check_step(path, manifest, mend)
+        problems = list(_file_problems(path, manifest, mend, verify_hashes=verify_hashes))
+        if not problems:
+            problems = list(_header_problems(path, manifest, mend))
+        raise_all(EngineDirError, _heading(path), problems)
+        return cls(path, manifest)
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """A directory `transformers` can load a tokenizer from; None for an engine of token ids only."""
+        path = self.path / TOKENIZER_DIR
+        return path if path.is_dir() else None
+
+    def weights_path(self, rank: int) -> Path:
+        assert 0 <= rank < self.manifest.pretrained_config.mapping.world_size
+        return self.path / weights_name(rank)
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the engine came from: command, versions, hashes of its inputs."""
+        return dict(_read_json(self.path / PROVENANCE_NAME))
+
+
+def is_hashed(entry: EngineFile) -> bool:
+    """Whether `open` hashes a file without being asked."""
+    return entry.size_bytes < MAX_ALWAYS_HASHED_BYTES
+
+
+def is_engine_dir(path: Path) -> bool:
+    """Whether `path` was written by dflash-trt, of whatever version and in whatever state."""
+    try:
+        return {"version", "backend", "build_config"} <= _read_json(path / MANIFEST_NAME).keys()
+    except (OSError, ValueError):
+        return False
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    build = f"Build one: dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing at that path"
+        raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build))
+    try:
+        fields = _read_json(path / MANIFEST_NAME)
+    except FileNotFoundError:
+        found = f"no {MANIFEST_NAME} in it"
+        raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build)) from None
+    except (OSError, ValueError) as error:
+        subject = f"{_heading(path)}: {MANIFEST_NAME}"
+        raise EngineDirError(problem(subject, expected="a JSON object", found=str(error), mend=_mend(path))) from error
+    if "architectures" in fields or "model_type" in fields:
+        mend = f"Build an engine from it: dflash-trt build --target {shlex.quote(str(path))} -o DIR"
+        raise EngineDirError(
+            problem(_heading(path), expected="an engine directory", found="a model checkpoint", mend=mend)
+        )
+    return fields
+
+
+def _check_version(path: Path, fields: dict[str, Any]) -> None:
+    version = fields.get("version")
+    if version == ENGINE_VERSION:
+        return
+    found = f"version {version!r}" if "version" in fields else "no version"
+    raise EngineDirError(
+        problem(_heading(path), expected=f"engine version {ENGINE_VERSION}", found=found, mend=_mend(path))
+    )
+
+
+def _check_step(path: Path, manifest: EngineManifest, mend: str) -> None:
+    current = StepTables.current()
+    if manifest.step == current:
+        return
+    theirs = {row.name for row in (*manifest.step.inputs, *manifest.step.outputs)}
+    ours = {row.name for row in (*current.inputs, *current.outputs)}
+    different = sorted(theirs ^ ours) or ["the same names with other dtypes or axes"]
+    raise EngineDirError(
+        problem(
+            f"{_heading(path)}: step tensors",
+            expected="those of this version of dflash-trt",
+            found=f"others ({', '.join(different)})",
+            mend=mend,
+        )
+    )
+
+
+def _file_problems(path: Path, manifest: EngineManifest, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+    ranks = range(manifest.pretrained_config.mapping.world_size)
+    plans = map(plan_name, ranks) if manifest.backend == "tensorrt" else ()
+    for name in (*map(weights_name, ranks), *plans, PROVENANCE_NAME):
+        if name not in manifest.files:
+            yield problem(f"{MANIFEST_NAME} key 'files'", expected=f"'{name}' in it", found="none", mend=mend)
+    for name, entry in manifest.files.items():
+        yield from _one_file_problems(path / name, name, entry, mend, verify_hashes=verify_hashes)
+    for extra in sorted((path / TOKENIZER_DIR).rglob("*")):
+        name = extra.relative_to(path).as_posix()
+        if extra.is_file() and name not in manifest.files:
+            yield problem(name, expected=f"only files that {MANIFEST_NAME} lists", found="another", mend="Remove it.")
+
+
+def _one_file_problems(file: Path, name: str, entry: EngineFile, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+    if not file.is_file():
+        yield problem(name, expected="a file", found="none", mend=mend)
+        return
+    size_bytes = file.stat().st_size
+    if size_bytes != entry.size_bytes:
+        yield problem(name, expected=f"{entry.size_bytes} bytes", found=f"{size_bytes}", mend=mend)
+    elif verify_hashes or is_hashed(entry):
+        with file.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        if sha256 != entry.sha256:
+            yield problem(name, expected=f"sha256 {entry.sha256}", found=sha256, mend=mend)
+
+
+def _header_problems(path: Path, manifest: EngineManifest, mend: str) -> Iterator[str]:
+    expected = tensor_headers(manifest.pretrained_config)
+    for rank in range(manifest.pretrained_config.mapping.world_size):
+        name = weights_name(rank)
+        try:
+            found = read_tensor_headers(path / name)
+        except ValueError as error:
+            yield problem(name, expected="a safetensors file", found=str(error), mend=mend)
+            continue
+        different = [tensor for tensor in expected | found if expected.get(tensor) != found.get(tensor)]
+        for tensor in different[:_MAX_LISTED_TENSORS]:
+            want, have = (str(headers.get(tensor, "no such tensor")) for headers in (expected, found))
+            yield problem(f"{name} tensor '{tensor}'", expected=want, found=have, mend=mend)
+        if len(different) > _MAX_LISTED_TENSORS:
+            yield f"{name}: {len(different) - _MAX_LISTED_TENSORS} more tensors differ"
+
+
+def _heading(path: Path) -> str:
+    return f"engine directory {path}"
+
+
+def _mend(path: Path) -> str:
+    """The command that built the directory, where it still says so."""
+    output = shlex.quote(str(path))
+    fallback = f"Build it again: dflash-trt build CONFIG.yaml -o {output} --overwrite"
+    try:
+        provenance = _read_json(path / PROVENANCE_NAME)
+        words = [str(word) for word in provenance["command"]]
+        built_in = Path(provenance["working_dir"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return fallback
+    if "--overwrite" not in words:
+        words.append("--overwrite")
+    where = "" if built_in == Path.cwd() else f" in {built_in}"
+    return f"Build it again{where}: {shlex.join(words)}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Raises OSError or ValueError (bad UTF-8, bad JSON, not an object)."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"a JSON {type(fields).__name__}, not an object")
+    return fields

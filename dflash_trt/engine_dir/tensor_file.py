@@ -1,0 +1,88 @@
+"""safetensors files written one tensor at a time, and their headers read.
+
+The format (an 8-byte little-endian length, a JSON header, the bytes of the tensors without gaps) is the safetensors
+project's. Its own writer wants all tensors in memory at once; this one holds the one being written. Reading is left
+to safetensors itself.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+
+_ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}
+_HEADER_ALIGNMENT = 8  # so that mapped tensors are aligned
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHeader:
+    """`dtype` is safetensors' word for it: F32, BF16, F16, F8_E4M3, U8, I64."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return _ELEMENT_BYTES[self.dtype] * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class ByteSink(Protocol):
+    def write(self, chunk: bytes | memoryview, /) -> object: ...
+
+
+def write_tensor_file(
+    file: ByteSink, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, memoryview]]
+) -> None:
+    """Write `tensors`, which must come complete and in the order of `headers`; little-endian, C order."""
+    file.write(_header_bytes(headers))
+    expected = iter(headers.items())
+    for name, content in tensors:
+        expected_name, header = next(expected, (None, None))
+        assert name == expected_name, f"tensor {name} came where {expected_name} was due"
+        assert header is not None and content.nbytes == header.num_bytes, (
+            f"{name}: {content.nbytes} bytes, not {header}"
+        )
+        file.write(content)
+    left = [name for name, _ in expected]
+    assert not left, f"tensors never came: {left}"
+
+
+def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
+    """The size of the file that `write_tensor_file` writes."""
+    return len(_header_bytes(headers)) + sum(header.num_bytes for header in headers.values())
+
+
+def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """What the file says it holds; no tensor is read.
+
+    Raises:
+        ValueError: truncated, or not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {
+                name: TensorHeader(dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def _header_bytes(headers: Mapping[str, TensorHeader]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, header in headers.items():
+        end = begin + header.num_bytes
+        fields[name] = {"dtype": header.dtype, "shape": list(header.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

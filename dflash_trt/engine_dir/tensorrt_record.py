@@ -1,0 +1,33 @@
+"""What config.json says about `rank{r}.engine`: enough to refuse a mismatched machine before loading a plan."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dflash_trt.core.frozen import Frozen
+
+
+class ProfileRecord(Frozen):
+    """Least, best and largest size of every symbolic axis."""
+
+    name: str
+    axes: dict[str, tuple[int, int, int]]
+
+
+class TensorRTRecord(Frozen):
+    """How the plans were built. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal."""
+
+    tensorrt_version: str
+    gpu_name: str
+    compute_capability: str
+    plugins: Literal["plugin", "layers"]
+    plugin_library: str | None = None  # where it was at build time
+    plugin_library_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    flags: tuple[str, ...]
+    profiles: tuple[ProfileRecord, ...]
+    num_layers: Annotated[int, Field(ge=1)]
+    build_time_s: Annotated[float, Field(ge=0)]
+
+
+def plan_name(rank: int) -> str:
+    return f"rank{rank}.engine"

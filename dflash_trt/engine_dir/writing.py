@@ -1,0 +1,256 @@
+"""Writing an engine directory atomically: in a hidden sibling first, renamed when complete, or nothing at all."""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.engine_dir.manifest import (
+    ENGINE_VERSION,
+    MANIFEST_NAME,
+    TOKENIZER_DIR,
+    EngineFile,
+    EngineLimits,
+    EngineManifest,
+    PretrainedConfig,
+    StepTables,
+    tensor_headers,
+    weights_name,
+)
+from dflash_trt.engine_dir.opening import is_engine_dir
+from dflash_trt.engine_dir.tensor_file import tensor_file_num_bytes, write_tensor_file
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
+
+SLACK_BYTES = 2**20  # config.json, provenance.json, directory entries
+_COPY_CHUNK_BYTES = 2**20
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def write_engine_dir(output: Path, *, needed_bytes: int, overwrite: bool = False) -> Iterator["EngineDirWriter"]:
+    """Give a writer whose files become `output` when the block ends, if it called `finish`.
+
+    Whatever goes wrong inside, Ctrl-C included, leaves `output` as it was and nothing beside it. `needed_bytes` is
+    the size of all files together, checked against the free space before the first byte.
+
+    Raises:
+        BuildError: `output` may not be replaced, the disk is too full, or it fails.
+    """
+    output = check_output(output, overwrite=overwrite)
+    storage = _Storage(output, needed_bytes)
+    temporary = _sibling(output, "tmp")
+    with _new_parents(storage):
+        storage.check_free_space()
+        try:
+            with storage.errors():
+                temporary.mkdir()
+            writer = EngineDirWriter(temporary, storage)
+            yield writer
+            assert writer.is_finished, "finish() was never called"
+            with storage.errors():
+                _publish(temporary, output)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+class EngineDirWriter:
+    """Adds files, each hashed while it is written and on disk when the call returns."""
+
+    def __init__(self, path: Path, storage: "_Storage") -> None:
+        self.is_finished = False
+        self._path = path
+        self._storage = storage
+        self._files: dict[str, EngineFile] = {}
+
+    def add_weights(self, rank: int, config: PretrainedConfig, tensors: Iterable[tuple[str, memoryview]]) -> None:
+        """Stream rank{rank}.safetensors; `tensors` come in the order of `tensor_headers(config)`."""
+        with self._new_file(weights_name(rank)) as sink:
+            write_tensor_file(sink, tensor_headers(config), tensors)
+
+    def add_tokenizer_file(self, source: Path) -> None:
+        with source.open("rb") as stream, self._new_file(f"{TOKENIZER_DIR}/{source.name}") as sink:
+            while chunk := stream.read(_COPY_CHUNK_BYTES):
+                sink.write(chunk)
+
+    def add_plan(self, rank: int, content: memoryview) -> None:
+        """Write rank{rank}.engine."""
+        with self._new_file(plan_name(rank)) as sink:
+            sink.write(content)
+
+    def weights_file(self, rank: int) -> Path:
+        """Where `add_weights` wrote, until the directory is published."""
+        return self._path / weights_name(rank)
+
+    def add_json(self, name: str, fields: Mapping[str, Any]) -> None:
+        with self._new_file(name) as sink:
+            sink.write(json_bytes(fields))
+
+    def finish(self, config: PretrainedConfig, limits: EngineLimits, *, tensorrt: TensorRTRecord | None = None) -> None:
+        """Write config.json, the last file; `tensorrt` describes the plans, where there are any."""
+        manifest = EngineManifest(
+            version=ENGINE_VERSION,
+            backend="torch" if tensorrt is None else "tensorrt",
+            pretrained_config=config,
+            build_config=limits,
+            step=StepTables.current(),
+            tensorrt=tensorrt,
+            files=dict(self._files),
+        )
+        with self._new_file(MANIFEST_NAME) as sink:
+            sink.write(json_bytes(manifest.model_dump(mode="json")))
+        with self._storage.errors():
+            for directory in (*(path for path in self._path.rglob("*") if path.is_dir()), self._path):
+                _sync_directory(directory)
+        self.is_finished = True
+
+    @contextmanager
+    def _new_file(self, name: str) -> Iterator["_HashedFile"]:
+        """Only errors of the writing itself are the disk's; what the block raises passes through."""
+        path = self._path / name
+        with self._storage.errors():
+            path.parent.mkdir(exist_ok=True)
+            stream = path.open("xb", buffering=0)
+        with stream:
+            sink = _HashedFile(stream, self._storage)
+            yield sink
+            with self._storage.errors():
+                os.fsync(stream.fileno())
+        self._files[name] = EngineFile(sha256=sink.sha256.hexdigest(), size_bytes=sink.size_bytes)
+
+
+class _HashedFile:
+    """Unbuffered, so that a full disk shows in `write` and never again in `close`."""
+
+    def __init__(self, stream: RawIOBase, storage: "_Storage") -> None:
+        self.sha256 = hashlib.sha256()
+        self.size_bytes = 0
+        self._stream = stream
+        self._storage = storage
+
+    def write(self, chunk: bytes | memoryview) -> None:
+        left = memoryview(chunk).cast("B")
+        self.size_bytes += len(left)
+        self.sha256.update(left)
+        with self._storage.errors():
+            while left:
+                left = left[self._stream.write(left) :]
+
+
+class _Storage:
+    """The disk that `output` lies on, and what may go wrong with it."""
+
+    def __init__(self, output: Path, needed_bytes: int) -> None:
+        self.output = output
+        self._needed_bytes = needed_bytes
+
+    def check_free_space(self) -> None:
+        free_bytes = self._free_bytes()
+        if free_bytes < self._needed_bytes:
+            raise BuildError(self._full_problem(f"{free_bytes} bytes"))
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turn an OSError into a BuildError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                found = f"{self._free_bytes()} bytes ({error.strerror})"
+                raise BuildError(self._full_problem(found)) from error
+            raise BuildError(
+                problem(
+                    f"output {self.output}",
+                    expected="a path that can be written",
+                    found=f"{error.strerror or error} ({error.filename or 'while writing'})",
+                    mend="Check the path and its permissions, or choose another -o.",
+                )
+            ) from error
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(next(path for path in self.output.parents if path.exists())).free
+
+    def _full_problem(self, found: str) -> str:
+        mend = "Free some space, raise the quota, or choose -o on another disk."
+        expected = f"{self._needed_bytes} bytes of free disk space"
+        return problem(f"output {self.output}", expected=expected, found=found, mend=mend)
+
+
+def check_output(output: Path, *, overwrite: bool) -> Path:
+    """The real path that will be written. An empty directory may be taken, an engine replaced with `overwrite`.
+
+    Raises:
+        BuildError: something stands there that may not be replaced.
+    """
+    output = Path(os.path.realpath(output))
+    subject = f"output {output}"
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return output
+    if not is_engine_dir(output):
+        found = "a directory that is no engine" if output.is_dir() else "a file"
+        mend = "Choose another -o; only engine directories are ever replaced."
+        raise BuildError(problem(subject, expected="a new path", found=found, mend=mend))
+    if not overwrite:
+        raise BuildError(problem(subject, expected="a new path", found="an engine", mend="Pass --overwrite."))
+    return output
+
+
+def json_bytes(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Iterable[Path]) -> int:
+    """The size of the engine directory that these will become, and a little more."""
+    weights = tensor_file_num_bytes(tensor_headers(config)) * config.mapping.world_size
+    return weights + sum(path.stat().st_size for path in tokenizer_files) + SLACK_BYTES
+
+
+def _publish(temporary: Path, output: Path) -> None:
+    """Rename into place; the engine that stood there goes only after the new one has come."""
+    aside = _sibling(output, "old")
+    try:
+        if is_engine_dir(output):
+            output.rename(aside)
+        temporary.rename(output)
+        _sync_directory(output.parent)
+    except BaseException:
+        if aside.exists() and not output.exists():
+            aside.rename(output)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _new_parents(storage: _Storage) -> Iterator[None]:
+    """Make the missing directories above the output, and take them away again on failure."""
+    missing = [parent for parent in storage.output.parents if not parent.exists()]
+    try:
+        with storage.errors():
+            for parent in reversed(missing):
+                parent.mkdir(exist_ok=True)
+        yield
+    except BaseException:
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _sibling(output: Path, purpose: str) -> Path:
+    return output.parent / f".{output.name}.{purpose}-{secrets.token_hex(4)}"
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,128 @@
+"""The only door to ModelOpt: measures the activations of linears with its quantizers while somebody runs the network.
+
+ModelOpt calibrates `torch.nn.Linear`s. A LinearBank holds one for each linear in question, sharing the weight; the
+network's own forward passes go through the bank, so the activations are those of the engine, block formats need no
+GPU kernel (calibration only reads ranges), and no model class is patched.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.quantize.packed import BLOCK_SIZE
+
+# ModelOpt's own descriptions of an activation, as in its FP8_DEFAULT_CFG and NVFP4_DEFAULT_CFG.
+_QUANTIZERS: dict[WeightFormat, dict[str, Any]] = {
+    "fp8": {"num_bits": (4, 3), "axis": None},
+    "nvfp4": {
+        "num_bits": (2, 1),
+        "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},
+    },
+}
+
+
+class LinearBank(nn.Module):
+    """Linears by canonical name; a call computes the linear and lets ModelOpt see its input."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleDict({_key(name): _linear(weight) for name, weight in weights.items()})
+
+    def __contains__(self, name: str) -> bool:
+        return _key(name) in self.linears
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        """x [N, in] -> [N, out].
+
+        Raises:
+            ConfigError: x has values that are not finite.
+        """
+        if not bool(torch.isfinite(x).all()):
+            mend = "Check the checkpoint; a bfloat16 or float32 `dtype` has the range that float16 lacks."
+            subject = f"calibration: the input of {name}"
+            raise ConfigError(problem(subject, expected="finite values", found="NaN or infinity", mend=mend))
+        out: Tensor = self.linears[_key(name)](x)
+        return out
+
+
+def observe(
+    weights: Mapping[str, Tensor],  # [out, in] by canonical name
+    formats: Mapping[str, WeightFormat],
+    run: Callable[[LinearBank], None],
+) -> dict[str, float]:
+    """The largest magnitude that entered each linear during `run`, which calls the bank for each of them.
+
+    Raises:
+        ConfigError: ModelOpt is not installed, a value is not finite, or a linear was never used.
+    """
+    if not weights:
+        return {}
+    quantization = _modelopt_quantization()
+    bank = LinearBank(weights)
+    rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for name in weights:
+        pattern = f"linears.{_key(name)}.input_quantizer"
+        rules.append({"quantizer_name": pattern, "cfg": _QUANTIZERS[formats[name]]})
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # ModelOpt prints its progress
+        warnings.simplefilter("ignore")
+        quantization.quantize(bank, {"quant_cfg": rules, "algorithm": "max"}, run)
+    return {name: _range_of(name, bank.linears[_key(name)].input_quantizer) for name in weights}
+
+
+def modelopt_version() -> str:
+    """Part of a calibration's identity."""
+    return str(_import_modelopt().__version__)
+
+
+def _modelopt_quantization() -> Any:
+    _import_modelopt()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization as quantization
+    return quantization
+
+
+def _import_modelopt() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import modelopt
+    except ImportError as error:
+        mend = (
+            "Install it with `pip install 'dflash-trt[quantize]'`, use a weight-only format, or build from a "
+            "checkpoint that ModelOpt has quantized already."
+        )
+        subject = "calibration"
+        raise ConfigError(problem(subject, expected="NVIDIA ModelOpt", found=str(error), mend=mend)) from error
+    return modelopt
+
+
+def _range_of(name: str, quantizer: Any) -> float:
+    amax = quantizer.amax
+    if amax is None:
+        subject, mend = f"calibration: {name}", "Give more prompts, or longer ones."
+        raise ConfigError(problem(subject, expected="activations", found="none", mend=mend))
+    value = float(amax.float().max())
+    if not 0.0 < value < float("inf"):
+        mend = "Give more prompts, or keep this linear plain with an override."
+        subject = f"calibration: the input of {name}"
+        raise ConfigError(problem(subject, expected="a finite, positive range", found=f"{value:g}", mend=mend))
+    return value
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """Shares the weight; `meta` keeps the constructor from allocating another."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")  # module names have no dots

@@ -1,0 +1,227 @@
+"""Which linear gets which format: decided and checked before any work, printable as a table.
+
+Knows canonical names and what the user asked for. Embeddings, norms and biases never change; routers stay plain
+unless an override names them.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec
+from dflash_trt.core.packed_spec import BLOCK_COLUMNS, engine_table, is_linear, packed_tensors
+from dflash_trt.core.quantization import (
+    FormatChoice,
+    LayerKvScales,
+    QuantizationConfig,
+    QuantizationSpec,
+    WeightFormat,
+)
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+
+Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "embeddings and norms"]
+
+_DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_INTEGER_BYTES = 8
+_KV_FORMATS = {"none": False, "fp8": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedLinear:
+    """`format` None keeps the engine's dtype. `is_stored`: the checkpoint already has it in this format."""
+
+    name: str
+    component: Component
+    spec: WeightSpec
+    format: WeightFormat | None
+    is_stored: bool = False
+
+    @property
+    def needs_activations(self) -> bool:
+        return not self.is_stored and self.format in ("fp8", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentSize:
+    """Bytes of one part of the engine, with every tensor in the engine's dtype and as planned."""
+
+    component: Component
+    plain_bytes: int
+    planned_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationPlan:
+    """Every linear of the engine, in the order of its weights, and the formats of its pages."""
+
+    linears: tuple[PlannedLinear, ...]
+    has_fp8_target_kv: bool
+    has_fp8_draft_kv: bool
+    stored: QuantizationSpec
+    target: TargetSpec
+    draft: DraftSpec | None
+
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        return {linear.name: linear.format for linear in self.linears if linear.format is not None}
+
+    @property
+    def needs_calibration(self) -> bool:
+        needs_kv = self.has_fp8_target_kv and self.stored.target_kv is None
+        return needs_kv or self.has_fp8_draft_kv or any(linear.needs_activations for linear in self.linears)
+
+    def spec(
+        self, target_kv: tuple[LayerKvScales, ...] | None = None, draft_kv: tuple[LayerKvScales, ...] | None = None
+    ) -> QuantizationSpec:
+        """What the engine will say of itself, given the calibrated K/V scales (1 where there are none)."""
+        num_draft_layers = self.draft.num_layers if self.draft else 0
+        target_scales = self.stored.target_kv or target_kv or (LayerKvScales(),) * self.target.num_layers
+        draft_scales = draft_kv or (LayerKvScales(),) * num_draft_layers
+        return QuantizationSpec(
+            linears=self.formats,
+            target_kv=target_scales if self.has_fp8_target_kv else None,
+            draft_kv=draft_scales if self.has_fp8_draft_kv else None,
+        )
+
+    def table(self) -> WeightTable:
+        return engine_table(self.target, self.draft, self.spec())
+
+    def sizes(self, dtype: DType) -> tuple[ComponentSize, ...]:
+        """Before and after, per component; a copy of the head that only the plan makes counts 0 before."""
+        plain: dict[Component, int] = {}
+        planned: dict[Component, int] = {}
+        formats = self.formats
+        models = engine_table(self.target, self.draft, None)
+        for name, spec in self.table().items():
+            component = component_of(name, spec)
+            element_bytes = _INTEGER_BYTES if spec.is_integer else _DTYPE_BYTES[dtype]
+            num_bytes = math.prod(spec.shape) * element_bytes
+            plain[component] = plain.get(component, 0) + (num_bytes if name in models else 0)
+            if name in formats:
+                num_bytes = sum(part.num_bytes for part in packed_tensors(name, spec, formats[name]))
+            planned[component] = planned.get(component, 0) + num_bytes
+        return tuple(
+            ComponentSize(component=component, plain_bytes=plain[component], planned_bytes=planned[component])
+            for component in planned
+        )
+
+
+def make_plan(
+    config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None, stored: QuantizationSpec
+) -> QuantizationPlan:
+    """Resolve what was asked for; linears that the checkpoint holds packed stay as they are.
+
+    Raises:
+        ConfigError: an override that matches nothing, a shape that a format cannot hold, a choice that contradicts
+            the checkpoint or has nothing to apply to; all of them in one error.
+    """
+    copies = _head_copies(config, target, draft)
+    table = engine_table(target, draft, QuantizationSpec(linears=copies))
+    linears, problems = [], list(_config_problems(config, draft, table, stored))
+    for name, spec in table.items():
+        if not is_linear(spec, name):
+            continue
+        asked = copies.get(name) or _asked(name, spec, config)
+        planned = _planned(name, spec, asked, stored)
+        problems += _linear_problems(planned, asked)
+        linears.append(planned)
+    raise_all(ConfigError, "quantization", problems)
+    return QuantizationPlan(
+        linears=tuple(linears),
+        has_fp8_target_kv=stored.target_kv is not None or _KV_FORMATS[config.kv_cache],
+        has_fp8_draft_kv=draft is not None and _KV_FORMATS[config.draft_pages],
+        stored=stored,
+        target=target,
+        draft=draft,
+    )
+
+
+def component_of(name: str, spec: WeightSpec) -> Component:
+    """Which row of a size table a canonical tensor belongs to."""
+    if not is_linear(spec, name):
+        return "embeddings and norms"
+    if name == "target.lm_head":
+        return "lm_head"
+    if name == "draft.lm_head":
+        return "draft_lm_head"
+    if name.endswith(".router"):
+        return "router"
+    if name == "draft.fc":
+        return "fc"
+    return "target" if name.startswith("target.") else "drafter"
+
+
+def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, WeightFormat]:
+    """Heads that exist only as packed copies. A pattern makes none: only a choice, or an override by full name."""
+    choices = {"target.lm_head": config.lm_head}
+    if draft is not None:
+        choices["draft.lm_head"] = config.draft_lm_head
+    models = engine_table(target, draft, None)
+    asked = {name: config.overrides.get(name, choice) for name, choice in choices.items() if name not in models}
+    return {name: choice for name, choice in asked.items() if choice != "none"}
+
+
+def _asked(name: str, spec: WeightSpec, config: QuantizationConfig) -> FormatChoice:
+    override = _override(name, config)
+    if override is not None:
+        return override
+    component = component_of(name, spec)
+    choices: dict[Component, FormatChoice] = {
+        "target": config.target,
+        "drafter": config.drafter_format,
+        "fc": config.drafter_format,
+        "lm_head": config.lm_head,
+        "draft_lm_head": config.draft_lm_head,
+    }
+    return choices.get(component, "none")
+
+
+def _override(name: str, config: QuantizationConfig) -> FormatChoice | None:
+    matches = [choice for pattern, choice in config.overrides.items() if fnmatchcase(name, pattern)]
+    return matches[-1] if matches else None
+
+
+def _planned(name: str, spec: WeightSpec, asked: FormatChoice, stored: QuantizationSpec) -> PlannedLinear:
+    component = component_of(name, spec)
+    if name in stored.linears:
+        return PlannedLinear(name=name, component=component, spec=spec, format=stored.linears[name], is_stored=True)
+    weight_format: WeightFormat | None = None if asked == "none" else asked
+    return PlannedLinear(name=name, component=component, spec=spec, format=weight_format)
+
+
+def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[str]:
+    name, columns = planned.name, planned.spec.shape[1]
+    if planned.is_stored and asked not in ("none", planned.format):
+        mend = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
+        yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, mend=mend)
+    elif planned.format in ("nvfp4", "nvfp4_w4a16") and columns % BLOCK_COLUMNS:
+        mend = f"Add the override '{name}: fp8' or '{name}: none'."
+        expected = f"input features in blocks of {BLOCK_COLUMNS} for {planned.format}"
+        yield problem(name, expected=expected, found=str(columns), mend=mend)
+
+
+def _config_problems(
+    config: QuantizationConfig, draft: DraftSpec | None, table: WeightTable, stored: QuantizationSpec
+) -> Iterator[str]:
+    names = [name for name, spec in table.items() if is_linear(spec, name)]
+    names += ["target.lm_head"] if draft is None else ["target.lm_head", "draft.lm_head"]
+    for pattern in config.overrides:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            nearest = nearest_name(pattern, names)
+            hint = f"Did you mean '{nearest}'? " if nearest else ""
+            mend = f"{hint}`dflash-trt build` prints the names in its plan."
+            subject = f"override '{pattern}'"
+            yield problem(subject, expected="a pattern that matches a linear", found="no match", mend=mend)
+    choices = (config.drafter, config.draft_kv_cache, config.draft_lm_head)
+    if draft is None and any(choice not in (None, "none") for choice in choices):
+        subject, found = "quantization", "a choice for the drafter"
+        yield problem(subject, expected="no drafter choices, for there is no drafter", found=found, mend="Remove it.")
+    stored_head = stored.linears.get("target.lm_head")
+    if config.draft_lm_head != "none" and "draft.lm_head" not in stored.linears and stored_head is not None:
+        mend = "Leave draft_lm_head out: the drafter uses the target's head."
+        found = f"{config.draft_lm_head}, but the target's head is {stored_head} already"
+        yield problem("draft_lm_head", expected="none", found=found, mend=mend)

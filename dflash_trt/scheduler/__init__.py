@@ -1,0 +1,1 @@
+"""Which requests, which pages, which K. Pure Python: no torch."""

@@ -1,0 +1,41 @@
+"""How often each draft position is accepted.
+
+Position i (0-based) is reached when drafts 0 .. i - 1 were accepted and draft i was a candidate.
+"""
+
+from collections.abc import Sequence
+
+
+class AcceptanceCounts:
+    """Counts per position. `decay` below 1 forgets: each verify block then weighs that much less than the next."""
+
+    def __init__(self, max_draft_len: int, *, decay: float = 1.0) -> None:
+        self._decay = decay
+        self.num_reached = [0.0] * max_draft_len
+        self.num_accepted = [0.0] * max_draft_len
+
+    def add(self, num_candidates: int, num_accepted: int) -> None:
+        """Take in one verify block."""
+        if self._decay < 1.0:
+            for position in range(num_candidates):
+                self.num_reached[position] *= self._decay
+                self.num_accepted[position] *= self._decay
+        for position in range(min(num_accepted + 1, num_candidates)):
+            self.num_reached[position] += 1
+            self.num_accepted[position] += position < num_accepted
+
+    def rates(self) -> tuple[float | None, ...]:
+        """Accepted / reached per position; None where nothing was reached."""
+        return tuple(
+            accepted / reached if reached else None
+            for accepted, reached in zip(self.num_accepted, self.num_reached, strict=True)
+        )
+
+
+def expected_num_emitted(rates: Sequence[float], num_draft_tokens: int) -> float:
+    """Mean tokens one verify block of `num_draft_tokens` drafts emits, bonus included, at these rates per position."""
+    expected, reach = 1.0, 1.0
+    for rate in rates[:num_draft_tokens]:
+        reach *= rate
+        expected += reach
+    return expected

@@ -1,0 +1,156 @@
+"""Chooses K so that the most tokens come out per second.
+
+    tokens per second of K = requests * (1 + sum over i <= K of the chance that drafts 1 .. i are accepted) / step cost
+
+Both come from running measurements, so what is not tried is not known: now and then a few steps probe another K.
+"""
+
+from collections.abc import Sequence
+
+from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
+from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.step_cost import StepCosts, are_alike
+
+_ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of a position that was hardly ever reached
+_NUM_STEPS_PER_PROBE = 4  # the first may still verify the drafts of another K
+_NUM_FREE_STEPS = 8  # as long as these take may be lost to probes at the start
+_FIRST_LENGTH = 3  # a guess that is rarely far off
+_ENOUGH_BLOCKS = 100.0  # verified, to believe the acceptance rates
+_MAX_LOSS = 4.0  # of a probe step, in times what its tokens usually take
+_STALE_AFTER = 600  # steps
+_OPTIMISM_FRACTION = 0.1  # how much better than estimated a K may be, to be worth a probe
+
+
+class AdaptiveDraftLength:
+    """Implements DraftLengthPolicy.
+
+    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, what is
+    lost at the very start aside. `lengths` are the K to choose from; one graph may have to be kept for each.
+    """
+
+    def __init__(
+        self,
+        max_draft_len: int,
+        *,
+        lengths: Sequence[int] | None = None,
+        hysteresis_fraction: float = 0.03,
+        max_probe_fraction: float = 0.015,
+    ) -> None:
+        self._lengths = default_lengths(max_draft_len) if lengths is None else sorted(set(lengths))
+        if not self._lengths or not 0 <= self._lengths[0] <= self._lengths[-1] <= max_draft_len:
+            raise ConfigError(
+                problem(
+                    "draft lengths",
+                    expected=f"numbers from 0 to {max_draft_len}",
+                    found=str(self._lengths),
+                    mend="Leave out what the engine cannot draft.",
+                )
+            )
+        self._hysteresis_fraction = hysteresis_fraction
+        self._max_probe_fraction = max_probe_fraction
+        self._acceptance = AcceptanceCounts(max_draft_len, decay=_ACCEPTANCE_DECAY)
+        self._costs = StepCosts()
+        self._current = max(length for length in self._lengths if length <= max(_FIRST_LENGTH, self._lengths[0]))
+        self._probe: int | None = None
+        self._measured_s = 0.0
+        self._lost_s = 0.0  # to probes
+        self._num_left_of_probe = 0
+        self._probed_batch_size = 0
+
+    def choose(self, num_decoding: int) -> int:
+        if not num_decoding:
+            return self._current
+        if self._num_left_of_probe == 0 or not are_alike(num_decoding, self._probed_batch_size):
+            self._probed_batch_size = num_decoding
+            self._settle(num_decoding)
+            self._probe = self._worth_probing(num_decoding)
+            self._num_left_of_probe = 0 if self._probe is None else _NUM_STEPS_PER_PROBE
+        if self._probe is None:
+            return self._current
+        self._num_left_of_probe -= 1
+        return self._probe
+
+    def observe(self, step: StepObservation) -> None:
+        for num_candidates, num_accepted in step.verified:
+            self._acceptance.add(num_candidates, num_accepted)
+        if step.elapsed_s is None or not step.num_decoding:
+            return
+        self._add_loss(step, step.elapsed_s)
+        num_full = sum(num_candidates == step.num_draft_tokens for num_candidates, _ in step.verified)
+        self._costs.add(
+            step.num_decoding,
+            step.num_draft_tokens,
+            step.elapsed_s,
+            num_prefill_tokens=step.num_prefill_tokens,
+            is_steady=step.num_draft_tokens == 0 or num_full >= 0.75 * step.num_decoding,
+        )
+
+    def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float | None:
+        """The estimate for this K, of all requests together; None before the first measured step."""
+        cost_s = self._costs.estimate(num_decoding, num_draft_tokens)
+        if cost_s is None:
+            return None
+        return num_decoding * expected_num_emitted(self._rates(), num_draft_tokens) / cost_s
+
+    def _settle(self, num_decoding: int) -> None:
+        """Move to the best K if it is better than the current one by more than noise."""
+        speeds = {length: self.tokens_per_second(num_decoding, length) or 0.0 for length in self._lengths}
+        best = max(self._lengths, key=lambda length: speeds[length])
+        if speeds[best] > speeds[self._current] * (1 + self._hysteresis_fraction):
+            self._current = best
+
+    def _worth_probing(self, num_decoding: int) -> int | None:
+        """A K that was never, or not lately, measured at this batch size and might be better than the current one."""
+        current = self.tokens_per_second(num_decoding, self._current)
+        if current is None or self._costs.age(num_decoding, self._current) is None:
+            return None  # the current K comes first
+        speeds = {
+            length: self.tokens_per_second(num_decoding, length) or 0.0
+            for length in self._lengths
+            if length != self._current and self._is_unknown(num_decoding, length)
+        }
+        promising = [length for length, speed in speeds.items() if speed * (1 + _OPTIMISM_FRACTION) > current]
+        if 0 in speeds and not self._costs.is_known_nearby(num_decoding, 0):
+            best = 0  # what plain decoding costs cannot be told from steps that draft
+        elif promising:
+            best = max(promising, key=lambda length: speeds[length])
+        else:
+            return None
+        return best if self._is_affordable(num_decoding, best, current) else None
+
+    def _is_affordable(self, num_decoding: int, length: int, current: float) -> bool:
+        """Whether a probe of `length`, by what is known, keeps the time lost to probes within its share."""
+        cost_s = self._costs.estimate(num_decoding, length) or 0.0
+        usual_s = self._costs.estimate(num_decoding, self._current) or 0.0
+        speed = self.tokens_per_second(num_decoding, length) or 0.0
+        expected_loss_s = _NUM_STEPS_PER_PROBE * cost_s * max(0.0, 1 - speed / current)
+        allowed_s = _NUM_FREE_STEPS * usual_s + self._max_probe_fraction * self._measured_s
+        return self._lost_s + expected_loss_s <= allowed_s
+
+    def _add_loss(self, step: StepObservation, elapsed_s: float) -> None:
+        """Count the time that a probe took beyond what its tokens would have taken with the current K."""
+        self._measured_s += elapsed_s
+        if step.num_draft_tokens == self._current:
+            return
+        current = self.tokens_per_second(step.num_decoding, self._current)
+        if current:
+            num_tokens = step.num_decoding + sum(num_accepted for _, num_accepted in step.verified)
+            usual_s = num_tokens / current
+            self._lost_s += min(max(0.0, elapsed_s - usual_s), _MAX_LOSS * usual_s)  # a hiccup is nobody's fault
+
+    def _is_unknown(self, num_decoding: int, length: int) -> bool:
+        age = self._costs.age(num_decoding, length)
+        if age is None or age > _STALE_AFTER:
+            return True
+        return length > 0 and self._acceptance.num_reached[0] < _ENOUGH_BLOCKS
+
+    def _rates(self) -> list[float]:
+        counts = zip(self._acceptance.num_accepted, self._acceptance.num_reached, strict=True)
+        return [(accepted + _PRIOR_RATE * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT) for accepted, reached in counts]
+
+
+def default_lengths(max_draft_len: int) -> list[int]:
+    """0, 1, 2, 3, 4, then steps of about a third, and the maximum: few enough to know each."""
+    return sorted({length for length in (0, 1, 2, 3, 4, 6, 8, 11) if length < max_draft_len} | {max_draft_len})

@@ -1,0 +1,121 @@
+"""Pages for requests: handed out, kept for their prefix after use, taken back when room is needed.
+
+Joins the pool (who holds a page) and the prefix tree (what it holds). Nobody else touches either.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from dflash_trt.scheduler.pages import PagePool
+from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
+
+
+class PageStore:
+    """`keeps_prefixes` False switches prefix reuse off: pages are free as soon as their request lets go of them."""
+
+    def __init__(self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True) -> None:
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._tree = PrefixTree(page_size)
+        self._keeps_prefixes = keeps_prefixes
+        self.num_evicted_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now: free ones, and kept ones that nobody uses."""
+        return self._pool.num_free + self._tree.num_idle_pages
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages held by requests."""
+        return self.num_pages - self.num_available
+
+    @property
+    def num_kept(self) -> int:
+        """Pages in the prefix tree, used or idle."""
+        return self._tree.num_pages
+
+    def num_pages_for(self, num_positions: int) -> int:
+        return -(-num_positions // self.page_size)
+
+    def match(self, token_ids: Sequence[int], *, salt: str) -> list[PrefixNode]:
+        """Kept pages with the K/V of a prefix of `token_ids`. At least one token is left to compute.
+
+        Nothing is held yet: call `hold` before anything else may evict.
+        """
+        if not self._keeps_prefixes:
+            return []
+        return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
+
+    def num_idle_among(self, path: Sequence[PrefixNode]) -> int:
+        """How many pages of `path` count as available until somebody holds them."""
+        return sum(self._pool.num_owners(node.page_id) == 1 for node in path)
+
+    def num_freed_by(self, holdings: Iterable[Sequence[int]]) -> int:
+        """Pages that become available when these holders let go of them, all together."""
+        released = Counter(page_id for page_ids in holdings for page_id in page_ids)
+        return sum(
+            self._pool.num_owners(page_id) - count == (page_id in self._tree) for page_id, count in released.items()
+        )
+
+    def hold(self, path: Sequence[PrefixNode]) -> list[int]:
+        """Become an owner of the pages of a match."""
+        for node in path:
+            self._tree.mark_used(node.page_id)
+            self._pool.retain(node.page_id)
+        return [node.page_id for node in path]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages to write to, evicting idle prefixes when too few are free.
+
+        Raises:
+            CapacityError: `num_available` is smaller.
+        """
+        while self._pool.num_free < count and self._tree.num_idle_pages:
+            self._pool.release(self._tree.evict_oldest())
+            self.num_evicted_pages += 1
+        return self._pool.allocate(count)
+
+    def keep(
+        self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str
+    ) -> PrefixNode | None:
+        """Make the full page `page_id`, held by the caller, findable below `parent`; None when prefixes are not kept.
+
+        When the same tokens are kept already, the caller's page is exchanged for the kept one (equal K/V): the caller
+        must go on with the node's page. A step in flight may still read the old page; steps run one after another, so
+        that step has read it before a later one can overwrite it.
+        """
+        if not self._keeps_prefixes:
+            return None
+        assert page_id not in self._tree, f"page {page_id} is kept already"
+        node = self._tree.extend(parent, token_ids, page_id, salt=salt)
+        if node.page_id != page_id:
+            self.hold([node])
+            self._pool.release(page_id)
+        else:
+            self._pool.retain(page_id)  # the tree's own share
+        return node
+
+    def release(self, page_ids: Sequence[int]) -> None:
+        """Let go of a request's pages; the kept ones become idle, the last position first."""
+        for page_id in reversed(page_ids):
+            if self._pool.release(page_id) == 1 and page_id in self._tree:
+                self._tree.mark_idle(page_id)
+
+    def drop_idle(self) -> int:
+        """Forget every kept page that nobody uses; how many there were."""
+        count = self._tree.num_idle_pages
+        for _ in range(count):
+            self._pool.release(self._tree.evict_oldest())
+        return count
+
+    def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
+        """Assert that every page is held by exactly the requests of `holdings`, by the tree, or by nobody."""
+        self._tree.check_integrity()
+        self._pool.check_integrity([*holdings, self._tree.page_ids()])
+        idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())
+        assert idle == self._tree.num_idle_pages, "kept pages that nobody uses are not exactly the idle ones"

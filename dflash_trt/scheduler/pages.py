@@ -1,0 +1,78 @@
+"""Who holds which page.
+
+Knows page ids and how many owners each has. Refuses to know what a page contains: tokens are the prefix tree's
+business, memory the executor's.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from dflash_trt.core.errors import CapacityError, problem
+
+
+class PagePool:
+    """Ref-counted page ids 0 .. num_pages - 1. A page is free when nobody holds it."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise CapacityError(
+                problem(
+                    "page pool", expected="at least 1 page", found=str(num_pages), mend="Raise the K/V memory budget."
+                )
+            )
+        self._num_owners = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest id is handed out first
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._num_owners)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def num_owners(self, page_id: int) -> int:
+        return self._num_owners[page_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one owner each.
+
+        Raises:
+            CapacityError: fewer are free. Nothing is taken then.
+        """
+        if count > len(self._free):
+            raise CapacityError(
+                problem(
+                    "page pool",
+                    expected=f"{count} free pages",
+                    found=str(len(self._free)),
+                    mend="Preempt a request, or raise the K/V memory budget.",
+                )
+            )
+        page_ids = [self._free.pop() for _ in range(count)]
+        for page_id in page_ids:
+            self._num_owners[page_id] = 1
+        return page_ids
+
+    def retain(self, page_id: int) -> None:
+        """Add an owner to a page that has one."""
+        assert self._num_owners[page_id] > 0, f"page {page_id} is free and cannot be shared"
+        self._num_owners[page_id] += 1
+
+    def release(self, page_id: int) -> int:
+        """Take one owner away; the number that is left. At 0 the page is free."""
+        assert self._num_owners[page_id] > 0, f"page {page_id} is released more often than it was retained"
+        self._num_owners[page_id] -= 1
+        if self._num_owners[page_id] == 0:
+            self._free.append(page_id)
+        return self._num_owners[page_id]
+
+    def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
+        """Assert that the owners counted here are exactly those in `holdings`, and that the rest is free."""
+        held = Counter(page_id for page_ids in holdings for page_id in page_ids)
+        for page_id, num_owners in enumerate(self._num_owners):
+            assert num_owners == held[page_id], f"page {page_id} has {num_owners} owners, {held[page_id]} claim it"
+        free = sorted(self._free)
+        assert free == [page_id for page_id, owners in enumerate(self._num_owners) if owners == 0], (
+            "the free list does not hold exactly the pages without owners"
+        )

@@ -1,0 +1,112 @@
+"""Which full pages hold the K/V of which tokens.
+
+Knows the tokens behind each kept page and which kept pages nobody uses, oldest first. Refuses to count owners: that
+is the page pool's business. One page holds target and draft K/V, so a hit restores both.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+
+class PrefixNode:
+    """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`."""
+
+    __slots__ = ("children", "page_id", "parent", "salt", "token_ids")
+
+    def __init__(self, token_ids: tuple[int, ...], page_id: int, *, parent: "PrefixNode | None", salt: str) -> None:
+        self.token_ids = token_ids
+        self.page_id = page_id
+        self.parent = parent
+        self.salt = salt
+        self.children: dict[tuple[int, ...], PrefixNode] = {}
+
+
+class PrefixTree:
+    """A trie with one page per edge, one root per salt.
+
+    Law of idleness, on which eviction rests: whoever uses a node uses all its ancestors, and lets go of the deepest
+    first. So a node has become idle before its parent, and the oldest idle node is a leaf.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._roots: dict[str, dict[tuple[int, ...], PrefixNode]] = {}
+        self._nodes: dict[int, PrefixNode] = {}  # by page id
+        self._idle: OrderedDict[int, None] = OrderedDict()  # page ids, least recently used first
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def num_idle_pages(self) -> int:
+        return len(self._idle)
+
+    def __contains__(self, page_id: int) -> bool:
+        return page_id in self._nodes
+
+    def match(self, token_ids: Sequence[int], *, salt: str, max_pages: int) -> list[PrefixNode]:
+        """The kept pages that hold the longest prefix of `token_ids`, at most `max_pages` of them."""
+        path: list[PrefixNode] = []
+        children = self._roots.get(salt, {})
+        while len(path) < max_pages:
+            start = len(path) * self._page_size
+            node = children.get(tuple(token_ids[start : start + self._page_size]))
+            if node is None:
+                break
+            path.append(node)
+            children = node.children
+        return path
+
+    def extend(self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str) -> PrefixNode:
+        """The node for `token_ids` below `parent` (None: the root of `salt`).
+
+        The node keeps its own page when these tokens are known already; compare `page_id`.
+        """
+        assert len(token_ids) == self._page_size, "only full pages are kept"
+        children = self._roots.setdefault(salt, {}) if parent is None else parent.children
+        key = tuple(token_ids)
+        node = children.get(key)
+        if node is None:
+            node = children[key] = self._nodes[page_id] = PrefixNode(key, page_id, parent=parent, salt=salt)
+        return node
+
+    def mark_used(self, page_id: int) -> None:
+        self._idle.pop(page_id, None)
+
+    def mark_idle(self, page_id: int) -> None:
+        """Nobody but the tree holds this page: it may be evicted."""
+        assert page_id in self._nodes and page_id not in self._idle
+        self._idle[page_id] = None
+
+    def evict_oldest(self) -> int:
+        """Forget the least recently used idle page; its id."""
+        page_id, _ = self._idle.popitem(last=False)
+        node = self._nodes.pop(page_id)
+        assert not node.children, f"page {page_id} is evicted before its continuations"
+        siblings = self._roots[node.salt] if node.parent is None else node.parent.children
+        del siblings[node.token_ids]
+        if node.parent is None and not siblings:
+            del self._roots[node.salt]
+        return page_id
+
+    def page_ids(self) -> list[int]:
+        return list(self._nodes)
+
+    def check_integrity(self) -> None:
+        """Assert that the nodes are exactly those reachable, and that no idle node has a child in use."""
+        reachable = {node.page_id: node for node in self._walk()}
+        assert reachable == self._nodes, "some kept pages cannot be reached from a root"
+        order = {page_id: rank for rank, page_id in enumerate(self._idle)}
+        for page_id, rank in order.items():
+            assert page_id in self._nodes, f"idle page {page_id} is not kept"
+            for child in self._nodes[page_id].children.values():
+                assert child.page_id in order, f"page {page_id} is idle but its continuation {child.page_id} is not"
+                assert order[child.page_id] < rank, f"page {child.page_id} would be evicted after its parent"
+
+    def _walk(self) -> Iterator[PrefixNode]:
+        pending = [node for children in self._roots.values() for node in children.values()]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())

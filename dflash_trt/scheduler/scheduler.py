@@ -1,0 +1,367 @@
+"""Which requests run in the next step, with which pages, and what a finished step means for each of them.
+
+The plain loop is `batch = schedule(now); result = executor.step(batch); events = commit(batch, result)`. The
+overlapped loop calls `plan` for the next step before it commits the running one. Pure Python, one thread, and
+deterministic: the same calls give the same batches.
+"""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult
+from dflash_trt.core.errors import CapacityError, RequestError, problem
+from dflash_trt.core.planned_step import PlannedStep
+from dflash_trt.core.request import FinishReason, Request, TokenEvent
+from dflash_trt.scheduler.acceptance import AcceptanceCounts
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
+from dflash_trt.scheduler.page_store import PageStore
+from dflash_trt.scheduler.planner import StepPlanner
+from dflash_trt.scheduler.roster import Roster
+from dflash_trt.scheduler.sequence import InFlightRow, Sequence
+from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    """A request's row of a planned step, and the residency whose pages it writes."""
+
+    sequence: Sequence
+    row: InFlightRow
+    residency: int
+
+
+class Scheduler:
+    """Steps are committed in the order they were planned; at most two are out at a time.
+
+    `policy` chooses K; without one it is the engine's max_draft_len.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        config: SchedulerConfig | None = None,
+        policy: DraftLengthPolicy | None = None,
+    ) -> None:
+        if limits.max_num_tokens < limits.max_batch_size:
+            raise CapacityError(
+                problem(
+                    "max_num_tokens",
+                    expected=f"at least max_batch_size {limits.max_batch_size}",
+                    found=str(limits.max_num_tokens),
+                    mend="Every request needs at least one token per step: rebuild with a larger max_num_tokens.",
+                )
+            )
+        self.limits = limits
+        self.config = config or SchedulerConfig()
+        self._policy = policy or FixedDraftLength(limits.max_draft_len)
+        store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.reuses_prefixes)
+        self._roster = Roster(store, max_queue_len=self.config.max_queue_len)
+        self._planner = StepPlanner(self._roster, limits, self.config, self._policy)
+        self._flights: deque[dict[str, _Flight]] = deque()  # one entry per planned step, the running one first
+        self._ended: list[TokenEvent] = []  # for the next commit
+        self._num_arrivals = 0
+        self._counts = StepCounts(acceptance=AcceptanceCounts(limits.max_draft_len))
+        self._now = 0.0
+
+    # Arrivals and departures
+
+    def add(self, request: Request, now: float = 0.0) -> None:
+        """Take a request; it waits for its turn. `now` is a time in seconds on any monotonic clock.
+
+        Raises:
+            RequestError: it can never run (empty, too long, id in use), or too many wait (QueueFullError).
+        """
+        self._now = now
+        if request.request_id in self._roster:
+            raise RequestError(
+                problem(
+                    "request id", expected="a new one", found=f"{request.request_id!r}, in use", mend="Choose another."
+                )
+            )
+        check_fits(request, self.limits)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        sequence = Sequence(
+            request=request,
+            arrival_index=self._num_arrivals,
+            arrived_s=now,
+            max_len=min(num_prompt_tokens + request.sampling.max_new_tokens, max_len_of(self.limits)),
+            token_ids=list(request.prompt_token_ids),
+        )
+        self._roster.enqueue(sequence)
+        self._num_arrivals += 1
+
+    def cancel(self, request_id: str) -> TokenEvent | None:
+        """End a request now, wherever it is; None when there is no such request."""
+        return self._end(request_id, "cancelled")
+
+    def stop(self, request_id: str) -> TokenEvent | None:
+        """End a request whose text is complete (a stop string was found)."""
+        return self._end(request_id, "stop")
+
+    def fail(self, request_id: str, reason: str) -> TokenEvent | None:
+        """End a request that cannot be computed."""
+        return self._end(request_id, "error", reason)
+
+    def preempt(self, request_id: str) -> bool:
+        """Send a running request back to the queue, to be computed again; False when it is not running."""
+        sequence = self._roster.find(request_id)
+        if sequence is None or not sequence.is_running:
+            return False
+        self._roster.preempt(sequence)
+        return True
+
+    def request_ids(self) -> set[str]:
+        """Of all requests that have not ended."""
+        return self._roster.request_ids()
+
+    def park(self, request_id: str) -> bool:
+        """Set a request aside until `resume`: it gives its place and pages to others. False when it is not here."""
+        sequence = self._roster.find(request_id)
+        if sequence is None or sequence.parked_s is not None:
+            return False
+        self._roster.park(sequence)
+        sequence.parked_s = self._now
+        return True
+
+    def resume(self, request_id: str) -> bool:
+        """Let a parked request go on, with the same tokens; False when it is not parked."""
+        sequence = self._roster.find(request_id)
+        if sequence is None or sequence.parked_s is None:
+            return False
+        sequence.parked_s = None
+        self._roster.resume(sequence)
+        return True
+
+    @property
+    def num_running(self) -> int:
+        return len(self._roster.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._roster.waiting)
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """Pages that requests hold; kept prefixes that nobody uses do not count."""
+        return self._roster.store.num_in_use
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request can run, or an event waits for the next commit."""
+        return bool(self._roster.running or self._roster.waiting or self._ended)
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._roster.parked)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Everything counted so far; a copy."""
+        roster, counts = self._roster, self._counts
+        return SchedulerStatistics(
+            num_arrivals=self._num_arrivals,
+            num_finished=dict(counts.num_finished),
+            num_waiting_now=len(roster.waiting),
+            num_running_now=len(roster.running),
+            num_parked_now=len(roster.parked),
+            num_steps=counts.num_steps,
+            num_steps_by_draft_length=dict(sorted(counts.num_steps_by_draft_length.items())),
+            num_computed_tokens=counts.num_computed_tokens,
+            num_verify_blocks=counts.num_verify_blocks,
+            num_draft_tokens=counts.num_draft_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
+            num_emitted_by_verify=counts.num_accepted_tokens + counts.num_verify_blocks,
+            acceptance_by_position=counts.acceptance.rates(),
+            num_preemptions=roster.num_preemptions,
+            num_admitted_prompt_tokens=roster.num_admitted_prompt_tokens,
+            num_prefix_hit_tokens=roster.num_prefix_hit_tokens,
+            num_pages=self.limits.num_pages,
+            num_pages_in_use_now=roster.store.num_in_use,
+            num_pages_kept_now=roster.store.num_kept,
+            num_evicted_pages=roster.store.num_evicted_pages,
+        )
+
+    # Steps
+
+    def schedule(self, now: float = 0.0) -> StepBatch:
+        """The next step of the plain loop; empty when nothing can run."""
+        assert not self._flights, "the plain loop commits a step before it schedules the next"
+        return self.plan(now).resolve({})
+
+    def plan(self, now: float = 0.0) -> PlannedStep:
+        """The next step, while at most one other is uncommitted. Every plan is committed or abandoned."""
+        assert len(self._flights) <= 1, "a step may be planned while one runs, not while two do"
+        self.expire(now)
+        step, sequences = self._planner.plan(now)
+        flights = {}
+        for sequence in sequences:
+            assert sequence.in_flight is not None
+            flights[sequence.request_id] = _Flight(
+                sequence=sequence, row=sequence.in_flight, residency=sequence.residency
+            )
+        self._flights.append(flights)
+        return step
+
+    def expire(self, now: float) -> None:
+        """End requests that waited or were parked too long; the next commit tells. `plan` does this, too."""
+        self._now = now
+        for sequence in self._roster.waiting.expired(now):
+            message = problem(
+                f"request {sequence.request_id!r}",
+                expected=f"a first step within {sequence.request.queue_timeout_s} s",
+                found=f"{now - sequence.arrived_s:.3f} s in the queue",
+                mend="Try again later, or raise queue_timeout_s.",
+            )
+            self._time_out(sequence, message)
+        max_parked_s = self.config.max_parked_s
+        for sequence in list(self._roster.parked.values()):
+            if max_parked_s is not None and sequence.parked_s is not None and now - sequence.parked_s >= max_parked_s:
+                message = problem(
+                    f"request {sequence.request_id!r}",
+                    expected=f"a reader that takes its tokens within {max_parked_s} s",
+                    found=f"{now - sequence.parked_s:.3f} s without one",
+                    mend="Read the stream, or raise max_parked_s.",
+                )
+                self._time_out(sequence, message)
+
+    def commit(self, batch: StepBatch, result: StepResult, *, elapsed_s: float | None = None) -> list[TokenEvent]:
+        """Take in the oldest planned step. Rows that `batch` lacks count as not run.
+
+        Events come for requests that got tokens, in the order of the batch, after those that ended while waiting.
+        """
+        flights = self._flights.popleft()
+        events, self._ended = self._ended, []
+        for row, row_result in zip(batch.requests, result.requests, strict=True):
+            event = self._commit_row(flights[row.request_id], row, row_result)
+            if event is not None:
+                events.append(event)
+        for flight in flights.values():
+            _land(flight)
+        self._counts.add(batch, result)
+        self._policy.observe(_observation(batch, result, elapsed_s))
+        return events
+
+    def abandon(self) -> None:
+        """Give up the newest planned step, which has not run and never will."""
+        for flight in self._flights.pop().values():
+            _land(flight)
+
+    def check_integrity(self) -> None:
+        """Assert everything that must hold between two calls: pages, places, progress."""
+        self._roster.check_integrity()
+
+    # Inside
+
+    def _commit_row(self, flight: _Flight, row: ScheduledRequest, result: RequestResult) -> TokenEvent | None:
+        sequence = flight.sequence
+        if sequence.finish_reason is not None:
+            return None
+        flaw = _flaw_of(row, result)
+        if flaw is not None:
+            return self.fail(sequence.request_id, flaw)
+        if flight.residency == sequence.residency:
+            event = sequence.advance(row, result)
+            self._roster.keep_full_pages(sequence)
+        else:  # preempted while the step ran: its pages are gone, its tokens are good
+            event = sequence.append(row, result) if flight.row.is_emitting else None
+        if event is not None and event.finish_reason is not None:
+            self._roster.remove(sequence)
+            self._counts.num_finished[event.finish_reason] += 1
+            return replace(event, statistics=sequence.statistics(self._now))
+        return event
+
+    def _time_out(self, sequence: Sequence, message: str) -> None:
+        event = self._end(sequence.request_id, "timeout", message)
+        assert event is not None
+        self._ended.append(event)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> TokenEvent | None:
+        sequence = self._roster.find(request_id)
+        if sequence is None:
+            return None
+        sequence.finish_reason = reason
+        self._roster.remove(sequence)
+        self._counts.num_finished[reason] += 1
+        return TokenEvent(
+            request_id=request_id,
+            token_ids=(),
+            finish_reason=reason,
+            error=error,
+            statistics=sequence.statistics(self._now),
+        )
+
+
+def max_len_of(limits: ExecutorLimits) -> int:
+    """Prompt and emitted tokens that one request can have: max_seq_len, or what all pages hold if that is less."""
+    return min(limits.max_seq_len, limits.num_pages * limits.page_size)
+
+
+def check_fits(request: Request, limits: ExecutorLimits) -> None:
+    """Refuse a request that could not emit a single token.
+
+    Raises:
+        RequestError: the prompt is empty or too long.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    subject = f"request {request.request_id!r} prompt"
+    if num_prompt_tokens == 0:
+        raise RequestError(problem(subject, expected="at least 1 token", found="0", mend="Pass a prompt."))
+    if num_prompt_tokens > limits.max_seq_len - 1:
+        raise RequestError(
+            problem(
+                subject,
+                expected=f"at most {limits.max_seq_len - 1} tokens (max_seq_len - 1)",
+                found=str(num_prompt_tokens),
+                mend="Shorten the prompt, or build the engine with a larger max_seq_len.",
+            )
+        )
+    if num_prompt_tokens > max_len_of(limits) - 1:
+        raise RequestError(
+            problem(
+                subject,
+                expected=f"at most {max_len_of(limits) - 1} tokens ({limits.num_pages} pages of {limits.page_size})",
+                found=str(num_prompt_tokens),
+                mend="Shorten the prompt, or give the engine more K/V memory.",
+            )
+        )
+
+
+def _land(flight: _Flight) -> None:
+    """The step is over; a later one may be in flight already."""
+    if flight.sequence.in_flight is flight.row:
+        flight.sequence.in_flight = None
+
+
+def _flaw_of(row: ScheduledRequest, result: RequestResult) -> str | None:
+    """What is wrong with a result that breaks the step contract."""
+    next_context_len = row.context_len + len(row.token_ids) - row.num_candidates + result.num_accepted
+    if not 0 <= result.num_accepted <= row.num_candidates:
+        found = f"num_accepted {result.num_accepted} of {row.num_candidates} candidates"
+    elif len(result.emitted_tokens) != result.num_accepted + 1:
+        found = f"{len(result.emitted_tokens)} emitted tokens with num_accepted {result.num_accepted}"
+    elif result.next_context_len != next_context_len:
+        found = f"next_context_len {result.next_context_len} instead of {next_context_len}"
+    else:
+        return None
+    return problem(
+        f"request {row.request_id!r} step",
+        expected="a result that follows the step contract",
+        found=found,
+        mend="This is a bug of the executor: please report it.",
+    )
+
+
+def _observation(batch: StepBatch, result: StepResult, elapsed_s: float | None) -> StepObservation:
+    verified = tuple(
+        (row.num_candidates, row_result.num_accepted)
+        for row, row_result in zip(batch.requests, result.requests, strict=True)
+        if row.num_candidates
+    )
+    num_prompt_tokens = sum(len(row.token_ids) for row in batch.requests if len(row.token_ids) > row.num_candidates + 1)
+    return StepObservation(
+        num_draft_tokens=batch.num_draft_tokens,
+        num_decoding=sum(len(row.token_ids) == row.num_candidates + 1 for row in batch.requests),
+        num_prefill_tokens=num_prompt_tokens,
+        verified=verified,
+        elapsed_s=elapsed_s,
+    )

@@ -1,0 +1,79 @@
+"""What a scheduler has done so far, as plain numbers others can export."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.request import FinishReason
+from dflash_trt.scheduler.acceptance import AcceptanceCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerStatistics:
+    """Counts since the start, except those that say "now".
+
+    `acceptance_by_position[i]` is the fraction of drafts at position i that were accepted, among those whose
+    predecessors all were. `num_emitted_by_verify` counts accepted + 1 per verify block. `prefix_hit_fraction` is the
+    part of all prompt tokens, at first admission, that were found computed.
+    """
+
+    num_arrivals: int
+    num_finished: dict[FinishReason, int]
+    num_waiting_now: int
+    num_running_now: int
+    num_parked_now: int
+    num_steps: int
+    num_steps_by_draft_length: dict[int, int]
+    num_computed_tokens: int  # rows given to the target
+    num_verify_blocks: int
+    num_draft_tokens: int  # verified
+    num_accepted_tokens: int
+    num_emitted_by_verify: int
+    acceptance_by_position: tuple[float | None, ...]
+    num_preemptions: int
+    num_admitted_prompt_tokens: int
+    num_prefix_hit_tokens: int
+    num_pages: int
+    num_pages_in_use_now: int
+    num_pages_kept_now: int  # by the prefix tree, in use or idle
+    num_evicted_pages: int
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens emitted per verify block, bonus included; None before the first."""
+        return self.num_emitted_by_verify / self.num_verify_blocks if self.num_verify_blocks else None
+
+    @property
+    def prefix_hit_fraction(self) -> float | None:
+        """None before the first admission."""
+        if not self.num_admitted_prompt_tokens:
+            return None
+        return self.num_prefix_hit_tokens / self.num_admitted_prompt_tokens
+
+
+@dataclass(kw_only=True)
+class StepCounts:
+    """The running counts behind the statistics, as far as committed steps make them."""
+
+    acceptance: AcceptanceCounts
+    num_finished: Counter[FinishReason] = field(default_factory=Counter)
+    num_steps: int = 0
+    num_steps_by_draft_length: Counter[int] = field(default_factory=Counter)
+    num_computed_tokens: int = 0
+    num_verify_blocks: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, batch: StepBatch, result: StepResult) -> None:
+        """Take in a committed step; one without rows does not count."""
+        if not batch.requests:
+            return
+        self.num_steps += 1
+        self.num_steps_by_draft_length[batch.num_draft_tokens] += 1
+        self.num_computed_tokens += batch.num_tokens
+        for row, row_result in zip(batch.requests, result.requests, strict=True):
+            if row.num_candidates:
+                self.num_verify_blocks += 1
+                self.num_draft_tokens += row.num_candidates
+                self.num_accepted_tokens += row_result.num_accepted
+                self.acceptance.add(row.num_candidates, row_result.num_accepted)

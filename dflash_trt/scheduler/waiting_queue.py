@@ -1,0 +1,66 @@
+"""Requests that wait for a place, the most important first."""
+
+from bisect import insort
+from collections.abc import Iterator
+
+from dflash_trt.core.errors import QueueFullError, problem
+from dflash_trt.scheduler.sequence import Sequence
+
+
+class WaitingQueue:
+    """Ordered by priority, then arrival. Only new arrivals can find it full: a preempted request always comes back."""
+
+    def __init__(self, max_len: int | None = None) -> None:
+        self._max_len = max_len
+        self._sequences: list[Sequence] = []
+        self._timed: list[Sequence] = []  # those that may wait only so long
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._sequences
+
+    @property
+    def is_full(self) -> bool:
+        return self._max_len is not None and len(self._sequences) >= self._max_len
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new arrival.
+
+        Raises:
+            QueueFullError: max_len requests wait already.
+        """
+        if self.is_full:
+            raise QueueFullError(
+                problem(
+                    f"request {sequence.request_id!r}",
+                    expected=f"fewer than {self._max_len} waiting requests",
+                    found=str(len(self._sequences)),
+                    mend="Try again later, or raise max_queue_len.",
+                )
+            )
+        self.put_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Take a preempted request; it goes before everything that arrived after it."""
+        insort(self._sequences, sequence, key=lambda waiting: waiting.importance)
+        if sequence.request.queue_timeout_s is not None and sequence.admitted_s is None:
+            self._timed.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+        if sequence in self._timed:
+            self._timed.remove(sequence)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Those that waited for their first step longer than they may."""
+        return [sequence for sequence in self._timed if _is_expired(sequence, now)]
+
+
+def _is_expired(sequence: Sequence, now: float) -> bool:
+    timeout_s = sequence.request.queue_timeout_s
+    return timeout_s is not None and now - sequence.arrived_s >= timeout_s

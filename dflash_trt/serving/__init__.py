@@ -1,0 +1,1 @@
+"""The engine loop, request streams, text, and the LLM class."""

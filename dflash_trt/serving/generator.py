@@ -1,0 +1,276 @@
+"""Prompts in, texts out, over any executor: what LLM is made of, without an engine directory.
+
+Knows prompts, seeds and end-of-sequence ids; the engine loop knows the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Self
+from weakref import finalize
+
+from dflash_trt.core.batch import ExecutorLimits
+from dflash_trt.core.errors import QueueFullError, RequestError, problem
+from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
+from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.prompts import Prompt, PromptReader
+from dflash_trt.serving.statistics import EngineStatistics
+from dflash_trt.serving.stream import RequestStream, StreamChunk
+
+if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
+    from dflash_trt.serving.text import TextCodec
+
+# A call with very many prompts hands the engine this many per place in the batch, and the others as these end.
+_RUNNING_PER_PLACE = 4
+_QUEUE_POLL_S = 0.01
+
+# A call with very many prompts hands the engine this many per place in the batch, the others as these end.
+_RUNNING_PER_PLACE = 4
+_QUEUE_POLL_S = 0.01
+
+Sampling = SamplingParams | Sequence[SamplingParams] | None
+
+
+class Generator:
+    """Owns an engine loop and its thread. Any thread may call any method.
+
+    `seed` makes the seeds of requests without one reproducible: the n-th prompt given to this object always gets the
+    same. None draws them at random.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        vocab_size: int,
+        codec: TextCodec | None = None,
+        eos_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+    ) -> None:
+        self.codec = codec
+        self._loop = loop
+        self._reader = PromptReader(codec, vocab_size=vocab_size)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seeds = random.Random(seed)
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # of the two above
+        loop.start()
+        self._close = finalize(self, EngineLoop.shutdown, loop)  # also when it is forgotten, and at exit
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._loop.limits
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling = None,
+        *,
+        on_output: Callable[[GenerationOutput], None] | None = None,
+    ) -> list[GenerationOutput]:
+        """One output per prompt, in order; all of them run together.
+
+        A prompt that is refused gets finish_reason "error" and its reason in `error`, the others are unharmed.
+        `on_output` is called here, in this thread, with each output as it is finished.
+
+        Raises:
+            RequestError: `prompts` and `sampling` are lists of different lengths.
+        """
+        samplings = _one_each(prompts, sampling)
+        batch = _Batch(on_output)
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
+                self._submit_when_possible(batch, index, prompt, params)
+            while batch.num_running:
+                batch.collect()
+        finally:  # an interrupt, or a callback that raised
+            batch.cancel()
+        return batch.outputs()
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """The answer as it is made; the last chunk has the output. Leaving the iterator ends the request.
+
+        Raises:
+            RequestError: the prompt is refused.
+        """
+        return _chunks(self.submit(prompt, sampling))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        queue_timeout_s: float | None = None,
+        cache_salt: str = "",
+        max_pending_tokens: int | None = None,
+    ) -> RequestStream:
+        """Start a request and return its stream, for `for`, `async for`, `result` and `cancel`.
+
+        A reader that leaves `max_pending_tokens` untaken has its request set aside until it takes them.
+
+        Raises:
+            RequestError: the prompt is refused, or the queue is full.
+        """
+        number, seed = self._draw()
+        request = self._request(
+            prompt,
+            sampling or SamplingParams(),
+            request_id=_request_id(number) if request_id is None else request_id,
+            seed=seed,
+        )
+        request = replace(request, priority=priority, queue_timeout_s=queue_timeout_s, cache_salt=cache_salt)
+        return self._start(request, max_pending_tokens=max_pending_tokens)
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """Everything measured since the start; a copy."""
+        return self._loop.statistics()
+
+    def check_integrity(self) -> None:
+        """Assert that no page, place or request is lost; see EngineLoop."""
+        self._loop.check_integrity()
+
+    def close(self, *, drains: bool = False) -> None:
+        """End: requests that still run get finish_reason "cancelled", or finish first with `drains`."""
+        self._loop.shutdown(drains=drains)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Inside
+
+    def _draw(self) -> tuple[int, int]:
+        """A number for the next prompt and a seed, should it need one."""
+        with self._lock:
+            return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
+        """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
+        if sampling.stop and self.codec is None:
+            raise RequestError(
+                problem(
+                    "stop strings",
+                    expected="none, for this engine has no tokenizer",
+                    found=repr(sampling.stop),
+                    mend="Use stop_token_ids, or build the engine from a target directory with a tokenizer.",
+                )
+            )
+        eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=self._reader.read(prompt),
+            sampling=sampling,
+            stop_token_ids=eos_token_ids | frozenset(sampling.stop_token_ids),
+            seed=seed if sampling.seed is None else sampling.seed,
+        )
+
+    def _start(self, request: Request, *, max_pending_tokens: int | None = None) -> RequestStream:
+        detokenizer = self.codec.detokenizer() if self.codec else None
+        return self._loop.submit(request, detokenizer, max_pending_tokens=max_pending_tokens)
+
+    def _submit_when_possible(self, batch: _Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Start one of many; waits while there are enough of them, or while the queue is full."""
+        number, seed = self._draw()
+        while True:
+            while batch.num_running >= self.limits.max_batch_size * _RUNNING_PER_PLACE:
+                batch.collect()
+            try:
+                request = self._request(prompt, sampling, request_id=_request_id(number), seed=seed)
+                batch.started(index, self._start(request))
+                return
+            except QueueFullError:
+                if batch.num_running:
+                    batch.collect()
+                else:
+                    time.sleep(_QUEUE_POLL_S)  # others fill the queue
+            except RequestError as error:
+                batch.ended(index, self._refusal(_request_id(number), str(error)))
+                return
+
+    def _refusal(self, request_id: str, error: str) -> GenerationOutput:
+        return GenerationOutput(
+            request_id=request_id,
+            text="" if self.codec else None,
+            token_ids=(),
+            logprobs=(),
+            finish_reason="error",
+            num_prompt_tokens=0,
+            num_verify_steps=0,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            num_emitted_by_verify=0,
+            time_to_first_token_s=0.0,
+            total_s=0.0,
+            error=error,
+        )
+
+
+class _Batch:
+    """The requests of one `generate` call."""
+
+    def __init__(self, on_output: Callable[[GenerationOutput], None] | None) -> None:
+        self._on_output = on_output
+        self._streams: dict[int, RequestStream] = {}
+        self._outputs: dict[int, GenerationOutput] = {}
+        self._finished: SimpleQueue[tuple[int, GenerationOutput]] = SimpleQueue()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._streams)
+
+    def started(self, index: int, stream: RequestStream) -> None:
+        self._streams[index] = stream
+        stream.call_when_done(lambda output: self._finished.put((index, output)))
+
+    def ended(self, index: int, output: GenerationOutput) -> None:
+        self._outputs[index] = output
+        if self._on_output is not None:
+            self._on_output(output)
+
+    def collect(self) -> None:
+        """Wait for one request to end."""
+        index, output = self._finished.get()
+        del self._streams[index]
+        self.ended(index, output)
+
+    def cancel(self) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+
+    def outputs(self) -> list[GenerationOutput]:
+        return [self._outputs[index] for index in sorted(self._outputs)]
+
+
+def _chunks(stream: RequestStream) -> Iterator[StreamChunk]:
+    with stream:
+        yield from stream
+
+
+def _one_each(prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * len(prompts)
+    if len(sampling) != len(prompts):
+        raise RequestError(
+            problem(
+                "sampling parameters",
+                expected=f"one for each of {len(prompts)} prompts",
+                found=str(len(sampling)),
+                mend="Pass one SamplingParams for all prompts, or a list of the same length.",
+            )
+        )
+    return sampling
+
+
+def _request_id(number: int) -> str:
+    return f"request-{number}"

@@ -1,0 +1,127 @@
+"""What the engine has done so far, as a plain object that others can export."""
+
+import math
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dflash_trt.core.request import FinishReason, GenerationOutput
+from dflash_trt.scheduler.statistics import SchedulerStatistics
+
+_NUM_RECENT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """A quantity: `count` and `mean` since the start, percentiles of the most recent 4096 values. None: no value."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None  # of all
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatistics:
+    """Times in seconds. Inter-token latency is a request's mean: time after its first token / tokens after it."""
+
+    uptime_s: float
+    num_requests: int  # that ended
+    num_requests_by_finish_reason: dict[FinishReason, int]
+    num_emitted_tokens: int  # of requests that ended
+    num_failed_steps: int
+    queue_time_s: Distribution
+    time_to_first_token_s: Distribution
+    inter_token_latency_s: Distribution
+    request_time_s: Distribution
+    step_time_s: Distribution
+    scheduler: SchedulerStatistics
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; the derived fractions of the scheduler's counts included."""
+        fields = asdict(self)
+        fields["scheduler"]["acceptance_length"] = self.scheduler.acceptance_length
+        fields["scheduler"]["prefix_hit_fraction"] = self.scheduler.prefix_hit_fraction
+        return fields
+
+
+class Samples:
+    """Values of one quantity as they come; bounded memory."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._count = 0
+        self._sum = 0.0
+        self._max: float | None = None
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        self._count += 1
+        self._sum += value
+        self._max = value if self._max is None else max(self._max, value)
+
+    def distribution(self) -> Distribution:
+        ordered = sorted(self._recent)
+        return Distribution(
+            count=self._count,
+            mean=self._sum / self._count if self._count else None,
+            p50=_percentile(ordered, 0.50),
+            p90=_percentile(ordered, 0.90),
+            p99=_percentile(ordered, 0.99),
+            max=self._max,
+        )
+
+
+class Recorder:
+    """Gathers what the engine loop sees; the scheduler counts its own."""
+
+    def __init__(self, now: float) -> None:
+        self._started_s = now
+        self._finish_reasons: Counter[FinishReason] = Counter()
+        self._num_emitted_tokens = 0
+        self._num_failed_steps = 0
+        self._step_time_s = Samples()
+        self._queue_time_s = Samples()
+        self._time_to_first_token_s = Samples()
+        self._inter_token_latency_s = Samples()
+        self._request_time_s = Samples()
+
+    def add_step(self, elapsed_s: float | None, *, has_failed: bool) -> None:
+        if elapsed_s is not None:
+            self._step_time_s.add(elapsed_s)
+        self._num_failed_steps += has_failed
+
+    def add(self, output: GenerationOutput) -> None:
+        """Take in a request that ended."""
+        self._finish_reasons[output.finish_reason] += 1
+        self._num_emitted_tokens += len(output.token_ids)
+        self._queue_time_s.add(output.statistics.queue_time_s)
+        self._request_time_s.add(output.total_s)
+        if output.token_ids:
+            self._time_to_first_token_s.add(output.time_to_first_token_s)
+        if output.inter_token_latency_s is not None:
+            self._inter_token_latency_s.add(output.inter_token_latency_s)
+
+    def statistics(self, now: float, scheduler: SchedulerStatistics) -> EngineStatistics:
+        return EngineStatistics(
+            uptime_s=now - self._started_s,
+            num_requests=self._finish_reasons.total(),
+            num_requests_by_finish_reason=dict(self._finish_reasons),
+            num_emitted_tokens=self._num_emitted_tokens,
+            num_failed_steps=self._num_failed_steps,
+            queue_time_s=self._queue_time_s.distribution(),
+            time_to_first_token_s=self._time_to_first_token_s.distribution(),
+            inter_token_latency_s=self._inter_token_latency_s.distribution(),
+            request_time_s=self._request_time_s.distribution(),
+            step_time_s=self._step_time_s.distribution(),
+            scheduler=scheduler,
+        )
+
+
+def _percentile(ordered: list[float], fraction: float) -> float | None:
+    """Nearest rank: the smallest value that at least this fraction of the values does not exceed."""
+    if not ordered:
+        return None
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]

@@ -1,0 +1,210 @@
+"""What one request gives its caller, as it comes: from the engine's thread to whoever reads.
+
+The engine puts and never waits. A reader that falls behind finds its pieces merged into one, so a stream holds no
+more than the request's own tokens.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+from dflash_trt.core.request import FinishReason, GenerationOutput
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamChunk:
+    """What is new since the last chunk. `text` is None without a tokenizer; the last chunk has the `output`.
+
+    Text may lag behind the tokens, while it could be part of a character or of a stop string.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    finish_reason: FinishReason | None = None
+    output: GenerationOutput | None = None
+
+    def followed_by(self, other: "StreamChunk") -> "StreamChunk":
+        """Both chunks as one."""
+        return StreamChunk(
+            text=other.text if self.text is None else self.text + (other.text or ""),
+            token_ids=self.token_ids + other.token_ids,
+            logprobs=self.logprobs + other.logprobs,
+            finish_reason=other.finish_reason,
+            output=other.output,
+        )
+
+
+class Mailbox:
+    """Where the engine leaves chunks. Both threads use it; neither holds its lock for longer than a merge.
+
+    When `max_pending_tokens` have piled up the engine parks the request; the reader, on taking them, has it resumed.
+    """
+
+    def __init__(self, *, max_pending_tokens: int | None = None, resume: Callable[[], None] | None = None) -> None:
+        self._max_pending_tokens = max_pending_tokens
+        self._resume = resume
+        self._is_parked = False
+        self._condition = threading.Condition()
+        self._pending: StreamChunk | None = None
+        self._output: GenerationOutput | None = None
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._callbacks: list[Callable[[GenerationOutput], None]] = []
+
+    @property
+    def output(self) -> GenerationOutput | None:
+        return self._output
+
+    def put(self, chunk: StreamChunk) -> None:
+        """Add a chunk and wake whoever waits. Called by the engine, never blocks on the reader."""
+        with self._condition:
+            assert self._output is None, "nothing comes after the last chunk"
+            self._pending = chunk if self._pending is None else self._pending.followed_by(chunk)
+            self._output = chunk.output
+            waiters, self._waiters = self._waiters, []
+            self._condition.notify_all()
+        for loop, future in waiters:
+            _wake(loop, future)
+
+    def park_if_full(self) -> bool:
+        """Whether the reader is too far behind; it will then call `resume` when it takes what is here."""
+        with self._condition:
+            if self._max_pending_tokens is None or self._pending is None or self._output is not None:
+                return False
+            self._is_parked = len(self._pending.token_ids) >= self._max_pending_tokens
+            return self._is_parked
+
+    def run_callbacks(self) -> None:
+        """Called by the engine after the last chunk, when it is ready to be called back."""
+        with self._condition:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            assert self._output is not None
+            _call(callback, self._output)
+
+    def take(self, timeout_s: float | None = None) -> StreamChunk | None:
+        """The next chunk, waiting for one; None after the last.
+
+        Raises:
+            TimeoutError: none came within timeout_s.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._pending or self._output, timeout_s):
+                raise TimeoutError(f"no token within {timeout_s} s")
+            chunk, was_parked = self._pop()
+        self._after_taking(was_parked)
+        return chunk
+
+    async def take_async(self) -> StreamChunk | None:
+        """The same, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._condition:
+                is_ready = bool(self._pending or self._output)
+                if is_ready:
+                    chunk, was_parked = self._pop()
+                else:
+                    future: asyncio.Future[None] = loop.create_future()
+                    self._waiters.append((loop, future))
+            if is_ready:
+                self._after_taking(was_parked)
+                return chunk
+            await future
+
+    def call_when_done(self, callback: Callable[[GenerationOutput], None]) -> None:
+        """Have `callback` run by the engine's thread at the end, or now if that has come. It must be quick."""
+        with self._condition:
+            if self._output is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._output)
+
+    def _pop(self) -> tuple[StreamChunk | None, bool]:
+        chunk, self._pending = self._pending, None
+        was_parked, self._is_parked = self._is_parked, False
+        return chunk, was_parked
+
+    def _after_taking(self, was_parked: bool) -> None:
+        """Outside the lock: the engine takes its own lock first and this one second."""
+        if was_parked and self._resume is not None:
+            self._resume()
+
+
+class RequestStream:
+    """A request's answer: iterate over its chunks, with `for` or `async for`, or wait for the whole `result`.
+
+    One reader at a time. Leaving a loop early does not end the request: call `cancel`, or use the stream as a context
+    manager. A stream that is forgotten cancels its request.
+    """
+
+    def __init__(self, request_id: str, mailbox: Mailbox, cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self._mailbox = mailbox
+        self._cancel = cancel
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        while (chunk := self.take()) is not None:
+            yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
+        while (chunk := await self._mailbox.take_async()) is not None:
+            yield chunk
+
+    def __enter__(self) -> "RequestStream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        return self._mailbox.output is not None
+
+    def take(self, timeout_s: float | None = None) -> StreamChunk | None:
+        """The next chunk, waiting for one; None after the last.
+
+        Raises:
+            TimeoutError: none came within timeout_s.
+        """
+        return self._mailbox.take(timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> GenerationOutput:
+        """The finished output, whatever part of it was read as chunks. Reads the chunks that are left.
+
+        Raises:
+            TimeoutError: the next chunk took longer than timeout_s.
+        """
+        while self.take(timeout_s) is not None:
+            pass
+        output = self._mailbox.output
+        assert output is not None
+        return output
+
+    def cancel(self) -> None:
+        """End the request now; a last chunk with finish_reason "cancelled" comes. Nothing happens after its end."""
+        self._cancel()
+
+    def call_when_done(self, callback: Callable[[GenerationOutput], None]) -> None:
+        """Have `callback` run in the engine's thread at the end; it must be quick."""
+        self._mailbox.call_when_done(callback)
+
+
+def _call(callback: Callable[[GenerationOutput], None], output: GenerationOutput) -> None:
+    try:
+        callback(output)
+    except Exception:  # noqa: BLE001 - of the caller's making: the engine's thread must go on
+        _LOG.exception("a callback of request %s failed", output.request_id)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
+    def set_result() -> None:
+        if not future.done():  # the reader may have been cancelled
+            future.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(set_result)

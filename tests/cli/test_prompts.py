@@ -1,0 +1,95 @@
+import json
+from typing import Any
+
+import pytest
+
+from dflash_trt.cli.prompts import Defaults, InputRow, Job, Refusal, rows_of_jsonl, rows_of_texts
+from dflash_trt.core.request import SamplingParams
+
+DEFAULTS = Defaults(sampling=SamplingParams(max_new_tokens=7, temperature=0.5))
+
+
+def test_rows_take_the_command_lines_sampling_unless_they_bring_their_own() -> None:
+    plain, own = _rows(
+        {"prompt": "a"}, {"prompt": "b", "temperature": 0, "seed": 3, "stop": "x", "stop_token_ids": [1]}
+    )
+    assert plain == Job(row_id=1, prompt={"prompt": "a"}, sampling=DEFAULTS.sampling)
+    assert isinstance(own, Job)
+    assert own.sampling == SamplingParams(max_new_tokens=7, temperature=0, seed=3, stop=("x",), stop_token_ids=(1,))
+
+
+def test_every_kind_of_prompt_is_passed_on() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    prompts = [{"prompt": "a"}, {"messages": messages}, {"prompt_token_ids": [1, 2]}]
+    assert [_prompt(row) for row in _rows(*prompts)] == prompts
+
+
+def test_ids_are_the_rows_own_or_line_numbers() -> None:
+    lines = [b'{"prompt": "a"}\n', b"\n", b'{"prompt": "b", "id": "mine"}\n', b'{"prompt": "c"}']
+    assert [row.row_id for row in rows_of_jsonl(lines, DEFAULTS)] == [1, "mine", 4]
+
+
+def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -> None:
+    defaults = Defaults(sampling=SamplingParams(), wraps_in_chat=True, system="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    own_system = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "hi"}]
+    rows = _rows({"prompt": "a"}, {"messages": [{"role": "user"}]}, {"messages": own_system}, defaults=defaults)
+    assert [_prompt(row) for row in rows] == [
+        {"messages": [system, {"role": "user", "content": "a"}]},
+        {"messages": [system, {"role": "user"}]},
+        {"messages": own_system},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "a"', "expected a JSON object"),
+        (b'{"prompt": "\xff"}', "expected UTF-8 text, found byte 0xff at 12"),
+        (b"[1]", "found a JSON list"),
+        (b'"text"', "found a JSON str"),
+        (b"[" * 100_000, "expected a JSON object"),
+        (b"{}", "expected exactly one of prompt, messages, prompt_token_ids, found none"),
+        (b'{"prompt": "a", "messages": []}', "found prompt and messages"),
+        (b'{"prompt": "a", "temprature": 1}', "Did you mean 'temperature'?"),
+        (b'{"prompt": "a", "zzz": 1}', "Known fields: id, prompt"),
+        (b'{"prompt": "a", "max_new_tokens": 0}', "sampling max_new_tokens: expected 1 or more, found 0"),
+        (b'{"prompt": "a", "max_new_tokens": "9"}', "sampling max_new_tokens: expected a valid integer, found '9'"),
+        (b'{"prompt": "a", "max_new_tokens": true}', "sampling max_new_tokens"),
+        (b'{"prompt": "a", "temperature": null}', "sampling temperature"),
+        (b'{"prompt": "a", "temperature": NaN}', "sampling temperature: expected 0 or more, finite"),
+        (b'{"prompt": "a", "top_p": 0}', "sampling top_p"),
+        (b'{"prompt": "a", "stop": [""]}', "sampling stop: expected non-empty strings"),
+        (b'{"prompt": "a", "stop": [1, 2]}', "sampling stop"),
+        (b'{"prompt": "a", "seed": 99999999999999999999}', "sampling seed"),
+        (b'{"prompt": "a", "id": 1.5}', "an id that is a string or an integer"),
+        (b'{"prompt": "\\ud800"}', "expected valid Unicode text"),
+        (b'{"prompt": "a", "id": "\\udfff"}', "expected valid Unicode text"),
+    ],
+)
+def test_a_wrong_row_is_refused_alone(line: bytes, said: str) -> None:
+    before, refused, after = rows_of_jsonl([b'{"prompt": "a"}', line, b'{"prompt": "b"}'], DEFAULTS)
+    assert isinstance(before, Job)
+    assert isinstance(after, Job)
+    assert isinstance(refused, Refusal)
+    assert refused.row_id == 2
+    assert said in refused.error
+
+
+def test_all_problems_of_a_row_are_named() -> None:
+    (row,) = _rows({"temperature": 2, "tempo": 1})
+    assert isinstance(row, Refusal)
+    assert "2 problems" in row.error
+
+
+def test_prompts_of_the_command_line_are_numbered() -> None:
+    assert [row.row_id for row in rows_of_texts(["a", "b"], DEFAULTS)] == [1, 2]
+
+
+def _rows(*rows: dict[str, Any], defaults: Defaults = DEFAULTS) -> list[InputRow]:
+    return list(rows_of_jsonl((json.dumps(row).encode() for row in rows), defaults))
+
+
+def _prompt(row: InputRow) -> Any:
+    assert isinstance(row, Job)
+    return row.prompt

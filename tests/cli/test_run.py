@@ -1,0 +1,174 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.factories import END_OF_TEXT_ID, make_target
+
+GREEDY = ["--max-new-tokens", "12", "--ignore-eos"]
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_one_prompt_prints_its_text_and_a_summary_on_stderr(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--prompt", "def f", *GREEDY)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith("\n")
+    assert "1 request: 5 prompt and 12 output tokens" in result.stderr
+    assert "time to first token" in result.stderr
+    assert "bonus included" in result.stderr
+    assert "accepted by draft position: 1: " in result.stderr
+
+
+def test_several_prompts_are_labelled(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--prompt", "a", "--prompt", "b", *GREEDY)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("[1] ")
+    assert "\n[2] " in result.stdout
+
+
+def test_a_prompt_may_be_piped_in(engine_dir, invoke) -> None:
+    piped = invoke("run", engine_dir, *GREEDY, stdin="def f\n")
+    assert piped.exit_code == 0
+    assert piped.stdout == invoke("run", engine_dir, "--prompt", "def f", *GREEDY).stdout
+
+
+def test_streaming_prints_the_same_text(engine_dir, invoke) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY]
+    streamed = invoke(*words, "--stream")
+    assert streamed.exit_code == 0
+    assert streamed.stdout == invoke(*words).stdout
+    assert "12 output tokens" in streamed.stderr
+
+
+@pytest.mark.parametrize("flags", [["--no-drafter"], ["--num-draft-tokens", "0"], ["--num-draft-tokens", "1"]])
+def test_greedy_text_does_not_depend_on_the_drafter(engine_dir, invoke, flags) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY]
+    assert invoke(*words, *flags).stdout == invoke(*words).stdout
+
+
+def test_a_run_without_the_drafter_verifies_nothing(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--no-drafter", "--json")
+    document = json.loads(result.stdout)
+    assert document["summary"]["uses_drafter"] is False
+    assert document["summary"]["num_verify_steps"] == 0
+    assert document["outputs"][0]["acceptance_length"] is None
+
+
+def test_json_is_one_object_with_summary_and_outputs_and_nothing_on_stderr(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--json", "--logprobs")
+    assert result.stderr == ""
+    document = json.loads(result.stdout)
+    summary, (row,) = document["summary"], document["outputs"]
+    assert (
+        summary["num_output_tokens"] == row["num_output_tokens"] == len(row["token_ids"]) == len(row["logprobs"]) == 12
+    )
+    assert summary["acceptance_length"] == row["acceptance_length"]
+    assert summary["acceptance_length_includes_bonus"] is True
+    assert len(summary["accepted_fraction_by_position"]) == summary["max_draft_tokens"] == 3
+    assert row["finish_reason"] == "length"
+    assert row["num_prompt_tokens"] == 5
+    assert max(row["logprobs"]) <= 0
+
+
+def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_path, invoke) -> None:
+    source = _write_rows(
+        tmp_path / "in.jsonl",
+        {"prompt": "def f", "max_new_tokens": 30, "id": "long"},
+        {"prompt": "def f", "max_new_tokens": 2, "id": "short"},
+        {"prompt_token_ids": [9, 8, 7]},
+        {"prompt": "def f", "temperature": 1.0, "seed": 5},
+    )
+    output = tmp_path / "out.jsonl"
+    words = ["run", engine_dir, "--input-file", source, "--output-file", output, *GREEDY]
+    result = invoke(*words)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+    rows = _rows(output.read_text())
+    assert [(row["id"], row["num_output_tokens"]) for row in rows] == [("long", 30), ("short", 2), (3, 12), (4, 12)]
+    assert rows[0]["token_ids"][:2] == rows[1]["token_ids"]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+    # Without an output file the same rows stand on stdout; with --json beside one, only the summary does.
+    printed = _rows(invoke("run", engine_dir, "--input-file", source, *GREEDY).stdout)
+    assert [row["token_ids"] for row in printed] == [row["token_ids"] for row in rows]
+    assert json.loads(invoke(*words, "--json").stdout).keys() == {"summary"}
+
+
+def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--input-file", "-", *GREEDY, stdin='{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [row["id"] for row in _rows(result.stdout)] == [1, 2]
+
+
+def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_path, invoke) -> None:
+    source = _write_rows(tmp_path / "in.jsonl", {"prompt": "def f", "id": "a"}, {"prompt": "import", "id": "b"})
+    trace = tmp_path / "trace.jsonl"
+    result = invoke("run", engine_dir, "--input-file", source, "--trace", trace, *GREEDY)
+    assert result.exit_code == 0, result.stderr
+    lines = _rows(trace.read_text())
+    for row in _rows(result.stdout):
+        steps = [line for line in lines if line["id"] == row["id"]]
+        assert len(steps) == row["num_verify_steps"]
+        assert sum(step["num_accepted"] for step in steps) == row["num_accepted_tokens"]
+        assert sum(step["num_candidates"] for step in steps) == row["num_draft_tokens"]
+        # The prefill's token is not of a verify step, and a last block may have nothing left to verify.
+        emitted = [token for step in steps for token in step["token_ids"]]
+        assert row["token_ids"][1 : 1 + len(emitted)] == emitted
+        for before, after in pairwise(steps):
+            assert after["context_len"] == before["context_len"] + before["num_accepted"] + 1
+        assert steps[0]["context_len"] == row["num_prompt_tokens"]
+
+
+def test_stop_strings_stop_tokens_and_the_end_token_stop(engine_dir, invoke) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY, "--json"]
+    tokens = json.loads(invoke(*words).stdout)["outputs"][0]["token_ids"]
+    stopped = json.loads(invoke(*words, "--stop-token-id", tokens[4]).stdout)["outputs"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["token_ids"] == tokens[: tokens.index(tokens[4]) + 1]
+
+
+def test_sampling_options_reach_the_engine(engine_dir, invoke) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY, "--json", "--temperature", "1.5"]
+    texts = [
+        tuple(json.loads(invoke(*words, *more).stdout)["outputs"][0]["token_ids"])
+        for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--seed", "2", "--top-k", "1"])
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    greedy = json.loads(invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--json").stdout)
+    assert list(texts[3]) == greedy["outputs"][0]["token_ids"]
+
+
+def test_an_engine_without_a_tokenizer_serves_token_ids(tmp_path, invoke) -> None:
+    make_target(tmp_path / "target", tokenizer=False)
+    assert invoke("build", "--target", tmp_path / "target", "-o", tmp_path / "engine").exit_code == 0
+    source = _write_rows(tmp_path / "in.jsonl", {"prompt_token_ids": [5, 6, 7]}, {"prompt": "text"})
+    result = invoke("run", tmp_path / "engine", "--input-file", source, *GREEDY)
+    assert result.exit_code == 1
+    served, refused = _rows(result.stdout)
+    assert served["text"] is None
+    assert served["num_output_tokens"] == 12
+    assert "no tokenizer" in refused["error"]
+
+
+def test_chat_without_a_template_is_an_error_of_the_request(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, "--prompt", "hi", "--chat", *GREEDY)
+    assert result.exit_code == 1
+    assert "chat template" in result.stderr
+
+
+def test_the_end_token_is_a_stop_unless_ignored(tmp_path, invoke) -> None:
+    """A target whose every token is an end token."""
+    make_target(tmp_path / "target", eos_token_id=list(range(END_OF_TEXT_ID, 272)))
+    assert invoke("build", "--target", tmp_path / "target", "-o", tmp_path / "engine").exit_code == 0
+    words = ["run", tmp_path / "engine", "--prompt", "def f", "--max-new-tokens", "5", "--json"]
+    ended, ignored = (json.loads(invoke(*words, *more).stdout)["outputs"][0] for more in ([], ["--ignore-eos"]))
+    assert (ended["finish_reason"], ended["num_output_tokens"]) == ("stop", 1)
+    assert (ignored["finish_reason"], ignored["num_output_tokens"]) == ("length", 5)

@@ -1,0 +1,163 @@
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOOD = {"prompt": "def f", "id": "good"}
+DFLASH_TRT = [sys.executable, "-m", "dflash_trt.cli.main"]
+GREEDY = ["--max-new-tokens", "6", "--ignore-eos"]
+
+BAD_LINES = {
+    b'{"prompt": ""}': "at least 1 token",
+    b'{"prompt_token_ids": []}': "at least 1 token",
+    b'{"prompt_token_ids": [1, 9999]}': "an integer from 0 to",
+    b'{"prompt_token_ids": "abc"}': "expected a list",
+    b'{"prompt": 5}': "expected a string",
+    b'{"messages": []}': "messages",
+    b'{"prompt": "%s"}' % (b"x" * 200): "max_seq_len",
+    b'{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens",
+    b'{"prompt": "\xc3("}': "UTF-8",
+    b'{"prompt": ': "a JSON object",
+    b'{"prompt": "a", "top_q": 1}': "top_p",
+}
+
+
+def test_bad_rows_fail_alone_and_the_exit_code_says_so(engine_dir, tmp_path, invoke) -> None:
+    """Every bad line between two good ones: the good ones come out as if the bad ones were not there."""
+    good = json.dumps(GOOD).encode()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join([good, *(line + b"\n" + good for line in BAD_LINES)]))
+    result = invoke("run", engine_dir, "--input-file", source, "--output-file", output, *GREEDY)
+    assert result.exit_code == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(rows) == 1 + 2 * len(BAD_LINES)
+    served, refused = rows[::2], rows[1::2]
+    assert {row["id"] for row in served} == {"good"}
+    assert len({tuple(row["token_ids"]) for row in served}) == 1
+    for line_number, row, said in zip(range(2, 99, 2), refused, BAD_LINES.values(), strict=False):
+        assert row["id"] == line_number
+        assert row["finish_reason"] == "error"
+        assert row["token_ids"] == []
+        assert said in row["error"]
+    assert f"error: {len(BAD_LINES)} of {len(rows)} requests failed" in result.stderr
+    assert "... and 1 more" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [("", "at least 1 token"), ("x" * 200, "max_seq_len"), ("\udcff", "valid Unicode text")]
+)
+@pytest.mark.parametrize("flags", [[], ["--stream"]])
+def test_a_bad_prompt_on_the_command_line_is_one_error(engine_dir, invoke, prompt, said, flags) -> None:
+    result = invoke("run", engine_dir, "--prompt", prompt, *GREEDY, *flags)
+    assert result.exit_code == 1
+    assert result.stdout.strip() == ""
+    assert result.stderr.count("error: ") == 1
+    assert said in result.stderr
+
+
+def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
+    result = invoke("run", engine_dir, *GREEDY, stdin=b"abc\xff")
+    assert result.exit_code == 1
+    assert "valid Unicode text" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
+        (["--prompt", "a", "--temperature", "-1", "--top-p", "2"], "2 problems"),
+        (["--prompt", "a", "--temperature", "hot"], "--temperature"),
+        (["--prompt", "a", "--num-draft-tokens", "9"], "expected 0 to 3"),
+        (["--prompt", "a", "--num-draft-tokens", "-1"], "--num-draft-tokens: expected 0 or more, found -1"),
+        (["--prompt", "a", "--num-draft-tokens", "1", "--no-drafter"], "--no-drafter"),
+        (["--prompt", "a", "--input-file", "x"], "--prompt: expected no --input-file"),
+        (["--prompt", "a", "--prompt", "b", "--stream"], "--stream: expected one --prompt"),
+        (["--prompt", "a", "--stream", "--json"], "--stream: expected no --json"),
+        (["--prompt", "a", "--system", "s"], "--system: expected --chat"),
+        (["--prompt", "a", "--logprobs"], "--logprobs"),
+        (["--input-file", "/nowhere/in.jsonl"], "/nowhere/in.jsonl: expected a JSONL file"),
+        (["--prompt", "a", "--output-file", "/nowhere/out.jsonl"], "/nowhere/out.jsonl: expected a file to write"),
+        (["--prompt", "a", "--trace", "/nowhere/out.jsonl"], "/nowhere/out.jsonl: expected a file to write"),
+        (["--input-file", "/dev/null"], "expected at least one row"),
+    ],
+)
+def test_wrong_options_are_usage_errors(engine_dir, invoke, words, said) -> None:
+    result = invoke("run", engine_dir, *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert said in result.stderr
+
+
+def test_a_missing_engine_is_one_error_and_no_output_file(tmp_path, invoke) -> None:
+    result = invoke("run", tmp_path / "none", "--prompt", "a", "--output-file", tmp_path / "out.jsonl")
+    assert result.exit_code == 1
+    assert "expected an engine directory, found nothing at that path" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_old_results_and_nothing_else(engine_dir, tmp_path, invoke, monkeypatch) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("old results\n")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    result = invoke("run", engine_dir, "--prompt", "a", *GREEDY, "--output-file", output)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert output.read_text() == "old results\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_results_may_go_to_what_is_no_regular_file(engine_dir, invoke) -> None:
+    assert invoke("run", engine_dir, "--prompt", "a", *GREEDY, "--output-file", "/dev/null").exit_code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_ends_cleanly_and_leaves_nothing(engine_dir, tmp_path, number, exit_code) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "def f"}\n' * 3000)
+    words = ["--input-file", source, "--output-file", output, "--trace", tmp_path / "trace.jsonl"]
+    command = [*DFLASH_TRT, "run", engine_dir, *words, "--max-new-tokens", "80", "--ignore-eos"]
+    with subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob(".out.jsonl.tmp-*")), process)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == exit_code, stderr
+    assert "Traceback" not in stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(engine_dir) -> None:
+    command = [*DFLASH_TRT, "run", str(engine_dir), "--input-file", "-", "--max-new-tokens", "40"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(b'{"prompt": "def f"}\n' * 500)
+        process.stdin.close()
+        assert process.stdout.readline().startswith(b'{"id": 1')
+        process.stdout.close()
+        stderr = process.stderr.read()
+    assert process.returncode == 1
+    assert stderr == b""
+
+
+def _wait_for(is_there: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,112 @@
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_trt.compile.build import build_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import BuildError
+from dflash_trt.core.weight_spec import draft_weights, target_weights
+from dflash_trt.engine_dir import EngineDir, write_engine_dir
+from dflash_trt.engine_dir.tensor_file import read_tensor_headers
+from tests.engine_dir.building import build
+
+
+def test_the_weights_are_those_of_the_tables_in_their_order(built: Path) -> None:
+    manifest = EngineDir.open(built).manifest
+    assert manifest.draft is not None
+    table = target_weights(manifest.target) | draft_weights(manifest.draft)
+    headers = read_tensor_headers(built / "rank0.safetensors")
+    assert {name: header.shape for name, header in headers.items()} == {
+        name: spec.shape for name, spec in table.items()
+    }
+    stored = json.loads(_header_text(built / "rank0.safetensors"))
+    assert [name for name in stored if name != "__metadata__"] == list(table)
+
+
+def test_integer_tensors_stay_int64_in_a_bfloat16_engine(checkpoints: Path, tmp_path: Path) -> None:
+    engine = build(checkpoints, tmp_path / "engine", drafter="speculator", dtype="bfloat16")
+    tensors = load_file(engine.weights_path(0))
+    assert tensors["draft.draft_to_target"].dtype == torch.int64
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "draft.draft_to_target"} == {torch.bfloat16}
+
+
+def test_a_target_without_a_tokenizer_gives_an_engine_without_one(checkpoints: Path, tmp_path: Path) -> None:
+    assert build(checkpoints, tmp_path / "engine", target="untokenized").tokenizer_path is None
+
+
+def test_an_interrupted_build_leaves_nothing(checkpoints: Path, tmp_path: Path) -> None:
+    def interrupt(progress: Any) -> None:
+        if progress.done_bytes:
+            raise KeyboardInterrupt
+
+    config = BuildConfig(target="target")
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(
+            config, tmp_path / "deep/engine", base_dir=checkpoints, overwrite=False, command=(), progress=interrupt
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_between_the_renames_brings_the_old_engine_back(
+    engine: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (engine / "config.json").read_bytes()
+    rename = Path.rename
+
+    def interrupted_rename(self: Path, target: Path) -> Path:
+        if ".tmp-" in self.name:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted_rename)
+    with pytest.raises(KeyboardInterrupt):
+        build(checkpoints, engine, overwrite=True, max_seq_len=64)
+    assert (engine / "config.json").read_bytes() == before
+    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
+
+
+def test_a_damaged_engine_may_be_replaced(engine: Path, checkpoints: Path) -> None:
+    (engine / "rank0.safetensors").unlink()
+    assert build(checkpoints, engine, overwrite=True, max_seq_len=64).manifest.build_config.max_seq_len == 64
+    assert [path.name for path in engine.parent.iterdir()] == ["engine"]
+
+
+def test_an_empty_directory_and_a_link_to_an_engine_may_be_written_to(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    build(checkpoints, tmp_path / "empty")
+    (tmp_path / "link").symlink_to("empty")
+    build(checkpoints, tmp_path / "link", overwrite=True, max_seq_len=64)
+    assert (tmp_path / "link").is_symlink()
+    assert EngineDir.open(tmp_path / "empty").manifest.build_config.max_seq_len == 64
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, checkpoints: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="expected a path that can be written, found Not a directory"):
+        build(checkpoints, tmp_path / "file/engine")
+
+
+def test_the_builders_own_errors_are_not_taken_for_the_disks(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), write_engine_dir(tmp_path / "engine", needed_bytes=0):
+        (tmp_path / "a checkpoint that went away").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_permissions_follow_the_umask(checkpoints: Path, tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        engine = build(checkpoints, tmp_path / "engine")
+    finally:
+        os.umask(old)
+    assert engine.path.stat().st_mode & 0o777 == 0o750
+    assert engine.weights_path(0).stat().st_mode & 0o777 == 0o640
+
+
+def _header_text(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content[8 : 8 + int.from_bytes(content[:8], "little")]

@@ -1,0 +1,135 @@
+"""Packed linears and FP8 pages as the torch back end runs them, against the definition in `quantize/packed.py`."""
+
+import pytest
+import torch
+
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.network.ops import Linear
+from dflash_trt.network.torch_attention import PageSlots, QueryGroup, ScaledPages, read_pages, write_pages
+from dflash_trt.network.torch_packed import apply_packed, fp8_gemm, prepare_linear
+from dflash_trt.quantize.pack import dequantize, pack, segment_amax
+from dflash_trt.quantize.packed import Fp8Weight, PackedWeight
+from tests.engines import decode, make_executor
+
+SEGMENTS = (32, 16, 48)
+FORMATS = ["fp8", "nvfp4", "nvfp4_w4a16"]
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+# The float32 sums of a GEMM come in another order; measured on this test: 6e-7 relative to the largest output.
+SUM_TOLERANCE = 4e-6
+# bfloat16 rounds the product and the scaled product once each, 2**-9 relative to each output; measured: 0.0072.
+BFLOAT16_TOLERANCE = 0.01
+
+
+def packed_weight(weight_format: str, *, input_amax: tuple[float, ...] = (3.0, 3.0, 3.0)) -> PackedWeight[torch.Tensor]:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
+    ranges = segment_amax(weight, SEGMENTS)
+    return pack(weight, weight_format, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
+
+
+def activations() -> torch.Tensor:  # [7, 64], with values beyond the calibrated range
+    return 1.5 * torch.randn(7, 64, generator=torch.Generator().manual_seed(2))
+
+
+def quantized(x: torch.Tensor, weight_format: str, scale: float) -> torch.Tensor:
+    """x_s of the definition, written down once more, value by value."""
+    if weight_format == "fp8":
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    blocks = x.view(len(x), -1, 16)
+    block_scale = (blocks.abs().amax(-1) / (6 * scale)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()[..., None]
+    ratio = blocks / (block_scale * scale)
+    distance = (ratio.abs()[..., None].clamp(max=6) - E2M1).abs()
+    distance = distance + torch.tensor([0.0, 1e-9]).repeat(4)  # ties to the even index
+    return (E2M1[distance.argmin(-1)] * ratio.sign() * block_scale * scale).view_as(x)
+
+
+def defined_output(x: torch.Tensor, weight: PackedWeight[torch.Tensor], weight_format: str) -> torch.Tensor:
+    rows = torch.split(dequantize(weight).double(), SEGMENTS)
+    scales = [None] * 3 if weight.input_scale is None else weight.input_scale.tolist()
+    seen = [x if scale is None else quantized(x, weight_format, scale) for scale in scales]
+    return torch.cat([(a.double() @ w.T) for a, w in zip(seen, rows, strict=True)], dim=1)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (3.0, 1.0, 1.0), (1.0, 2.0, 3.0)])
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_packed_linear_computes_its_definition(weight_format: str, input_amax: tuple[float, ...]) -> None:
+    weight, x = packed_weight(weight_format, input_amax=input_amax), activations()
+    linear = prepare_linear(Linear(weight=weight), torch.float32)
+    assert relative(apply_packed(x, linear), defined_output(x, weight, weight_format)) < SUM_TOLERANCE
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_bfloat16_adds_no_error_but_that_of_its_outputs(weight_format: str) -> None:
+    weight, x = packed_weight(weight_format), activations().bfloat16()
+    found = apply_packed(x, prepare_linear(Linear(weight=weight), torch.bfloat16))
+    assert found.dtype == torch.bfloat16
+    assert relative(found, defined_output(x.float(), weight, weight_format)) < BFLOAT16_TOLERANCE
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_another_scale_gives_another_output(weight_format: str) -> None:
+    """The perturbed twin: half the first segment's weight scale."""
+    weight, x = packed_weight(weight_format), activations()
+    expected = defined_output(x, weight, weight_format)
+    weight.weight_scale[0] *= 0.5
+    found = apply_packed(x, prepare_linear(Linear(weight=weight), torch.float32))
+    assert relative(found, expected) > 1000 * SUM_TOLERANCE
+
+
+def test_a_bias_is_added_after_the_scales() -> None:
+    weight, x = packed_weight("fp8"), activations()
+    bias = torch.linspace(-1, 1, 96)
+    plain, biased = (
+        apply_packed(x, prepare_linear(Linear(weight=weight, bias=b), torch.float32)) for b in (None, bias)
+    )
+    assert torch.equal(biased, plain + bias)
+
+
+@pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (1.0, 2.0, 3.0)])
+def test_the_fp8_gemm_of_pytorch_gives_what_the_exact_path_gives(input_amax: tuple[float, ...]) -> None:
+    weight, x = packed_weight("fp8", input_amax=input_amax), activations().bfloat16()
+    assert isinstance(weight, Fp8Weight)
+    found = fp8_gemm(x, weight, None)
+    assert relative(found, defined_output(x.float(), weight, "fp8")) < BFLOAT16_TOLERANCE
+
+
+def test_fp8_pages_hold_rounded_keys_and_values() -> None:
+    pages = torch.zeros(3, 2, 4, 2, 16, dtype=torch.float8_e4m3fn)
+    scaled = ScaledPages(pages, LayerKvScales(k=0.01, v=0.02))
+    k, v = torch.randn(2, 5, 2, 16, generator=torch.Generator().manual_seed(0))
+    # Page 2 then page 0: positions 0 .. 3 and 4; a page holds its keys before its values.
+    slots = torch.tensor([16, 17, 18, 19, 0])
+    write_pages(scaled, PageSlots(slots, slots + 4), k, v)
+    group = QueryGroup(rows=None, positions=torch.tensor([[4]]), page_ids=torch.tensor([[2, 0]]), num_keys=5)
+    read_k, read_v = read_pages(scaled, group, torch.float32)
+    assert torch.equal(read_k[0].transpose(0, 1), (k / 0.01).to(torch.float8_e4m3fn).float() * 0.01)
+    assert torch.equal(read_v[0].transpose(0, 1), (v / 0.02).to(torch.float8_e4m3fn).float() * 0.02)
+
+
+def test_fp8_pages_saturate_instead_of_losing_a_value() -> None:
+    pages = torch.zeros(1, 2, 4, 1, 16, dtype=torch.float8_e4m3fn)
+    scaled = ScaledPages(pages, LayerKvScales(k=0.001, v=0.001))
+    write_pages(
+        scaled, PageSlots(torch.tensor([0]), torch.tensor([4])), torch.full((1, 1, 16), 9.0), torch.zeros(1, 1, 16)
+    )
+    assert pages[0, 0, 0].float().unique().tolist() == [448.0]
+
+
+def test_drafts_on_fp8_pages_never_change_the_text(pair) -> None:
+    """Drafted and plain decoding agree token for token, whatever the pages cost in accuracy."""
+    target, drafter = pair
+    scales = (LayerKvScales(k=0.02, v=0.02),)
+    quantization = QuantizationSpec(target_kv=scales * 4, draft_kv=scales * 2)
+    prompt = list(range(5, 40))
+    runs = [
+        decode(make_executor(target, drafter, quantization=quantization), prompt, 40, num_draft_tokens=num_draft_tokens)
+        for num_draft_tokens in (0, 3)
+    ]
+    assert runs[0].tokens[:40] == runs[1].tokens[:40]
+    exact = decode(make_executor(target, drafter), prompt, 40, num_draft_tokens=0)
+    assert runs[0].logprobs[:5] != exact.logprobs[:5]  # the pages are FP8 indeed

@@ -1,0 +1,140 @@
+"""A scheduler and a FakeExecutor run together in a test, every invariant checked after every call."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from dflash_trt.core.batch import ExecutorLimits, RequestResult, StepBatch, StepResult, StepSampling
+from dflash_trt.core.planned_step import PlannedStep, results_by_id
+from dflash_trt.core.request import Request, SamplingParams, TokenEvent
+from dflash_trt.executor.fake import FakeExecutor
+from dflash_trt.scheduler.scheduler import Scheduler
+
+
+def make_limits(**changes: int) -> ExecutorLimits:
+    """Small enough that every limit is met: 4 places, 20 pages of 4."""
+    fields = {
+        "max_batch_size": 4,
+        "max_seq_len": 64,
+        "max_num_tokens": 24,
+        "max_draft_len": 5,
+        "page_size": 4,
+        "num_pages": 20,
+    }
+    return ExecutorLimits(**(fields | changes))
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int] = (1, 2, 3),
+    *,
+    max_new_tokens: int = 12,
+    stop_token_ids: Iterable[int] = (),
+    seed: int = 0,
+    priority: int = 0,
+    queue_timeout_s: float | None = None,
+    cache_salt: str = "",
+    **sampling: Any,
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
+        stop_token_ids=frozenset(stop_token_ids),
+        seed=seed,
+        priority=priority,
+        queue_timeout_s=queue_timeout_s,
+        cache_salt=cache_salt,
+    )
+
+
+class Driver:
+    """Runs steps and collects events. `plan_ahead` plans step n+1 before it commits step n."""
+
+    def __init__(self, scheduler: Scheduler, executor: FakeExecutor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.events: list[TokenEvent] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, str] = {}
+        self.now = 0.0
+        self._planned: list[PlannedStep] = []
+        self._previous: dict[str, RequestResult] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.now)
+        self.scheduler.check_integrity()
+
+    def cancel(self, request_id: str) -> None:
+        event = self.scheduler.cancel(request_id)
+        if event is not None:
+            self._take([event])
+
+    def step(self) -> list[TokenEvent]:
+        """One turn of the plain loop."""
+        assert not self._planned
+        batch = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        return self._commit(batch, self._run(batch))
+
+    def step_ahead(self) -> list[TokenEvent]:
+        """One turn of the overlapped loop: the next step is planned, then the older one runs and is committed."""
+        while len(self._planned) < 2:
+            self._planned.append(self.scheduler.plan(self.now))
+            self.scheduler.check_integrity()
+        return self._run_oldest()
+
+    def land(self) -> None:
+        """Run and commit whatever is planned."""
+        while self._planned:
+            self._run_oldest()
+
+    def run(self, *, ahead: bool = False, max_steps: int = 2000) -> None:
+        """Step until every request has ended."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            if ahead:
+                self.step_ahead()
+            else:
+                self.step()
+        self.land()
+        assert not self.scheduler.has_work, "the requests do not come to an end"
+
+    def _run_oldest(self) -> list[TokenEvent]:
+        batch = self._planned.pop(0).resolve(self._previous)
+        result = self._run(batch)
+        self._previous = results_by_id(batch, result)
+        return self._commit(batch, result)
+
+    def _run(self, batch: StepBatch) -> StepResult:
+        return self.executor.step(batch) if batch.requests else StepResult(requests=())
+
+    def _commit(self, batch: StepBatch, result: StepResult) -> list[TokenEvent]:
+        events = self.scheduler.commit(batch, result)
+        self.scheduler.check_integrity()
+        self._take(events)
+        return events
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        self.events += events
+        for event in events:
+            assert event.request_id not in self.finish_reasons, "an event came after the end of its request"
+            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                self.finish_reasons[event.request_id] = event.finish_reason
+
+
+def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
+    """What the request emits when it runs alone, one token at a time."""
+    limits = executor.limits
+    room = min(limits.max_seq_len, limits.num_pages * limits.page_size) - len(request.prompt_token_ids)
+    sampling = scheduled_sampling(request)
+    tokens = executor.target.generate(request.prompt_token_ids, min(request.sampling.max_new_tokens, room), sampling)
+    for index, token in enumerate(tokens):
+        if token in request.stop_token_ids:
+            return tokens[: index + 1]
+    return tokens
+
+
+def scheduled_sampling(request: Request) -> StepSampling:
+    return StepSampling(temperature=request.sampling.temperature, seed=request.seed)

@@ -1,0 +1,116 @@
+"""The fake is only worth something if mistakes change what it answers."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
+from tests.scheduler.driver import make_limits
+
+PROMPT = (5, 6, 7, 8, 9)
+PAGES = (3, 1, 4)
+
+
+def make_row(**changes: object) -> ScheduledRequest:
+    row = ScheduledRequest(
+        request_id="r", token_ids=PROMPT, context_len=0, num_candidates=0, page_ids=PAGES, sampling=StepSampling()
+    )
+    return replace(row, **changes)
+
+
+def run(executor: FakeExecutor, row: ScheduledRequest, num_draft_tokens: int = 3) -> RequestResult:
+    return executor.step(StepBatch(requests=(row,), num_draft_tokens=num_draft_tokens)).requests[0]
+
+
+def verify(executor: FakeExecutor, prefill: RequestResult, **changes: object) -> RequestResult:
+    """The step after the prefill of PROMPT."""
+    token_ids = (prefill.emitted_tokens[-1], *prefill.draft_tokens)
+    row = make_row(token_ids=token_ids, context_len=len(PROMPT), num_candidates=len(token_ids) - 1)
+    return run(executor, replace(row, **changes))
+
+
+def test_right_drafts_are_all_accepted_and_wrong_ones_never() -> None:
+    for rule, num_accepted in ((None, 3), (always_wrong, 0)):
+        executor = FakeExecutor(make_limits(), **({"draft_rule": rule} if rule else {}))
+        result = verify(executor, run(executor, make_row()))
+        assert result.num_accepted == num_accepted
+        assert len(result.emitted_tokens) == num_accepted + 1
+
+
+def test_a_draft_is_right_about_as_often_as_asked() -> None:
+    rule = right_with_probability(0.7)
+    assert 0.65 < sum(rule(0, position) for position in range(2000)) / 2000 < 0.75
+
+
+def test_the_tokens_are_those_of_one_at_a_time() -> None:
+    executor = FakeExecutor(make_limits())
+    prefill = run(executor, make_row())
+    tokens = list(prefill.emitted_tokens + verify(executor, prefill).emitted_tokens)
+    assert tokens == executor.target.generate(PROMPT, len(tokens))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"page_ids": (1, 3, 4)}, {"context_len": 4}, {"page_ids": (3, 0, 4)}],
+    ids=["pages in another order", "a position too early", "a page never written"],
+)
+def test_wrong_pages_or_positions_change_the_tokens(changes: dict[str, object]) -> None:
+    executor = FakeExecutor(make_limits())
+    prefill = run(executor, make_row())
+    right = verify(executor, prefill).emitted_tokens
+    executor = FakeExecutor(make_limits())
+    assert verify(executor, run(executor, make_row()), **changes).emitted_tokens != right
+
+
+def test_a_page_overwritten_by_another_request_changes_the_tokens() -> None:
+    executor = FakeExecutor(make_limits())
+    prefill = run(executor, make_row())
+    right = verify(executor, prefill).emitted_tokens
+    run(executor, make_row(request_id="other", token_ids=(1,), page_ids=(PAGES[0],)))
+    assert verify(executor, prefill).emitted_tokens != right
+
+
+def test_a_missing_draft_context_makes_drafts_wrong_but_not_tokens() -> None:
+    executor = FakeExecutor(make_limits())
+    prefill = run(executor, make_row())
+    right = verify(executor, prefill)
+    executor._draft_kv.clear()
+    starved = verify(executor, prefill)
+    assert starved.emitted_tokens == right.emitted_tokens
+    assert starved.draft_tokens != right.draft_tokens
+
+
+def test_a_seed_matters_only_when_sampling() -> None:
+    executor = FakeExecutor(make_limits())
+    tokens = {
+        (temperature, seed): tuple(
+            executor.target.generate(PROMPT, 8, StepSampling(temperature=temperature, seed=seed))
+        )
+        for temperature in (0.0, 1.0)
+        for seed in (1, 2)
+    }
+    assert tokens[0.0, 1] == tokens[0.0, 2]
+    assert tokens[1.0, 1] != tokens[1.0, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_ids": (3,)}, "do not cover"),
+        ({"page_ids": (3, 3)}, "appears twice"),
+        ({"page_ids": (3, 99)}, "no such page"),
+        ({"context_len": 62, "page_ids": tuple(range(17))}, "beyond max_seq_len"),
+        ({"token_ids": (5, 997)}, "no such token"),
+        ({"num_candidates": 4}, "more candidates than K"),
+    ],
+)
+def test_a_row_that_breaks_the_contract_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run(FakeExecutor(make_limits()), make_row(**changes))
+
+
+def test_two_rows_must_not_write_the_same_place() -> None:
+    rows = (make_row(), make_row(request_id="other"))
+    with pytest.raises(AssertionError, match="writes where another"):
+        FakeExecutor(make_limits()).step(StepBatch(requests=rows, num_draft_tokens=0))

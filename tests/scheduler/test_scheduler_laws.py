@@ -1,0 +1,167 @@
+"""Any order of arrivals, steps, cancellations, preemptions and prefix hits: same tokens, no page leaked."""
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dflash_trt.core.errors import QueueFullError
+from dflash_trt.core.request import Request
+from dflash_trt.executor.fake import FakeExecutor, right_with_probability
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.scheduler import Scheduler
+from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
+
+
+class AnyK:
+    """A draft length policy that the test turns."""
+
+    def __init__(self) -> None:
+        self.num_draft_tokens = 0
+
+    def choose(self, num_decoding: int) -> int:
+        return self.num_draft_tokens
+
+    def observe(self, step: Any) -> None:
+        pass
+
+
+class ServingMachine(RuleBasedStateMachine):
+    """Prompts share beginnings, so that pages are shared; pages are few, so that requests are preempted."""
+
+    @initialize(
+        num_pages=st.integers(8, 24),
+        page_size=st.sampled_from([1, 3, 4]),
+        max_num_tokens=st.integers(4, 20),
+        max_draft_len=st.integers(0, 5),
+        reuses_prefixes=st.booleans(),
+        preempts_for_priority=st.booleans(),
+        max_queue_len=st.sampled_from([None, 3]),
+        is_ahead=st.booleans(),
+        right=st.sampled_from([0.0, 0.6, 1.0]),
+    )
+    def open(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_tokens: int,
+        max_draft_len: int,
+        reuses_prefixes: bool,
+        preempts_for_priority: bool,
+        max_queue_len: int | None,
+        is_ahead: bool,
+        right: float,
+    ) -> None:
+        limits = make_limits(
+            max_seq_len=40,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_tokens=max_num_tokens,
+            max_draft_len=max_draft_len,
+        )
+        self.policy = AnyK()
+        config = SchedulerConfig(
+            reuses_prefixes=reuses_prefixes,
+            preempts_for_priority=preempts_for_priority,
+            max_queue_len=max_queue_len,
+            max_parked_s=None,
+        )
+        executor = FakeExecutor(limits, vocab_size=11, draft_rule=right_with_probability(right))
+        self.driver = Driver(Scheduler(limits, config, self.policy), executor)
+        self.is_ahead = is_ahead
+        self.requests: dict[str, Request] = {}
+        self.cut_short: set[str] = set()
+
+    @rule(
+        shared=st.integers(0, 2),
+        num_shared=st.integers(0, 9),
+        own=st.lists(st.integers(0, 10), max_size=6),
+        max_new_tokens=st.integers(1, 14),
+        stop_token_ids=st.sets(st.integers(0, 10), max_size=1),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 3),
+        priority=st.integers(0, 2),
+        queue_timeout_s=st.sampled_from([None, None, 2.0]),
+        cache_salt=st.sampled_from(["", "other"]),
+    )
+    def add(self, shared: int, num_shared: int, own: list[int], **fields: Any) -> None:
+        capacity = min(40, self.driver.executor.limits.num_pages * self.driver.executor.limits.page_size)
+        prompt = ([shared] * num_shared + own)[: capacity - 1] or [0]
+        request = make_request(f"r{len(self.requests)}", prompt, **fields)
+        try:
+            self.driver.add(request)
+        except QueueFullError:
+            assert self.driver.scheduler.num_waiting >= 3
+            return
+        self.requests[request.request_id] = request
+
+    @rule(num_draft_tokens=st.integers(0, 5))
+    def change_k(self, num_draft_tokens: int) -> None:
+        self.policy.num_draft_tokens = num_draft_tokens
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.now += 1.0
+            if self.is_ahead:
+                self.driver.step_ahead()
+            else:
+                self.driver.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if request_id not in self.driver.finish_reasons:
+            self.cut_short.add(request_id)
+        self.driver.cancel(request_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.driver.scheduler.preempt(data.draw(st.sampled_from(sorted(self.requests))))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), is_resuming=st.booleans())
+    def park_or_resume(self, data: st.DataObject, is_resuming: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if is_resuming:
+            self.driver.scheduler.resume(request_id)
+        else:
+            self.driver.scheduler.park(request_id)
+
+    @invariant()
+    def is_sound(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.scheduler.check_integrity()
+
+    @invariant()
+    def tokens_so_far_are_right(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for request_id, tokens in self.driver.tokens.items():
+            right = expected_tokens(self.driver.executor, self.requests[request_id])
+            assert tokens == right[: len(tokens)], request_id
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for request_id in self.requests:
+            self.driver.scheduler.resume(request_id)
+        self.driver.run(ahead=self.is_ahead)
+        assert set(self.driver.finish_reasons) == set(self.requests), "a request was lost"
+        for request_id, reason in self.driver.finish_reasons.items():
+            tokens = self.driver.tokens[request_id]
+            if reason in ("stop", "length"):
+                assert tokens == expected_tokens(self.driver.executor, self.requests[request_id])
+                assert (reason == "stop") == (tokens[-1] in self.requests[request_id].stop_token_ids)
+            else:
+                assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
+        assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"
+
+
+TestServing = ServingMachine.TestCase
+TestServing.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

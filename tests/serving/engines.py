@@ -1,0 +1,92 @@
+"""Engine loops over a FakeExecutor."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.executor.fake import FakeExecutor, right_with_probability
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.text import TextCodec
+from tests.scheduler.driver import make_limits
+from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
+
+VOCAB_SIZE = 420
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class GatedExecutor(FakeExecutor):
+    """Each step waits until the test lets it run; `entered` says that one is waiting."""
+
+    def __init__(self, limits: ExecutorLimits, **options: Any) -> None:
+        super().__init__(limits, **options)
+        self.entered = threading.Event()
+        self.gate = threading.Semaphore(0)
+
+    def step(self, batch: StepBatch) -> StepResult:
+        self.entered.set()
+        assert self.gate.acquire(timeout=30), "the test forgot to let a step run"
+        return super().step(batch)
+
+    def open(self) -> None:
+        """Let every step run from now on."""
+        self.gate.release(10_000)
+
+
+def make_executor(
+    limits: ExecutorLimits | None = None, *, fails_on: Callable[[StepBatch], bool] | None = None, right: float = 0.7
+) -> FakeExecutor:
+    return FakeExecutor(
+        limits or make_limits(), vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(right), fails_on=fails_on
+    )
+
+
+def make_loop(
+    executor: FakeExecutor | None = None,
+    *,
+    overlaps: bool = False,
+    clock: Callable[[], float] | None = None,
+    **config: Any,
+) -> EngineLoop:
+    executor = executor or make_executor()
+    return EngineLoop(
+        executor,
+        Scheduler(executor.limits, SchedulerConfig(**config)),
+        overlaps=overlaps,
+        clock=clock or Clock(),
+    )
+
+
+def make_generator(
+    executor: FakeExecutor | None = None, *, codec: TextCodec | None = None, seed: int | None = None, **options: Any
+) -> Generator:
+    eos_token_ids = options.pop("eos_token_ids", ())
+    return Generator(
+        make_loop(executor, **options), vocab_size=VOCAB_SIZE, codec=codec, eos_token_ids=eos_token_ids, seed=seed
+    )
+
+
+def make_codec(path: Path) -> TextCodec:
+    return TextCodec.open(write_byte_level(path, chat_template=CHAT_TEMPLATE))
+
+
+def run(loop: EngineLoop, *, max_steps: int = 2000) -> None:
+    """Step, without a thread, until nothing is left; invariants checked after every step."""
+    for _ in range(max_steps):
+        if not loop.step():
+            return
+        loop.check_integrity()
+    raise AssertionError("the requests do not come to an end")

@@ -1,0 +1,107 @@
+"""Outputs that do not depend on how steps grouped the tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEvent
+from dflash_trt.serving.assembler import OutputAssembler
+from dflash_trt.serving.text import TextCodec
+from tests.scheduler.driver import make_request
+from tests.serving.engines import make_codec
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return make_codec(tmp_path_factory.mktemp("tokenizer"))
+
+
+def assemble(
+    codec: TextCodec, groups: Sequence[Sequence[int]], *, stop: tuple[str, ...] = ()
+) -> tuple[GenerationOutput, list[str]]:
+    """The output, and the text of each chunk."""
+    assembler = OutputAssembler(make_request("r", stop=stop), codec.detokenizer(), arrived_s=10.0)
+    texts = []
+    for number, group in enumerate(groups):
+        event = TokenEvent(request_id="r", token_ids=tuple(group), logprobs=tuple(float(token) for token in group))
+        texts.append(assembler.add(event, 11.0 + number).text or "")
+        if assembler.is_stopped:
+            break
+    last = assembler.finish("stop" if assembler.is_stopped else "length", 20.0, statistics=None)
+    assert last.output is not None
+    return last.output, [*texts, last.text or ""]
+
+
+def test_a_stop_string_cuts_text_and_tokens_and_may_lie_across_steps(codec: TextCodec) -> None:
+    token_ids = codec.encode("one two three four")
+    ends = [len(codec.decode(token_ids[:n])) for n in range(len(token_ids) + 1)]
+    num_kept = next(n for n in range(len(ends)) if ends[n] >= len("one two thr"))
+    output, texts = assemble(codec, [[token] for token in token_ids], stop=("wo thr",))
+    assert output.text == "one t" == "".join(texts)
+    assert list(output.token_ids) == token_ids[:num_kept]
+    assert len(output.logprobs) == num_kept
+    assert output.finish_reason == "stop"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(0, 399), max_size=25),
+    st.lists(st.integers(1, 6), min_size=25, max_size=25),
+    st.sampled_from([(), ("e",), ("a", "th"), ("\N{REPLACEMENT CHARACTER}",)]),
+)
+def test_grouping_changes_nothing(
+    codec: TextCodec, token_ids: list[int], sizes: list[int], stop: tuple[str, ...]
+) -> None:
+    groups, rest = [], token_ids
+    for size in sizes:
+        groups.append(rest[:size])
+        rest = rest[size:]
+    one_by_one, texts = assemble(codec, [[token] for token in token_ids], stop=stop)
+    grouped, grouped_texts = assemble(codec, [group for group in groups if group], stop=stop)
+    assert (grouped.text, grouped.token_ids, grouped.logprobs) == (
+        one_by_one.text,
+        one_by_one.token_ids,
+        one_by_one.logprobs,
+    )
+    assert "".join(texts) == one_by_one.text
+    assert "".join(grouped_texts) == one_by_one.text
+
+
+def test_steps_are_kept_as_they_were_emitted_and_cut(codec: TextCodec) -> None:
+    token_ids = codec.encode("one two three four")
+    output, _ = assemble(codec, [token_ids[:2], token_ids[2:]], stop=("three",))
+    assert sum((step.token_ids for step in output.steps), ()) == output.token_ids
+    assert [len(step.logprobs) for step in output.steps] == [len(step.token_ids) for step in output.steps]
+
+
+def test_counts_and_times_are_filled_in() -> None:
+    request = make_request("r", prompt=(1, 2, 3, 4))
+    assembler = OutputAssembler(request, None, arrived_s=10.0)
+    assembler.add(TokenEvent(request_id="r", token_ids=(5,)), 12.0)
+    assembler.add(TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2), 13.0)
+    assembler.add(TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3), 15.0)
+    statistics = RequestStatistics(queue_time_s=0.5, num_prefix_hit_tokens=2, num_preemptions=1)
+    output = assembler.finish("length", 16.0, statistics=statistics).output
+    assert output is not None
+    assert output.text is None
+    assert output.token_ids == (5, 6, 7, 8, 9)
+    assert output.num_prompt_tokens == 4
+    assert output.num_verify_steps == 2
+    assert output.num_draft_tokens == 7
+    assert output.num_accepted_tokens == 5
+    assert output.num_emitted_by_verify == 7, "the step's own count, though one of its steps was cut"
+    assert output.acceptance_length == 3.5
+    assert output.time_to_first_token_s == 2.0
+    assert output.total_s == 6.0
+    assert output.inter_token_latency_s == 1.0
+    assert output.statistics == statistics
+
+
+def test_steps_can_be_left_out() -> None:
+    assembler = OutputAssembler(make_request("r"), None, arrived_s=0.0, records_steps=False)
+    assembler.add(TokenEvent(request_id="r", token_ids=(5,)), 1.0)
+    output = assembler.finish("length", 2.0, statistics=None).output
+    assert output is not None and output.steps == () and output.token_ids == (5,)

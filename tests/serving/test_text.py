@@ -1,0 +1,137 @@
+"""Text in and out, piece by piece."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_trt.core.errors import EngineDirError, RequestError
+from dflash_trt.serving.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from dflash_trt.serving.text import TextCodec
+from tests.serving.tokenizers import CHAT_TEMPLATE, TEXTS, write_byte_fallback, write_byte_level, write_plain_bytes
+
+FEW = settings(deadline=None, max_examples=150)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.open(write_byte_level(tmp_path_factory.mktemp("byte_level"), chat_template=CHAT_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.open(write_byte_fallback(tmp_path_factory.mktemp("byte_fallback")))
+
+
+def pieces(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+def ends_inside_a_character(text: str) -> bool:
+    return text.endswith("\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_and_never_split_a_character(
+    byte_level: TextCodec, byte_fallback: TextCodec, text: str
+) -> None:
+    for codec in (byte_level, byte_fallback):
+        got = pieces(codec.detokenizer(), codec.encode(text))
+        assert "".join(got) == text
+        assert not any(ends_inside_a_character(piece) for piece in got)
+
+
+def test_a_character_comes_out_with_its_last_byte(tmp_path: Path) -> None:
+    codec = TextCodec.open(write_plain_bytes(tmp_path))
+    assert pieces(codec.detokenizer(), codec.encode("é🙂")) == ["", "é", "", "", "", "🙂", ""]
+
+
+@FEW
+@given(st.lists(st.integers(0, 420), max_size=40))
+def test_any_tokens_give_the_text_of_decoding_them_at_once(byte_level: TextCodec, token_ids: list[int]) -> None:
+    """Specials, an added token, invalid bytes and ids beyond the vocabulary included."""
+    assert "".join(pieces(byte_level.detokenizer(), token_ids)) == byte_level.decode(token_ids)
+
+
+@FEW
+@given(st.lists(st.integers(0, 420), max_size=12))
+def test_the_window_agrees_with_the_bytes(byte_level: TextCodec, token_ids: list[int]) -> None:
+    window = "".join(pieces(WindowDetokenizer(byte_level.decode), token_ids))
+    assert window == byte_level.decode(token_ids)
+
+
+@FEW
+@given(st.text(alphabet="ab 你好é.", max_size=30))
+def test_byte_fallback_text_comes_back(byte_fallback: TextCodec, text: str) -> None:
+    token_ids = byte_fallback.encode(text) if text else []
+    assert "".join(pieces(byte_fallback.detokenizer(), token_ids)) == byte_fallback.decode(token_ids)
+
+
+def test_byte_level_tokenizers_use_bytes_and_others_the_window(byte_level: TextCodec, byte_fallback: TextCodec) -> None:
+    assert isinstance(byte_level.detokenizer(), ByteDetokenizer)
+    assert isinstance(byte_fallback.detokenizer(), WindowDetokenizer)
+
+
+def test_special_tokens_give_no_text_and_an_added_token_does(byte_level: TextCodec) -> None:
+    token_ids = byte_level.encode("a<|im_end|>b<my thïnk>c")
+    assert byte_level.encode("<|im_end|>")[0] in token_ids
+    assert "".join(pieces(byte_level.detokenizer(), token_ids)) == "ab<my thïnk>c"
+
+
+def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tmp_path: Path) -> None:
+    codec = TextCodec.open(write_plain_bytes(tmp_path))
+    half = codec.encode("🙂")[:3]
+    assert pieces(codec.detokenizer(), half) == ["", "", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+# Chat
+
+
+def test_a_conversation_ends_where_the_assistant_answers(byte_level: TextCodec) -> None:
+    token_ids = byte_level.encode_chat([{"role": "user", "content": "hi <b>"}])
+    assert token_ids == byte_level.encode("<|im_start|>user\nhi <b><|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_template_options_reach_the_template(byte_level: TextCodec) -> None:
+    token_ids = byte_level.encode_chat([{"role": "user", "content": "hi"}], {"shout": True})
+    assert byte_level.decode(token_ids).endswith("assistant\nOH ")
+
+
+def test_messages_the_template_refuses_are_refused(byte_level: TextCodec) -> None:
+    with pytest.raises(RequestError, match="unknown role wizard"):
+        byte_level.encode_chat([{"role": "wizard", "content": "hi"}])
+    with pytest.raises(RequestError, match="messages that the chat template takes"):
+        byte_level.encode_chat([{"content": "hi"}])
+
+
+def test_a_chat_without_a_template_is_refused(byte_fallback: TextCodec) -> None:
+    with pytest.raises(RequestError, match="expected a tokenizer with a chat template, found none"):
+        byte_fallback.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_text_that_is_not_unicode_is_refused(byte_level: TextCodec) -> None:
+    with pytest.raises(RequestError, match="expected valid Unicode text"):
+        byte_level.encode("a\udcffb")
+
+
+# Opening
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineDirError, match="expected tokenizer.json"):
+        TextCodec.open(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(EngineDirError, match="that transformers can load"):
+        TextCodec.open(tmp_path)
+
+
+def test_a_tokenizer_file_alone_is_enough(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    codec = TextCodec.open(tmp_path)
+    assert codec.decode(codec.encode("hello")) == "hello"

@@ -1,0 +1,115 @@
+"""An ICudaEngine on the host: real addresses, real profiles, the interpreter instead of a GPU."""
+
+import ctypes
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.compile.trt_profiles import Profile, profile_inputs, step_profiles
+from dflash_trt.engine_dir import EngineLimits
+from dflash_trt.executor.trt_engine import expected_io
+from dflash_trt.network.trt_network import NEXT_PREFIX, IoTensor
+from tests.trt.interpreter import NetworkInterpreter, Plugins
+from tests.trt.networks import DefinedStep
+
+_NAMES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "int32": "INT32", "int64": "INT64"}
+
+
+class FakeEngine:
+    """What the executor asks of an ICudaEngine. Fields may be changed to make a mismatched engine."""
+
+    def __init__(self, defined: DefinedStep, limits: EngineLimits, *, plugins: Plugins | None = None) -> None:
+        inputs, outputs = expected_io(defined.spec)
+        self.tensors: dict[str, tuple[str, IoTensor]] = {tensor.name: ("INPUT", tensor) for tensor in inputs}
+        self.tensors |= {tensor.name: ("OUTPUT", tensor) for tensor in outputs}
+        self.aliases = {}
+        if plugins is not None:
+            self.aliases = {
+                name: name.removeprefix(NEXT_PREFIX) for name in self.tensors if name.startswith(NEXT_PREFIX)
+            }
+        self.dtypes = {name: _NAMES[tensor.dtype] for name, (_, tensor) in self.tensors.items()}
+        self.shapes = {name: tensor.shape for name, (_, tensor) in self.tensors.items()}
+        self.interpreter = defined.interpreter(plugins)
+        self.profiles = step_profiles(defined.spec, limits)
+        self.inputs = profile_inputs(defined.spec)
+        self.contexts: list[FakeContext] = []
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return _named(self.tensors[name][0])
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return _named(self.dtypes[name])
+
+    def get_tensor_location(self, name: str) -> Any:
+        return _named("DEVICE")
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def get_aliased_input_tensor(self, name: str) -> str:
+        return self.aliases.get(name, "")
+
+    def create_execution_context(self) -> "FakeContext":
+        self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles))
+        return self.contexts[-1]
+
+
+@dataclass
+class FakeContext:
+    """Reads inputs from the bound addresses and writes outputs to them, as one execution would."""
+
+    interpreter: NetworkInterpreter
+    inputs: tuple[IoTensor, ...]
+    profiles: tuple[Profile, ...]
+    profile: int = 0
+    num_runs: int = 0
+    addresses: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.profile = index
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Refuses what the profile does not allow, as TensorRT does."""
+        tensor = next(tensor for tensor in self.inputs if tensor.name == name)
+        least, _, most = self.profiles[self.profile].shapes_of(tensor)
+        self.shapes[name] = shape
+        sizes = list(zip(least, shape, most, strict=True))
+        return all(low <= size <= high for low, size, high in sizes)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self.num_runs += 1
+        given = {
+            tensor.name: _view(self.addresses[tensor.name], self.shapes[tensor.name], tensor.dtype).clone()
+            for tensor in self.inputs
+        }
+        for name, value in self.interpreter.run(given).items():
+            target = _view(self.addresses[name], tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            target.copy_(value)
+        return True
+
+
+def _view(address: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    torch_dtype = getattr(torch, dtype)
+    num_bytes = torch.Size(shape).numel() * torch_dtype.itemsize
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch_dtype).view(shape)
+
+
+def _named(name: str) -> Any:
+    return Enum("Named", {name: 0})[name]

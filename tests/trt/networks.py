@@ -1,0 +1,143 @@
+"""TensorRT networks over tiny checkpoints, and an executor that runs one in the interpreter."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.compile.trt_weights import TORCH_DTYPES, host_packed, host_rope_tables, host_tensors
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.executor.step_inputs import step_inputs, step_result
+from dflash_trt.network.host_tensor import HostTensor
+from dflash_trt.network.ops import Acceptance
+from dflash_trt.network.step import StepOutputs
+from dflash_trt.network.trt_door import make_logger
+from dflash_trt.network.trt_layers import FloatDType, Layers
+from dflash_trt.network.trt_network import (
+    NEXT_PREFIX,
+    StepNetworkSpec,
+    define_step_network,
+    state_of,
+    step_outputs_of,
+)
+from dflash_trt.network.trt_ops import PluginMode
+from dflash_trt.quantize.packed import PackedWeight
+from tests.engines import PAGE_SIZE
+from tests.trt.interpreter import NetworkInterpreter, Plugins
+
+MAX_SEQ_LEN = 128
+
+
+@dataclass(kw_only=True)
+class DefinedStep:
+    """A network with everything it needs to stay alive. `constants` are by the names its layers carry."""
+
+    trt: Any
+    builder: Any
+    network: Any
+    logger: Any
+    layers: Layers
+    spec: StepNetworkSpec
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def interpreter(self, plugins: Plugins | None = None) -> NetworkInterpreter:
+        return NetworkInterpreter(self.trt, self.network, self.constants, plugins)
+
+
+def define_pair(
+    trt: Any,
+    target: Path,
+    drafter: Path | None = None,
+    *,
+    dtype: FloatDType = "float32",
+    plugins: PluginMode = "layers",
+    max_draft_len: int | None = None,
+    wrap: Callable[[Any], Any] = lambda thing: thing,
+    packed: Mapping[str, PackedWeight[Tensor]] | None = None,
+) -> DefinedStep:
+    """The step network of two checkpoints. `wrap` may put something between us and the TensorRT module."""
+    pair = open_pair(target, drafter)
+    tensors = dict(pair.iter_weights(dtype=TORCH_DTYPES[dtype], mapping=RankMapping()))
+    longest = pair.draft.max_draft_len if pair.draft else 0
+    spec = StepNetworkSpec(
+        target=pair.target,
+        draft=pair.draft,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        max_draft_len=longest if max_draft_len is None else max_draft_len,
+    )
+    logger = make_logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    layers = Layers(wrap(trt), wrap(network), logger)
+    rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
+    hosts = host_tensors(tensors)
+    define_step_network(layers, spec, hosts, packed=host_packed(packed or {}), rope_tables=rope_tables, plugins=plugins)
+    constants = {host.name: tensor_of(host) for host in layers.constant_owners}
+    return DefinedStep(
+        trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants
+    )
+
+
+def tensor_of(host: HostTensor) -> Tensor:
+    """A copy of the memory that a HostTensor points at."""
+    import ctypes
+
+    dtype = getattr(torch, host.dtype)
+    size = host.num_elements * dtype.itemsize
+    raw = (ctypes.c_uint8 * size).from_address(host.address)
+    return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(host.shape)
+
+
+class InterpretedExecutor:
+    """Implements `core.batch.StepExecutor` over an interpreted network; K = 0 runs as K = 1 without its drafts."""
+
+    def __init__(
+        self,
+        defined: DefinedStep,
+        *,
+        num_pages: int = 512,
+        max_seq_len: int = MAX_SEQ_LEN,
+        plugins: Plugins | None = None,
+    ) -> None:
+        spec = defined.spec
+        self.limits = ExecutorLimits(
+            max_batch_size=8,
+            max_seq_len=max_seq_len,
+            max_num_tokens=1024,
+            max_draft_len=spec.max_draft_len,
+            page_size=spec.page_size,
+            num_pages=num_pages,
+        )
+        self._spec = spec
+        self._interpreter = defined.interpreter(plugins)
+        self.state = {
+            tensor.name: torch.zeros(num_pages, *tensor.shape[1:], dtype=TORCH_DTYPES[tensor.dtype])
+            for tensor in state_of(spec)
+        }
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> StepResult:
+        least = 1 if self._spec.has_drafts else 0
+        num_draft_tokens = max(batch.num_draft_tokens, least)
+        inputs = step_inputs(StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens))
+        named = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+        outputs = self._interpreter.run(named | self.state)
+        self.state = {name: outputs[NEXT_PREFIX + name] for name in self.state}
+        assert set(outputs) == {tensor.name for tensor in step_outputs_of(self._spec)} | {
+            NEXT_PREFIX + name for name in self.state
+        }
+        acceptance = Acceptance(
+            emitted_tokens=outputs["emitted_tokens"],
+            emitted_logprobs=outputs["emitted_logprobs"],
+            num_accepted=outputs["num_accepted"],
+            bonus_tokens=outputs["num_accepted"],  # not an output of the engine
+            next_context_lens=outputs["next_context_lens"],
+        )
+        drafts = outputs.get("draft_tokens") if batch.num_draft_tokens else None
+        return step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))

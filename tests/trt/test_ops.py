@@ -1,0 +1,140 @@
+"""Every op of the façade alone: built by TensorRT's front end and compiler, read back, and equal to torch's."""
+
+import pytest
+import torch
+
+from dflash_trt.compile.trt_weights import host_tensor
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
+from dflash_trt.network.host_tensor import HostTensor
+from dflash_trt.network.ops import Linear
+from dflash_trt.network.torch_ops import TorchOps, make_rope_table
+from dflash_trt.network.trt_door import make_logger
+from dflash_trt.network.trt_layers import Layers
+from dflash_trt.network.trt_ops import TrtOps
+from tests.trt.interpreter import NetworkInterpreter
+from tests.trt.networks import tensor_of
+
+DTYPES = ["float32", "bfloat16", "float16"]
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}  # of values near 1: a few units in the last place
+DECODER = DecoderSpec(
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope=RopeSpec(theta=10000.0),
+    attention=(AttentionSpec(),),
+    has_qk_norm=False,
+    max_position_embeddings=64,
+)
+
+X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)) / 4
+IDS = torch.tensor([3, 0, 11, 3, 7], dtype=torch.int32)
+
+OPS = {
+    "embedding": lambda ops, x, w, ids: ops.embedding(w(WEIGHT), ids),
+    "linear": lambda ops, x, w, ids: ops.linear(x, Linear(weight=w(WEIGHT))),
+    "linear with bias": lambda ops, x, w, ids: ops.linear(x, Linear(weight=w(WEIGHT), bias=w(WEIGHT[:, 0]))),
+    "rms_norm": lambda ops, x, w, ids: ops.rms_norm(x, w(WEIGHT[0]), 1e-6),
+    "rms_norm of heads": lambda ops, x, w, ids: ops.rms_norm(ops.split_heads(x, 8), w(WEIGHT[0, :8]), 1e-6),
+    "add": lambda ops, x, w, ids: ops.add(x, x),
+    "scale": lambda ops, x, w, ids: ops.scale(x, 0.37),
+    "silu_mul": lambda ops, x, w, ids: ops.silu_mul(x),
+    "split and concat": lambda ops, x, w, ids: ops.concat(ops.split(x, (4, 10, 2))[::-1]),
+    "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(DECODER, ids)),
+    "map_tokens": lambda ops, x, w, ids: ops.map_tokens(w(torch.arange(12) * 3), ids),
+    "gather_rows": lambda ops, x, w, ids: ops.gather_rows(x, w(torch.tensor([[4, 0], [1, 1]], dtype=torch.int32))),
+}
+
+
+def build(trt, dtype, compute):
+    """(the network, its logger, its builder, the interpreter) of one op over x [N, 16] and ids [N]."""
+    torch_dtype = getattr(torch, dtype)
+    logger = make_logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    layers = Layers(trt, network, logger)
+    x = layers.add_input("x", dtype, (-1, 16), ("N", "H"))
+    ids = layers.add_input("ids", "int32", (-1,), ("N",))
+    counter = iter(range(99))
+
+    def weight(values):
+        stored = (values.to(torch_dtype) if values.is_floating_point() else values).contiguous()
+        host = host_tensor(f"weight {next(counter)}", stored)
+        return layers.tensor(host) if values.dtype == torch.int32 else host
+
+    cos, sin = make_rope_table(DECODER, num_positions=64, dtype=torch_dtype)
+    tables = [(DECODER, (host_tensor("cos", cos), host_tensor("sin", sin)))]
+    layers.mark_output(compute(TrtOps(layers, None, None, tables), x, weight, ids), "out")
+    constants = {host.name: tensor_of(host) for host in layers.constant_owners}
+    return network, layers, builder, NetworkInterpreter(trt, network, constants)
+
+
+def torch_ops(dtype):
+    ops = object.__new__(TorchOps)  # no step: only the ops that need none
+    ops._rope_tables = [(DECODER, make_rope_table(DECODER, num_positions=64, dtype=dtype))]
+    return ops
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_computes_what_torch_computes(trt, name, dtype):
+    torch_dtype = getattr(torch, dtype)
+    x = X.to(torch_dtype)
+    expected = OPS[name](torch_ops(torch_dtype), x, lambda v: v.to(torch_dtype) if v.is_floating_point() else v, IDS)
+    *_, interpreter = build(trt, dtype, OPS[name])
+    found = interpreter.run({"x": x, "ids": IDS})["out"]
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_compiles_with_a_dynamic_number_of_rows(trt, name):
+    network, layers, builder, _ = build(trt, "bfloat16", OPS[name])
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+    profile = builder.create_optimization_profile()
+    profile.set_shape("x", (1, 16), (4, 16), (64, 16))
+    profile.set_shape("ids", (1,), (4,), (64,))
+    config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    assert plan is not None, layers.errors
+    assert plan.nbytes > 0
+
+
+def test_a_norm_without_its_cast_to_float32_is_noticed(trt, monkeypatch):
+    """The tolerance of the op test tells fp32 inside from bfloat16 inside."""
+    wide = torch.randn(200, 16, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16) * 8
+    ids = torch.zeros(200, dtype=torch.int32)
+
+    def worst(interpreter):
+        expected = torch_ops(torch.bfloat16).rms_norm(wide, WEIGHT[0].to(torch.bfloat16), 1e-6)
+        found = interpreter.run({"x": wide, "ids": ids})["out"]
+        return ((found - expected).abs() / expected.abs().clamp(min=0.1)).max()
+
+    assert worst(build(trt, "bfloat16", OPS["rms_norm"])[-1]) < 0.008  # measured 0.0039: one rounding
+    monkeypatch.setattr(Layers, "cast", lambda self, x, dtype: x)
+    assert worst(build(trt, "bfloat16", OPS["rms_norm"])[-1]) > 0.008
+
+
+def test_what_tensorrt_refuses_becomes_an_error_with_its_message(trt):
+    from dflash_trt.core.errors import BuildError
+
+    logger = make_logger(trt)
+    network = trt.Builder(logger).create_network(0)
+    layers = Layers(trt, network, logger)
+    x = layers.add_input("x", "float32", (-1, 16), ("N", "H"))
+    y = layers.add_input("y", "float32", (-1, 15), ("N", "H"))
+    with pytest.raises(BuildError, match=r"add_matrix_multiply.*TensorRT|TensorRT add_matrix_multiply"):
+        layers.matmul(x, y, is_b_transposed=True)
+
+
+def test_rows_of_a_host_tensor_are_views_of_the_same_memory():
+    values = torch.arange(12.0).reshape(4, 3)
+    part = host_tensor("w", values).rows(1, 3)
+    assert isinstance(part, HostTensor)
+    values[1, 0] = 99.0
+    assert tensor_of(part).tolist() == [[99.0, 4.0, 5.0], [6.0, 7.0, 8.0]]

@@ -1,0 +1,204 @@
+"""The plugin lowering: only names TensorRT 11.4 has, only what plugins/README.md promises, and the same tokens."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_trt.core.batch import StepSampling
+from dflash_trt.core.errors import BuildError
+from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.network import torch_attention, torch_sampling
+from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.trt_plugins import NO_WINDOW, PLUGINS, PluginLowering
+from tests.engines import PAGE_SIZE, make_executor
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
+from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
+from tests.trt.test_step_tokens import GREEDY, PAIRS, integers, make_pair, trace
+
+README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()
+
+
+def define_with_plugins(trt, target, drafter, *, missing=(), **options):
+    """The plugin lowering behind the 11.4 manifest; the nodes it made."""
+    plugins = FakePlugins(trt, missing=missing)
+
+    def wrap(thing):
+        return checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins)
+
+    defined = define_pair(trt, target, drafter, plugins="plugin", wrap=wrap, **options)
+    return defined, plugins.nodes
+
+
+class PluginReference:
+    """plugins/README.md in PyTorch: what each node computes, from its named inputs and its fields."""
+
+    def __init__(self) -> None:
+        self.contracts = {plugin.name: plugin for plugin in PLUGINS}
+
+    def __call__(self, node, given: list[Tensor]) -> list[Tensor]:
+        contract = self.contracts[node.name]
+        assert set(node.fields) == set(contract.fields)
+        named = dict(zip(contract.inputs, given, strict=True))
+        return getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', node.name).lower()}")(named, node.fields)
+
+    def _attend_pages(self, x, settings):
+        plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
+        pages = x["pages"].clone()
+        attention = AttentionSpec(window=_window(settings))
+        return [torch_attention.attend_pages(plan, x["q"], x["k"], x["v"], pages, attention), pages]
+
+    def _attend_draft(self, x, settings):
+        [pages] = self._write_draft_context(x, settings)
+        starts = x["positions"][x["token_offsets"][:-1].long()]
+        width = len(x["q"]) // len(starts)
+        plan = self._plan(x, settings, context_lens=starts, width=width)
+        attention = AttentionSpec(window=_window(settings), is_causal=bool(settings["is_causal"]))
+        acceptance = _acceptance(x["next_context_lens"])
+        block = (x["block_k"], x["block_v"])
+        return [torch_attention.attend_draft(plan, x["q"], block, pages, acceptance, attention), pages]
+
+    def _write_draft_context(self, x, settings):
+        page_size, pages = settings["page_size"], x["pages"].clone()
+        for r in range(len(x["next_context_lens"])):
+            for t in range(int(x["token_offsets"][r]), int(x["token_offsets"][r + 1])):
+                position = int(x["positions"][t])
+                if position < x["next_context_lens"][r]:
+                    page = int(x["page_table"][r, position // page_size])
+                    pages[page, 0, position % page_size] = x["context_k"][t]
+                    pages[page, 1, position % page_size] = x["context_v"][t]
+        return [pages]
+
+    def _sample_and_accept(self, x, settings):
+        acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
+        return [getattr(acceptance, item.name) for item in fields(acceptance)]
+
+    def _plan(self, x, settings, *, context_lens, width):
+        step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
+        return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+
+
+def _window(settings):
+    return None if settings["window"] == NO_WINDOW else settings["window"]
+
+
+def _acceptance(next_context_lens):
+    unused = torch.empty(0)
+    return Acceptance(
+        emitted_tokens=unused,
+        emitted_logprobs=unused,
+        num_accepted=unused,
+        bonus_tokens=unused,
+        next_context_lens=next_context_lens,
+    )
+
+
+def _inputs(named):
+    return StepInputs(**{item.name: named.get(item.name, torch.empty(0)) for item in fields(StepInputs)})
+
+
+def make_executors(trt, root, **options):
+    target, drafter = make_pair(root, **options)
+    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
+    defined, nodes = define_with_plugins(trt, target, drafter)
+    return InterpretedExecutor(defined, num_pages=theirs.limits.num_pages, plugins=(nodes, PluginReference())), theirs
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3, two taps for two layers", "non-causal sliding draft layers", "sliding target layers"]
+)
+def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(trt, tmp_path, name):
+    ours, theirs = make_executors(trt, tmp_path, **PAIRS[name])
+    samplings = [*GREEDY[:2], StepSampling(temperature=0.9, seed=5), GREEDY[3]]
+    expected, _ = trace(theirs, samplings, num_draft_tokens=(3, 3, 1))
+    found, _ = trace(ours, samplings, num_draft_tokens=(3, 3, 1))
+    assert integers(found) == integers(expected)
+
+
+def test_an_input_in_the_wrong_place_of_a_node_is_noticed(trt, tmp_path, monkeypatch):
+    honest = PluginLowering._node
+
+    def swapped(self, contract, given, settings):
+        if contract.name == "AttendDraft":
+            given = given | {"block_k": given["block_v"], "block_v": given["block_k"]}
+        return honest(self, contract, given, settings)
+
+    monkeypatch.setattr(PluginLowering, "_node", swapped)
+    ours, theirs = make_executors(trt, tmp_path)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,))
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(3,))
+    assert integers(found) != integers(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
+    target, drafter = make_pair(tmp_path, **PAIRS[name])
+    _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
+    num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
+    counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
+    assert counts == [4, num_draft_layers, 0, 1]
+    plugins = FakePlugins(trt)
+    define_pair(
+        trt,
+        target,
+        drafter,
+        dtype=dtype,
+        wrap=lambda thing: checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins),
+    )
+    assert plugins.nodes == []
+
+
+def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path):
+    target, drafter = make_pair(tmp_path)
+    _, nodes = define_with_plugins(trt, target, drafter, max_draft_len=0)
+    assert [node.name for node in nodes if "Draft" in node.name] == ["WriteDraftContext"] * 2
+    assert all(node.fields == {"page_size": PAGE_SIZE} for node in nodes if node.name == "WriteDraftContext")
+
+
+def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
+    target, drafter = make_pair(tmp_path)
+    with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 1, found no loaded library"):
+        define_with_plugins(trt, target, drafter, missing=("AttendDraft",))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
+def test_the_readme_lists_every_input_and_output_in_order(plugin):
+    section = README.split(f"## `{plugin.name}`")[1].split("\n## ")[0]
+    for name in plugin.fields:
+        assert f"`{name}`" in section
+    rows = re.findall(r"^\| \d+ \| (\w+) \|", section, flags=re.MULTILINE)
+    if rows:
+        assert rows == [*plugin.inputs, *plugin.outputs]
+    else:
+        assert [section.index(name) for name in plugin.inputs] == sorted(section.index(n) for n in plugin.inputs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda trt, network: trt.LayerNormalization,
+        lambda trt, network: trt.ElementWiseOperation.XOR_BITS,
+        lambda trt, network: network.add_rms_norm,
+        lambda trt, network: network.add_cast(network.get_input(0)),
+        lambda trt, network: network.get_input(0).to_numpy,
+    ],
+)
+def test_the_recorder_refuses_what_the_manifest_does_not_know(trt, use):
+    plugins = FakePlugins(trt)
+    network = trt.Builder(trt.Logger()).create_network(0)
+    network.add_input("x", trt.float32, (1,))
+    with pytest.raises(UnknownApiError):
+        use(checked_module(trt, plugins), CheckedNetwork(network, plugins))
+
+
+def test_signatures_are_read_with_their_defaults():
+    signature = "add_fill(self: N, shape: Dims, op: Op, output_type: DataType = <DataType.FLOAT: 0>) -> IFillLayer"
+    check_call(signature, 2, {})
+    check_call(signature, 2, {"output_type": 1})
+    for num_arguments, options in ((1, {}), (4, {}), (2, {"dtype": 1})):
+        with pytest.raises(UnknownApiError):
+            check_call(signature, num_arguments, options)

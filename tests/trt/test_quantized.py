@@ -1,0 +1,108 @@
+"""FP8 and NVFP4 linears: compiled by TensorRT, and equal to the packed arithmetic of the torch back end."""
+
+import pytest
+import torch
+
+from dflash_trt.compile.trt_weights import host_packed
+from dflash_trt.network.ops import Linear
+from dflash_trt.network.torch_packed import apply_packed, prepare_linear
+from dflash_trt.network.trt_door import make_logger
+from dflash_trt.network.trt_layers import Layers
+from dflash_trt.network.trt_ops import TrtOps
+from dflash_trt.quantize.packed import Fp8Weight, Nvfp4Weight
+from tests.trt.interpreter import NetworkInterpreter
+from tests.trt.networks import tensor_of
+
+ROWS, COLUMNS = (8, 16, 8), 64
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(7, COLUMNS, generator=GENERATOR)
+FP8_CODES = (torch.randn(sum(ROWS), COLUMNS, generator=GENERATOR) * 40).to(torch.float8_e4m3fn)
+FP4_CODES = torch.randint(0, 256, (sum(ROWS), COLUMNS // 2), generator=GENERATOR, dtype=torch.uint8)
+BLOCK_SCALES = (torch.rand(sum(ROWS), COLUMNS // 16, generator=GENERATOR) * 4 + 1).to(torch.float8_e4m3fn)
+
+
+def fp8(weight_scale, input_scale):
+    return Fp8Weight(segments=ROWS, weight_scale=weight_scale, input_scale=input_scale, codes=FP8_CODES)
+
+
+def nvfp4(weight_scale, input_scale):
+    return Nvfp4Weight(
+        segments=ROWS,
+        weight_scale=weight_scale,
+        input_scale=input_scale,
+        codes=FP4_CODES,
+        block_scale=BLOCK_SCALES,
+    )
+
+
+def scales(*values):
+    return torch.tensor(values, dtype=torch.float32)
+
+
+WEIGHTS = {
+    "fp8, one input scale": (fp8(scales(0.01, 0.02, 0.005), scales(0.008, 0.008, 0.008)), 1),
+    "fp8, an input scale per segment": (fp8(scales(0.01, 0.02, 0.005), scales(0.008, 0.004, 0.004)), 2),
+    "fp8, weight only": (fp8(scales(0.01, 0.02, 0.005), None), 1),
+    "nvfp4": (nvfp4(scales(0.02, 0.02, 0.02), scales(0.001, 0.001, 0.001)), 1),
+    "nvfp4, scales per segment": (nvfp4(scales(0.02, 0.02, 0.01), scales(0.001, 0.002, 0.002)), 3),
+    "nvfp4, weight only": (nvfp4(scales(0.02, 0.02, 0.02), None), 1),
+}
+
+
+def define(trt, dtype, weight):
+    logger = make_logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    layers = Layers(trt, network, logger)
+    x = layers.add_input("x", dtype, (-1, COLUMNS), ("N", "H"))
+    host = host_packed({"w": weight})["w"]
+    layers.mark_output(TrtOps(layers, None, None, []).linear(x, Linear(weight=host)), "out")
+    return builder, network, layers
+
+
+def interpreted(trt, weight):
+    _, network, layers = define(trt, "float32", weight)
+    constants = {owner.name: tensor_of(owner) for owner in layers.constant_owners}
+    return NetworkInterpreter(trt, network, constants)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_packed_linear_computes_what_torch_computes(trt, name):
+    weight, num_gemms = WEIGHTS[name]
+    expected = apply_packed(X, prepare_linear(Linear(weight=weight), torch.float32))
+    network = interpreted(trt, weight)
+    found = network.run({"x": X})["out"]
+    assert network.layer_types.count("MATRIX_MULTIPLY") == num_gemms
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_packed_linear_compiles_for_blackwell(trt, name):
+    builder, network, layers = define(trt, "bfloat16", WEIGHTS[name][0])
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+    profile = builder.create_optimization_profile()
+    profile.set_shape("x", (1, COLUMNS), (8, COLUMNS), (64, COLUMNS))
+    config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    assert plan is not None, layers._logger.errors
+    assert plan.nbytes > 0
+
+
+@pytest.mark.parametrize("name", ["fp8, one input scale", "nvfp4"])
+def test_codes_in_another_order_are_noticed(trt, name):
+    weight, _ = WEIGHTS[name]
+    expected = apply_packed(X, prepare_linear(Linear(weight=weight), torch.float32))
+    codes = weight.codes.view(torch.uint8)
+    turned = (codes << 4) | (codes >> 4) if name == "nvfp4" else codes.flip(0)
+    changed = type(weight)(
+        **{
+            field: getattr(weight, field)
+            for field in ("segments", "weight_scale", "input_scale", "block_scale")
+            if hasattr(weight, field)
+        },
+        codes=turned.contiguous().view(weight.codes.dtype),
+    )
+    found = interpreted(trt, changed).run({"x": X})["out"]
+    assert (found - expected).abs().max() > 0.1 * expected.abs().max()

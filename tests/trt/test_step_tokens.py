@@ -1,0 +1,225 @@
+"""What TensorRT understood computes what torch computes: the network is read back and run, over whole traces."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dflash_trt.core.batch import StepBatch, StepSampling
+from dflash_trt.network import trt_attention, trt_ops, trt_sampling
+from tests.engines import Decoding, make_executor
+from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
+
+PROMPTS = [[5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14]
+GREEDY = [StepSampling()] * len(PROMPTS)
+BIG_SEED = (1 << 61) + 7  # both words of the key
+SAMPLED = [
+    StepSampling(temperature=0.8, top_k=9, top_p=0.95, seed=BIG_SEED),
+    StepSampling(temperature=1.3, top_p=0.7, seed=BIG_SEED + 1),
+    StepSampling(),
+    StepSampling(temperature=2.0, top_k=3, min_p=0.05, seed=3),
+]
+
+PAIRS = {
+    "Qwen3, two taps for two layers": {},
+    "Llama": {"family": "llama"},
+    "three taps for two layers, out of order": {"target_layer_ids": (2, 0, 1)},
+    "causal sliding and full draft layers": {
+        "num_layers": 3,
+        "layer_types": ("sliding_attention", "sliding_attention", "full_attention"),
+        "sliding_window": 5,
+    },
+    "non-causal sliding draft layers": {
+        "layer_types": ("sliding_attention", "sliding_attention"),
+        "sliding_window": 4,
+        "is_causal": False,
+    },
+    "sliding target layers": {
+        "target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    },
+    "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
+    "a reduced draft vocabulary": {"speculators": True, "draft_vocab_size": 8},
+    "no drafter": {"has_drafter": False},
+}
+
+
+def make_pair(root, *, family="qwen3", target=None, speculators=False, has_drafter=True, **options):
+    """A target of twelve tokens, so that random drafts are accepted now and then, and its drafter."""
+    path = make_target(root / "target", vocab_size=12, tokenizer=False, family=family, **(target or {}))
+    if not has_drafter:
+        return path, None
+    make = make_speculators_drafter if speculators else make_zlab_drafter
+    return path, make(root / "drafter", target_dir=path, **({"block_size": 4} | options))
+
+
+def make_executors(trt, root, **options):
+    """Ours, over the interpreted network, and torch's."""
+    target, drafter = make_pair(root, **options)
+    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
+    ours = InterpretedExecutor(define_pair(trt, target, drafter), num_pages=theirs.limits.num_pages)
+    return ours, theirs
+
+
+def trace(executor, samplings, *, num_draft_tokens, chunk=4, num_new=8):
+    """All prompts, each entering a step after the last: prefill chunks beside verify blocks; every step's results.
+
+    `num_draft_tokens` are the K of the steps, in turn.
+    """
+    pages = iter(range(executor.limits.num_pages))
+    runs = [
+        Decoding(executor, prompt, tuple(itertools.islice(pages, 12)), sampling)
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+    ]
+    steps = []
+    for step, k in enumerate(itertools.cycle(num_draft_tokens)):
+        live = [run for i, run in enumerate(runs) if i <= step and len(run.tokens) < num_new]
+        if not live:
+            return steps, runs
+        parts = [run.verify_part(min(k, len(run.drafts))) if run.tokens else run.prefill_part(chunk) for run in live]
+        results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=k)).requests
+        steps.append(results)
+        for run, part, result in zip(live, parts, results, strict=True):
+            run.take(part, result)
+    raise AssertionError
+
+
+def integers(steps):
+    return [[(r.emitted_tokens, r.num_accepted, r.draft_tokens, r.next_context_len) for r in row] for row in steps]
+
+
+def logprobs(steps):
+    return torch.tensor([value for row in steps for result in row for value in result.logprobs])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_step_of_a_mixed_trace_equals_torchs(trt, tmp_path, name):
+    ours, theirs = make_executors(trt, tmp_path, **PAIRS[name])
+    ks = (theirs.limits.max_draft_len,)
+    expected, runs = trace(theirs, GREEDY, num_draft_tokens=ks)
+    found, _ = trace(ours, GREEDY, num_draft_tokens=ks)
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    if ks != (0,):
+        accepted = [count for run in runs for count in run.num_accepted]
+        assert 0 < sum(accepted) < sum(len(block) - 1 for run in runs for block in run.blocks)  # and rejections
+
+
+def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
+    ours, theirs = make_executors(trt, tmp_path)
+    for step_executor in (ours, theirs):
+        trace(step_executor, GREEDY, num_draft_tokens=(3,))
+    for name, pages in ours.state.items():
+        role, layer = name.split("_kv.")
+        expected = getattr(theirs._state, f"{role}_kv")[int(layer)]
+        assert expected.count_nonzero() > 0
+        torch.testing.assert_close(pages, expected, rtol=0, atol=1e-4)
+
+
+def test_one_network_serves_every_k_of_a_wide_drafter(trt, tmp_path):
+    ours, theirs = make_executors(trt, tmp_path, block_size=16)
+    ks = (15, 1, 7, 0, 15)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=ks)
+    found, _ = trace(ours, GREEDY, num_draft_tokens=ks)
+    assert integers(found) == integers(expected)
+
+
+def test_sampled_tokens_equal_torchs_for_every_filter(trt, tmp_path):
+    ours, theirs = make_executors(trt, tmp_path)
+    expected, runs = trace(theirs, SAMPLED, num_draft_tokens=(3,), num_new=12)
+    found, _ = trace(ours, SAMPLED, num_draft_tokens=(3,), num_new=12)
+    assert integers(found) == integers(expected)
+    assert sum(sum(run.num_accepted) for run in runs) > 0
+
+
+def _shift_pages(monkeypatch):
+    honest = trt_attention.index_step
+
+    def shifted(layers, inputs, *, page_size):
+        index = honest(layers, inputs, page_size=page_size)
+        return replace(index, page_table_of_row=layers.binary("SUM", index.page_table_of_row, 1))
+
+    monkeypatch.setattr(trt_attention, "index_step", shifted)
+
+
+def _swap_keys_and_values(monkeypatch):
+    honest = trt_attention.read_pages
+    monkeypatch.setattr(trt_attention, "read_pages", lambda *given: honest(*given)[::-1])
+
+
+def _group_heads_the_other_way(monkeypatch):
+    honest = trt_attention._attend
+
+    def regrouped(layers, q, keys, values, mask):
+        if len(q.shape) != 4:
+            return honest(layers, q, keys, values, mask)
+        _, kv_heads, group, head_dim = q.shape
+        swapped = layers.transpose(layers.reshape(q, (-1, group, kv_heads, head_dim)), (0, 2, 1, 3))
+        return honest(layers, swapped, keys, values, mask)
+
+    monkeypatch.setattr(trt_attention, "_attend", regrouped)
+
+
+def _widen_windows(monkeypatch):
+    for name in ("attend_pages", "attend_draft"):
+        honest = getattr(trt_attention, name)
+
+        def widened(layers, index, *given, honest=honest, **options):
+            given = tuple(
+                item.model_copy(update={"window": item.window + 1}) if getattr(item, "window", None) else item
+                for item in given
+            )
+            return honest(layers, index, *given, **options)
+
+        monkeypatch.setattr(trt_attention, name, widened)
+
+
+def _turn_rope_the_other_way(monkeypatch):
+    honest = trt_ops.TrtOps.rope
+    monkeypatch.setattr(
+        trt_ops.TrtOps, "rope", lambda self, x, table: honest(self, x, (table[0], self._layers.unary("NEG", table[1])))
+    )
+
+
+def _compare_with_the_row_itself(monkeypatch):
+    honest = trt_sampling.sample_and_accept
+
+    def shifted(layers, logits, inputs):
+        rows = layers.binary("MAX", layers.binary("SUB", inputs.logit_rows, 1), 0)
+        return honest(layers, logits, replace(inputs, logit_rows=rows))
+
+    monkeypatch.setattr(trt_sampling, "sample_and_accept", shifted)
+
+
+TWINS = [
+    _shift_pages,
+    _swap_keys_and_values,
+    _group_heads_the_other_way,
+    _widen_windows,
+    _turn_rope_the_other_way,
+    _compare_with_the_row_itself,
+]
+
+
+@pytest.mark.parametrize("perturb", TWINS)
+def test_a_perturbed_lowering_computes_something_else(trt, tmp_path, monkeypatch, perturb):
+    perturb(monkeypatch)
+    ours, theirs = make_executors(trt, tmp_path, **PAIRS["non-causal sliding draft layers"])
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,), num_new=4)
+    try:
+        found, _ = trace(ours, GREEDY, num_draft_tokens=(3,), num_new=4)
+    except (AssertionError, IndexError):
+        return  # it could not even keep the step's invariants
+    assert integers(found) != integers(expected)
+
+
+def test_seed_and_position_exchanged_draw_other_tokens(trt, tmp_path, monkeypatch):
+    honest = trt_sampling.uniform
+    monkeypatch.setattr(
+        trt_sampling, "uniform", lambda layers, seed, position: honest(layers, position, layers.binary("PROD", seed, 1))
+    )
+    ours, theirs = make_executors(trt, tmp_path)
+    expected, _ = trace(theirs, SAMPLED, num_draft_tokens=(3,), num_new=4)
+    found, _ = trace(ours, SAMPLED, num_draft_tokens=(3,), num_new=4)
+    assert integers(found) != integers(expected)

@@ -1,0 +1,253 @@
+"""The TensorRT executor over a fake engine: buffers, profiles, padding, hand-over, and every refusal by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.core.batch import ExecutorLimits, StepBatch
+from dflash_trt.core.errors import BuildError, EngineDirError
+from dflash_trt.engine_dir import EngineLimits
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.executor.trt_engine import check_engine_io, deserialize
+from dflash_trt.executor.trt_executor import DECODE, MIXED, TensorRTExecutor
+from dflash_trt.executor.trt_identity import library_mismatches, mismatches
+from dflash_trt.executor.trt_qualify import qualify
+from dflash_trt.network import trt_attention
+from dflash_trt.network.trt_door import load_tensorrt
+from dflash_trt.network.trt_plugin_library import load_plugin_library
+from tests.engines import PAGE_SIZE, Decoding, make_executor
+from tests.trt.fake_engine import FakeEngine
+from tests.trt.networks import MAX_SEQ_LEN, define_pair
+from tests.trt.test_plugins import PluginReference, define_with_plugins
+from tests.trt.test_step_tokens import GREEDY, SAMPLED, integers, make_pair, trace
+
+LIMITS = EngineLimits(
+    max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE
+)
+RECORD = TensorRTRecord(
+    tensorrt_version="11.4.0.106",
+    gpu_name="NVIDIA H200",
+    compute_capability="9.0",
+    plugins="plugin",
+    flags=(),
+    profiles=(),
+    num_layers=1,
+    build_time_s=1.0,
+)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return make_pair(tmp_path)
+
+
+def make_engine(trt, pair, plugins):
+    if plugins == "layers":
+        return FakeEngine(defined := define_pair(trt, *pair), LIMITS), defined.spec
+    defined, nodes = define_with_plugins(trt, *pair)
+    return FakeEngine(defined, LIMITS, plugins=(nodes, PluginReference())), defined.spec
+
+
+def make_ours(trt, pair, plugins="layers"):
+    engine, spec = make_engine(trt, pair, plugins)
+    limits = ExecutorLimits(
+        max_batch_size=8,
+        max_seq_len=MAX_SEQ_LEN,
+        max_num_tokens=64,
+        max_draft_len=3,
+        page_size=PAGE_SIZE,
+        num_pages=256,
+    )
+    return TensorRTExecutor(engine, spec, limits, plugins=plugins, device=torch.device("cpu")), engine
+
+
+@pytest.mark.parametrize("plugins", ["layers", "plugin"])
+def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pair, plugins):
+    ours, engine = make_ours(trt, pair, plugins)
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    ks = (3, 3, 0, 2)
+    for samplings in (GREEDY, SAMPLED):
+        expected, _ = trace(theirs, samplings, num_draft_tokens=ks)
+        found, _ = trace(ours, samplings, num_draft_tokens=ks)
+        assert integers(found) == integers(expected)
+    assert min(engine.contexts[DECODE].num_runs, engine.contexts[MIXED].num_runs) > 0
+    shared = {
+        name
+        for name in ours._buffers.state
+        if engine.contexts[MIXED].addresses[name] == engine.contexts[MIXED].addresses[f"next_{name}"]
+    }
+    assert shared == (set(ours._buffers.state) if plugins == "plugin" else set())
+
+
+def decoding_pair(executor):
+    """Two requests after their prefills, ready to verify three drafts each."""
+    runs = [Decoding(executor, [5, 9, 2], tuple(range(12))), Decoding(executor, [7, 1], tuple(range(12, 24)))]
+    for run in runs:
+        part = run.prefill_part(8)
+        run.take(part, executor.step(StepBatch(requests=(part,), num_draft_tokens=3)).requests[0])
+    return runs
+
+
+def test_a_step_fed_on_the_device_equals_one_fed_by_the_host(trt, pair):
+    results = []
+    for feeds_itself in (False, True):
+        ours, _ = make_ours(trt, pair)
+        runs = decoding_pair(ours)
+        steps = []
+        for step in range(3):
+            parts = [run.verify_part(3) for run in runs]
+            if feeds_itself and step > 0:
+                answer = ours.follow()
+            else:
+                answer = ours.step(StepBatch(requests=tuple(parts), num_draft_tokens=3))
+            for run, part, result in zip(runs, parts, answer.requests, strict=True):
+                run.take(part, result)
+            steps.append(answer.requests)
+        results.append(integers(steps))
+    assert results[0] == results[1]
+
+
+def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
+    """Three verify blocks run as four; pages that belong to nobody keep their canary."""
+    ours, engine = make_ours(trt, pair)
+    run = Decoding(ours, [5, 9, 2], tuple(range(12)))
+    part = run.prefill_part(8)
+    run.take(part, ours.step(StepBatch(requests=(part,), num_draft_tokens=3)).requests[0])
+    for pages in ours._buffers.state.values():
+        pages[12:] = 42.0
+    block = run.verify_part(3)
+    ours.step(StepBatch(requests=(block, block, block), num_draft_tokens=3))
+    assert engine.contexts[DECODE].shapes["context_lens"] == (4,)
+    for pages in ours._buffers.state.values():
+        assert (pages[12:-1] == 42.0).all()
+        assert not (pages[-1] == 42.0).all()
+
+
+def test_qualification_passes_an_exact_engine(trt, pair):
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    findings = list(qualify(theirs, make_ours(trt, pair)[0], vocab_size=12))
+    assert len(findings) == 5
+    assert [finding.detail for finding in findings if not finding.has_passed] == []
+
+
+def test_qualification_fails_an_engine_that_writes_past_its_context(trt, pair, monkeypatch):
+    """The layers lowering with every page index one too high writes into, and reads, pages of nobody."""
+    honest = trt_attention.index_step
+
+    def shifted(layers, inputs, *, page_size):
+        table = layers.binary("SUM", inputs.page_table, 1)
+        return honest(layers, replace(inputs, page_table=table), page_size=page_size)
+
+    monkeypatch.setattr(trt_attention, "index_step", shifted)
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    findings = {item.name: item for item in qualify(theirs, make_ours(trt, pair)[0], vocab_size=12)}
+    assert not findings["pages of others stay untouched (canary)"].has_passed
+
+
+def _drop_tensor(engine):
+    del engine.tensors["seed"]
+
+
+def _rename_tensor(engine):
+    engine.tensors["seeds"] = engine.tensors.pop("seed")
+    engine.dtypes["seeds"], engine.shapes["seeds"] = "INT64", (-1,)
+
+
+def _change_dtype(engine):
+    engine.dtypes["target_kv.0"] = "BF16"
+
+
+def _change_shape(engine):
+    engine.shapes["draft_kv.1"] = (-1, 2, 8, 4, 8)
+
+
+def _drop_alias(engine):
+    del engine.aliases["next_target_kv.2"]
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (_drop_tensor, ["tensor seed: expected in the engine, found none"]),
+        (_rename_tensor, ["tensor seed: expected in the engine", "tensor seeds: expected no such tensor, found one"]),
+        (_change_dtype, ["tensor target_kv.0 dtype: expected FLOAT, found BF16"]),
+        (_change_shape, ["tensor draft_kv.1 shape: expected [-1, 2, 4, 4, 8], found [-1, 2, 8, 4, 8]"]),
+        (_drop_alias, ["tensor next_target_kv.2: expected an alias of target_kv.2, found no alias"]),
+    ],
+)
+def test_an_engine_of_another_contract_is_refused_with_the_mismatch_named(trt, pair, change, messages):
+    engine, spec = make_engine(trt, pair, "plugin")
+    check_engine_io(engine, spec, plugins="plugin")
+    change(engine)
+    with pytest.raises(EngineDirError) as error:
+        check_engine_io(engine, spec, plugins="plugin")
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_an_engine_of_another_gpu_or_tensorrt_is_refused_with_both_named():
+    same = {"tensorrt_version": "11.4.0.106", "compute_capability": "9.0", "gpu_name": "NVIDIA H200"}
+    assert mismatches(RECORD, **same) == []
+    [gpu] = mismatches(RECORD, **same | {"compute_capability": "10.3", "gpu_name": "NVIDIA B300"})
+    assert "expected compute capability 9.0 (NVIDIA H200), found 10.3 (NVIDIA B300)" in gpu
+    [version] = mismatches(RECORD, **same | {"tensorrt_version": "11.5.0.1"})
+    assert "TensorRT: expected 11.4.0.106, found 11.5.0.1. Install it: pip install tensorrt==11.4.0.106" in version
+
+
+def test_another_plugin_library_is_refused(tmp_path):
+    library = tmp_path / "libdflash_plugins.so"
+    record = RECORD.model_copy(update={"plugin_library_sha256": "0" * 64})
+    assert "found none" in library_mismatches(record, library)[0]
+    library.write_bytes(b"another")
+    assert f"expected sha256 {'0' * 64}" in library_mismatches(record, library)[0]
+
+
+class EmptyRegistry:
+    """A registry that loads nothing, as TensorRT's does with a library that lacks an export."""
+
+    def get_plugin_registry(self):
+        return self
+
+    def get_creator(self, name, version, namespace):
+        return None
+
+    def load_library(self, path):
+        return None
+
+
+def test_a_missing_or_hollow_plugin_library_is_named(tmp_path):
+    with pytest.raises(BuildError, match=r"plugin library \(none given\).*none named AttendPages, AttendDraft"):
+        load_plugin_library(EmptyRegistry(), None)
+    with pytest.raises(BuildError, match="expected a file, found none"):
+        load_plugin_library(EmptyRegistry(), tmp_path / "none.so")
+    hollow = tmp_path / "hollow.so"
+    hollow.write_bytes(b"")
+    with pytest.raises(EngineDirError, match="must export getCreators and setLoggerFinder"):
+        load_plugin_library(EmptyRegistry(), hollow, error=EngineDirError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_error_says_so_and_what_to_do():
+    with pytest.raises(EngineDirError, match=r"expected an NVIDIA GPU with a driver.*--backend torch"):
+        deserialize(Path("rank0.engine"), plugins="layers", plugin_library=None)
+
+
+def test_a_missing_tensorrt_is_named_with_the_way_to_get_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(BuildError, match=r"tensorrt: expected an importable Python package.*pip install tensorrt"):
+        load_tensorrt("tensorrt")
+
+
+def test_an_old_tensorrt_is_refused(monkeypatch):
+    import sys
+    from types import ModuleType
+
+    old = ModuleType("tensorrt")
+    old.__version__ = "10.9.0"
+    monkeypatch.setitem(sys.modules, "tensorrt", old)
+    with pytest.raises(BuildError, match=r"expected 11.0 or newer, found 10.9.0"):
+        load_tensorrt("tensorrt")
