@@ -11,7 +11,6 @@ from pathlib import Path
 from dflash_trt.bench.throughput import LoadReport, Work, run_in_flight, run_whole_batches
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
@@ -30,13 +29,14 @@ class PolicySpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConcurrencyReport:
-    """`adaptive_to_best_fixed` is the ratio of medians; `in_flight_to_whole_batches` that of the adaptive engine."""
+    """`adaptive_to_best_fixed` is the ratio of medians; the others are medians of ratios, of the adaptive engine."""
 
     concurrency: int
     speeds: tuple[PolicySpeed, ...]
     best_fixed: str
     adaptive_to_best_fixed: float
     in_flight_to_whole_batches: float
+    overlapped_to_plain: float
 
 
 def sweep(
@@ -54,6 +54,7 @@ def sweep(
     engines = {f"K = {length}": _open(engine_dir, FixedDraftLength(length)) for length in fixed_lengths}
     with_most = max(fixed_lengths)
     engines["adaptive"] = _open(engine_dir, AdaptiveDraftLength(with_most))
+    engines["adaptive, overlapped"] = _open(engine_dir, AdaptiveDraftLength(with_most), overlaps_steps=True)
     try:
         return [
             _at(engines, prompts, concurrency, num_rounds, max(2, requests_per_client), max_new_tokens, progress)
@@ -94,7 +95,8 @@ def _at(
         for name, reports in runs.items()
     )
     adaptive = next(speed for speed in speeds if speed.policy == "adaptive")
-    best = max((speed for speed in speeds if speed is not adaptive), key=lambda speed: speed.output_tok_per_s)
+    fixed = [speed for speed in speeds if not speed.policy.startswith("adaptive")]
+    best = max(fixed, key=lambda speed: speed.output_tok_per_s)
     return ConcurrencyReport(
         concurrency=concurrency,
         speeds=speeds,
@@ -102,6 +104,10 @@ def _at(
         adaptive_to_best_fixed=adaptive.output_tok_per_s / best.output_tok_per_s,
         in_flight_to_whole_batches=statistics.median(
             report.output_tok_per_s / speed for report, speed in zip(runs["adaptive"][1:], whole[1:], strict=True)
+        ),
+        overlapped_to_plain=statistics.median(
+            overlapped.output_tok_per_s / plain.output_tok_per_s
+            for overlapped, plain in zip(runs["adaptive, overlapped"][1:], runs["adaptive"][1:], strict=True)
         ),
     )
 
@@ -120,6 +126,6 @@ def _work(prompts: Sequence[Prompt], num_requests: int, max_new_tokens: int) -> 
     ]
 
 
-def _open(engine_dir: Path, policy: DraftLengthPolicy) -> LLM:
+def _open(engine_dir: Path, policy: DraftLengthPolicy, *, overlaps_steps: bool = False) -> LLM:
     """Prefix reuse is off: a second round must not be cheaper than the first."""
-    return LLM(engine_dir, draft_length=policy, scheduler_config=SchedulerConfig(reuses_prefixes=False))
+    return LLM(engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps_steps)

@@ -37,6 +37,11 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """0 for a dtype that nobody reads."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors:

@@ -25,6 +25,7 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable
 
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
 _INTEGER_DTYPES = ("I64", "I32")
+_MAX_MAPPED_BYTES = 256 * 2**20
 _OTHER_CHECKPOINT = "Use a checkpoint that belongs to its config.json."
 
 
@@ -96,17 +97,31 @@ def read_weights(
 
 
 class OpenFiles:
-    """Every safetensors file is opened once, when its first tensor is asked for."""
+    """Every safetensors file is opened when its first tensor is asked for, and again after a while.
+
+    A file is mapped, and its pages count as memory of this process once they are read: opening it again lets go of
+    them, so that a build holds the weights it made and not the file beside them. Slices must not outlive the next call.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
         self._files: dict[Path, Any] = {}
+        self._open_ones = ExitStack()
+        self._num_bytes_read = 0
+        stack.callback(self._close)
 
     def slice_of(self, stored: StoredTensor) -> Any:
+        if self._num_bytes_read > _MAX_MAPPED_BYTES:
+            self._close()
         if stored.path not in self._files:
             file = safe_open(stored.path, framework="pt", device="cpu")
-            self._files[stored.path] = self._stack.enter_context(file)
+            self._files[stored.path] = self._open_ones.enter_context(file)
+        self._num_bytes_read += stored.num_bytes
         return self._files[stored.path].get_slice(stored.name)
+
+    def _close(self) -> None:
+        self._files.clear()
+        self._open_ones.close()
+        self._num_bytes_read = 0
 
 
 def _read_floats(

@@ -105,6 +105,7 @@ def serving(
         click.echo(
             f"{report.concurrency:3d} clients  tok/s  {speeds}  | adaptive / best fixed ({report.best_fixed}) "
             f"{report.adaptive_to_best_fixed:.2f}  | in-flight / whole batches {report.in_flight_to_whole_batches:.2f}"
+            f"  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
         )
 
 

@@ -84,7 +84,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
             max_draft_tokens=_max_draft_tokens(llm, options),
         )
     if options.as_json:
-        document: dict[str, Any] = {"summary": asdict(summary)}
+        document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}
         if options.output_file is None:
             document["outputs"] = results
         click.echo(json.dumps(document, indent=2, ensure_ascii=False))
@@ -127,7 +127,8 @@ def _open_engine(options: RunOptions) -> "LLM":
         kv_cache_bytes=options.kv_cache_bytes,
         kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
     )
-    click.echo(f"K/V: {llm.page_plan}", err=True)
+    if not options.as_json:
+        click.echo(f"K/V: {llm.page_plan}", err=True)
     return llm
 
 

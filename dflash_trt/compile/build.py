@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -39,6 +39,9 @@ from dflash_trt.engine_dir import (
 )
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from dflash_trt.quantize.plan import QuantizationPlan
+
+if TYPE_CHECKING:
+    from dflash_trt.compile.trt_builder import PlanOptions
 
 BuildStage = Literal[
     "checking",
@@ -82,9 +85,8 @@ def build_engine(
 ) -> EngineDir:
     """Build `output` from the checkpoints that `config` names, relative to `base_dir`.
 
-    Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats
-    before any work. `command` goes into provenance.json, so that errors about the engine can
-    say how to build it again.
+    Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats.
+    `command` goes into provenance.json, so that errors about the engine can say how to build it again.
 
     Raises:
         ConfigError: a limit or a foreign config is wrong.
@@ -94,24 +96,14 @@ def build_engine(
     started = time.monotonic()
     check_output(output, overwrite=overwrite)
     progress(BuildProgress(stage="checking"))
-    paths = {"target": base_dir / config.target}
-    if config.drafter is not None:
-        paths["drafter"] = base_dir / config.drafter
+    options = _plan_options(config, base_dir)
+    roles = (("target", config.target), ("drafter", config.drafter))
+    paths = {role: base_dir / name for role, name in roles if name is not None}
     pair = open_pair(paths["target"], paths.get("drafter"))
     limits, notes = resolve_limits(config, pair.target, pair.draft)
-    plan = plan_quantization(config, pair)
-    if on_plan is not None:
-        on_plan(plan)
+    plan = plan_quantization(config, pair, on_plan)
     inputs = _hash_inputs(pair, progress)
-    calibration, note = calibrate(
-        config,
-        pair,
-        plan,
-        base_dir=base_dir,
-        input_hashes={name: entry["sha256"] for name, entry in inputs.items()},
-        dtype=_TORCH_DTYPES[config.dtype],
-        advance=lambda part, done, total: progress(_calibrating(part, done, total)),
-    )
+    calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
     notes += [] if note is None else [note]
     pretrained = PretrainedConfig(
         target=pair.target,
@@ -120,12 +112,12 @@ def build_engine(
         mapping=Mapping(),
         quantization=engine_quantization(plan, calibration),
     )
-    needed_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
-    with write_engine_dir(output, needed_bytes=needed_bytes, overwrite=overwrite) as writer:
+    num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
+    with write_engine_dir(output, needed_bytes=num_bytes, overwrite=overwrite) as writer:
         writer.add_weights(0, pretrained, _weights(pair, plan, calibration, pretrained, progress))
         for path in pair.tokenizer_files:
             writer.add_tokenizer_file(path)
-        record = _add_plan(writer, config, base_dir, pretrained, limits, progress)
+        record = _add_plan(writer, options, pretrained, limits, progress)
         provenance = {
             "command": list(command),
             "working_dir": str(Path.cwd()),
@@ -143,24 +135,32 @@ def build_engine(
     return EngineDir.open(output)
 
 
+def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
+    """None for the backends without a plan; a missing TensorRT is an error now, before any work."""
+    if config.backend != "tensorrt":
+        return None
+    from dflash_trt.compile.trt_engine_files import plan_options
+
+    return plan_options(config, base_dir)
+
+
 def _add_plan(
     writer: EngineDirWriter,
-    config: BuildConfig,
-    base_dir: Path,
+    options: "PlanOptions | None",
     pretrained: PretrainedConfig,
     limits: EngineLimits,
     progress: ProgressCallback,
 ) -> TensorRTRecord | None:
     """Compile the weights just written, for backend tensorrt; the other backends need no plan."""
-    if config.backend != "tensorrt":
+    if options is None:
         return None
-    from dflash_trt.compile.trt_engine_files import build_rank_plan, plan_options
+    from dflash_trt.compile.trt_engine_files import build_rank_plan
 
     built, record = build_rank_plan(
         writer.weights_file(0),
         pretrained,
         limits,
-        options=plan_options(config, base_dir),
+        options=options,
         progress=lambda phase, done, total: progress(
             BuildProgress(stage="compiling", done_steps=done, total_steps=total)
         ),
@@ -169,9 +169,23 @@ def _add_plan(
     return record
 
 
-def _calibrating(part: str, done: int, total: int) -> BuildProgress:
-    stage: BuildStage = "calibrating the target" if part == "target" else "calibrating the drafter"
-    return BuildProgress(stage=stage, done_prompts=done, total_prompts=total)
+def _calibration(
+    config: BuildConfig,
+    pair: CheckpointPair,
+    plan: QuantizationPlan,
+    base_dir: Path,
+    inputs: dict[str, dict[str, Any]],
+    progress: ProgressCallback,
+) -> tuple[Calibration, str | None]:
+    """See `quantized.calibrate`."""
+
+    def advance(part: str, done: int, total: int) -> None:
+        stage: BuildStage = "calibrating the target" if part == "target" else "calibrating the drafter"
+        progress(BuildProgress(stage=stage, done_prompts=done, total_prompts=total))
+
+    hashes = [entry["sha256"] for entry in inputs.values()]
+    dtype = _TORCH_DTYPES[config.dtype]
+    return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
 
 
 def _weights(

@@ -3,7 +3,7 @@
 `build` calls it with what it has proven; `calibration` runs the network.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from dflash_trt.quantize.stream import engine_stream
 PlanCallback = Callable[[QuantizationPlan], None]
 
 
-def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> QuantizationPlan:
-    """What each linear of the engine gets, proven against shapes, checkpoint and GPU.
+def plan_quantization(
+    config: BuildConfig, pair: CheckpointPair, on_plan: PlanCallback | None = None
+) -> QuantizationPlan:
+    """What each linear of the engine gets, proven against shapes, checkpoint and GPU, and told to `on_plan`.
 
     Raises:
         ConfigError: a choice that cannot be; all of them in one error.
@@ -35,6 +37,8 @@ def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> Quantization
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
     if torch.cuda.is_available():
         require_hardware(plan.formats, torch.cuda.get_device_capability())
+    if on_plan is not None:
+        on_plan(plan)
     return plan
 
 
@@ -44,7 +48,7 @@ def calibrate(
     plan: QuantizationPlan,
     *,
     base_dir: Path,
-    input_hashes: Mapping[str, str],
+    input_hashes: Sequence[str],
     dtype: torch.dtype,
     advance: Advance,
 ) -> tuple[Calibration, str | None]:
@@ -62,7 +66,7 @@ def calibrate(
     )
     key = cache_key(
         {
-            "inputs": sorted(input_hashes.values()),
+            "inputs": sorted(input_hashes),
             "dtype": str(dtype),
             "formats": plan.formats,
             "has_fp8_kv": [plan.has_fp8_target_kv, plan.has_fp8_draft_kv],

@@ -88,7 +88,7 @@ def build_plan(
     layers = Layers(trt, network, logger)
     define_step_network(layers, spec, tensors, packed=packed, rope_tables=rope_tables, plugins=options.plugins)
     profiles = step_profiles(spec, limits)
-    config, flags = _configure(trt, builder, spec, options)
+    config, flags = _configure(trt, builder, options)
     for profile in profiles:
         _add_profile(builder, config, spec, profile)
     config.progress_monitor = _make_monitor(trt, progress)
@@ -128,11 +128,10 @@ def _make_builder(trt: Any, logger: Any, options: PlanOptions) -> Any:
         raise BuildError(problem("TensorRT builder", expected="a GPU with a driver", found=found, mend=mend)) from error
 
 
-def _configure(trt: Any, builder: Any, spec: StepNetworkSpec, options: PlanOptions) -> tuple[Any, tuple[str, ...]]:
+def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple[str, ...]]:
     """The builder configuration, and the names of all flags and preview features it ends up with."""
     config = builder.create_builder_config()
-    if spec.dtype == "float32":
-        config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32
+    config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32, also inside a bfloat16 network
     for name in options.flags:
         flag = getattr(trt.BuilderFlag, name, None)
         if flag is None:

@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM
 from dflash_trt.demo.corpus import END_OF_TEXT, MASK, Corpus, standard_library, token_rows, train_tokenizer
 from dflash_trt.demo.evaluate import evaluate_drafter
 from dflash_trt.demo.responses import ResponseRecipe, Responses, distinct_fraction, generate_responses
-from dflash_trt.demo.train_drafter import DrafterRecipe, save_drafter, train_drafter
+from dflash_trt.demo.train_drafter import DrafterRecipe, save_drafter, train_drafter, with_first_layer
 from dflash_trt.demo.train_target import TargetRecipe, save_target, train_target
 from dflash_trt.demo.unlikelihood import UnlikelihoodRecipe, unlearn_repetition
 
@@ -34,7 +34,8 @@ class Recipes:
     target: TargetRecipe
     unlikelihood: UnlikelihoodRecipe
     responses: ResponseRecipe
-    drafter: DrafterRecipe
+    drafter: DrafterRecipe  # on the target's responses
+    grown_drafter: DrafterRecipe  # one layer more, on responses and corpus rows
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Stages:
 @click.option("--unlikelihood-steps", default=130, show_default=True, help="Steps that unlearn repetition.")
 @click.option("--num-responses", default=3072, show_default=True, help="Sequences the target writes for the drafter.")
 @click.option("--drafter-steps", default=1500, show_default=True, help="Optimizer steps of the drafter.")
-@click.option("--drafter-layers", default=2, show_default=True, help="Layers of the drafter.")
+@click.option("--grown-steps", default=1150, show_default=True, help="Its steps after it got one more layer.")
 @click.option("--threads", default=0, help="CPU threads; 0 leaves PyTorch's choice.")
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -83,7 +84,7 @@ def main(
     unlikelihood_steps: int,
     num_responses: int,
     drafter_steps: int,
-    drafter_layers: int,
+    grown_steps: int,
     threads: int,
     seed: int,
 ) -> None:
@@ -94,7 +95,16 @@ def main(
         target=TargetRecipe(num_tokens=target_tokens, seed=seed),
         unlikelihood=UnlikelihoodRecipe(num_steps=unlikelihood_steps, seed=seed),
         responses=ResponseRecipe(num_sequences=num_responses, seed=seed),
-        drafter=DrafterRecipe(num_steps=drafter_steps, num_layers=drafter_layers, seed=seed),
+        drafter=DrafterRecipe(num_steps=drafter_steps, num_layers=2, seed=seed),
+        grown_drafter=DrafterRecipe(
+            num_steps=grown_steps,
+            num_layers=3,
+            batch_size=10,
+            num_corpus_rows=5,
+            matrix_lr=3e-3,
+            vector_lr=2e-3,
+            seed=seed + 1,
+        ),
     )
     train_pair(Stages(output), recipes, standard_library(), report=_timed_report())
 
@@ -115,8 +125,10 @@ def train_pair(stages: Stages, recipes: Recipes, corpus: Corpus, *, report: Call
     if stages.drafter.exists():
         report(f"{stages.drafter} exists: skipped")
         return
-    recipe = _with_mask(recipes.drafter, tokenizer)
-    drafter = train_drafter(target, responses, recipe, report=report)
+    drafter = train_drafter(target, responses, rows, _with_mask(recipes.drafter, tokenizer), report=report)
+    recipe = _with_mask(recipes.grown_drafter, tokenizer)
+    grown = with_first_layer(drafter, target, recipe)
+    drafter = train_drafter(target, responses, rows, recipe, initial=grown, report=report)
     with _whole(stages.drafter) as partial:
         save_drafter(drafter, target.config, recipe, partial)
     report(f"saved {stages.drafter}; on held-out responses: {evaluate_drafter(drafter, target, held_out, recipe)}")

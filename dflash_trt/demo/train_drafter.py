@@ -146,6 +146,26 @@ def initial_drafter(target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDra
     return drafter
 
 
+def with_first_layer(drafter: BlockDrafter, target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDrafter:
+    """A drafter of one layer more, which so far computes the same: the new first layer adds nothing to its input.
+
+    Its other weights are those of the target's layer at that depth.
+    """
+    assert recipe.num_layers == drafter.shape.num_layers + 1
+    grown = initial_drafter(target, recipe)
+    tensors = grown.state_dict()
+    for name, tensor in drafter.state_dict().items():
+        room, _, rest = name.partition(".")
+        if room == "layers":
+            index, _, rest = rest.partition(".")
+            name = f"layers.{int(index) + 1}.{rest}"
+        tensors[name] = tensor
+    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+    grown.load_state_dict(tensors)
+    return grown.to(target.device)
+
+
 def shape_of(config: Qwen3Config, recipe: DrafterRecipe) -> DrafterShape:
     assert config.num_key_value_heads is not None
     return DrafterShape(
@@ -201,9 +221,7 @@ def _zlab_config(target: Qwen3Config, recipe: DrafterRecipe) -> dict[str, Any]:
     }
 
 
-def _batches(
-    responses: Responses, rows: NDArray[np.int64], recipe: DrafterRecipe
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(responses: Responses, rows: NDArray[np.int64], recipe: DrafterRecipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch, each in its own order and with anchors of its own: tokens and anchors."""
     random = np.random.default_rng(recipe.seed)
     tokens = responses.tokens

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +46,12 @@ class TargetRecipe:
     seed: int = 0
 
 
-def train_target(
-    rows: NDArray[np.int64], recipe: TargetRecipe, *, report: Callable[[str], None]
-) -> Qwen3ForCausalLM:
+def train_target(rows: NDArray[np.int64], recipe: TargetRecipe, *, report: Callable[[str], None]) -> Qwen3ForCausalLM:
     """Next-token cross entropy; Muon on the matrices of the layers, AdamW on the rest, bfloat16 autocast."""
     torch.manual_seed(recipe.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3ForCausalLM(_config(recipe)).to(device)
+    untyped: Any = Qwen3ForCausalLM
+    model: Qwen3ForCausalLM = untyped(_config(recipe)).to(device)
     optimizers = optimizers_for(model, matrix_lr=recipe.matrix_lr, vector_lr=recipe.vector_lr)
     num_steps = recipe.num_tokens // (recipe.batch_size * recipe.seq_len)
     start_s = time.monotonic()
@@ -72,11 +72,13 @@ def train_target(
 
 def save_target(model: Qwen3ForCausalLM, tokenizer: Tokenizer, path: Path) -> None:
     """Hugging Face directory in bfloat16, tokenizer and chat template included."""
-    wrapped = PreTrainedTokenizerFast(
+    untyped: Any = PreTrainedTokenizerFast
+    wrapped = untyped(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, mask_token=MASK, additional_special_tokens=[IM_START, IM_END]
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    model.to(torch.bfloat16).save_pretrained(path)
+    narrow: Any = model
+    narrow.to(torch.bfloat16).save_pretrained(path)
     wrapped.save_pretrained(path)
 
 

@@ -48,9 +48,10 @@ class PagePlan:
         return self.num_pages // -(-self.max_seq_len // self.page_size)
 
     def __str__(self) -> str:
+        draft = f" + {self.draft_bytes_per_token} (drafter)" if self.draft_bytes_per_token else ""
         return (
             f"{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
-            f"{self.target_bytes_per_token} (target) + {self.draft_bytes_per_token} (drafter) bytes per token, "
+            f"{self.target_bytes_per_token} (target){draft} bytes per token, "
             f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
         )
 

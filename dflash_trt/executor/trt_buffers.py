@@ -50,6 +50,8 @@ class StepBuffers:
             )  # the last page takes what padding rows write
             for tensor in state_of(spec)
         }
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # zeroed, before another stream writes into them
 
     @property
     def scratch_page(self) -> int:

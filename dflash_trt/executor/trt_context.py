@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dflash_trt.core.errors import CapacityError, problem
+from dflash_trt.core.errors import CapacityError, EngineDirError, problem
 from dflash_trt.executor.trt_buffers import Shapes, StepBuffers
 from dflash_trt.network.trt_network import NEXT_PREFIX
 
@@ -39,6 +39,8 @@ class ProfileContext:
             self._must(self._context.set_optimization_profile_async(profile_index, stream.cuda_stream), "profile")
         for name, buffer in (*buffers.inputs.items(), *buffers.outputs.items()):
             self._bind(name, buffer.data_ptr())
+        if not swap:
+            self._check_addresses()
         self._graphs: dict[tuple[tuple[str, tuple[int, ...]], ...], Any] = {}
         self._warm: set[tuple[tuple[str, tuple[int, ...]], ...]] = set()
 
@@ -59,6 +61,24 @@ class ProfileContext:
             self._bind(NEXT_PREFIX + name, written[name].data_ptr())
         for name, shape in shapes.items():
             self._must(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")
+
+    def _check_addresses(self) -> None:
+        """Pages must leave where they came from, whatever the engine says about aliases.
+
+        Raises:
+            EngineDirError: TensorRT keeps another address for an output than it was given.
+        """
+        for name, pages in self._buffers.state.items():
+            self._bind(name, pages.data_ptr())
+            self._bind(NEXT_PREFIX + name, pages.data_ptr())
+        for name in self._buffers.state:
+            addresses = [self._context.get_tensor_address(tensor) for tensor in (name, NEXT_PREFIX + name)]
+            if addresses[0] != addresses[1]:
+                mend = "Build with plugins: layers, which writes into a second pool, and report it with this message."
+                found = f"{addresses[1]:#x}"
+                raise EngineDirError(
+                    problem(f"address of {NEXT_PREFIX}{name}", expected=f"{addresses[0]:#x}", found=found, mend=mend)
+                )
 
     def _enqueue(self) -> None:
         self._must(self._context.execute_async_v3(self._stream.cuda_stream), "enqueue")

@@ -44,8 +44,8 @@ def require_gpu() -> None:
         )
 
 
-def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None) -> tuple[Any, Any]:
-    """(the module, the ICudaEngine); the caller keeps both.
+def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None) -> tuple[Any, tuple[Any, ...]]:
+    """(the ICudaEngine, what must live as long as it).
 
     Raises:
         EngineDirError: no GPU, no TensorRT, no plugin library, or a plan that this TensorRT refuses.
@@ -55,7 +55,8 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
     if plugins == "plugin":
         load_plugin_library(trt, plugin_library, error=EngineDirError)
     logger = make_logger(trt)
-    engine = trt.Runtime(logger).deserialize_cuda_engine(plan.read_bytes())
+    runtime = trt.Runtime(logger)
+    engine = runtime.deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
         found = "; ".join(logger.errors) or "a refusal without a message"
         raise EngineDirError(
@@ -63,7 +64,7 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
                 str(plan), expected=f"a plan for TensorRT {trt.__version__} and this GPU", found=found, mend=_REBUILD
             )
         )
-    return trt, engine
+    return engine, (runtime, logger)
 
 
 def check_engine_io(engine: Any, spec: StepNetworkSpec, *, plugins: PluginMode) -> None:

@@ -6,7 +6,7 @@ Knows profiles, buffers and padding; the engine knows the network. Imports Tenso
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,16 @@ DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
 _FREE_MEMORY_FRACTION = 0.9
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodeStep:
+    """A step of verify blocks only, padding requests included in `num_requests` and last."""
+
+    num_real: int
+    num_requests: int
+    width: int  # K + 1
+    shapes: Shapes
+
+
 class TensorRTExecutor:
     """Implements `core.batch.StepExecutor` over a deserialized engine. Owns the pages."""
 
@@ -48,7 +58,8 @@ class TensorRTExecutor:
         check_engine_io(engine, spec, plugins=plugins)
         self.limits = limits
         self.page_plan: PagePlan  # set by `open`, which knows the memory
-        self.page_plan: PagePlan | None = None  # set by `open`
+        self._owners: tuple[Any, ...] = ()  # of the engine; released after it
+        self._engine = engine
         self._spec = spec
         self._stream = _new_stream(device)
         self._buffers = StepBuffers(spec, limits, device=device)
@@ -59,7 +70,7 @@ class TensorRTExecutor:
             ProfileContext(engine, index, self._buffers, self._stream, swap=not self._is_in_place)
             for index in (DECODE, MIXED)
         ]
-        self._last: tuple[int, int, Shapes] | None = None  # R, K + 1 and shapes of the last step, for `follow`
+        self._last: _DecodeStep | None = None  # for `follow`
 
     @classmethod
     def open(
@@ -83,7 +94,7 @@ class TensorRTExecutor:
 
         record, library = check_identity(engine_dir, plugin_library=plugin_library)
         spec, build = spec_of(engine_dir), engine_dir.manifest.build_config
-        _, engine = deserialize(plan_path(engine_dir), plugins=record.plugins, plugin_library=library)
+        engine, owners = deserialize(plan_path(engine_dir), plugins=record.plugins, plugin_library=library)
         pages = plan_engine_pages(
             engine_dir.manifest,
             kv_cache_bytes=_page_bytes(kv_cache_bytes, kv_cache_free_memory_fraction, record.plugins),
@@ -98,6 +109,7 @@ class TensorRTExecutor:
         )
         executor = cls(engine, spec, limits, plugins=record.plugins, device=torch.device("cuda"))
         executor.page_plan = pages
+        executor._owners = owners
         return executor
 
     @torch.inference_mode()
@@ -116,7 +128,10 @@ class TensorRTExecutor:
             shapes = self._buffers.fill(inputs)
             self._run(shapes, is_decode=is_decode)
             outputs = self._buffers.read(num_requests=len(requests), width=num_drafts + 1)
-        self._last = (len(requests), num_drafts + 1, shapes) if is_decode else None
+        last = _DecodeStep(
+            num_real=len(batch.requests), num_requests=len(requests), width=num_drafts + 1, shapes=shapes
+        )
+        self._last = last if is_decode else None
         return _result(outputs, num_requests=len(batch.requests), has_drafts=batch.num_draft_tokens > 0)
 
     @torch.inference_mode()
@@ -126,12 +141,13 @@ class TensorRTExecutor:
         Every request verifies all K drafts; the caller has made sure that its pages reach that far.
         """
         assert self._last is not None, "the last step was not of verify blocks only"
-        num_requests, width, shapes = self._last
+        last = self._last
+        assert last.width > 1, "a step without drafts has nothing to hand over"
         with self._on_stream():
-            self._buffers.advance(num_requests=num_requests, width=width)
-            self._run(shapes, is_decode=True)
-            outputs = self._buffers.read(num_requests=num_requests, width=width)
-        return _result(outputs, num_requests=num_requests, has_drafts=width > 1)
+            self._buffers.advance(num_requests=last.num_requests, width=last.width)
+            self._run(last.shapes, is_decode=True)
+            outputs = self._buffers.read(num_requests=last.num_requests, width=last.width)
+        return _result(outputs, num_requests=last.num_real, has_drafts=True)
 
     def pages(self) -> dict[str, Tensor]:
         """The pages as they are now, by state name; the last one is the scratch page of padding requests."""

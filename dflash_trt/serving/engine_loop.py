@@ -23,7 +23,7 @@ from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.overlapped_runner import OverlappedRunner
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import PlainRunner, StepReport, StepRunner
-from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk
+from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk, merged
 
 # How often an engine with nothing but parked requests looks for readers that have gone away.
 _PARKED_POLL_S = 0.2
@@ -236,7 +236,7 @@ class EngineLoop:
             assert chunk is not None, "an event has tokens, or ends its request"
             return chunk
         last = assembler.finish(reason, now, statistics=statistics, error=event.error)
-        return last if chunk is None else chunk.followed_by(last)
+        return last if chunk is None else merged((chunk, last))
 
     def _failed_chunk(self, client: _Client, reason: str, now: float) -> StreamChunk:
         event = self._scheduler.fail(client.request_id, reason)

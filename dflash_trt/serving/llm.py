@@ -33,6 +33,7 @@ class LLM(Generator):
         num_draft_tokens: int | None = None,
         adapts_draft_length: bool = False,
         reuses_prefixes: bool = True,
+        overlaps_steps: bool = False,
         kv_cache_bytes: int | None = None,
         kv_cache_free_memory_fraction: float | None = None,
         num_threads: int | None = None,
@@ -44,6 +45,9 @@ class LLM(Generator):
 
         With `adapts_draft_length` it is only the most, and each step's K is what pays best by what was measured so
         far. `draft_length` and `scheduler_config` say the same and more, in the scheduler's own terms.
+
+        `overlaps_steps` plans each step while the one before it runs: same tokens, and time gained where the device is
+        not the CPU that plans.
 
         K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (half
         unless told); `page_plan` says what it came to.
@@ -73,7 +77,7 @@ class LLM(Generator):
         scheduler = Scheduler(executor.limits, config, draft_length)
         target = self.engine.manifest.target
         super().__init__(
-            EngineLoop(executor, scheduler),
+            EngineLoop(executor, scheduler, overlaps=overlaps_steps),
             vocab_size=target.vocab_size,
             codec=_open_codec(self.engine),
             eos_token_ids=target.eos_token_ids,

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_trt.core.request import FinishReason, GenerationOutput
@@ -29,15 +29,16 @@ class StreamChunk:
     finish_reason: FinishReason | None = None
     output: GenerationOutput | None = None
 
-    def followed_by(self, other: "StreamChunk") -> "StreamChunk":
-        """Both chunks as one."""
-        return StreamChunk(
-            text=other.text if self.text is None else self.text + (other.text or ""),
-            token_ids=self.token_ids + other.token_ids,
-            logprobs=self.logprobs + other.logprobs,
-            finish_reason=other.finish_reason,
-            output=other.output,
-        )
+
+def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
+    """Several chunks of one request, at least one, as one."""
+    return StreamChunk(
+        text=None if chunks[0].text is None else "".join(chunk.text or "" for chunk in chunks),
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        finish_reason=chunks[-1].finish_reason,
+        output=chunks[-1].output,
+    )
 
 
 class Mailbox:
@@ -51,7 +52,8 @@ class Mailbox:
         self._resume = resume
         self._is_parked = False
         self._condition = threading.Condition()
-        self._pending: StreamChunk | None = None
+        self._pending: list[StreamChunk] = []
+        self._num_pending_tokens = 0
         self._output: GenerationOutput | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._callbacks: list[Callable[[GenerationOutput], None]] = []
@@ -64,7 +66,8 @@ class Mailbox:
         """Add a chunk and wake whoever waits. Called by the engine, never blocks on the reader."""
         with self._condition:
             assert self._output is None, "nothing comes after the last chunk"
-            self._pending = chunk if self._pending is None else self._pending.followed_by(chunk)
+            self._pending.append(chunk)
+            self._num_pending_tokens += len(chunk.token_ids)
             self._output = chunk.output
             waiters, self._waiters = self._waiters, []
             self._condition.notify_all()
@@ -74,9 +77,9 @@ class Mailbox:
     def park_if_full(self) -> bool:
         """Whether the reader is too far behind; it will then call `resume` when it takes what is here."""
         with self._condition:
-            if self._max_pending_tokens is None or self._pending is None or self._output is not None:
+            if self._max_pending_tokens is None or self._output is not None:
                 return False
-            self._is_parked = len(self._pending.token_ids) >= self._max_pending_tokens
+            self._is_parked = self._num_pending_tokens >= self._max_pending_tokens
             return self._is_parked
 
     def run_callbacks(self) -> None:
@@ -125,9 +128,9 @@ class Mailbox:
         callback(self._output)
 
     def _pop(self) -> tuple[StreamChunk | None, bool]:
-        chunk, self._pending = self._pending, None
+        pending, self._pending, self._num_pending_tokens = self._pending, [], 0
         was_parked, self._is_parked = self._is_parked, False
-        return chunk, was_parked
+        return (merged(pending) if pending else None), was_parked
 
     def _after_taking(self, was_parked: bool) -> None:
         """Outside the lock: the engine takes its own lock first and this one second."""

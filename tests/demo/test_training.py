@@ -54,7 +54,7 @@ def reference_block(path: Path, target: Qwen3ForCausalLM, tokens: Tensor, anchor
     hidden = model(
         position_ids=torch.arange(anchor + RECIPE.draft_block_size)[None],
         noise_embedding=target.get_input_embeddings()(block),
-        target_hidden=target_taps(target, tokens[:, :anchor], RECIPE.target_layer_ids),
+        target_hidden=target_taps(target, tokens[:, :anchor], RECIPE.target_layer_ids)[0],
     )
     assert isinstance(hidden, Tensor)
     return hidden[0]
@@ -64,7 +64,7 @@ def trained_blocks(drafter: BlockDrafter, target: Qwen3ForCausalLM, tokens: Tens
     """What training computes for all anchors at once: [anchors, slots, hidden]."""
     blocks = torch.full((1, anchors.shape[1], RECIPE.draft_block_size), RECIPE.mask_token_id)
     blocks[0, :, 0] = tokens[0, anchors[0]]
-    taps = target_taps(target, tokens, RECIPE.target_layer_ids)
+    taps, _ = target_taps(target, tokens, RECIPE.target_layer_ids)
     hidden = drafter(taps, target.get_input_embeddings()(blocks), anchors)
     assert isinstance(hidden, Tensor)
     return hidden[0]
@@ -127,11 +127,11 @@ def test_cached_decoder_equals_transformers() -> None:
 
 def test_training_teaches_the_drafter_its_own_text() -> None:
     target = make_target()
-    rows = np.random.default_rng(0).integers(4, 64, size=(8, 32))
+    rows = np.random.default_rng(0).integers(4, 64, size=(8, 40))
     response_recipe = ResponseRecipe(num_sequences=8, seq_len=40, prompt_lens=(8,), sampled_fraction=0.0)
     responses = generate_responses(target, rows, response_recipe, end_id=0, report=lambda line: None)
     untrained = initial_drafter(target, RECIPE)
-    trained = train_drafter(target, responses, RECIPE, report=lambda line: None)
+    trained = train_drafter(target, responses, rows, RECIPE, report=lambda line: None)
     before = evaluate_drafter(untrained, target, responses, RECIPE)
     after = evaluate_drafter(trained, target, responses, RECIPE)
     assert after.acceptance_length > before.acceptance_length + 1.0

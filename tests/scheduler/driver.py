@@ -6,7 +6,9 @@ from typing import Any
 from dflash_trt.core.batch import ExecutorLimits, RequestResult, StepBatch, StepResult, StepSampling
 from dflash_trt.core.planned_step import PlannedStep, results_by_id
 from dflash_trt.core.request import Request, SamplingParams, TokenEvent
-from dflash_trt.executor.fake import FakeExecutor
+from dflash_trt.executor.fake import DraftRule, FakeExecutor, always_right
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 
 
@@ -138,3 +140,19 @@ def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
 
 def scheduled_sampling(request: Request) -> StepSampling:
     return StepSampling(temperature=request.sampling.temperature, seed=request.seed)
+
+
+def make_driver(
+    limits: ExecutorLimits | None = None,
+    *,
+    num_draft_tokens: int | None = None,
+    draft_rule: DraftRule = always_right,
+    vocab_size: int = 997,
+    **config: Any,
+) -> Driver:
+    limits = limits or make_limits()
+    policy = None if num_draft_tokens is None else FixedDraftLength(num_draft_tokens)
+    return Driver(
+        Scheduler(limits, SchedulerConfig(**config), policy),
+        FakeExecutor(limits, vocab_size=vocab_size, draft_rule=draft_rule),
+    )

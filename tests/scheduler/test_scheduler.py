@@ -1,35 +1,14 @@
-"""What the scheduler decides: who runs, with how many tokens and drafts, and how a request ends."""
+"""What the scheduler decides: who runs, with how many tokens and drafts."""
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, StepBatch, StepResult
-from dflash_trt.core.errors import CapacityError, ConfigError, QueueFullError, RequestError
-from dflash_trt.executor.fake import DraftRule, FakeExecutor, always_right, always_wrong, right_with_probability
-from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import FixedDraftLength
-from dflash_trt.scheduler.scheduler import Scheduler
-from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
-
-
-def make_driver(
-    limits: ExecutorLimits | None = None,
-    *,
-    num_draft_tokens: int | None = None,
-    draft_rule: DraftRule = always_right,
-    vocab_size: int = 997,
-    **config: Any,
-) -> Driver:
-    limits = limits or make_limits()
-    policy = None if num_draft_tokens is None else FixedDraftLength(num_draft_tokens)
-    return Driver(
-        Scheduler(limits, SchedulerConfig(**config), policy),
-        FakeExecutor(limits, vocab_size=vocab_size, draft_rule=draft_rule),
-    )
+from dflash_trt.core.batch import StepBatch
+from dflash_trt.executor.fake import always_wrong, right_with_probability
+from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 
 def shape(batch: StepBatch) -> list[tuple[str, int, int]]:
@@ -244,272 +223,30 @@ def test_the_same_arrivals_give_the_same_batches(seed: int, is_ahead: bool) -> N
     assert batches() == batches()
 
 
-# Refusals and endings
+# Planning ahead
 
 
-@pytest.mark.parametrize(
-    ("prompt", "num_pages", "message"),
-    [
-        ((), 20, "expected at least 1 token, found 0"),
-        (range(64), 20, r"at most 63 tokens \(max_seq_len - 1\), found 64"),
-        (range(12), 3, r"at most 11 tokens \(3 pages of 4\), found 12"),
-    ],
-)
-def test_a_request_that_can_never_run_is_refused(prompt: Sequence[int], num_pages: int, message: str) -> None:
-    driver = make_driver(make_limits(num_pages=num_pages))
-    with pytest.raises(RequestError, match=message):
-        driver.add(make_request("r", prompt))
-    assert not driver.scheduler.has_work
-
-
-def test_two_requests_cannot_have_the_same_id_at_the_same_time() -> None:
+def test_nothing_is_planned_behind_a_step_that_certainly_ends_the_request() -> None:
     driver = make_driver()
-    driver.add(make_request("r"))
-    with pytest.raises(RequestError, match="'r', in use"):
-        driver.add(make_request("r"))
-    driver.run()
-    driver.finish_reasons.clear()
-    driver.add(make_request("r"))
+    driver.add(make_request("r", max_new_tokens=1))
+    first, second = driver.scheduler.plan(), driver.scheduler.plan()
+    assert len(first.rows) == 1 and second.rows == ()
 
 
-def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
-    driver = make_driver(make_limits(max_batch_size=1), max_queue_len=2)
-    for name in ("a", "b"):
-        driver.add(make_request(name))
-    with pytest.raises(QueueFullError, match="fewer than 2 waiting requests, found 2"):
-        driver.add(make_request("c"))
-    driver.step()
-    driver.add(make_request("c"))
-    driver.run()
-    assert set(driver.finish_reasons) == {"a", "b", "c"}
-
-
-def test_a_preempted_request_comes_back_even_when_the_queue_is_full() -> None:
-    driver = make_driver(make_limits(max_batch_size=1), max_queue_len=1)
-    driver.add(make_request("a"))
-    driver.step()
-    driver.add(make_request("b"))
-    assert driver.scheduler.preempt("a")
-    driver.run()
-    assert list(driver.finish_reasons) == ["a", "b"]
-
-
-def test_waiting_too_long_ends_a_request_with_timeout() -> None:
-    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
-    driver.add(make_request("runs"))
-    driver.add(make_request("waits", queue_timeout_s=2.0))
-    driver.step()
-    driver.now = 1.9
-    driver.step()
-    assert "waits" not in driver.finish_reasons
-    driver.now = 2.0
-    driver.step()
-    assert driver.finish_reasons == {"waits": "timeout"}
-    (event,) = (event for event in driver.events if event.request_id == "waits")
-    assert event.token_ids == ()
-    assert event.error is not None and "expected a first step within 2.0 s, found 2.000 s" in event.error
-    assert event.statistics is not None and event.statistics.queue_time_s == 2.0
-
-
-def test_a_request_that_has_started_is_not_timed_out_by_being_preempted() -> None:
-    driver = make_driver(draft_rule=always_wrong)
-    driver.add(make_request("r", queue_timeout_s=1.0))
-    driver.step()
-    driver.scheduler.preempt("r")
-    driver.now = 5.0
-    driver.run()
-    assert driver.finish_reasons == {"r": "length"}
-
-
-def test_a_cancelled_request_is_gone_at_once_whether_it_waits_or_runs() -> None:
-    driver = make_driver(make_limits(max_batch_size=1))
-    for name in ("runs", "waits"):
-        driver.add(make_request(name))
-    driver.step()
-    for name in ("runs", "waits", "unknown"):
-        driver.cancel(name)
-    assert driver.finish_reasons == {"runs": "cancelled", "waits": "cancelled"}
-    assert not driver.scheduler.has_work
-    assert driver.scheduler.num_pages_in_use == 0
-
-
-def test_what_a_step_gave_a_request_cancelled_meanwhile_is_dropped() -> None:
+def test_a_step_that_emits_more_than_is_allowed_is_cut() -> None:
+    """A device that fills in follow-ups itself may verify more drafts than can still be emitted."""
     driver = make_driver()
-    driver.add(make_request("r"))
-    batch = driver.scheduler.schedule()
-    driver.cancel("r")
-    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
-    driver.scheduler.check_integrity()
-
-
-def test_a_new_request_may_take_the_id_of_one_cancelled_in_flight() -> None:
-    driver = make_driver()
-    driver.add(make_request("r", (1, 2, 3)))
-    batch = driver.scheduler.schedule()
-    driver.cancel("r")
-    driver.finish_reasons.clear()
-    request = make_request("r", (4, 5))
-    driver.add(request)
-    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
-    driver.tokens.clear()
-    driver.run()
-    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
-
-
-def test_a_result_that_breaks_the_contract_fails_its_request_only() -> None:
-    driver = make_driver()
-    for name in ("bad", "good"):
-        driver.add(make_request(name))
-    batch = driver.scheduler.schedule()
-    results = list(driver.executor.step(batch).requests)
-    results[0] = RequestResult(
-        emitted_tokens=(1, 2),
-        logprobs=(),
-        num_accepted=0,
-        draft_tokens=(),
-        next_context_len=results[0].next_context_len,
-    )
-    bad, good = driver.scheduler.commit(batch, StepResult(requests=tuple(results)))
-    assert bad.finish_reason == "error" and "2 emitted tokens with num_accepted 0" in str(bad.error)
-    assert good.finish_reason is None and good.token_ids
-
-
-def test_a_parked_request_gives_its_place_away_and_goes_on_with_the_same_tokens() -> None:
-    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
-    request = make_request("parked")
+    request = make_request("r", max_new_tokens=3)
     driver.add(request)
     driver.step()
-    assert driver.scheduler.park("parked")
-    driver.scheduler.check_integrity()
-    assert driver.scheduler.num_pages_in_use == 0
-    assert not driver.scheduler.has_work
-    driver.add(make_request("other"))
-    driver.run()
-    assert driver.finish_reasons == {"other": "length"}
-    assert driver.scheduler.resume("parked")
-    driver.run()
-    assert driver.tokens["parked"] == expected_tokens(driver.executor, request)
-
-
-def test_a_request_parked_too_long_ends_with_timeout() -> None:
-    driver = make_driver(max_parked_s=10.0)
-    driver.add(make_request("r"))
-    driver.step()
-    driver.scheduler.park("r")
-    driver.now = 9.0
-    driver.step()
-    assert driver.finish_reasons == {}
-    driver.now = 10.0
-    driver.step()
-    assert driver.finish_reasons == {"r": "timeout"}
-
-
-# Prefix reuse
-
-
-def run_twice(driver: Driver, first: Sequence[int], second: Sequence[int]) -> int:
-    """Prompt tokens of the second request that were found computed."""
-    for name, prompt in (("first", first), ("second", second)):
-        request = make_request(name, prompt)
-        driver.add(request)
-        driver.run()
-        assert driver.tokens[name] == expected_tokens(driver.executor, request)
-    statistics = driver.events[-1].statistics
-    assert statistics is not None
-    return statistics.num_prefix_hit_tokens
-
-
-def test_a_shared_system_prompt_is_computed_once() -> None:
-    system = list(range(1, 11))
-    assert run_twice(make_driver(), [*system, 20, 21], [*system, 30, 31, 32]) == 8  # 2 full pages of 4
-
-
-def test_the_next_turn_of_a_chat_finds_prompt_and_answer() -> None:
-    driver = make_driver()
-    answer = driver.executor.target.generate(range(6), 12)
-    assert run_twice(driver, range(6), [*range(6), *answer, 50, 51]) == 16  # of 18, the last token has no K/V yet
-
-
-def test_the_same_prompt_again_computes_its_last_tokens_only() -> None:
-    assert run_twice(make_driver(), range(12), range(12)) == 8
-
-
-def test_without_prefix_reuse_nothing_is_found() -> None:
-    assert run_twice(make_driver(reuses_prefixes=False), range(12), range(12)) == 0
-
-
-def test_acceptance_after_a_hit_equals_acceptance_without() -> None:
-    def blocks(*, reuses_prefixes: bool) -> list[tuple[int, int]]:
-        driver = make_driver(reuses_prefixes=reuses_prefixes, draft_rule=right_with_probability(0.6))
-        run_twice(driver, range(12), range(12))
-        return [
-            (event.num_candidates, event.num_accepted)
-            for event in driver.events
-            if event.request_id == "second" and event.num_candidates
-        ]
-
-    assert blocks(reuses_prefixes=True) == blocks(reuses_prefixes=False)
-
-
-def test_a_running_request_shares_its_pages_before_it_ends() -> None:
-    driver = make_driver(draft_rule=always_wrong)
-    driver.add(make_request("first", range(12)))
-    driver.step()
-    driver.add(make_request("second", range(12)))
-    driver.step()
-    first, second = driver.executor.batches[-1].requests
-    assert second.context_len == 8
-    assert first.page_ids[:2] == second.page_ids[:2]
-
-
-def test_a_preempted_request_finds_what_it_computed() -> None:
-    driver = make_driver(draft_rule=always_wrong)
-    request = make_request("r", range(12))
-    driver.add(request)
-    driver.step()
-    driver.scheduler.preempt("r")
-    driver.step()
-    assert driver.executor.batches[-1].requests[0].context_len == 12
-    driver.run()
-    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
-
-
-# Statistics and settings
-
-
-def test_statistics_count_what_happened() -> None:
-    driver = make_driver(draft_rule=right_with_probability(0.5))
-    for i in range(5):
-        driver.add(make_request(f"r{i}", range(9), max_new_tokens=20))
-    driver.cancel("r4")
-    driver.run()
-    statistics = driver.scheduler.statistics()
-    verified = [event for event in driver.events if event.num_candidates]
-    assert statistics.num_arrivals == 5
-    assert statistics.num_finished == {"length": 4, "cancelled": 1}
-    assert statistics.num_steps == len(driver.executor.batches)
-    assert statistics.num_computed_tokens == sum(batch.num_tokens for batch in driver.executor.batches)
-    assert statistics.num_verify_blocks == len(verified)
-    assert statistics.num_accepted_tokens == sum(event.num_accepted for event in verified)
-    assert statistics.acceptance_length == 1 + statistics.num_accepted_tokens / len(verified)
-    reached = [event for event in verified if event.num_accepted >= 1 and event.num_candidates >= 2]
-    assert statistics.acceptance_by_position[1] == sum(event.num_accepted >= 2 for event in reached) / len(reached)
-    assert statistics.num_admitted_prompt_tokens == 4 * 9
-    assert statistics.num_pages_in_use_now == 0
-    assert sum(statistics.num_steps_by_draft_length.values()) == statistics.num_steps
-
-
-def test_statistics_of_an_unused_scheduler_have_no_fractions() -> None:
-    statistics = make_driver().scheduler.statistics()
-    assert statistics.acceptance_length is None
-    assert statistics.prefix_hit_fraction is None
-
-
-def test_an_engine_that_cannot_give_each_request_a_token_is_refused() -> None:
-    with pytest.raises(CapacityError, match="at least max_batch_size 4, found 3"):
-        Scheduler(make_limits(max_num_tokens=3))
-
-
-def test_settings_out_of_range_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match="2 problems"):
-        SchedulerConfig(max_queue_len=0, max_prefill_tokens=-1)
+    batch = driver.scheduler.schedule()
+    (row,) = batch.requests
+    right = driver.executor.target.generate((1, 2, 3), 8)
+    wide = replace(row, token_ids=(right[0], *right[1:6]), num_candidates=5, page_ids=tuple(range(10, 14)))
+    for slot, value in list(driver.executor._target_kv.items()):
+        driver.executor._target_kv[slot[0] + 10, slot[1]] = value
+    wide_batch = replace(batch, requests=(wide,), num_draft_tokens=5)
+    (event,) = driver.scheduler.commit(wide_batch, driver.executor.step(wide_batch))
+    assert event.num_accepted == 5
+    assert list(event.token_ids) == right[1:3]
+    assert event.finish_reason == "length"

@@ -1,6 +1,7 @@
 """Engine loops over a FakeExecutor."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.scheduler.driver import make_limits
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
 
 VOCAB_SIZE = 420
+WAIT_S = 60.0  # for another thread: a test that waits this long has failed
 
 
 class Clock:
@@ -90,3 +92,11 @@ def run(loop: EngineLoop, *, max_steps: int = 2000) -> None:
             return
         loop.check_integrity()
     raise AssertionError("the requests do not come to an end")
+
+
+def until(is_true: Any) -> None:
+    """Wait for another thread."""
+    deadline = time.monotonic() + WAIT_S
+    while not is_true():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.001)

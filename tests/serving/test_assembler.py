@@ -1,9 +1,7 @@
 """Outputs that do not depend on how steps grouped the tokens."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,12 +9,6 @@ from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEv
 from dflash_trt.serving.assembler import OutputAssembler
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_request
-from tests.serving.engines import make_codec
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return make_codec(tmp_path_factory.mktemp("tokenizer"))
 
 
 def assemble(

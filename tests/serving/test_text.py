@@ -119,7 +119,7 @@ def test_text_that_is_not_unicode_is_refused(byte_level: TextCodec) -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineDirError, match="expected tokenizer.json"):
+    with pytest.raises(EngineDirError, match=r"expected tokenizer\.json"):
         TextCodec.open(tmp_path)
 
 

@@ -36,6 +36,7 @@ class FakeEngine:
         self.profiles = step_profiles(defined.spec, limits)
         self.inputs = profile_inputs(defined.spec)
         self.contexts: list[FakeContext] = []
+        self.moved: dict[str, int] = {}
 
     @property
     def num_io_tensors(self) -> int:
@@ -60,7 +61,7 @@ class FakeEngine:
         return self.aliases.get(name, "")
 
     def create_execution_context(self) -> "FakeContext":
-        self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles))
+        self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles, moved=self.moved))
         return self.contexts[-1]
 
 
@@ -75,6 +76,7 @@ class FakeContext:
     num_runs: int = 0
     addresses: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by which a tensor is not where it was bound
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self.profile = index
@@ -83,6 +85,9 @@ class FakeContext:
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.addresses[name] = address
         return True
+
+    def get_tensor_address(self, name: str) -> int:
+        return self.addresses[name] + self.moved.get(name, 0)
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Refuses what the profile does not allow, as TensorRT does."""

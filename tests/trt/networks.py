@@ -1,7 +1,7 @@
 """TensorRT networks over tiny checkpoints, and an executor that runs one in the interpreter."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,12 @@ def define_pair(
     max_draft_len: int | None = None,
     wrap: Callable[[Any], Any] = lambda thing: thing,
     packed: Mapping[str, PackedWeight[Tensor]] | None = None,
+    mapping: RankMapping | None = None,
 ) -> DefinedStep:
     """The step network of two checkpoints. `wrap` may put something between us and the TensorRT module."""
-    pair = open_pair(target, drafter)
-    tensors = dict(pair.iter_weights(dtype=TORCH_DTYPES[dtype], mapping=RankMapping()))
-    longest = pair.draft.max_draft_len if pair.draft else 0
-    spec = StepNetworkSpec(
-        target=pair.target,
-        draft=pair.draft,
-        dtype=dtype,
-        page_size=PAGE_SIZE,
-        max_draft_len=longest if max_draft_len is None else max_draft_len,
-    )
+    spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
+    if max_draft_len is not None:
+        spec = replace(spec, max_draft_len=max_draft_len)
     logger = make_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
@@ -82,6 +76,23 @@ def define_pair(
     return DefinedStep(
         trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants
     )
+
+
+def open_spec(
+    target: Path, drafter: Path | None, *, dtype: FloatDType, mapping: RankMapping | None = None
+) -> tuple[StepNetworkSpec, dict[str, Tensor]]:
+    """The network of two checkpoints with small pages, and its weights, or one rank's share of both."""
+    mapping = mapping or RankMapping()
+    pair = open_pair(target, drafter)
+    spec = StepNetworkSpec(
+        target=pair.target,
+        draft=pair.draft,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
+        mapping=mapping,
+    )
+    return spec, dict(pair.iter_weights(dtype=TORCH_DTYPES[dtype], mapping=mapping))
 
 
 def tensor_of(host: HostTensor) -> Tensor:

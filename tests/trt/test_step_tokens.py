@@ -2,16 +2,19 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import dflash_trt
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.network import trt_attention, trt_ops, trt_sampling
 from tests.engines import Decoding, make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 
+DEMO = Path(dflash_trt.__file__).parent / "demo"
 PROMPTS = [[5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14]
 GREEDY = [StepSampling()] * len(PROMPTS)
 BIG_SEED = (1 << 61) + 7  # both words of the key
@@ -104,6 +107,18 @@ def test_every_step_of_a_mixed_trace_equals_torchs(trt, tmp_path, name):
     if ks != (0,):
         accepted = [count for run in runs for count in run.num_accepted]
         assert 0 < sum(accepted) < sum(len(block) - 1 for run in runs for block in run.blocks)  # and rejections
+
+
+@pytest.mark.skipif(not (DEMO / "target" / "config.json").is_file(), reason="the demo pair has not been trained")
+def test_the_demo_pair_gives_torchs_tokens(trt):
+    target, drafter = DEMO / "target", DEMO / "drafter"
+    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
+    ours = InterpretedExecutor(define_pair(trt, target, drafter), num_pages=theirs.limits.num_pages)
+    ks = (theirs.limits.max_draft_len,)
+    expected, runs = trace(theirs, GREEDY, num_draft_tokens=ks)
+    found, _ = trace(ours, GREEDY, num_draft_tokens=ks)
+    assert integers(found) == integers(expected)
+    assert sum(sum(run.num_accepted) for run in runs) > 0
 
 
 def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):

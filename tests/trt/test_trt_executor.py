@@ -187,6 +187,16 @@ def test_an_engine_of_another_contract_is_refused_with_the_mismatch_named(trt, p
         assert message in str(error.value)
 
 
+def test_pages_that_do_not_leave_where_they_came_from_are_refused_at_load(trt, pair):
+    engine, spec = make_engine(trt, pair, "plugin")
+    engine.moved = {"next_draft_kv.0": 256}
+    limits = ExecutorLimits(
+        max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE, num_pages=64
+    )
+    with pytest.raises(EngineDirError, match=r"address of next_draft_kv\.0: expected 0x"):
+        TensorRTExecutor(engine, spec, limits, plugins="plugin", device=torch.device("cpu"))
+
+
 def test_an_engine_of_another_gpu_or_tensorrt_is_refused_with_both_named():
     same = {"tensorrt_version": "11.4.0.106", "compute_capability": "9.0", "gpu_name": "NVIDIA H200"}
     assert mismatches(RECORD, **same) == []

@@ -1,0 +1,96 @@
+"""The numbers of `dflash-trt eval`, against PyTorch's own KL divergence and cross entropy."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt.bench.comparison import Acceptance, Gate, acceptance_of, compare
+from dflash_trt.core.request import GenerationOutput
+
+VOCAB = 12
+PROMPTS = [[1, 2, 3], [4, 5], [6]]
+
+
+def output(token_ids: list[int], *, num_steps: int = 0, num_emitted: int = 0) -> GenerationOutput:
+    return GenerationOutput(
+        request_id="r",
+        text=None,
+        token_ids=tuple(token_ids),
+        logprobs=(),
+        finish_reason="length",
+        num_prompt_tokens=1,
+        num_verify_steps=num_steps,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        num_emitted_by_verify=num_emitted,
+        time_to_first_token_s=0.0,
+        total_s=0.0,
+    )
+
+
+def logits_of(seed: int):
+    """A model: logits depend on the token alone."""
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return table, lambda token_ids: table[list(token_ids)].numpy()
+
+
+def test_every_number_equals_that_of_pytorch() -> None:
+    (first, baseline), (second, candidate) = logits_of(0), logits_of(1)
+    texts = [[7, 8, 9, 10], [1], [2, 3]]
+    outputs = [output(text) for text in texts]
+    found = compare(PROMPTS, outputs, outputs, baseline_logits=baseline, candidate_logits=candidate)
+    sequences = [prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)]
+    rows = [s[i] for p, s in zip(PROMPTS, sequences, strict=True) for i in range(len(p) - 1, len(s) - 1)]
+    p, q = first[rows].double().log_softmax(-1), second[rows].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    assert found.num_generated_positions == len(rows) == 7
+    assert found.kl_nats == pytest.approx(kl.mean().item(), rel=1e-9)
+    assert found.kl_nats_p99 == pytest.approx(np.quantile(kl.numpy(), 0.99), rel=1e-9)
+    assert found.token_agreement_fraction == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    pairs = [(a, b) for prompt in PROMPTS for a, b in itertools.pairwise(prompt)]
+    known, wanted = torch.tensor([a for a, _ in pairs]), torch.tensor([b for _, b in pairs])
+    assert found.num_prompt_positions == len(pairs) == 3
+    for table, perplexity in ((first, found.baseline_perplexity), (second, found.candidate_perplexity)):
+        expected = torch.nn.functional.cross_entropy(table[known].double(), wanted).exp().item()
+        assert perplexity == pytest.approx(expected, rel=1e-9)
+
+
+def test_an_engine_equals_itself() -> None:
+    _, model = logits_of(0)
+    outputs = [output([7, 8], num_steps=2, num_emitted=3)] * 3
+    found = compare(PROMPTS, outputs, outputs, baseline_logits=model, candidate_logits=model)
+    assert (found.kl_nats, found.token_agreement_fraction, found.identical_texts_fraction) == (0.0, 1.0, 1.0)
+    assert found.acceptance_ratio == 1.0
+    assert found.baseline_acceptance == Acceptance(acceptance_length=1.5, num_verify_steps=6)
+
+
+def test_texts_that_differ_are_counted() -> None:
+    _, model = logits_of(0)
+    ours = [output([7, 8]), output([7, 9]), output([7])]
+    theirs = [output([7, 8]), output([7, 8]), output([7, 8])]
+    found = compare(PROMPTS, theirs, ours, baseline_logits=model, candidate_logits=model)
+    assert found.identical_texts_fraction == pytest.approx(1 / 3)
+
+
+def test_acceptance_weighs_every_step_alike() -> None:
+    outputs = [output([1], num_steps=10, num_emitted=20), output([1], num_steps=1, num_emitted=9)]
+    assert acceptance_of(outputs) == Acceptance(acceptance_length=29 / 11, num_verify_steps=11)
+    assert acceptance_of([output([1])]) == Acceptance(acceptance_length=None, num_verify_steps=0)
+    assert acceptance_of([]) == Acceptance(acceptance_length=None, num_verify_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_upper", "has_passed"),
+    [(0.5, True, True), (0.4, True, True), (0.6, True, False), (0.6, False, True), (0.4, False, False)],
+)
+def test_a_gate_holds_its_bound(value: float, is_upper: bool, has_passed: bool) -> None:
+    assert Gate(name="x", bound=0.5, value=value, is_upper=is_upper).has_passed is has_passed
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_what_was_not_measured_passes_no_gate(value: float | None) -> None:
+    assert not Gate(name="x", bound=0.5, value=value, is_upper=True).has_passed
+    assert not Gate(name="x", bound=0.5, value=value, is_upper=False).has_passed

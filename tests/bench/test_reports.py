@@ -1,0 +1,71 @@
+"""The measurements measure what they say; how fast anything is, is for docs/benchmarks.md."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_trt.bench.distinct import distinct_fraction
+from dflash_trt.cli.main import cli
+from tests.factories import make_target, make_zlab_drafter
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bench")
+    target = make_target(root / "target")
+    drafter = make_zlab_drafter(root / "drafter", target_dir=target)
+    words = ["build", "--target", target, "--drafter", drafter, "-o", root / "engine", "--dtype", "float32"]
+    result = CliRunner().invoke(cli, [*map(str, words), "--max-seq-len", "96"])
+    assert result.exit_code == 0, result.output
+    return root / "engine"
+
+
+@pytest.fixture(scope="module")
+def input_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f():", "import os", "x = 1")))
+    return path
+
+
+def bench_json(*words):
+    result = CliRunner().invoke(cli, ["bench", *map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file):
+    report = bench_json(
+        "speedup", engine_dir, "--input-file", input_file, "--rounds", 2, "--max-new-tokens", 12, "--concurrency", 2
+    )
+    assert report["num_equal_texts"] == report["num_prompts"] == 3
+    assert len(report["speedup_by_round"]) == 2
+    assert report["num_draft_tokens"] == 3 == len(report["accepted_fraction_by_position"])
+    assert 1 <= report["acceptance_length"] <= 4
+
+
+def test_serving_reports_every_policy_at_every_concurrency(engine_dir, input_file):
+    options = ("--rounds", 1, "--max-new-tokens", 8, "--requests-per-client", 2, "--fixed", 0, "--fixed", 3)
+    reports = bench_json(
+        "serving", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
+    )
+    assert [report["concurrency"] for report in reports] == [1, 4]
+    for report in reports:
+        assert [speed["policy"] for speed in report["speeds"]] == ["K = 0", "K = 3", "adaptive", "adaptive, overlapped"]
+        assert report["in_flight_to_whole_batches"] > 0
+
+
+def test_an_invalid_row_is_refused_before_anything_runs(engine_dir, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    result = CliRunner().invoke(cli, ["bench", "speedup", str(engine_dir), "--input-file", str(path)])
+    assert result.exit_code == 2
+    assert "1 valid rows of 2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"), [(range(10), 1.0), ([1, 2] * 10, 2 / 17), ([7, 7, 7], 1.0), ([7] * 5, 0.5)]
+)
+def test_distinct_fraction_counts_different_4grams(token_ids, expected):
+    assert distinct_fraction(list(token_ids)) == pytest.approx(expected)

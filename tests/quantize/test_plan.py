@@ -1,0 +1,182 @@
+"""Which linear gets which format, and what cannot be asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.config import build_config_from
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.quantization import QuantizationConfig, QuantizationSpec
+from dflash_trt.quantize.hardware import require_hardware
+from dflash_trt.quantize.plan import QuantizationPlan, make_plan
+from tests.factories import make_speculators_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def specs(pair: tuple[Path, Path]) -> Any:
+    return open_pair(*pair)
+
+
+def plan_of(specs: Any, *, stored: QuantizationSpec | None = None, **choices: Any) -> QuantizationPlan:
+    return make_plan(QuantizationConfig(**choices), specs.target, specs.draft, stored or QuantizationSpec())
+
+
+def refusal(specs: Any, **choices: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        plan_of(specs, **choices)
+    return str(raised.value)
+
+
+def test_without_choices_nothing_changes(specs: Any) -> None:
+    plan = plan_of(specs)
+    assert plan.formats == {} and plan.spec().is_empty and not plan.needs_calibration
+
+
+def test_a_format_is_for_target_and_drafter_but_not_for_the_head(specs: Any) -> None:
+    formats = plan_of(specs, target="fp8").formats
+    assert set(formats.values()) == {"fp8"}
+    assert {"target.layers.0.qkv", "draft.fc", "draft.kv", "draft.layers.1.down"} <= set(formats)
+    assert "target.lm_head" not in formats
+
+
+def test_the_drafter_can_have_another_format(specs: Any) -> None:
+    formats = plan_of(specs, target="fp8", drafter="nvfp4").formats
+    assert formats["target.layers.0.o"] == "fp8" and formats["draft.layers.0.o"] == "nvfp4"
+
+
+def test_the_last_override_that_matches_wins(specs: Any) -> None:
+    overrides = {"target.layers.*": "nvfp4", "target.layers.0.*": "none", "*.qkv": "fp8"}
+    formats = plan_of(specs, target="fp8", drafter="none", overrides=overrides).formats
+    assert formats["target.layers.0.qkv"] == "fp8"
+    assert "target.layers.0.down" not in formats
+    assert formats["target.layers.1.down"] == "nvfp4"
+
+
+def test_an_override_that_matches_nothing_is_refused_with_the_nearest_name(specs: Any) -> None:
+    message = refusal(specs, target="fp8", overrides={"target.layers.0.qvk": "none"})
+    assert "override 'target.layers.0.qvk': expected a pattern that matches a linear" in message
+    assert "Did you mean 'target.layers.0.qkv'?" in message
+
+
+def test_a_drafter_can_have_a_packed_copy_of_the_head(specs: Any) -> None:
+    plan = plan_of(specs, target="fp8", draft_lm_head="nvfp4")
+    assert plan.formats["draft.lm_head"] == "nvfp4"
+    size = next(size for size in plan.sizes("float32") if size.component == "draft_lm_head")
+    assert size.plain_bytes == 0
+    assert size.planned_bytes == 272 * 64 // 2 + 272 * 64 // 16 + 4 + 4
+
+
+def test_a_pattern_never_makes_a_copy_of_the_head(specs: Any) -> None:
+    assert "draft.lm_head" not in plan_of(specs, overrides={"draft.*": "fp8"}).formats
+    assert plan_of(specs, overrides={"draft.lm_head": "fp8"}).formats == {"draft.lm_head": "fp8"}
+
+
+def test_a_tied_head_is_packed_beside_the_embedding(tmp_path: Path) -> None:
+    tied = open_pair(make_target(tmp_path / "tied", tie_word_embeddings=True), None)
+    plan = make_plan(QuantizationConfig(lm_head="fp8"), tied.target, None, QuantizationSpec())
+    assert plan.formats == {"target.lm_head": "fp8"}
+    assert list(plan.table())[-1] == "target.lm_head"
+
+
+def test_a_head_of_the_drafters_own_stays_unless_it_is_chosen(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    pair = open_pair(target, make_speculators_drafter(tmp_path / "drafter", target_dir=target))
+    assert (
+        "draft.lm_head"
+        not in make_plan(QuantizationConfig(target="fp8"), pair.target, pair.draft, pair.quantization).formats
+    )
+    config = QuantizationConfig(draft_lm_head="fp8")
+    assert make_plan(config, pair.target, pair.draft, pair.quantization).formats == {"draft.lm_head": "fp8"}
+
+
+def test_nvfp4_needs_whole_blocks(tmp_path: Path) -> None:
+    target = open_pair(make_target(tmp_path / "target", intermediate_size=72), None)
+    with pytest.raises(ConfigError) as raised:
+        make_plan(QuantizationConfig(target="nvfp4"), target.target, None, QuantizationSpec())
+    message = str(raised.value)
+    assert "target.layers.0.down: expected input features in blocks of 16 for nvfp4, found 72" in message
+    assert "4 problems" in message
+
+
+def test_a_checkpoint_that_is_packed_keeps_its_format(specs: Any) -> None:
+    stored = QuantizationSpec(linears={"target.layers.0.qkv": "fp8"})
+    plan = plan_of(specs, stored=stored, drafter="fp8")
+    planned = {linear.name: linear for linear in plan.linears}
+    assert planned["target.layers.0.qkv"].is_stored
+    assert not planned["target.layers.0.qkv"].needs_activations
+    assert planned["draft.fc"].needs_activations
+    message = refusal(specs, stored=stored, target="nvfp4")
+    assert "target.layers.0.qkv: expected fp8, as the checkpoint holds it, found nvfp4" in message
+
+
+def test_weight_only_formats_need_no_calibration(specs: Any) -> None:
+    assert not plan_of(specs, target="nvfp4_w4a16").needs_calibration
+    assert plan_of(specs, target="nvfp4").needs_calibration
+    assert plan_of(specs, kv_cache="fp8").needs_calibration
+
+
+def test_draft_pages_follow_the_target_unless_told(specs: Any) -> None:
+    both, one = plan_of(specs, kv_cache="fp8"), plan_of(specs, kv_cache="fp8", draft_kv_cache="none")
+    assert (both.has_fp8_target_kv, both.has_fp8_draft_kv) == (True, True)
+    assert (one.has_fp8_target_kv, one.has_fp8_draft_kv) == (True, False)
+
+
+def test_drafter_choices_without_a_drafter_are_refused(specs: Any) -> None:
+    with pytest.raises(ConfigError, match="no drafter choices"):
+        make_plan(QuantizationConfig(drafter="fp8"), specs.target, None, QuantizationSpec())
+
+
+def test_sizes_are_those_of_the_formats(specs: Any) -> None:
+    sizes = {size.component: size for size in plan_of(specs, target="fp8").sizes("float32")}
+    target = sizes["target"]
+    num_scales = 4 * (3 + 1 + 2 + 1) * 2  # of weights and inputs, per layer qkv, o, gate_up, down
+    assert target.planned_bytes == target.plain_bytes // 4 + 4 * num_scales
+    assert sizes["lm_head"].planned_bytes == sizes["lm_head"].plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "capability", "instead"),
+    [("nvfp4", (9, 0), "Use `fp8`"), ("nvfp4", (8, 0), "`nvfp4_w4a16`"), ("fp8", (8, 0), "Use `none`")],
+)
+def test_a_gpu_without_the_units_is_refused_with_what_to_use_instead(
+    weight_format: Any, capability: tuple[int, int], instead: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        require_hardware({"target.layers.0.qkv": weight_format}, capability)
+    assert f"found {capability[0]}.{capability[1]}" in str(raised.value)
+    assert instead in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "capability"), [("nvfp4", (10, 0)), ("fp8", (9, 0)), ("nvfp4_w4a16", (8, 0))]
+)
+def test_a_gpu_with_the_units_is_accepted(weight_format: Any, capability: tuple[int, int]) -> None:
+    require_hardware({"target.layers.0.qkv": weight_format}, capability)
+
+
+def test_one_word_in_the_yaml_is_the_format_of_the_target() -> None:
+    config = build_config_from({"target": "t", "quantization": "fp8"}, source="test")
+    assert config.quantization == QuantizationConfig(target="fp8")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"targt": "fp8"},
+            "key 'quantization.targt': expected a known key, found an unknown one. Did you mean 'target'?",
+        ),
+        (
+            {"target": "fp4"},
+            "key 'quantization.target': expected Input should be 'none', 'fp8', 'nvfp4' or 'nvfp4_w4a16'",
+        ),
+        ({"calibration": {"num_prompt": 3}}, "Did you mean 'num_prompts'?"),
+        ({"calibration": {"num_prompts": 0}}, "key 'quantization.calibration.num_prompts'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build_config_from({"target": "t", "quantization": section}, source="test")
+    assert words in str(raised.value)

@@ -1,0 +1,167 @@
+"""How a request is refused, and how it ends."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from dflash_trt.core.batch import RequestResult, StepResult
+from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.executor.fake import always_wrong
+from tests.scheduler.driver import expected_tokens, make_driver, make_limits, make_request
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_pages", "message"),
+    [
+        ((), 20, "expected at least 1 token, found 0"),
+        (range(64), 20, r"at most 63 tokens \(max_seq_len - 1\), found 64"),
+        (range(12), 3, r"at most 11 tokens \(3 pages of 4\), found 12"),
+    ],
+)
+def test_a_request_that_can_never_run_is_refused(prompt: Sequence[int], num_pages: int, message: str) -> None:
+    driver = make_driver(make_limits(num_pages=num_pages))
+    with pytest.raises(RequestError, match=message):
+        driver.add(make_request("r", prompt))
+    assert not driver.scheduler.has_work
+
+
+def test_two_requests_cannot_have_the_same_id_at_the_same_time() -> None:
+    driver = make_driver()
+    driver.add(make_request("r"))
+    with pytest.raises(RequestError, match="'r', in use"):
+        driver.add(make_request("r"))
+    driver.run()
+    driver.finish_reasons.clear()
+    driver.add(make_request("r"))
+
+
+def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
+    driver = make_driver(make_limits(max_batch_size=1), max_queue_len=2)
+    for name in ("a", "b"):
+        driver.add(make_request(name))
+    with pytest.raises(QueueFullError, match="fewer than 2 waiting requests, found 2"):
+        driver.add(make_request("c"))
+    driver.step()
+    driver.add(make_request("c"))
+    driver.run()
+    assert set(driver.finish_reasons) == {"a", "b", "c"}
+
+
+def test_a_preempted_request_comes_back_even_when_the_queue_is_full() -> None:
+    driver = make_driver(make_limits(max_batch_size=1), max_queue_len=1)
+    driver.add(make_request("a"))
+    driver.step()
+    driver.add(make_request("b"))
+    assert driver.scheduler.preempt("a")
+    driver.run()
+    assert list(driver.finish_reasons) == ["a", "b"]
+
+
+def test_waiting_too_long_ends_a_request_with_timeout() -> None:
+    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
+    driver.add(make_request("runs"))
+    driver.add(make_request("waits", queue_timeout_s=2.0))
+    driver.step()
+    driver.now = 1.9
+    driver.step()
+    assert "waits" not in driver.finish_reasons
+    driver.now = 2.0
+    driver.step()
+    assert driver.finish_reasons == {"waits": "timeout"}
+    (event,) = (event for event in driver.events if event.request_id == "waits")
+    assert event.token_ids == ()
+    assert event.error is not None and "expected a first step within 2.0 s, found 2.000 s" in event.error
+    assert event.statistics is not None and event.statistics.queue_time_s == 2.0
+
+
+def test_a_request_that_has_started_is_not_timed_out_by_being_preempted() -> None:
+    driver = make_driver(draft_rule=always_wrong)
+    driver.add(make_request("r", queue_timeout_s=1.0))
+    driver.step()
+    driver.scheduler.preempt("r")
+    driver.now = 5.0
+    driver.run()
+    assert driver.finish_reasons == {"r": "length"}
+
+
+def test_a_cancelled_request_is_gone_at_once_whether_it_waits_or_runs() -> None:
+    driver = make_driver(make_limits(max_batch_size=1))
+    for name in ("runs", "waits"):
+        driver.add(make_request(name))
+    driver.step()
+    for name in ("runs", "waits", "unknown"):
+        driver.cancel(name)
+    assert driver.finish_reasons == {"runs": "cancelled", "waits": "cancelled"}
+    assert not driver.scheduler.has_work
+    assert driver.scheduler.num_pages_in_use == 0
+
+
+def test_what_a_step_gave_a_request_cancelled_meanwhile_is_dropped() -> None:
+    driver = make_driver()
+    driver.add(make_request("r"))
+    batch = driver.scheduler.schedule()
+    driver.cancel("r")
+    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    driver.scheduler.check_integrity()
+
+
+def test_a_new_request_may_take_the_id_of_one_cancelled_in_flight() -> None:
+    driver = make_driver()
+    driver.add(make_request("r", (1, 2, 3)))
+    batch = driver.scheduler.schedule()
+    driver.cancel("r")
+    driver.finish_reasons.clear()
+    request = make_request("r", (4, 5))
+    driver.add(request)
+    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    driver.tokens.clear()
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_a_result_that_breaks_the_contract_fails_its_request_only() -> None:
+    driver = make_driver()
+    for name in ("bad", "good"):
+        driver.add(make_request(name))
+    batch = driver.scheduler.schedule()
+    results = list(driver.executor.step(batch).requests)
+    results[0] = RequestResult(
+        emitted_tokens=(1, 2),
+        logprobs=(),
+        num_accepted=0,
+        draft_tokens=(),
+        next_context_len=results[0].next_context_len,
+    )
+    bad, good = driver.scheduler.commit(batch, StepResult(requests=tuple(results)))
+    assert bad.finish_reason == "error" and "2 emitted tokens with num_accepted 0" in str(bad.error)
+    assert good.finish_reason is None and good.token_ids
+
+
+def test_a_parked_request_gives_its_place_away_and_goes_on_with_the_same_tokens() -> None:
+    driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
+    request = make_request("parked")
+    driver.add(request)
+    driver.step()
+    assert driver.scheduler.park("parked")
+    driver.scheduler.check_integrity()
+    assert driver.scheduler.num_pages_in_use == 0
+    assert not driver.scheduler.has_work
+    driver.add(make_request("other"))
+    driver.run()
+    assert driver.finish_reasons == {"other": "length"}
+    assert driver.scheduler.resume("parked")
+    driver.run()
+    assert driver.tokens["parked"] == expected_tokens(driver.executor, request)
+
+
+def test_a_request_parked_too_long_ends_with_timeout() -> None:
+    driver = make_driver(max_parked_s=10.0)
+    driver.add(make_request("r"))
+    driver.step()
+    driver.scheduler.park("r")
+    driver.now = 9.0
+    driver.step()
+    assert driver.finish_reasons == {}
+    driver.now = 10.0
+    driver.step()
+    assert driver.finish_reasons == {"r": "timeout"}

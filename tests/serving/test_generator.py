@@ -1,0 +1,278 @@
+"""Prompts in, outputs out."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.core.errors import RequestError
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.executor.fake import FakeExecutor
+from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.text import TextCodec
+from tests.scheduler.driver import make_limits
+from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
+
+GREEDY = SamplingParams(max_new_tokens=10)
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    return make_executor(make_limits(max_seq_len=200, num_pages=80))
+
+
+@pytest.fixture
+def generator(executor: FakeExecutor, codec: TextCodec) -> Iterator[Generator]:
+    with make_generator(executor, codec=codec, eos_token_ids=(7,)) as generator:
+        yield generator
+
+
+@pytest.fixture
+def bare(executor: FakeExecutor) -> Iterator[Generator]:
+    """Without a tokenizer."""
+    with make_generator(executor) as generator:
+        yield generator
+
+
+def test_every_shape_of_prompt_is_understood(generator: Generator, codec: TextCodec) -> None:
+    ids = codec.encode("one two")
+    messages = [{"role": "user", "content": "hi"}]
+    outputs = generator.generate(
+        ["one two", ids, {"prompt": "one two"}, {"prompt_token_ids": ids}, {"messages": messages}], GREEDY
+    )
+    assert len({output.token_ids for output in outputs[:4]}) == 1
+    assert outputs[4].num_prompt_tokens == len(codec.encode_chat(messages))
+    assert [output.finish_reason for output in outputs] == ["length"] * 5
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_text(
+    generator: Generator, executor: FakeExecutor, codec: TextCodec
+) -> None:
+    prompts = [codec.encode("one two three four"[: 3 + i]) for i in range(12)]
+    outputs = generator.generate(prompts, GREEDY)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert list(output.token_ids) == executor.target.generate(prompt, 10)
+        assert output.text == codec.decode(output.token_ids)
+        assert output.num_prompt_tokens == len(prompt)
+
+
+def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
+    reported: list[GenerationOutput] = []
+    threads = set()
+
+    def report(output: GenerationOutput) -> None:
+        reported.append(output)
+        threads.add(threading.current_thread())
+
+    samplings = [SamplingParams(max_new_tokens=n) for n in (60, 2, 30)]
+    outputs = generator.generate([[1], [2], [3]], samplings, on_output=report)
+    assert [output.request_id for output in reported] == [outputs[i].request_id for i in (1, 2, 0)]
+    assert threads == {threading.current_thread()}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "at least 1 token"),
+        ([], "at least 1 token"),
+        ([1, VOCAB_SIZE], f"an integer from 0 to {VOCAB_SIZE - 1}, found {VOCAB_SIZE}"),
+        ([1, -1], "found -1"),
+        ([1, True], "found True"),
+        ([1, "x"], "found 'x'"),
+        (range(200), r"at most 199 tokens \(max_seq_len - 1\)"),
+        ({"text": "x"}, "exactly one of prompt, messages, prompt_token_ids, found text"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "found prompt, prompt_token_ids"),
+        ({}, "found an empty object"),
+        ({"prompt": 5}, "expected a string, found int"),
+        ({"messages": []}, "Pass at least one message"),
+        ({"messages": ["hi"]}, "a list of objects"),
+        ({"prompt_token_ids": "12"}, "expected a list, found str"),
+        (5, "expected a list, found int"),
+    ],
+)
+def test_a_bad_prompt_is_refused_alone(generator: Generator, prompt: Any, message: str) -> None:
+    bad, good = generator.generate([prompt, [1, 2]], GREEDY)
+    assert bad.finish_reason == "error" and bad.token_ids == () and bad.text == ""
+    assert good.finish_reason == "length"
+    with pytest.raises(RequestError, match=message):
+        generator.submit(prompt)
+    with pytest.raises(RequestError, match=message):
+        generator.stream(prompt)
+    with pytest.raises(RequestError, match=message):
+        raise RequestError(bad.error)
+
+
+@pytest.mark.parametrize("prompt", ["text", {"prompt": "text"}, {"messages": [{"role": "user", "content": "hi"}]}])
+def test_without_a_tokenizer_only_token_ids_are_taken(bare: Generator, prompt: Any) -> None:
+    refused, taken = bare.generate([prompt, [1, 2]], GREEDY)
+    assert "this engine has no tokenizer" in str(refused.error)
+    assert refused.text is None
+    assert taken.text is None and len(taken.token_ids) == 10
+
+
+def test_without_a_tokenizer_stop_strings_are_refused(bare: Generator) -> None:
+    (output,) = bare.generate([[1, 2]], SamplingParams(stop=("x",)))
+    assert "stop strings" in str(output.error)
+
+
+def test_sampling_comes_once_for_all_or_once_for_each(generator: Generator) -> None:
+    assert [len(output.token_ids) for output in generator.generate([[1], [2]], GREEDY)] == [10, 10]
+    each = [SamplingParams(max_new_tokens=n) for n in (3, 5)]
+    assert [len(output.token_ids) for output in generator.generate([[1], [2]], each)] == [3, 5]
+    with pytest.raises(RequestError, match="one for each of 1 prompts, found 2"):
+        generator.generate([[1]], each)
+
+
+def test_no_prompts_give_no_outputs(generator: Generator) -> None:
+    assert generator.generate([]) == []
+
+
+# How generation ends
+
+
+def test_an_end_of_sequence_token_stops_unless_ignored(generator: Generator, executor: FakeExecutor) -> None:
+    prompt = next([n] for n in range(VOCAB_SIZE) if 7 in executor.target.generate([n], 60)[1:])
+    plain = executor.target.generate(prompt, 100)
+    stopped, ignored = generator.generate(
+        [prompt] * 2, [SamplingParams(max_new_tokens=100), SamplingParams(max_new_tokens=100, ignore_eos=True)]
+    )
+    assert list(stopped.token_ids) == plain[: plain.index(7) + 1]
+    assert stopped.finish_reason == "stop"
+    assert list(ignored.token_ids) == plain
+
+
+def test_stop_token_ids_hold_even_when_end_of_sequence_is_ignored(generator: Generator, executor: FakeExecutor) -> None:
+    plain = executor.target.generate([1], 10)
+    sampling = SamplingParams(max_new_tokens=10, stop_token_ids=(plain[4],), ignore_eos=True)
+    (output,) = generator.generate([[1]], sampling)
+    assert list(output.token_ids) == plain[:5]
+
+
+def test_a_stop_string_is_cut_from_the_text(generator: Generator, executor: FakeExecutor, codec: TextCodec) -> None:
+    text = codec.decode(executor.target.generate([1], 60))
+    stop = next(text[i : i + 3] for i in range(20, 200) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 3])
+    (output,) = generator.generate([[1]], SamplingParams(max_new_tokens=60, stop=(stop,)))
+    assert output.text == text[: text.index(stop)]
+    assert output.finish_reason == "stop"
+
+
+# Seeds
+
+
+def test_requests_without_a_seed_get_one_each(executor: FakeExecutor) -> None:
+    with make_generator(executor) as generator:
+        sampled = generator.generate([[1, 2]] * 3, SamplingParams(temperature=1.0, max_new_tokens=12))
+    assert len({output.token_ids for output in sampled}) == 3
+
+
+def test_an_engine_seed_makes_them_reproducible_and_a_refused_prompt_shifts_nothing() -> None:
+    def run(seed: int, prompts: list[Any]) -> list[tuple[int, ...]]:
+        with make_generator(make_executor(), seed=seed) as generator:
+            sampling = SamplingParams(temperature=1.0, max_new_tokens=12)
+            return [output.token_ids for output in generator.generate(prompts, sampling)]
+
+    first = run(5, [[1], [2], [3]])
+    assert run(5, [[1], [2], [3]]) == first
+    assert run(5, [[1], [], [3]])[2] == first[2]
+    assert run(6, [[1], [2], [3]]) != first
+
+
+def test_a_seed_of_its_own_fixes_a_request(executor: FakeExecutor) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=11, max_new_tokens=12)
+    with make_generator(executor) as generator:
+        first = generator.generate([[1, 2]], sampling)
+        second = generator.generate([[3]] * 4 + [[1, 2]], sampling)
+    assert first[0].token_ids == second[-1].token_ids
+
+
+# Streams
+
+
+def test_a_stream_gives_the_text_in_pieces_and_the_output_at_its_end(generator: Generator) -> None:
+    (whole,) = generator.generate([[1, 2]], SamplingParams(max_new_tokens=40))
+    chunks = list(generator.stream([1, 2], SamplingParams(max_new_tokens=40)))
+    assert "".join(chunk.text or "" for chunk in chunks) == whole.text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+    assert all(chunk.output is None and chunk.finish_reason is None for chunk in chunks[:-1])
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].output is not None and chunks[-1].output.token_ids == whole.token_ids
+
+
+def test_leaving_a_stream_ends_its_request() -> None:
+    executor = GatedExecutor(make_limits(), vocab_size=VOCAB_SIZE)
+    with make_generator(executor) as generator:
+        executor.gate.release()
+        for _ in generator.stream([1], SamplingParams(max_new_tokens=50)):
+            break
+        gc.collect()
+        assert generator.statistics.num_requests_by_finish_reason == {"cancelled": 1}
+        executor.open()
+
+
+def test_streams_can_be_read_asynchronously_side_by_side(generator: Generator, executor: FakeExecutor) -> None:
+    async def read(prompt: list[int]) -> list[int]:
+        return [token async for chunk in generator.submit(prompt, GREEDY) for token in chunk.token_ids]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(read([number]) for number in range(5)))
+
+    got = asyncio.run(asyncio.wait_for(main(), 60))
+    assert got == [executor.target.generate([number], 10) for number in range(5)]
+
+
+def test_logprobs_come_when_asked_for(generator: Generator) -> None:
+    with_logprobs, without = generator.generate(
+        [[1]] * 2, [SamplingParams(max_new_tokens=9, logprobs=True), SamplingParams(max_new_tokens=9)]
+    )
+    assert len(with_logprobs.logprobs) == 9 and without.logprobs == ()
+
+
+# Many, and the end
+
+
+def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(executor: FakeExecutor) -> None:
+    with make_generator(executor, max_queue_len=2) as generator:
+        outputs = generator.generate([[n % 50] for n in range(60)], SamplingParams(max_new_tokens=3))
+    assert [output.finish_reason for output in outputs] == ["length"] * 60
+
+
+def test_an_interrupted_call_leaves_nothing_running(generator: Generator) -> None:
+    def interrupt(output: GenerationOutput) -> None:
+        raise KeyboardInterrupt
+
+    samplings = [SamplingParams(max_new_tokens=n) for n in (1, 150, 150)]
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([[1], [2], [3]], samplings, on_output=interrupt)
+    statistics = generator.statistics
+    assert statistics.scheduler.num_running_now == statistics.scheduler.num_waiting_now == 0
+    generator.check_integrity()
+
+
+def test_a_closed_generator_refuses() -> None:
+    generator = make_generator()
+    generator.close()
+    generator.close()
+    (output,) = generator.generate([[1]])
+    assert "a closed one" in str(output.error)
+
+
+def test_a_forgotten_generator_stops_its_thread() -> None:
+    generator = make_generator()
+    thread = generator._loop._thread
+    assert thread is not None and thread.is_alive()
+    del generator
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_statistics_are_at_hand(generator: Generator, tmp_path: Path) -> None:
+    generator.generate([list(range(20))] * 3, GREEDY)
+    statistics = generator.statistics
+    assert statistics.num_requests == 3
+    assert statistics.num_emitted_tokens == 30
+    assert statistics.time_to_first_token_s.count == 3

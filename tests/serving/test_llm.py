@@ -1,0 +1,140 @@
+"""A real engine, tiny: what comes out depends on the request alone, however the engine serves it."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.compile.build import build_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.serving.llm import LLM
+from tests.factories import make_target, make_zlab_drafter
+
+SYSTEM = "You are a tiny model. "
+PROMPTS = [SYSTEM + text for text in ("Hello.", "What is 2 + 2?", "é", "def f(x):\n    return", "Hello.", "12345" * 8)]
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=20 + 4 * i, temperature=0.0 if i % 2 else 0.8, seed=i, ignore_eos=i != 2)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llm")
+    make_zlab_drafter(path / "drafter", target_dir=make_target(path / "target"))
+    config = BuildConfig(
+        target="target", drafter="drafter", dtype="float32", max_seq_len=160, max_batch_size=4, page_size=8,
+        max_num_tokens=64,
+    )  # fmt: skip
+    output = path / "engine"
+    build_engine(config, output, base_dir=path, overwrite=False, command=["test"], progress=lambda _: None)
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(engine_dir: Path) -> list[GenerationOutput]:
+    """Each request by itself, nothing reused, nothing drafted."""
+    with LLM(engine_dir, use_drafter=False, reuses_prefixes=False) as llm:
+        return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def llm(engine_dir: Path) -> Iterator[LLM]:
+    with LLM(engine_dir) as llm:
+        yield llm
+
+
+def assert_same(outputs: list[GenerationOutput], others: list[GenerationOutput]) -> None:
+    for output, other in zip(outputs, others, strict=True):
+        assert (output.token_ids, output.text, output.finish_reason) == (
+            other.token_ids,
+            other.text,
+            other.finish_reason,
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlaps_steps": True},
+        {"use_drafter": False},
+        {"num_draft_tokens": 0},
+        {"num_draft_tokens": 1, "overlaps_steps": True},
+        {"draft_length": BatchSizeDraftLength({1: 3, 2: 0, 3: 2})},
+        {"draft_length": AdaptiveDraftLength(3)},
+        {"scheduler_config": SchedulerConfig(max_prefill_tokens=3)},
+        {"scheduler_config": SchedulerConfig(reuses_prefixes=False)},
+    ],
+    ids=lambda options: ", ".join(options) or "as it comes",
+)
+def test_tokens_do_not_depend_on_how_they_are_served(
+    engine_dir: Path, alone: list[GenerationOutput], options: dict[str, Any]
+) -> None:
+    with LLM(engine_dir, **options) as llm:
+        assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
+        assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)  # now with prefix hits
+        llm.check_integrity()
+        hits = llm.statistics.scheduler.num_prefix_hit_tokens
+        assert (hits > 0) == (options.get("scheduler_config") != SchedulerConfig(reuses_prefixes=False))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_preempted_requests_give_the_same_tokens(engine_dir: Path, overlaps: bool) -> None:
+    samplings = [replace(sampling, max_new_tokens=90, ignore_eos=True) for sampling in SAMPLINGS[:4]]
+    with LLM(engine_dir) as llm:
+        wanted = llm.generate(PROMPTS[:4], samplings)
+        bytes_per_page = llm.page_plan.total_bytes // llm.page_plan.num_pages
+    with LLM(engine_dir, overlaps_steps=overlaps, kv_cache_bytes=21 * bytes_per_page) as llm:
+        assert llm.limits.num_pages == 21, "room for one and a half of the four requests"
+        assert_same(llm.generate(PROMPTS[:4], samplings), wanted)
+        assert llm.statistics.scheduler.num_preemptions > 0
+
+
+def test_acceptance_after_a_prefix_hit_equals_acceptance_without(engine_dir: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    prompt = list(range(4, 100))
+    with LLM(engine_dir) as llm:
+        first, second = (llm.generate([prompt], sampling)[0] for _ in range(2))
+    assert (first.statistics.num_prefix_hit_tokens, second.statistics.num_prefix_hit_tokens) == (0, 88)
+    verified = [
+        [(step.num_candidates, step.num_accepted) for step in output.steps if step.num_candidates]
+        for output in (first, second)
+    ]
+    assert verified[0] == verified[1]
+
+
+def test_a_stream_joins_to_the_output(llm: LLM) -> None:
+    sampling = SamplingParams(max_new_tokens=40, seed=3, temperature=1.0, ignore_eos=True)
+    (whole,) = llm.generate(["Hello."], sampling)
+    chunks = list(llm.stream("Hello.", sampling))
+    assert "".join(chunk.text or "" for chunk in chunks) == whole.text
+
+    async def read() -> str:
+        return "".join([chunk.text or "" async for chunk in llm.submit("Hello.", sampling)])
+
+    assert asyncio.run(asyncio.wait_for(read(), 60)) == whole.text
+
+
+def test_a_bad_prompt_is_refused_and_the_others_are_served(llm: LLM) -> None:
+    outputs = llm.generate(["Hello.", "", {"messages": [{"role": "user", "content": "hi"}]}, [1, 999]])
+    assert [output.finish_reason == "error" for output in outputs] == [False, True, True, True]
+    assert "a tokenizer with a chat template" in str(outputs[2].error)
+
+
+def test_too_many_drafts_are_refused(engine_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="expected 0 to 3, this engine's max_draft_len, found 4"):
+        LLM(engine_dir, num_draft_tokens=4)
+
+
+def test_a_directory_that_is_no_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineDirError):
+        LLM(tmp_path)
