@@ -21,6 +21,9 @@ FP8_HEADS = {"lm_head": "fp8"}
 VARIANTS: tuple[Variant, ...] = (
     ("fp32", "float32", None),
     ("bf16", "bfloat16", None),
+    ("fp32, drafter fp8", "float32", {"target": "none", "drafter": "fp8"}),
+    ("fp32, drafter nvfp4", "float32", {"target": "none", "drafter": "nvfp4"}),
+    ("bf16, drafter fp8", "bfloat16", {"target": "none", "drafter": "fp8"}),
     ("fp8, drafter plain", "float32", {"target": "fp8", "drafter": "none"}),
     ("fp8", "float32", {"target": "fp8"}),
     ("fp8 + lm_head fp8", "float32", {"target": "fp8", **FP8_HEADS}),

@@ -113,13 +113,15 @@ def _at(
 
 
 def _work(prompts: Sequence[Prompt], num_requests: int, max_new_tokens: int) -> list[Work]:
-    """Prompts in turn, with lengths from a quarter of `max_new_tokens` up, as requests differ in practice."""
+    """Prompts in turn, with many short and few long answers, as requests differ in practice: a third of
+    `max_new_tokens` on average.
+    """
     lengths = random.Random(0)
     return [
         Work(
             prompt=prompts[i % len(prompts)],
             sampling=SamplingParams(
-                max_new_tokens=lengths.randint(max(1, max_new_tokens // 4), max_new_tokens), ignore_eos=True
+                max_new_tokens=1 + int((max_new_tokens - 1) * lengths.random() ** 2), ignore_eos=True
             ),
         )
         for i in range(num_requests)

@@ -14,8 +14,6 @@ from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.stream import RequestStream
 
-_DRAIN_TIMEOUT_S = 120.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakReport:
@@ -42,6 +40,7 @@ class Traffic:
     slow_fraction: float = 0.2
     forgotten_fraction: float = 0.05
     shared_prefix_fraction: float = 0.4
+    drain_timeout_s: float = 120.0
     seed: int = 0
 
 
@@ -55,7 +54,7 @@ def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
     started_s = time.monotonic()
     sender.run()
     sender.join()
-    _wait_until_idle(llm)
+    _wait_until_idle(llm, traffic.drain_timeout_s)
     llm.check_integrity()
     statistics = llm.statistics.scheduler
     outcomes = sender.outcomes
@@ -97,7 +96,7 @@ class _Sender:
 
     def join(self) -> None:
         for reader in self._readers:
-            reader.join(_DRAIN_TIMEOUT_S)
+            reader.join(self._traffic.drain_timeout_s)
             assert not reader.is_alive(), "a reader still waits: its request has vanished"
 
     def _send(self) -> None:
@@ -150,9 +149,9 @@ class _Sender:
         )
 
 
-def _wait_until_idle(llm: Generator) -> None:
+def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
     """Forgotten requests end a moment after the last reader."""
-    end_s = time.monotonic() + _DRAIN_TIMEOUT_S
+    end_s = time.monotonic() + timeout_s
     while (now := llm.statistics.scheduler).num_running_now + now.num_waiting_now + now.num_parked_now:
         assert time.monotonic() < end_s, f"the engine does not come to rest: {now}"
         time.sleep(0.05)

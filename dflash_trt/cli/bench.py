@@ -70,7 +70,7 @@ def speedup(
 @_INPUT
 @click.option("--concurrency", "concurrencies", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True)
 @click.option("--fixed", "fixed_lengths", multiple=True, type=int, default=(0, 3, 7), show_default=True, metavar="K")
-@click.option("--max-new-tokens", default=96, show_default=True, help="Requests draw a quarter of it to all of it.")
+@click.option("--max-new-tokens", default=192, show_default=True, help="The longest answer; a third of it on average.")
 @click.option("--requests-per-client", default=3, show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
 @_JSON
