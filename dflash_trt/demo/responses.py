@@ -22,9 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 class ResponseRecipe:
     """How many sequences, how long, and how varied. Lengths in tokens, prompt included."""
 
-    num_sequences: int = 3072
-    seq_len: int = 320
-    prompt_lens: tuple[int, ...] = (32, 64, 128)
+    num_sequences: int = 2048
+    seq_len: int = 512
+    prompt_lens: tuple[int, ...] = (64, 128, 256)
     batch_size: int = 128
     sampled_fraction: float = 0.5  # of the sequences: their continuation starts with a sampled stretch ...
     sampled_lens: tuple[int, int] = (8, 48)  # ... of so many tokens, so that greedy text starts from many places

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers import Qwen3ForCausalLM
 from dflash_trt.demo.corpus import END_OF_TEXT, MASK, Corpus, standard_library, token_rows, train_tokenizer
 from dflash_trt.demo.evaluate import evaluate_drafter
 from dflash_trt.demo.responses import ResponseRecipe, Responses, distinct_fraction, generate_responses
-from dflash_trt.demo.train_drafter import DrafterRecipe, save_drafter, train_drafter, with_first_layer
-from dflash_trt.demo.train_target import TargetRecipe, save_target, train_target
+from dflash_trt.demo.train_drafter import DrafterRecipe, load_drafter, save_drafter, train_drafter
+from dflash_trt.demo.train_target import TargetRecipe, save_target, train_target, with_vocabulary
 from dflash_trt.demo.unlikelihood import UnlikelihoodRecipe, unlearn_repetition
 
 _NUM_HELD_OUT_RESPONSES = 128
@@ -34,8 +34,7 @@ class Recipes:
     target: TargetRecipe
     unlikelihood: UnlikelihoodRecipe
     responses: ResponseRecipe
-    drafter: DrafterRecipe  # on the target's responses
-    grown_drafter: DrafterRecipe  # one layer more, on responses and corpus rows
+    drafter: DrafterRecipe
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,24 @@ class Stages:
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to fill.")
-@click.option("--target-tokens", default=8_101_376, show_default=True, help="Tokens the target is trained on.")
-@click.option("--unlikelihood-steps", default=130, show_default=True, help="Steps that unlearn repetition.")
-@click.option("--num-responses", default=3072, show_default=True, help="Sequences the target writes for the drafter.")
-@click.option("--drafter-steps", default=1500, show_default=True, help="Optimizer steps of the drafter.")
-@click.option("--grown-steps", default=1150, show_default=True, help="Its steps after it got one more layer.")
+@click.option(
+    "--initial",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Directory with an earlier `target` and `drafter` to train further, instead of starting at random.",
+)
+@click.option("--target-tokens", default=TargetRecipe.num_tokens, show_default=True, help="The target is trained on.")
+@click.option("--unlikelihood-steps", default=UnlikelihoodRecipe.num_steps, show_default=True, help="Against loops.")
+@click.option("--num-responses", default=ResponseRecipe.num_sequences, show_default=True, help="Written by the target.")
+@click.option("--drafter-steps", default=DrafterRecipe.num_steps, show_default=True, help="Its optimizer steps.")
 @click.option("--threads", default=0, help="CPU threads; 0 leaves PyTorch's choice.")
 @click.option("--seed", default=0, show_default=True)
 def main(
     output: Path,
+    initial: Path | None,
     target_tokens: int,
     unlikelihood_steps: int,
     num_responses: int,
     drafter_steps: int,
-    grown_steps: int,
     threads: int,
     seed: int,
 ) -> None:
@@ -95,29 +98,24 @@ def main(
         target=TargetRecipe(num_tokens=target_tokens, seed=seed),
         unlikelihood=UnlikelihoodRecipe(num_steps=unlikelihood_steps, seed=seed),
         responses=ResponseRecipe(num_sequences=num_responses, seed=seed),
-        drafter=DrafterRecipe(num_steps=drafter_steps, num_layers=2, seed=seed),
-        grown_drafter=DrafterRecipe(
-            num_steps=grown_steps,
-            num_layers=3,
-            batch_size=10,
-            num_corpus_rows=5,
-            matrix_lr=3e-3,
-            vector_lr=2e-3,
-            seed=seed + 1,
-        ),
+        drafter=DrafterRecipe(num_steps=drafter_steps, seed=seed),
     )
-    train_pair(Stages(output), recipes, standard_library(), report=_timed_report())
+    train_pair(Stages(output), recipes, standard_library(), initial=initial, report=_timed_report())
 
 
-def train_pair(stages: Stages, recipes: Recipes, corpus: Corpus, *, report: Callable[[str], None]) -> None:
+def train_pair(
+    stages: Stages, recipes: Recipes, corpus: Corpus, *, initial: Path | None = None, report: Callable[[str], None]
+) -> None:
     stages.rows.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(stages, recipes, corpus, report)
     rows = _rows(stages, recipes, corpus, tokenizer, report)
-    target = _target(stages, recipes, tokenizer, rows, report)
+    target = _target(stages, recipes, tokenizer, rows, initial, report)
     end_id = tokenizer.token_to_id(END_OF_TEXT)
     responses = _responses(stages.responses, target, rows, recipes.responses, end_id=end_id, report=report)
     held_out_rows = token_rows(tokenizer, corpus.held_out, seq_len=rows.shape[1], seed=recipes.responses.seed)
-    held_out_recipe = ResponseRecipe(num_sequences=_NUM_HELD_OUT_RESPONSES, sampled_fraction=0.0, batch_size=32)
+    held_out_recipe = replace(
+        recipes.responses, num_sequences=_NUM_HELD_OUT_RESPONSES, sampled_fraction=0.0, batch_size=32
+    )
     held_out = _responses(
         stages.held_out_responses, target, held_out_rows, held_out_recipe, end_id=end_id, report=report
     )
@@ -125,10 +123,9 @@ def train_pair(stages: Stages, recipes: Recipes, corpus: Corpus, *, report: Call
     if stages.drafter.exists():
         report(f"{stages.drafter} exists: skipped")
         return
-    drafter = train_drafter(target, responses, rows, _with_mask(recipes.drafter, tokenizer), report=report)
-    recipe = _with_mask(recipes.grown_drafter, tokenizer)
-    grown = with_first_layer(drafter, target, recipe)
-    drafter = train_drafter(target, responses, rows, recipe, initial=grown, report=report)
+    recipe = replace(recipes.drafter, mask_token_id=tokenizer.token_to_id(MASK))
+    earlier = None if initial is None else load_drafter(initial / "drafter", target, recipe)
+    drafter = train_drafter(target, responses, rows, recipe, initial=earlier, report=report)
     with _whole(stages.drafter) as partial:
         save_drafter(drafter, target.config, recipe, partial)
     report(f"saved {stages.drafter}; on held-out responses: {evaluate_drafter(drafter, target, held_out, recipe)}")
@@ -153,13 +150,19 @@ def _rows(
 
 
 def _target(
-    stages: Stages, recipes: Recipes, tokenizer: Tokenizer, rows: NDArray[np.int64], report: Callable[[str], None]
+    stages: Stages,
+    recipes: Recipes,
+    tokenizer: Tokenizer,
+    rows: NDArray[np.int64],
+    initial: Path | None,
+    report: Callable[[str], None],
 ) -> Qwen3ForCausalLM:
     """Read back from the file, so that a resumed run has the very weights of an uninterrupted one."""
     if stages.target.exists():
         report(f"{stages.target} exists: skipped")
     else:
-        trained = train_target(rows, recipes.target, report=report)
+        earlier = None if initial is None else with_vocabulary(initial / "target", tokenizer, recipes.target)
+        trained = train_target(rows, recipes.target, initial=earlier, report=report)
         unlearn_repetition(trained, rows, recipes.unlikelihood, report=report)
         with _whole(stages.target) as partial:
             save_target(trained, tokenizer, partial)
@@ -181,10 +184,6 @@ def _responses(
     if not path.exists():
         generate_responses(target, rows, recipe, end_id=end_id, report=report).save(path)
     return Responses.load(path)
-
-
-def _with_mask(recipe: DrafterRecipe, tokenizer: Tokenizer) -> DrafterRecipe:
-    return DrafterRecipe(**{**vars(recipe), "mask_token_id": tokenizer.token_to_id(MASK)})
 
 
 @contextmanager

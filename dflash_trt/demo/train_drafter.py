@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -30,14 +30,14 @@ _FIRST_CORPUS_ANCHOR = 16  # tokens of context at least
 class DrafterRecipe:
     """Shape and schedule; learning rates at their peak."""
 
-    num_layers: int = 2
+    num_layers: int = 3
     draft_block_size: int = 8
     target_layer_ids: tuple[int, ...] = (1, 3, 4, 5, 6)  # late ones: in a small target they say most about what comes
     mask_token_id: int = 1
     batch_size: int = 8  # sequences
-    num_corpus_rows: int = 0  # of them; the others are responses
-    anchors_per_sequence: int = 64
-    num_steps: int = 1500
+    num_corpus_rows: int = 4  # of them; the others are responses
+    anchors_per_sequence: int = 128
+    num_steps: int = 2000
     loss_decay_slots: float = 3.0  # the paper's gamma: slot j weighs exp(-(j - 1) / gamma)
     matrix_lr: float = 4e-3
     vector_lr: float = 3e-3
@@ -146,24 +146,11 @@ def initial_drafter(target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDra
     return drafter
 
 
-def with_first_layer(drafter: BlockDrafter, target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDrafter:
-    """A drafter of one layer more, which so far computes the same: the new first layer adds nothing to its input.
-
-    Its other weights are those of the target's layer at that depth.
-    """
-    assert recipe.num_layers == drafter.shape.num_layers + 1
-    grown = initial_drafter(target, recipe)
-    tensors = grown.state_dict()
-    for name, tensor in drafter.state_dict().items():
-        room, _, rest = name.partition(".")
-        if room == "layers":
-            index, _, rest = rest.partition(".")
-            name = f"layers.{int(index) + 1}.{rest}"
-        tensors[name] = tensor
-    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
-        tensors[name] = torch.zeros_like(tensors[name])
-    grown.load_state_dict(tensors)
-    return grown.to(target.device)
+def load_drafter(path: Path, target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDrafter:
+    """A drafter that `save_drafter` wrote, in float32, to be trained further. Raises when its shape is another."""
+    drafter = BlockDrafter(shape_of(target.config, recipe))
+    drafter.load_state_dict({name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()})
+    return drafter.to(target.device)
 
 
 def shape_of(config: Qwen3Config, recipe: DrafterRecipe) -> DrafterShape:

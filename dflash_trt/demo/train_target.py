@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 class TargetRecipe:
     """Shape and schedule; sizes in tokens, learning rates at their peak."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 512
     hidden_size: int = 384
     intermediate_size: int = 1024
     num_layers: int = 8
@@ -46,12 +46,21 @@ class TargetRecipe:
     seed: int = 0
 
 
-def train_target(rows: NDArray[np.int64], recipe: TargetRecipe, *, report: Callable[[str], None]) -> Qwen3ForCausalLM:
-    """Next-token cross entropy; Muon on the matrices of the layers, AdamW on the rest, bfloat16 autocast."""
+def train_target(
+    rows: NDArray[np.int64],  # [num_rows, seq_len]
+    recipe: TargetRecipe,
+    *,
+    initial: Qwen3ForCausalLM | None = None,
+    report: Callable[[str], None],
+) -> Qwen3ForCausalLM:
+    """Next-token cross entropy; Muon on the matrices of the layers, AdamW on the rest, bfloat16 autocast.
+
+    `initial` is trained further, in place; without one the weights start at random.
+    """
     torch.manual_seed(recipe.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    untyped: Any = Qwen3ForCausalLM
-    model: Qwen3ForCausalLM = untyped(_config(recipe)).to(device)
+    untyped: Any = initial or _untrained(recipe)
+    model: Qwen3ForCausalLM = untyped.to(device)
     optimizers = optimizers_for(model, matrix_lr=recipe.matrix_lr, vector_lr=recipe.vector_lr)
     num_steps = recipe.num_tokens // (recipe.batch_size * recipe.seq_len)
     start_s = time.monotonic()
@@ -67,6 +76,22 @@ def train_target(rows: NDArray[np.int64], recipe: TargetRecipe, *, report: Calla
         if step % 20 == 0 or step == num_steps - 1:
             speed = (step + 1) * batch.numel() / (time.monotonic() - start_s)
             report(f"target step {step + 1}/{num_steps}  loss {mean_loss:.3f}  {speed:.0f} tok/s")
+    return model
+
+
+def with_vocabulary(earlier: Path, tokenizer: Tokenizer, recipe: TargetRecipe) -> Qwen3ForCausalLM:
+    """An earlier target in float32 with another vocabulary: embeddings of the tokens that both have, and all layers."""
+    untyped: Any = Qwen3ForCausalLM
+    source = untyped.from_pretrained(earlier, dtype=torch.float32)
+    earlier_ids = Tokenizer.from_file(str(earlier / "tokenizer.json")).get_vocab()
+    model = _untrained(recipe)
+    tensors = source.state_dict()
+    embeddings = tensors["model.embed_tokens.weight"]
+    kept = model.get_input_embeddings().weight.detach().clone()
+    for token, token_id in tokenizer.get_vocab().items():
+        if token in earlier_ids:
+            kept[token_id] = embeddings[earlier_ids[token]]
+    model.load_state_dict({**tensors, "model.embed_tokens.weight": kept, "lm_head.weight": kept})
     return model
 
 
@@ -122,6 +147,12 @@ def _batches(rows: NDArray[np.int64], recipe: TargetRecipe) -> Iterator[Tensor]:
         shuffled = order.permutation(len(rows))
         for start in range(0, len(rows) - recipe.batch_size + 1, recipe.batch_size):
             yield torch.from_numpy(rows[shuffled[start : start + recipe.batch_size]])
+
+
+def _untrained(recipe: TargetRecipe) -> Qwen3ForCausalLM:
+    untyped: Any = Qwen3ForCausalLM
+    model: Qwen3ForCausalLM = untyped(_config(recipe))
+    return model
 
 
 def _config(recipe: TargetRecipe) -> Qwen3Config:

@@ -26,12 +26,12 @@ from dflash_trt.demo.train_target import descend, lr_factor, optimizers_for, set
 class UnlikelihoodRecipe:
     """Lengths in tokens. A token is a repetition when it ends an n-gram of `ngram` tokens that stood before."""
 
-    num_steps: int = 160
-    prompt_len: int = 48
-    continuation_len: int = 144
-    num_prompts: int = 48  # per step
-    num_rows: int = 8  # corpus rows per step
-    ngram: int = 6
+    num_steps: int = 60
+    prompt_len: int = 64
+    continuation_len: int = 200
+    num_prompts: int = 24  # per step
+    num_rows: int = 6  # corpus rows per step
+    ngram: int = 10
     weight: float = 1.0
     matrix_lr: float = 1e-3
     vector_lr: float = 5e-4
@@ -57,10 +57,9 @@ def unlearn_repetition(
         continued = continue_greedily(model, prompts, recipe.continuation_len)
         repeats = is_repetition(continued, recipe.ngram, start=recipe.prompt_len)
         with torch.autocast(model.device.type, dtype=torch.bfloat16):
-            likelihood = _token_logprobs(model, texts).mean()
-            own = _token_logprobs(model, continued)
-        unlikelihood = -torch.log1p(-own.exp().clamp(max=1 - 1e-5))
-        penalty = (unlikelihood * repeats[:, 1:]).sum() / repeats.numel()
+            likelihood = _token_logprobs(_next_logits(model, texts), texts).mean()
+            own = _next_logits(model, continued)
+        penalty = (unlikelihood(own, continued[:, 1:]) * repeats[:, 1:]).sum() / repeats.numel()
         descend(recipe.weight * penalty - likelihood, model, optimizers)
         if step % 5 == 0 or step == recipe.num_steps - 1:
             left_s = (time.monotonic() - start_s) * (recipe.num_steps / (step + 1) - 1)
@@ -105,8 +104,21 @@ def continue_greedily(model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int)
     return _decode(narrow.to(torch.bfloat16), prompts, num_tokens).clone()
 
 
-def _token_logprobs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-    """log p of tokens 1 .. in context, float32 [batch, num_tokens - 1]."""
+def unlikelihood(
+    logits: Tensor,  # float32 [batch, num_tokens, vocab]
+    tokens: Tensor,  # int64 [batch, num_tokens]
+) -> Tensor:  # float32 [batch, num_tokens]
+    """-log(1 - p) of the tokens, summed over the others' logits: a token as good as certain has a gradient, too."""
+    others = logits.scatter(-1, tokens.unsqueeze(-1), float("-inf"))
+    return logits.logsumexp(-1) - others.logsumexp(-1)
+
+
+def _next_logits(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
+    """Of the tokens 1 .. in context, float32 [batch, num_tokens - 1, vocab]."""
     hidden = model.model(input_ids=tokens).last_hidden_state
-    logits = model.lm_head(hidden[:, :-1]).float()
+    logits: Tensor = model.lm_head(hidden[:, :-1])
+    return logits.float()
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return -functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")

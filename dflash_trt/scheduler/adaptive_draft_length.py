@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
 from dflash_trt.scheduler.draft_length import StepObservation
-from dflash_trt.scheduler.step_cost import StepCosts, are_alike
+from dflash_trt.scheduler.step_cost import StepCosts
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of a position that was hardly ever reached
 _NUM_STEPS_PER_PROBE = 4  # the first may still verify the drafts of another K
-_NUM_FREE_STEPS = 8  # as long as these take may be lost to probes at the start
+_NUM_FREE_STEPS = 16  # as long as these take may be lost to probes at the start
 _FIRST_LENGTH = 3  # a guess that is rarely far off
 _ENOUGH_BLOCKS = 100.0  # verified, to believe the acceptance rates
+_NUM_STEPS_TO_STAY, _GAIN_TO_LEAVE_SOON = 16, 0.15
+_JUMP = 2.2  # a batch size that changes by more starts anew
 _MAX_LOSS = 4.0  # of a probe step, in times what its tokens usually take
 _STALE_AFTER = 600  # steps
 _OPTIMISM_FRACTION = 0.1  # how much better than estimated a K may be, to be worth a probe
@@ -57,16 +59,19 @@ class AdaptiveDraftLength:
         self._measured_s = 0.0
         self._lost_s = 0.0  # to probes
         self._num_left_of_probe = 0
-        self._probed_batch_size = 0
+        self._num_steps_since_change = 0
+        self._smoothed = 0.0
+        self._batch_size = 1
 
     def choose(self, num_decoding: int) -> int:
         if not num_decoding:
             return self._current
-        if self._num_left_of_probe == 0 or not are_alike(num_decoding, self._probed_batch_size):
-            self._probed_batch_size = num_decoding
-            self._settle(num_decoding)
-            self._probe = self._worth_probing(num_decoding)
+        has_jumped = self._follow(num_decoding)
+        if self._num_left_of_probe == 0 or has_jumped:
+            self._settle(self._batch_size, is_free=has_jumped)
+            self._probe = self._worth_probing(self._batch_size)
             self._num_left_of_probe = 0 if self._probe is None else _NUM_STEPS_PER_PROBE
+        self._num_steps_since_change += 1
         if self._probe is None:
             return self._current
         self._num_left_of_probe -= 1
@@ -94,12 +99,25 @@ class AdaptiveDraftLength:
             return None
         return num_decoding * expected_num_emitted(self._rates(), num_draft_tokens) / cost_s
 
-    def _settle(self, num_decoding: int) -> None:
-        """Move to the best K if it is better than the current one by more than noise."""
+    def _follow(self, num_decoding: int) -> bool:
+        """Smooth the batch size; whether it jumped."""
+        has_jumped = not 1 / _JUMP < num_decoding / max(1.0, self._smoothed) < _JUMP
+        self._smoothed = num_decoding if has_jumped else 0.9 * self._smoothed + 0.1 * num_decoding
+        self._batch_size = max(1, round(self._smoothed))
+        return has_jumped
+
+    def _settle(self, num_decoding: int, *, is_free: bool) -> None:
+        """Move to the best K if it is better than the current one by more than noise.
+
+        A change wastes drafts or a step without any, so another one soon after must bring more, unless `is_free`.
+        """
+        is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY and not is_free
+        least_gain = max(_GAIN_TO_LEAVE_SOON * is_soon, self._hysteresis_fraction)
         speeds = {length: self.tokens_per_second(num_decoding, length) or 0.0 for length in self._lengths}
         best = max(self._lengths, key=lambda length: speeds[length])
-        if speeds[best] > speeds[self._current] * (1 + self._hysteresis_fraction):
+        if speeds[best] > speeds[self._current] * (1 + least_gain):
             self._current = best
+            self._num_steps_since_change = 0
 
     def _worth_probing(self, num_decoding: int) -> int | None:
         """A K that was never, or not lately, measured at this batch size and might be better than the current one."""

@@ -6,12 +6,16 @@ fills the table's gaps and takes the prompt tokens out of mixed steps. Seconds e
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _NUM_SAMPLES = 9  # per table entry: a median of these ignores hiccups
 _KEYS_PER_DOUBLING = 4
 _DECAY = 0.998  # of the model's evidence, per step
 _RIDGE = 1e-3
+_MODEL_WEIGHT = 2  # samples that the model's word counts for: one hiccup alone is not believed
+_NUM_TO_BELIEVE = 3  # measurements that make a K known
+_LEAST_S = 1e-5
 _MAX_OUTLIER = 8.0  # a step this many times dearer than expected says nothing about its shape
 
 
@@ -19,7 +23,12 @@ _MAX_OUTLIER = 8.0  # a step this many times dearer than expected says nothing a
 class _Entry:
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_SAMPLES))
     median_s: float = 0.0
-    measured_at: int = 0
+    num_steps: int = 0
+    last_step: int = 0
+
+    @property
+    def is_sure(self) -> bool:
+        return len(self.samples) >= _NUM_TO_BELIEVE
 
 
 class StepCosts:
@@ -27,7 +36,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._table: dict[tuple[int, int], _Entry] = {}
-        self._model = _LinearModel(num_features=5)
+        self._model = _LinearModel(num_features=len(_features(1, 0, 0)))
         self._num_steps = 0
 
     def add(
@@ -39,30 +48,36 @@ class StepCosts:
             return
         features = _features(num_decoding, num_draft_tokens, num_prefill_tokens)
         expected_s = self._model.predict(features)
-        if expected_s is None or elapsed_s < _MAX_OUTLIER * expected_s:
+        if expected_s is None or elapsed_s < _MAX_OUTLIER * max(expected_s, _LEAST_S):
             self._model.add(features, elapsed_s)
-        if num_decoding and not num_prefill_tokens:
-            entry = self._table.setdefault(_key(num_decoding, num_draft_tokens), _Entry())
-            entry.samples.append(elapsed_s)
-            entry.median_s = sorted(entry.samples)[len(entry.samples) // 2]
-            entry.measured_at = self._num_steps
+        if not num_decoding:
+            return
+        entry = self._table.setdefault(_key(num_decoding, num_draft_tokens), _Entry())
+        entry.num_steps += 1
+        entry.last_step = self._num_steps
+        decode_s = self._without_prefill(features, elapsed_s)
+        if decode_s is not None:
+            entry.samples.append(decode_s)
+            entry.median_s = _median(entry.samples)
 
     def estimate(self, num_decoding: int, num_draft_tokens: int) -> float | None:
         """Seconds of a step without prompt tokens; None as long as nothing is known."""
-        entry = self._table.get(_key(num_decoding, num_draft_tokens))
-        if entry is not None:
-            return entry.median_s
         expected_s = self._model.predict(_features(num_decoding, num_draft_tokens, 0))
         if expected_s is None:
             return None
-        return min(
-            max(expected_s, self._least_s(num_decoding, num_draft_tokens)), self._most_s(num_decoding, num_draft_tokens)
-        )
+        expected_s = max(expected_s, self._least_s(num_decoding, num_draft_tokens))
+        expected_s = min(expected_s, self._most_s(num_decoding, num_draft_tokens))
+        entry = self._table.get(_key(num_decoding, num_draft_tokens))
+        if entry is None:
+            return expected_s
+        return _median([*entry.samples, *[expected_s] * _MODEL_WEIGHT])
 
     def age(self, num_decoding: int, num_draft_tokens: int) -> int | None:
-        """Steps since such a step was last measured; None when it never was."""
+        """Steps since such a step was last measured; None when it never was, or too seldom."""
         entry = self._table.get(_key(num_decoding, num_draft_tokens))
-        return None if entry is None else self._num_steps - entry.measured_at
+        if entry is None or entry.num_steps < _NUM_TO_BELIEVE:
+            return None
+        return self._num_steps - entry.last_step
 
     def is_known_nearby(self, num_decoding: int, num_draft_tokens: int) -> bool:
         """Whether this K was measured with half to twice as many requests: then the model can tell."""
@@ -70,20 +85,31 @@ class StepCosts:
         nearby = range(center - _KEYS_PER_DOUBLING, center + _KEYS_PER_DOUBLING + 1)
         return any((key, num_draft_tokens) in self._table for key in nearby)
 
+    def _without_prefill(self, features: list[float], elapsed_s: float) -> float | None:
+        """The part of a step that is not prompt work; None when that is the smaller one."""
+        if not features[-1]:
+            return elapsed_s
+        prefill_s = self._model.part(features, len(features) - 1)
+        return elapsed_s - prefill_s if 0 < prefill_s < elapsed_s / 2 else None
+
     def _least_s(self, num_decoding: int, num_draft_tokens: int) -> float:
-        """More drafts never make a step cheaper: what fewer were measured to cost, or a hundredth of a millisecond."""
+        """More drafts never make a step cheaper: what fewer were measured to cost."""
         fewer = (self._table.get(_key(num_decoding, length)) for length in range(num_draft_tokens))
-        return max((entry.median_s for entry in fewer if entry is not None), default=1e-5)
+        return max((entry.median_s for entry in fewer if entry is not None and entry.is_sure), default=_LEAST_S)
 
     def _most_s(self, num_decoding: int, num_draft_tokens: int) -> float:
         """What more drafts were measured to cost."""
         key, _ = _key(num_decoding, num_draft_tokens)
-        more = (entry.median_s for (k, length), entry in self._table.items() if k == key and length > num_draft_tokens)
+        more = (
+            entry.median_s
+            for (k, length), entry in self._table.items()
+            if k == key and length > num_draft_tokens and entry.is_sure
+        )
         return min(more, default=math.inf)
 
 
 class _LinearModel:
-    """Least squares over all steps, the old ones fading. Features should be of order 1."""
+    """Least squares of the relative error over all steps, the old ones fading. Features should be of order 1."""
 
     def __init__(self, num_features: int) -> None:
         self._moments = [[0.0] * num_features for _ in range(num_features)]
@@ -91,31 +117,43 @@ class _LinearModel:
         self._weights: list[float] | None = None
 
     def add(self, features: list[float], value: float) -> None:
+        """Take in a positive value."""
+        features = [feature / value for feature in features]
         for row, left in zip(self._moments, features, strict=True):
             for column, right in enumerate(features):
                 row[column] = row[column] * _DECAY + left * right
-        self._products = [
-            product * _DECAY + feature * value for product, feature in zip(self._products, features, strict=True)
-        ]
+        self._products = [product * _DECAY + feature for product, feature in zip(self._products, features, strict=True)]
         self._weights = None
 
     def predict(self, features: list[float]) -> float | None:
         if not any(self._products):
             return None
+        return sum(self.part(features, index) for index in range(len(features)))
+
+    def part(self, features: list[float], index: int) -> float:
+        """What one feature adds to the prediction."""
         if self._weights is None:
             self._weights = _solve(self._moments, self._products)
-        return sum(weight * feature for weight, feature in zip(self._weights, features, strict=True))
+        return self._weights[index] * features[index]
 
 
 def _features(num_decoding: int, num_draft_tokens: int, num_prefill_tokens: int) -> list[float]:
-    """A launch, the rows the target verifies, whether the drafter runs, the requests, the prompt tokens."""
-    num_rows = num_decoding * (num_draft_tokens + 1)
-    return [1.0, num_rows / 64, float(num_draft_tokens > 0), num_decoding / 16, num_prefill_tokens / 256]
+    """A launch, requests, rows beyond one each, a drafter that runs, requests it runs for, and last prompt tokens."""
+    is_drafting = float(num_draft_tokens > 0)
+    return [
+        1.0,
+        num_decoding / 16,
+        num_decoding * num_draft_tokens / 64,
+        is_drafting,
+        is_drafting * num_decoding / 16,
+        num_prefill_tokens / 256,
+    ]
 
 
-def are_alike(num_decoding: int, other: int) -> bool:
-    """Whether two batch sizes share their measurements."""
-    return _key(num_decoding, 0) == _key(other, 0)
+def _median(values: Iterable[float]) -> float:
+    """The lower one of two in the middle: what disturbs a measurement only ever adds time."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def _key(num_decoding: int, num_draft_tokens: int) -> tuple[int, int]:

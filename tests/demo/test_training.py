@@ -18,8 +18,10 @@ from dflash_trt.demo.train_drafter import DrafterRecipe, initial_drafter, save_d
 dflash_model = pytest.importorskip("dflash.model", reason="needs PyPI dflash (pip install --no-deps dflash==0.1.0)")
 
 RECIPE = DrafterRecipe(
+    num_layers=2,
     target_layer_ids=(0, 2),
     draft_block_size=4,
+    num_corpus_rows=0,
     anchors_per_sequence=8,
     batch_size=4,
     num_steps=100,

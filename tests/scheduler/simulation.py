@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 
+PREFILL_S_PER_TOKEN = 0.1e-3
+
 CostFunction = Callable[[int, int, int], float]  # requests, drafts verified by each, drafts made for each -> seconds
 
 
@@ -40,6 +42,7 @@ class Device:
     acceptance: float
     noise: float = 0.08
     seed: int = 0
+    prompt_share: float = 0.0  # of the steps, which then compute some prompt tokens, too
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -52,7 +55,9 @@ class Device:
             length = policy.choose(num_requests)
             num_candidates = min(self._num_drafts, length)
             accepted = [self._num_accepted(num_candidates) for _ in range(num_requests)]
-            step_s = self.cost_s(num_requests, num_candidates, length) * self._random.lognormvariate(0, self.noise)
+            num_prefill_tokens = self._random.randint(10, 60) if self._random.random() < self.prompt_share else 0
+            step_s = self.cost_s(num_requests, num_candidates, length) + PREFILL_S_PER_TOKEN * num_prefill_tokens
+            step_s *= self._random.lognormvariate(0, self.noise)
             if self._random.random() < 0.005:
                 step_s *= 20
             else:
@@ -62,7 +67,7 @@ class Device:
                 StepObservation(
                     num_draft_tokens=length,
                     num_decoding=num_requests,
-                    num_prefill_tokens=0,
+                    num_prefill_tokens=num_prefill_tokens,
                     verified=tuple((num_candidates, count) for count in accepted) if num_candidates else (),
                     elapsed_s=step_s,
                 )
