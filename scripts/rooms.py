@@ -43,11 +43,11 @@ ROOMS: dict[str, Room] = {
         doors=_set("torch"),
         file_doors={"calibrate*.py": _set("modelopt transformers")},
     ),
+    "kernels": Room(rooms=_set("core"), doors=_set("torch triton")),
     "network": Room(
-        rooms=_set("quantize core"),
+        rooms=_set("kernels quantize core"),
         file_doors={"torch_*.py": _set("torch"), "philox.py": _set("torch"), "trt_*.py": _set("tensorrt")},
     ),
-    "kernels": Room(rooms=_set("core"), doors=_set("torch triton")),
     "engine_dir": Room(rooms=_set("core"), doors=_set("pydantic safetensors")),
     "compile": Room(
         rooms=_set("network quantize checkpoint engine_dir core"),

@@ -43,6 +43,13 @@ Emit = Callable[[InputRow, GenerationOutput | None], None]
 @click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token.")
 @click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together.")
 @click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory.  [default: 0.5]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where an engine of the torch backend runs; auto: the GPU where there is one.",
+)
 @click.option("--stream", is_flag=True, help="Print text as it comes; for one prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary and results as one JSON object.")
 @sampling_options
@@ -126,6 +133,7 @@ def _open_engine(options: RunOptions) -> "LLM":
         reuses_prefixes=not options.no_prefix_reuse,
         kv_cache_bytes=options.kv_cache_bytes,
         kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
+        device=options.device,
     )
     if not options.as_json:
         click.echo(f"K/V: {llm.page_plan}", err=True)
@@ -145,9 +153,8 @@ def _generate(llm: "LLM", rows: Sequence[InputRow], emit: Emit, options: RunOpti
     jobs = [row for row in rows if isinstance(row, Job)]
     with _progress_bar(options, len(jobs)) as advance:
 
-        def take(output: GenerationOutput) -> None:
-            # The engine numbers the requests of its first call 0, 1, ... in the order of the prompts.
-            index = job_indices[int(output.request_id.removeprefix("request-"))]
+        def take(job_index: int, output: GenerationOutput) -> None:
+            index = job_indices[job_index]
             results[index] = output
             in_order.done(index)
             advance(output)

@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
 from dflash_trt.core.errors import ConfigError, problem, raise_all
@@ -29,6 +30,7 @@ class RunOptions:
     no_prefix_reuse: bool
     kv_cache_bytes: int | None
     kv_cache_free_memory_fraction: float | None
+    device: Literal["auto", "cpu", "cuda"]
     stream: bool
     as_json: bool
     sampling: SamplingParams

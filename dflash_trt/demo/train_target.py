@@ -87,7 +87,8 @@ def with_vocabulary(earlier: Path, tokenizer: Tokenizer, recipe: TargetRecipe) -
     model = _untrained(recipe)
     tensors = source.state_dict()
     embeddings = tensors["model.embed_tokens.weight"]
-    kept = model.get_input_embeddings().weight.detach().clone()
+    fresh: Any = model.get_input_embeddings()
+    kept = fresh.weight.detach().clone()
     for token, token_id in tokenizer.get_vocab().items():
         if token in earlier_ids:
             kept[token_id] = embeddings[earlier_ids[token]]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dflash_trt.core.batch import StepExecutor
+from dflash_trt.core.errors import ConfigError, problem
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.page_budget import PagePlan
+
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 class EngineExecutor(StepExecutor, Protocol):
@@ -25,10 +30,12 @@ def open_executor(
     kv_cache_bytes: int | None = None,
     kv_cache_free_memory_fraction: float | None = None,
     num_threads: int | None = None,
+    device: Device = "auto",
 ) -> EngineExecutor:
-    """Rank 0, ready to step. `num_threads` is PyTorch's, for the torch backend.
+    """Rank 0, ready to step. `num_threads` and `device` are the torch backend's; "auto" is the GPU where there is one.
 
     Raises:
+        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton.
         EngineDirError: this machine cannot run the engine; the message names what is missing.
         CapacityError: the pages of one max_seq_len sequence do not fit.
     """
@@ -36,6 +43,19 @@ def open_executor(
         from dflash_trt.executor.trt_executor import TensorRTExecutor
 
         return TensorRTExecutor.open(
+            engine,
+            use_drafter=use_drafter,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+        )
+    if _runs_on_gpu(device):
+        import torch
+
+        from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)  # the CPU still packs and reads steps
+        return TorchGpuExecutor.open(
             engine,
             use_drafter=use_drafter,
             kv_cache_bytes=kv_cache_bytes,
@@ -50,3 +70,18 @@ def open_executor(
         kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
         num_threads=num_threads,
     )
+
+
+def _runs_on_gpu(device: Device) -> bool:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not has_gpu):
+        return False
+    if not has_gpu:
+        mend = 'Install a PyTorch with CUDA on a machine with an NVIDIA GPU, or use device "cpu".'
+        raise ConfigError(problem("device", expected="a CUDA GPU that PyTorch can use", found="none", mend=mend))
+    if find_spec("triton") is None:
+        mend = 'Install triton 3.6 or newer, or use device "cpu".'
+        raise ConfigError(problem("device", expected="Triton, which the GPU's kernels need", found="none", mend=mend))
+    return True

@@ -61,7 +61,7 @@ class TorchExecutor:
         ]
         kv_scales = (quantization.target_kv, quantization.draft_kv)
         pools = [
-            _page_pool(decoder, network.mapping, page_plan, dtype if scales is None else torch.float8_e4m3fn)
+            page_pool(decoder, network.mapping, page_plan, dtype if scales is None else torch.float8_e4m3fn)
             for decoder, scales in zip(decoders, kv_scales, strict=False)
         ]
         self._state = StepState(target_kv=pools[0], draft_kv=pools[1] if network.draft else ())
@@ -117,7 +117,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def step(self, batch: StepBatch) -> StepResult:
         """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
-        self._check(batch)
+        check_batch(batch, self.limits)
         inputs = step_inputs(batch)
         ops = TorchOps(
             inputs,
@@ -163,16 +163,17 @@ class TorchExecutor:
         )
         return logits_of(ops, network.target_weights, network.target, hidden.last)
 
-    def _check(self, batch: StepBatch) -> None:
-        limits = self.limits
-        assert 0 < len(batch.requests) <= limits.max_batch_size
-        assert batch.num_tokens <= limits.max_num_tokens
-        assert batch.num_draft_tokens <= limits.max_draft_len
-        for request in batch.requests:
-            end = request.context_len + len(request.token_ids)
-            assert request.token_ids and end <= limits.max_seq_len
-            assert end <= len(request.page_ids) * limits.page_size
-            assert request.num_candidates <= min(batch.num_draft_tokens, len(request.token_ids) - 1)
+
+def check_batch(batch: StepBatch, limits: ExecutorLimits) -> None:
+    """Assert what the scheduler guarantees."""
+    assert 0 < len(batch.requests) <= limits.max_batch_size
+    assert batch.num_tokens <= limits.max_num_tokens
+    assert batch.num_draft_tokens <= limits.max_draft_len
+    for request in batch.requests:
+        end = request.context_len + len(request.token_ids)
+        assert request.token_ids and end <= limits.max_seq_len
+        assert end <= len(request.page_ids) * limits.page_size
+        assert request.num_candidates <= min(batch.num_draft_tokens, len(request.token_ids) - 1)
 
 
 def bind_network(
@@ -207,8 +208,10 @@ def _packed(network: Network[Tensor]) -> Network[Tensor]:
     )
 
 
-def _page_pool(decoder: DecoderSpec, mapping: Mapping, plan: PagePlan, dtype: torch.dtype) -> list[Tensor]:
-    """Per layer [pages, 2, page_size, kv_heads, D], views into one allocation."""
+def page_pool(
+    decoder: DecoderSpec, mapping: Mapping, plan: PagePlan, dtype: torch.dtype, device: torch.device | None = None
+) -> list[Tensor]:
+    """Per layer [pages, 2, page_size, kv_heads, D], views into one allocation; on the CPU unless told."""
     kv_heads = decoder.num_kv_heads // mapping.tp_size
     shape = (decoder.num_layers, plan.num_pages, 2, plan.page_size, kv_heads, decoder.head_dim)
-    return list(torch.zeros(shape, dtype=dtype).unbind(0))
+    return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))

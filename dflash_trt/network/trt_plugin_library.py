@@ -6,7 +6,7 @@ from typing import Any
 from dflash_trt.core.errors import BuildError, DFlashError, problem
 from dflash_trt.network.trt_plugins import PLUGIN_NAMESPACE, missing_plugins
 
-_MEND = "Build plugins/ (plugins/README.md) and pass --plugin-library, or build with --plugins layers (slow)."
+_MEND = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
 
 
 def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError] = BuildError) -> None:

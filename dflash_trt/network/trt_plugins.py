@@ -154,7 +154,7 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
                 "TensorRT plugin",
                 expected=wanted,
                 found="no loaded library that has it",
-                mend="Build plugins/ and pass the library, or build with plugins='layers' (slow, for checks).",
+                mend="Make it with scripts/build_plugin and pass it, or build with plugins='layers' (slow).",
             )
         )
     values = {key: (ctypes.c_int32 * 1)(value) for key, value in fields.items()}  # alive until the plugin is made

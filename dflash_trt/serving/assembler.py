@@ -54,7 +54,13 @@ class OutputAssembler:
             self._num_accepted += event.num_accepted
         if self._records_steps:
             self._steps.append(event)
-        return StreamChunk(text=text, token_ids=event.token_ids, logprobs=event.logprobs)
+        return StreamChunk(
+            text=text,
+            token_ids=event.token_ids,
+            logprobs=event.logprobs,
+            num_draft_tokens=event.num_candidates,
+            num_accepted_tokens=event.num_accepted,
+        )
 
     def finish(
         self, reason: FinishReason, now: float, *, statistics: RequestStatistics | None, error: str | None = None

@@ -73,12 +73,18 @@ class EngineLoop:
         self._is_closed = False
 
     def submit(
-        self, request: Request, detokenizer: Detokenizer | None = None, *, max_pending_tokens: int | None = None
+        self,
+        request: Request,
+        detokenizer: Detokenizer | None = None,
+        *,
+        max_pending_tokens: int | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
     ) -> RequestStream:
         """Take a request from any thread; it starts when it is its turn. No `detokenizer`: no text.
 
         The engine never waits for a reader. A request whose reader has not taken `max_pending_tokens` (None: any
-        number) gives its place to others until they are taken.
+        number) gives its place to others until they are taken. `on_chunk` gets the chunk of each step in the engine's
+        thread, which holds a lock then: it must be quick and not call back. The stream has no chunks then.
 
         Raises:
             RequestError: it can never run, the queue is full, or the engine is closed.
@@ -88,7 +94,9 @@ class EngineLoop:
             now = self._clock()
             self._scheduler.add(request, now)
             assembler = OutputAssembler(request, detokenizer, arrived_s=now, records_steps=self._records_steps)
-            mailbox = Mailbox(max_pending_tokens=max_pending_tokens, resume=lambda: self._resume(client))
+            mailbox = Mailbox(
+                max_pending_tokens=max_pending_tokens, resume=lambda: self._resume(client), on_chunk=on_chunk
+            )
             client = self._clients[request.request_id] = _Client(assembler, mailbox)
             self._changed.notify_all()
         stream = RequestStream(request.request_id, client.mailbox, lambda: self._cancel(client))

@@ -26,10 +26,6 @@ from dflash_trt.serving.stream import RequestStream, StreamChunk
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
     from dflash_trt.serving.text import TextCodec
 
-# A call with very many prompts hands the engine this many per place in the batch, and the others as these end.
-_RUNNING_PER_PLACE = 4
-_QUEUE_POLL_S = 0.01
-
 # A call with very many prompts hands the engine this many per place in the batch, the others as these end.
 _RUNNING_PER_PLACE = 4
 _QUEUE_POLL_S = 0.01
@@ -72,12 +68,12 @@ class Generator:
         prompts: Sequence[Prompt],
         sampling: Sampling = None,
         *,
-        on_output: Callable[[GenerationOutput], None] | None = None,
+        on_output: Callable[[int, GenerationOutput], None] | None = None,
     ) -> list[GenerationOutput]:
         """One output per prompt, in order; all of them run together.
 
         A prompt that is refused gets finish_reason "error" and its reason in `error`, the others are unharmed.
-        `on_output` is called here, in this thread, with each output as it is finished.
+        `on_output` is called here, in this thread, with each prompt's index and output as it is finished.
 
         Raises:
             RequestError: `prompts` and `sampling` are lists of different lengths.
@@ -111,10 +107,12 @@ class Generator:
         queue_timeout_s: float | None = None,
         cache_salt: str = "",
         max_pending_tokens: int | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
     ) -> RequestStream:
         """Start a request and return its stream, for `for`, `async for`, `result` and `cancel`.
 
-        A reader that leaves `max_pending_tokens` untaken has its request set aside until it takes them.
+        A reader that leaves `max_pending_tokens` untaken has its request set aside until it takes them. With `on_chunk`
+        each step's chunk goes there instead, from the engine's thread; it must be quick and not call back.
 
         Raises:
             RequestError: the prompt is refused, or the queue is full.
@@ -127,7 +125,7 @@ class Generator:
             seed=seed,
         )
         request = replace(request, priority=priority, queue_timeout_s=queue_timeout_s, cache_salt=cache_salt)
-        return self._start(request, max_pending_tokens=max_pending_tokens)
+        return self._start(request, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -175,9 +173,15 @@ class Generator:
             seed=seed if sampling.seed is None else sampling.seed,
         )
 
-    def _start(self, request: Request, *, max_pending_tokens: int | None = None) -> RequestStream:
+    def _start(
+        self,
+        request: Request,
+        *,
+        max_pending_tokens: int | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+    ) -> RequestStream:
         detokenizer = self.codec.detokenizer() if self.codec else None
-        return self._loop.submit(request, detokenizer, max_pending_tokens=max_pending_tokens)
+        return self._loop.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
 
     def _submit_when_possible(self, batch: _Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Start one of many; waits while there are enough of them, or while the queue is full."""
@@ -219,7 +223,7 @@ class Generator:
 class _Batch:
     """The requests of one `generate` call."""
 
-    def __init__(self, on_output: Callable[[GenerationOutput], None] | None) -> None:
+    def __init__(self, on_output: Callable[[int, GenerationOutput], None] | None) -> None:
         self._on_output = on_output
         self._streams: dict[int, RequestStream] = {}
         self._outputs: dict[int, GenerationOutput] = {}
@@ -236,7 +240,7 @@ class _Batch:
     def ended(self, index: int, output: GenerationOutput) -> None:
         self._outputs[index] = output
         if self._on_output is not None:
-            self._on_output(output)
+            self._on_output(index, output)
 
     def collect(self) -> None:
         """Wait for one request to end."""

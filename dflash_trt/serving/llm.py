@@ -19,6 +19,7 @@ from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
 
 if TYPE_CHECKING:
+    from dflash_trt.executor.opening import Device
     from dflash_trt.serving.text import TextCodec
 
 
@@ -37,7 +38,9 @@ class LLM(Generator):
         kv_cache_bytes: int | None = None,
         kv_cache_free_memory_fraction: float | None = None,
         num_threads: int | None = None,
+        device: Device = "auto",
         seed: int | None = None,
+        max_queue_len: int | None = None,
         scheduler_config: SchedulerConfig | None = None,
         draft_length: DraftLengthPolicy | None = None,
     ) -> None:
@@ -52,12 +55,16 @@ class LLM(Generator):
         K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (half
         unless told); `page_plan` says what it came to.
 
-        `seed` makes requests without a seed of their own reproducible.
+        `device` is where an engine of the torch backend runs: "cpu", "cuda", or "auto", the GPU where there is one.
+
+        `seed` makes requests without a seed of their own reproducible. More than `max_queue_len` waiting requests are
+        refused; None: any number may wait.
 
         Raises:
             EngineDirError: the directory is not an engine this version can run.
             CapacityError: the engine does not fit into memory.
-            ConfigError: num_draft_tokens is beyond what the engine can draft, or the K/V budget is no budget.
+            ConfigError: num_draft_tokens is beyond what the engine can draft, the K/V budget is no budget, or the
+                device is not there.
         """
         from dflash_trt.executor.opening import open_executor
 
@@ -68,12 +75,13 @@ class LLM(Generator):
             kv_cache_bytes=kv_cache_bytes,
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
             num_threads=num_threads,
+            device=device,
         )
         self.page_plan = executor.page_plan
         if draft_length is None:
             most = checked_draft_length(num_draft_tokens, executor.limits.max_draft_len)
             draft_length = AdaptiveDraftLength(most) if adapts_draft_length else FixedDraftLength(most)
-        config = scheduler_config or SchedulerConfig(reuses_prefixes=reuses_prefixes)
+        config = scheduler_config or SchedulerConfig(reuses_prefixes=reuses_prefixes, max_queue_len=max_queue_len)
         scheduler = Scheduler(executor.limits, config, draft_length)
         target = self.engine.manifest.target
         super().__init__(

@@ -10,9 +10,11 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dflash_trt.core.request import FinishReason, GenerationOutput
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -20,12 +22,15 @@ _LOG = logging.getLogger(__name__)
 class StreamChunk:
     """What is new since the last chunk. `text` is None without a tokenizer; the last chunk has the `output`.
 
-    Text may lag behind the tokens, while it could be part of a character or of a stop string.
+    Text may lag behind the tokens, while it could be part of a character or of a stop string. `num_draft_tokens` were
+    verified for these tokens, of which the target agreed with `num_accepted_tokens`.
     """
 
     text: str | None
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     finish_reason: FinishReason | None = None
     output: GenerationOutput | None = None
 
@@ -36,6 +41,8 @@ def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
         text=None if chunks[0].text is None else "".join(chunk.text or "" for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        num_draft_tokens=sum(chunk.num_draft_tokens for chunk in chunks),
+        num_accepted_tokens=sum(chunk.num_accepted_tokens for chunk in chunks),
         finish_reason=chunks[-1].finish_reason,
         output=chunks[-1].output,
     )
@@ -45,11 +52,19 @@ class Mailbox:
     """Where the engine leaves chunks. Both threads use it; neither holds its lock for longer than a merge.
 
     When `max_pending_tokens` have piled up the engine parks the request; the reader, on taking them, has it resumed.
+    With `on_chunk` nothing is kept here: each step's chunk goes to it at once, in the engine's thread.
     """
 
-    def __init__(self, *, max_pending_tokens: int | None = None, resume: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_pending_tokens: int | None = None,
+        resume: Callable[[], None] | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+    ) -> None:
         self._max_pending_tokens = max_pending_tokens
         self._resume = resume
+        self._on_chunk = on_chunk
         self._is_parked = False
         self._condition = threading.Condition()
         self._pending: list[StreamChunk] = []
@@ -66,13 +81,16 @@ class Mailbox:
         """Add a chunk and wake whoever waits. Called by the engine, never blocks on the reader."""
         with self._condition:
             assert self._output is None, "nothing comes after the last chunk"
-            self._pending.append(chunk)
-            self._num_pending_tokens += len(chunk.token_ids)
+            if self._on_chunk is None:
+                self._pending.append(chunk)
+                self._num_pending_tokens += len(chunk.token_ids)
             self._output = chunk.output
             waiters, self._waiters = self._waiters, []
             self._condition.notify_all()
         for loop, future in waiters:
             _wake(loop, future)
+        if self._on_chunk is not None:
+            _call(self._on_chunk, chunk, "a request's chunks")
 
     def park_if_full(self) -> bool:
         """Whether the reader is too far behind; it will then call `resume` when it takes what is here."""
@@ -88,7 +106,7 @@ class Mailbox:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             assert self._output is not None
-            _call(callback, self._output)
+            _call(callback, self._output, f"request {self._output.request_id}")
 
     def take(self, timeout_s: float | None = None) -> StreamChunk | None:
         """The next chunk, waiting for one; None after the last.
@@ -197,11 +215,11 @@ class RequestStream:
         self._mailbox.call_when_done(callback)
 
 
-def _call(callback: Callable[[GenerationOutput], None], output: GenerationOutput) -> None:
+def _call(callback: Callable[[_T], None], value: _T, whose: str) -> None:
     try:
-        callback(output)
+        callback(value)
     except Exception:  # noqa: BLE001 - of the caller's making: the engine's thread must go on
-        _LOG.exception("a callback of request %s failed", output.request_id)
+        _LOG.exception("a callback of %s failed", whose)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:

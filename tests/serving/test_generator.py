@@ -61,16 +61,16 @@ def test_outputs_come_in_the_order_of_the_prompts_with_text(
 
 
 def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
-    reported: list[GenerationOutput] = []
+    reported: list[tuple[int, GenerationOutput]] = []
     threads = set()
 
-    def report(output: GenerationOutput) -> None:
-        reported.append(output)
+    def report(index: int, output: GenerationOutput) -> None:
+        reported.append((index, output))
         threads.add(threading.current_thread())
 
     samplings = [SamplingParams(max_new_tokens=n) for n in (60, 2, 30)]
     outputs = generator.generate([[1], [2], [3]], samplings, on_output=report)
-    assert [output.request_id for output in reported] == [outputs[i].request_id for i in (1, 2, 0)]
+    assert reported == [(i, outputs[i]) for i in (1, 2, 0)]
     assert threads == {threading.current_thread()}
 
 
@@ -241,7 +241,7 @@ def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(executor: 
 
 
 def test_an_interrupted_call_leaves_nothing_running(generator: Generator) -> None:
-    def interrupt(output: GenerationOutput) -> None:
+    def interrupt(index: int, output: GenerationOutput) -> None:
         raise KeyboardInterrupt
 
     samplings = [SamplingParams(max_new_tokens=n) for n in (1, 150, 150)]

@@ -1,0 +1,147 @@
+"""One kernel variant for one GPU architecture: a cubin, made without a GPU, and what launching it takes.
+
+Knows how Triton's compiler is called and what its output must look like. Refuses output that the library could not
+launch: other entry parameters than declared, scratch memory, clusters, more shared memory than the GPU has.
+"""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dflash_trt.core.errors import BuildError, ConfigError, problem
+from dflash_trt.kernels.variant import KernelVariant
+
+# Shared memory of one block, opted in. CUDA C++ Programming Guide, technical specifications per compute capability.
+_KIB: Final = 1024
+SHARED_BYTES: Final = {
+    "80": 163 * _KIB,
+    "86": 99 * _KIB,
+    "89": 99 * _KIB,
+    "90a": 227 * _KIB,
+    "100a": 227 * _KIB,
+    "103a": 227 * _KIB,
+    "120a": 99 * _KIB,
+}
+ARCHITECTURES: Final = tuple(SHARED_BYTES)
+DEFAULT_ARCHITECTURES: Final = ("90a", "100a", "103a")
+NUM_SCRATCH_POINTERS: Final = 2  # Triton appends them to the declared arguments; both areas are empty here
+_PTX_TYPES: Final = {"i32": "u32", "i64": "u64", "fp32": "f32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """`arguments` are (name, type, is a multiple of 16); `grid` as in KernelVariant."""
+
+    variant: str
+    kernel: str
+    architecture: str
+    entry: str
+    num_warps: int
+    num_stages: int
+    shared_bytes: int
+    arguments: tuple[tuple[str, str, bool], ...]
+    constants: tuple[tuple[str, int], ...]
+    grid: tuple[str, str, str]
+    cubin: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.cubin).hexdigest()
+
+    @property
+    def fits(self) -> bool:
+        return self.shared_bytes <= SHARED_BYTES[self.architecture]
+
+
+def prepare_compiler(cache_dir: str) -> None:
+    """Say where Triton caches, and that cubins name no source lines. Call before anything is compiled.
+
+    Raises:
+        ConfigError: Triton would interpret its kernels.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise ConfigError(
+            problem(
+                "TRITON_INTERPRET",
+                expected="unset, to compile kernels",
+                found=os.environ["TRITON_INTERPRET"],
+                mend="Unset it, or compile in a process of its own.",
+            )
+        )
+    # Line tables would put this machine's paths into the cubins: equal sources must give equal bytes.
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    os.environ["TRITON_CACHE_DIR"] = cache_dir
+
+
+def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel:
+    """A few tenths of a second to several seconds.
+
+    Raises:
+        BuildError: the compiler refused the kernel, or its output cannot be launched.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    where = f"kernel {variant.name} for sm_{architecture}"
+    target = GPUTarget("cuda", int(architecture.removesuffix("a")), 32)
+    try:
+        compiled = triton.compile(variant.source(), target=target, options=variant.options)
+    except (RuntimeError, triton.TritonError) as error:
+        raise BuildError(
+            problem(where, expected="a cubin", found=str(error).strip(), mend="Fix the kernel.")
+        ) from error
+    _check(where, variant, architecture, compiled)
+    return CompiledKernel(
+        variant=variant.name,
+        kernel=variant.kernel.__name__,
+        architecture=architecture,
+        entry=compiled.metadata.name,
+        num_warps=compiled.metadata.num_warps,
+        num_stages=variant.num_stages,
+        shared_bytes=compiled.metadata.shared,
+        arguments=tuple((name, word.split(":")[0], word.endswith(":16")) for name, word in variant.signature.items()),
+        constants=tuple((name, int(value)) for name, value in variant.constexprs.items()),
+        grid=variant.grid,
+        cubin=compiled.asm["cubin"],
+    )
+
+
+def _check(where: str, variant: KernelVariant, architecture: str, compiled: Any) -> None:
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    entry = re.search(rf"\.entry {re.escape(metadata.name)}\((.*?)\)(.*?)\{{", ptx, flags=re.DOTALL)
+    target = re.search(r"^\.target (\w+)", ptx, flags=re.MULTILINE)
+    declared = [word.split(":")[0] for word in variant.signature.values()] + ["*"] * NUM_SCRATCH_POINTERS
+    expected: dict[str, object] = {
+        "target": f"sm_{architecture}",
+        "parameters": [_PTX_TYPES.get(word, "u64") for word in declared],
+        "threads": str(32 * metadata.num_warps),
+        "scratch bytes": (0, 0),
+        "blocks in a cluster": 1,
+        "cooperative launch": False,
+        "dependent launch": False,
+        "tensor descriptors": [],
+        "cubin": b"\x7fELF",
+    }
+    found: dict[str, object] = {
+        "target": target.group(1) if target else None,
+        "parameters": re.findall(r"\.param \.(\w+)", entry.group(1)) if entry else None,
+        "threads": "".join(re.findall(r"\.reqntid (\d+)", entry.group(2))) if entry else None,
+        "scratch bytes": (metadata.global_scratch_size, metadata.profile_scratch_size),
+        "blocks in a cluster": metadata.num_ctas,
+        "cooperative launch": metadata.launch_cooperative_grid,
+        "dependent launch": metadata.launch_pdl,
+        "tensor descriptors": list(metadata.tensordesc_meta or ()),
+        "cubin": compiled.asm["cubin"][:4],
+    }
+    for what, value in expected.items():
+        if found[what] != value:
+            raise BuildError(
+                problem(
+                    f"{where}, {what}",
+                    expected=repr(value),
+                    found=repr(found[what]),
+                    mend="The library cannot launch it; change the kernel, or use a Triton version that is tested.",
+                )
+            )

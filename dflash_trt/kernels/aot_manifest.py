@@ -1,0 +1,97 @@
+"""The directory that ahead-of-time compilation writes: cubins, the manifest that describes them, and C++ that embeds
+them.
+
+Knows the files; compiles nothing. Every file appears whole or not at all, and the manifest last, so that two writers
+of one directory cannot leave a mixture.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dflash_trt.kernels.aot_compile import NUM_SCRATCH_POINTERS, CompiledKernel
+from dflash_trt.kernels.aot_embed import CUBIN_ALIGNMENT, assembly_source, table_source
+
+MANIFEST: Final = "manifest.json"
+IMAGE: Final = "cubins.bin"
+TABLE: Final = "embedded_kernels.cpp"
+ASSEMBLY: Final = "embedded_cubins.S"
+FORMAT_VERSION: Final = 1
+
+
+def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[str, Any]) -> Path:
+    """Write everything and return the manifest's path. `origin` says with what the kernels were compiled."""
+    fitting = [kernel for kernel in kernels if kernel.fits]
+    image, offsets = _image(fitting)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "origin": origin,
+        "num_scratch_pointers": NUM_SCRATCH_POINTERS,
+        "image": {"file": IMAGE, "num_bytes": len(image), "sha256": hashlib.sha256(image).hexdigest()},
+        "kernels": [_entry(kernel, offsets[kernel.sha256]) for kernel in fitting],
+        # Triton's choice of shared memory is larger than the GPU's; another variant of the kernel is used there.
+        "left_out": [
+            {"variant": k.variant, "architecture": k.architecture, "shared_bytes": k.shared_bytes}
+            for k in kernels
+            if not k.fits
+        ],
+    }
+    text = json.dumps(manifest, indent=1) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    _write(out / IMAGE, image)
+    _write(out / ASSEMBLY, assembly_source(IMAGE).encode())
+    _write(out / TABLE, table_source(fitting, offsets, manifest_sha256=digest).encode())
+    _write(out / MANIFEST, text.encode())
+    return out / MANIFEST
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(path.read_text())
+    return manifest
+
+
+def _image(kernels: Sequence[CompiledKernel]) -> tuple[bytes, dict[str, int]]:
+    """All cubins, each once and aligned, and where each begins, by sha256."""
+    image = bytearray()
+    offsets: dict[str, int] = {}
+    for kernel in kernels:
+        if kernel.sha256 not in offsets:
+            image += bytes(-len(image) % CUBIN_ALIGNMENT)
+            offsets[kernel.sha256] = len(image)
+            image += kernel.cubin
+    return bytes(image), offsets
+
+
+def _entry(kernel: CompiledKernel, offset: int) -> dict[str, Any]:
+    return {
+        "variant": kernel.variant,
+        "kernel": kernel.kernel,
+        "architecture": kernel.architecture,
+        "entry": kernel.entry,
+        "num_warps": kernel.num_warps,
+        "num_stages": kernel.num_stages,
+        "shared_bytes": kernel.shared_bytes,
+        "arguments": [
+            {"name": name, "type": type_, "is_multiple_of_16": is_multiple}
+            for name, type_, is_multiple in kernel.arguments
+        ],
+        "constants": dict(kernel.constants),
+        "grid": list(kernel.grid),
+        "offset": offset,
+        "num_bytes": len(kernel.cubin),
+        "sha256": kernel.sha256,
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace the file at once; leave it alone, and its time too, when it is the same already."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(content)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

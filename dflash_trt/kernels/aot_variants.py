@@ -1,0 +1,130 @@
+"""What the plugin library holds: every kernel variant that its plugins may launch, for the models it is built for.
+
+Knows the launchers' `*_variants` functions and which of their sizes are compiled in. Refuses two variants of one name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import torch
+
+from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.kernels.attention_variants import attention_variants
+from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
+from dflash_trt.kernels.sampling import TILE
+from dflash_trt.kernels.sampling_launch import sampling_variants
+from dflash_trt.kernels.variant import ELEMENT_TYPES, KernelVariant
+
+FLOAT_TYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+HEAD_DIMS: Final = (64, 128, 256)
+MAX_REQUESTS: Final = (256,)
+TILES: Final = (16, 32, 64, 128)
+# float32 is for checks against references: large tiles spend registers, and the library's size, on nothing else.
+FLOAT32_TILES: Final = (16, 64)
+VOCAB_TILES: Final = (64, 128)
+WIDTHS: Final = (16, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySpec:
+    """Which models a library is for. Smaller sets compile faster.
+
+    The last four are what a size of a step is rounded up to: its requests, the query rows and heads of an attention
+    tile, the vocabulary in tiles of the sampler, and the rows of a request (K + 1).
+    """
+
+    dtypes: tuple[str, ...] = tuple(FLOAT_TYPES)
+    head_dims: tuple[int, ...] = HEAD_DIMS
+    max_requests: tuple[int, ...] = MAX_REQUESTS
+    tiles: tuple[int, ...] = TILES
+    vocab_tiles: tuple[int, ...] = VOCAB_TILES
+    widths: tuple[int, ...] = WIDTHS
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if not getattr(self, item.name):
+                name = "--" + item.name.replace("_", "-")
+                raise ConfigError(problem(name, expected="one value or more", found="none", mend="Leave it out."))
+        for dtype in self.dtypes:
+            if dtype not in FLOAT_TYPES:
+                known = ", ".join(FLOAT_TYPES)
+                raise ConfigError(problem("dtypes", expected=f"some of {known}", found=dtype, mend="Name those."))
+        for head_dim in self.head_dims:
+            if head_dim % 16 or not 16 <= head_dim <= 256:
+                raise ConfigError(
+                    problem(
+                        "head_dims",
+                        expected="multiples of 16 from 16 to 256",
+                        found=str(head_dim),
+                        mend="Other sizes have no kernel; build the engine with plugins='layers'.",
+                    )
+                )
+
+
+def library_variants(spec: LibrarySpec) -> tuple[KernelVariant, ...]:
+    """Ordered by name, without repetitions."""
+    variants: dict[str, KernelVariant] = {}
+    for variant in _all_variants(spec):
+        known = variants.setdefault(variant.name, variant)
+        assert known == variant, f"two kernel variants are called {variant.name}"
+    return tuple(variants[name] for name in sorted(variants))
+
+
+def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
+    for name in spec.dtypes:
+        dtype = FLOAT_TYPES[name]
+        yield from _sampling(dtype, spec)
+        for head_dim in spec.head_dims:
+            yield from _attention(dtype, head_dim, spec)
+            yield from _page_writes(dtype, head_dim, spec)
+
+
+def _attention(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator[KernelVariant]:
+    tiles = spec.tiles
+    if dtype == torch.float32:
+        tiles = tuple(tile for tile in tiles if tile in FLOAT32_TILES) or tiles
+    for has_block in (False, True):
+        for num_requests in spec.max_requests:
+            yield from attention_variants(
+                dtype=dtype,
+                page_dtype=dtype,
+                head_dim=head_dim,
+                has_block=has_block,
+                max_requests=num_requests,
+                tiles=tiles,
+            )
+
+
+def _page_writes(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator[KernelVariant]:
+    for has_limits in (False, True):  # a target's rows, a drafter's accepted rows
+        for num_requests in spec.max_requests:
+            yield rotate_and_store_variant(
+                dtype=dtype,
+                page_dtype=dtype,
+                head_dim=head_dim,
+                has_norm=False,
+                has_rope=False,
+                stores_pages=True,
+                has_limits=has_limits,
+                max_requests=num_requests,
+            )
+
+
+def _sampling(dtype: torch.dtype, spec: LibrarySpec) -> Iterator[KernelVariant]:
+    for num_tiles in spec.vocab_tiles:
+        for vocab_size in (num_tiles * TILE, num_tiles * TILE - 1):  # a multiple of 16, and not
+            for width in spec.widths:
+                for variant in sampling_variants(dtype, vocab_size=vocab_size, max_width=width):
+                    yield replace(variant, name=_name(variant, dtype))
+
+
+def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
+    """The launcher's name and what distinguishes its variants here."""
+    parts = [variant.name]
+    if f"*{ELEMENT_TYPES[dtype]}:16" == variant.signature.get("logits"):
+        parts.append(str(dtype).removeprefix("torch."))
+    if variant.signature.get("vocab_size") == "i32:16":
+        parts.append("v16")
+    parts += [f"{name.lower()}{variant.constexprs[name]}" for name in ("TILES", "WIDTH") if name in variant.constexprs]
+    return "_".join(parts)

@@ -1,0 +1,345 @@
+"""The attention kernels: queries over K/V pages, and over a draft block that is in no page.
+
+A program takes one item: a tile of query rows of one request, for all query heads of one K/V head, and one split of
+the keys that the tile may see. Rows of the tile are (query row, query head), so that the matrix units are filled by
+a verify block and each key is read once for all heads that share it. Scores are kept in base 2. The kernel
+itself is a single function, longer than functions elsewhere: splitting it would only name its arguments twice.
+
+Names in grid expressions: `num_rows`, the query rows N of all requests; `row_capacity` = N / (TILE / heads_per_kv) +
+num_requests, which bounds the number of tiles.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, SIM102, PIE808  (constants of a kernel are upper case; it takes branches one by one)
+
+import triton
+import triton.language as tl
+
+from dflash_trt.kernels.attention_partition import ceil_div, locate, request_lengths, splits_of, tiles_and_blocks
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def scores_of(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """q [TILE, D] times k [KEYS, D], and the factor that takes them to scores in base 2."""
+    products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+        doubled = tl.exp2(products * (scale * (2.0 * LOG2_E) / softcap))
+        products = 1.0 - 2.0 / (1.0 + doubled)
+        scale = softcap
+    return products, scale * LOG2_E
+
+
+@triton.jit
+def absorb(products, factor, v, maximum, total, output):
+    """Online softmax: take in the scores of some keys, -inf where hidden, and their values."""
+    new_maximum = tl.maximum(maximum, tl.max(products, 1) * factor)
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen no key yet
+    weights = tl.exp2(products * factor - shift[:, None])
+    decay = tl.exp2(maximum - shift)
+    total = total * decay + tl.sum(weights, 1)
+    output = tl.dot(weights.to(v.dtype), v, output * decay[:, None], input_precision="tf32x3")
+    return new_maximum, total, output
+
+
+@triton.jit
+def absorb_stored(
+    queries,
+    pages,
+    page_rows,  # of this request in the page table
+    begin,  # num_left key blocks start here, the others at right_begin
+    num_left,
+    right_begin,
+    num_blocks,
+    key_end,
+    lowest,  # [TILE], the first and last key each row sees; read only with IS_MASKED
+    highest,
+    factors,  # score_scale * k_scale, softcap
+    kv_head,
+    kv_heads,
+    page_shift,
+    state,  # maximum, total, output
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,  # False: every row sees every key of these blocks
+):
+    """Take in `num_blocks` key blocks from the pages."""
+    maximum, total, output = state
+    scale, softcap = factors
+    dim = tl.arange(0, DIM)
+    is_dim = dim[None, :] < HEAD_DIM
+    in_block = tl.arange(0, KEY_BLOCK)
+    row_size = kv_heads * HEAD_DIM
+    page_size = 1 << page_shift
+    # The page of a key is loaded one block ahead: a load that waits for another cannot be pipelined far enough.
+    next_key = tl.where(num_left > 0, begin, right_begin) + in_block
+    next_page = tl.load(page_rows + (next_key >> page_shift), mask=next_key < key_end, other=0)
+    for block in range(0, num_blocks):
+        key = tl.where(block < num_left, begin + block * KEY_BLOCK, right_begin + (block - num_left) * KEY_BLOCK)
+        key += in_block
+        page = next_page.to(tl.int64)
+        after = block + 1
+        next_key = tl.where(after < num_left, begin + after * KEY_BLOCK, right_begin + (after - num_left) * KEY_BLOCK)
+        next_key += in_block
+        next_page = tl.load(page_rows + (next_key >> page_shift), mask=next_key < key_end, other=0)
+        slot = page * (2 * page_size) + (key & (page_size - 1))
+        k_rows = pages + slot[:, None] * row_size + (kv_head * HEAD_DIM + dim)[None, :]
+        v_rows = k_rows + page_size * row_size
+        if IS_MASKED:
+            is_stored = (key < key_end)[:, None] & is_dim
+            k = tl.load(k_rows, mask=is_stored, other=0.0)
+            v = tl.load(v_rows, mask=is_stored, other=0.0)
+        elif HEAD_DIM == DIM:
+            k = tl.load(k_rows)
+            v = tl.load(v_rows)
+        else:
+            k = tl.load(k_rows, mask=is_dim, other=0.0)
+            v = tl.load(v_rows, mask=is_dim, other=0.0)
+        products, factor = scores_of(queries, k.to(queries.dtype), scale, softcap, HAS_SOFTCAP)
+        if IS_MASKED:
+            visible = (key[None, :] >= lowest[:, None]) & (key[None, :] <= highest[:, None])
+            products = tl.where(visible, products, float("-inf"))
+        maximum, total, output = absorb(products, factor, v.to(queries.dtype), maximum, total, output)
+    return maximum, total, output
+
+
+@triton.jit
+def absorb_own_block(
+    queries,
+    k_rows,  # of this request's block and K/V head
+    v_rows,
+    k_stride,
+    v_stride,
+    row,  # [TILE], the slot of each query
+    num_rows,
+    max_lag,
+    max_lead,
+    factors,  # score_scale, softcap
+    state,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Take in the keys of the block itself, nearly always one key block."""
+    maximum, total, output = state
+    scale, softcap = factors
+    dim = tl.arange(0, DIM)[None, :]
+    for first_slot_row in tl.range(0, num_rows, KEY_BLOCK, num_stages=1):
+        slot_row = first_slot_row + tl.arange(0, KEY_BLOCK)
+        is_slot = slot_row < num_rows
+        mask = is_slot[:, None] & (dim < HEAD_DIM)
+        k = tl.load(k_rows + slot_row[:, None] * k_stride + dim, mask=mask, other=0.0)
+        v = tl.load(v_rows + slot_row[:, None] * v_stride + dim, mask=mask, other=0.0)
+        products, factor = scores_of(queries, k, scale, softcap, HAS_SOFTCAP)
+        lag = row[:, None] - slot_row[None, :]
+        visible = is_slot[None, :] & (lag <= max_lag) & (lag >= -max_lead)
+        products = tl.where(visible, products, float("-inf"))
+        maximum, total, output = absorb(products, factor, v, maximum, total, output)
+    return maximum, total, output
+
+
+# Sizes of a step and of a model take no part in what is compiled at first use: one build serves them all, as ahead of
+# time.
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "block_rows",
+        "pages_per_request",
+        "kv_heads",
+        "heads_per_kv",
+        "page_shift",
+        "max_lag",
+        "max_lead",
+        "min_rows",
+        "max_rows",
+        "work_slots",
+        "has_sinks",
+    ]
+)
+def attention_kernel(
+    q,  # F [N, heads, D]
+    pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]
+    block_k,  # F, N rows of [kv_heads, D], block_k_stride apart; read only with HAS_BLOCK
+    block_v,
+    attended,  # out, F [N, heads, D]
+    partials,  # float32 [2 * work_slots, kv_heads, TILE, D]
+    partial_stats,  # float32 [2 * work_slots, kv_heads, 2, TILE]: maximum, total
+    token_offsets,  # int32 [R + 1]; not read with HAS_BLOCK
+    context_lens,  # int32 [R], positions stored before the first query row
+    page_table,  # int32 [R, pages_per_request]
+    sinks,  # float32 [heads]; read only with has_sinks
+    score_scale,  # D ** -0.5
+    k_scale,  # of FP8 pages; 1 otherwise
+    v_scale,
+    softcap,  # read only with HAS_SOFTCAP
+    num_requests,
+    block_rows,  # S; read only with HAS_BLOCK
+    block_k_stride,
+    block_v_stride,
+    pages_per_request,
+    kv_heads,
+    heads_per_kv,
+    page_shift,  # page_size == 1 << page_shift
+    max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
+    max_lead,
+    min_rows,  # only requests with min_rows <= rows <= max_rows are served
+    max_rows,
+    work_slots,
+    has_sinks,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,  # HEAD_DIM padded to a power of two
+    TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    REQUESTS: tl.constexpr,  # a power of two, at least num_requests
+    HAS_BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_FULL_LOOP: tl.constexpr,
+):
+    """Grid: (kv_heads, row_capacity + work_slots)."""
+    kv_head = tl.program_id(0)
+    rows_per_tile = TILE // heads_per_kv
+    request, item, first_slot, blocks_per_split = locate(
+        tl.program_id(1),
+        token_offsets,
+        context_lens,
+        num_requests,
+        block_rows,
+        rows_per_tile,
+        max_lag,
+        min_rows,
+        max_rows,
+        work_slots,
+        TILE,
+        KEY_BLOCK,
+        REQUESTS,
+        HAS_BLOCK,
+        False,
+    )
+    if request >= num_requests:
+        return
+    num_rows, context = request_lengths(token_offsets, context_lens, request, True, block_rows, HAS_BLOCK)
+    num_tiles, num_blocks = tiles_and_blocks(
+        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK
+    )
+    num_splits = splits_of(num_blocks, blocks_per_split)
+    # Neighbouring programs take the tiles of one split, which read the same keys.
+    split = item // num_tiles
+    first_row = (item % num_tiles) * rows_per_tile
+    first_token = request * block_rows if HAS_BLOCK else tl.load(token_offsets + request)
+
+    in_tile = tl.arange(0, TILE)
+    row = first_row + in_tile // heads_per_kv
+    is_row = (in_tile < rows_per_tile * heads_per_kv) & (row < num_rows)
+    head = kv_head * heads_per_kv + in_tile % heads_per_kv
+    position = context + row
+    dim = tl.arange(0, DIM)
+    is_dim = dim[None, :] < HEAD_DIM
+    heads = kv_heads * heads_per_kv
+    q_offset = ((first_token + row).to(tl.int64) * heads + head)[:, None] * HEAD_DIM + dim[None, :]
+    queries = tl.load(q + q_offset, mask=is_row[:, None] & is_dim, other=0.0)
+
+    last_row = tl.minimum(num_rows, first_row + rows_per_tile) - 1
+    key_stop = context if HAS_BLOCK else context + last_row + 1
+    key_start = tl.maximum(context + first_row - max_lag, 0) // KEY_BLOCK * KEY_BLOCK
+    keys_per_split = ceil_div(ceil_div(tl.maximum(key_stop - key_start, 0), KEY_BLOCK), num_splits) * KEY_BLOCK
+    key_begin = key_start + split * keys_per_split
+    key_end = tl.minimum(key_begin + keys_per_split, key_stop)
+    lowest = position - max_lag
+    highest = tl.minimum(position + max_lead, key_end - 1)
+
+    # The sink takes part in the softmax once: as what split 0 starts from. has_sinks is 0 or 1.
+    sink = tl.load(sinks + head, mask=is_row & (split + tl.zeros_like(head) < has_sinks), other=float("-inf"))
+    maximum = sink * LOG2_E
+    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
+    state = (maximum, total, tl.zeros([TILE, DIM], tl.float32))
+    page_rows = page_table + request.to(tl.int64) * pages_per_request
+    factors = (score_scale * k_scale, softcap)
+    full_begin = key_begin
+    full_end = key_begin
+    if HAS_FULL_LOOP:  # the blocks that every row of the tile sees whole, without masks
+        first_full = ceil_div(tl.maximum(context + last_row - max_lag, key_begin), KEY_BLOCK) * KEY_BLOCK
+        last_full = tl.minimum(context + first_row + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
+        full_begin = tl.where(first_full < last_full, first_full, key_begin)
+        full_end = tl.where(first_full < last_full, last_full, key_begin)
+        num_full = (full_end - full_begin) // KEY_BLOCK
+        state = absorb_stored(
+            queries,
+            pages,
+            page_rows,
+            full_begin,
+            num_full,
+            full_end,
+            num_full,
+            key_end,
+            lowest,
+            highest,
+            factors,
+            kv_head,
+            kv_heads,
+            page_shift,
+            state,
+            HEAD_DIM,
+            DIM,
+            KEY_BLOCK,
+            HAS_SOFTCAP,
+            False,
+        )
+    num_left = (full_begin - key_begin) // KEY_BLOCK
+    maximum, total, output = absorb_stored(
+        queries,
+        pages,
+        page_rows,
+        key_begin,
+        num_left,
+        full_end,
+        num_left + ceil_div(key_end - full_end, KEY_BLOCK),
+        key_end,
+        lowest,
+        highest,
+        factors,
+        kv_head,
+        kv_heads,
+        page_shift,
+        state,
+        HEAD_DIM,
+        DIM,
+        KEY_BLOCK,
+        HAS_SOFTCAP,
+        True,
+    )
+    output *= v_scale
+
+    if HAS_BLOCK:
+        if split == num_splits - 1:
+            maximum, total, output = absorb_own_block(
+                queries,
+                block_k + first_token.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM,
+                block_v + first_token.to(tl.int64) * block_v_stride + kv_head * HEAD_DIM,
+                block_k_stride,
+                block_v_stride,
+                row,
+                num_rows,
+                max_lag,
+                max_lead,
+                (score_scale, softcap),
+                (maximum, total, output),
+                HEAD_DIM,
+                DIM,
+                KEY_BLOCK,
+                HAS_SOFTCAP,
+            )
+
+    if num_splits == 1:
+        divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(attended + q_offset, output / divisor, mask=is_row[:, None] & is_dim)
+    else:
+        slot_head = (first_slot + item).to(tl.int64) * kv_heads + kv_head
+        stats = partial_stats + slot_head * (2 * TILE) + in_tile
+        tl.store(stats, maximum)
+        tl.store(stats + TILE, total)
+        offset = (slot_head * TILE + in_tile)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(partials + offset, output, mask=is_row[:, None] & is_dim)

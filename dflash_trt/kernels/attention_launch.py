@@ -1,0 +1,361 @@
+"""Launching the attention kernels: which tile, which grid, how much workspace.
+
+A C++ launcher does the same from the same numbers: `tile_rows`, `work_slots`, `workspace_size` and the grid of a
+variant (`attention_variants.py`). Nothing here reads a tensor's content, so a launch can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.attention import attention_kernel
+from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
+from dflash_trt.kernels.variant import next_power_of_2, request_capacity
+
+TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
+MIN_FULL_LOOP_TILE = 64  # from here on masks cost more than a second loop
+ANY_DISTANCE = 1 << 30  # max_lag, max_lead: no limit
+ANY_ROWS = (1 << 31) - 1  # max_rows: no limit
+REDUCTION_ROWS = 8
+REDUCTION_SPLITS = 8
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTERPRETER_MULTIPROCESSORS = 1  # few programs, which the interpreter runs one by one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTensors:
+    """The step's requests: `token_offsets` int32 [R + 1], `context_lens` int32 [R], `page_table` int32 [R, P]."""
+
+    token_offsets: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """What one layer adds to plain attention.
+
+    `window` as in `core.model_spec.AttentionSpec`. `sinks` float32 [heads] are logits in the softmax's denominator
+    that have no value. `softcap` c turns a score s into c * tanh(s / c). The scales are those of FP8 pages.
+    """
+
+    window: int | None = None
+    is_causal: bool = True
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def max_lag(self) -> int:
+        return ANY_DISTANCE if self.window is None else self.window - 1
+
+    @property
+    def max_lead(self) -> int:
+        return 0 if self.is_causal else self.max_lag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkspaceSize:
+    """float32 elements of one launch. One workspace serves all launches of a stream, one after another."""
+
+    num_partials: int
+    num_stats: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_partials + self.num_stats
+
+
+def tile_rows(query_rows: int, heads_per_kv: int) -> int:
+    """The smallest tile that holds `query_rows` rows of a request, or the largest there is."""
+    check(
+        heads_per_kv <= TILES[-1],
+        "query heads of one K/V head",
+        expected=f"at most {TILES[-1]}",
+        found=heads_per_kv,
+        mend="No tile holds a single row of more.",
+    )
+    return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
+
+
+def work_slots(*, tile: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Pieces per K/V head that the step's work is cut into: programs for two to three rounds of a GPU.
+
+    As many of a tile's programs run on a multiprocessor at once as shared memory and registers allow: 3 of 16 rows
+    down to 1 of 128. Finer pieces would even out the last round, and cost more partial results.
+    """
+    programs = num_multiprocessors * min(8, 256 // tile)
+    return max(1, programs // kv_heads)
+
+
+def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> WorkspaceSize:
+    rows = 2 * num_slots * kv_heads * tile
+    return WorkspaceSize(num_partials=rows * head_dim, num_stats=rows * 2)
+
+
+def attention_constants(
+    *, tile: int, head_dim: int, dtype: torch.dtype, max_requests: int, has_block: bool
+) -> dict[str, int | bool]:
+    """What both kernels are compiled for. `max_requests` is rounded up: see `request_capacity`."""
+    dim = max(16, next_power_of_2(head_dim))
+    key_block = max(16, min(128, 16384 // (dim * dtype.itemsize)))
+    return {
+        "HEAD_DIM": head_dim,
+        "DIM": dim,
+        "TILE": tile,
+        "KEY_BLOCK": key_block,
+        "REQUESTS": request_capacity(max_requests),
+        "HAS_BLOCK": has_block,
+    }
+
+
+def attention_options(*, tile: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Warps and software pipeline stages of `attention_kernel`: its sums fit in registers."""
+    is_wide = tile == 128 or (tile == 64 and head_dim > 128)
+    return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if dtype == torch.float32 else 3}
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def allocate_workspace(*, kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """float32, enough for every launch of this geometry, whatever the step's shape."""
+    slots = num_multiprocessors(device)
+    sizes = (
+        workspace_size(
+            tile=tile,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            num_slots=work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=slots),
+        )
+        for tile in TILES
+    )
+    return torch.empty(max(size.num_elements for size in sizes), dtype=torch.float32, device=device)
+
+
+def attend_pages(
+    q: Tensor,  # F [T, heads, D]
+    pages: Tensor,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]
+    requests: RequestTensors,  # context_lens: tokens before this step; the step's K/V are in the pages already
+    options: AttentionOptions,
+    *,
+    workspace: Tensor,  # see `allocate_workspace`
+    num_verify_rows: int,  # K + 1: what most requests have; the others are prefill chunks
+    attended: Tensor | None = None,  # out, F [T, heads, D]
+) -> Tensor:
+    """Causal attention of the step's tokens over their requests' pages, F [T, heads, D].
+
+    A step with more rows than verification could have is launched twice: with small tiles for the short requests and
+    with large ones for the prefill chunks, each skipping the other's requests on the device.
+    """
+    num_requests = len(requests.context_lens)
+    check(num_requests > 0, "requests", expected="at least one", found=0, mend="Launch nothing for an empty step.")
+    check(options.is_causal, "is_causal", expected="True", found=False, mend="Only a draft block looks ahead.")
+    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    launch = _Launch.of(q, pages, requests, options, workspace, attended)
+    if len(q) <= num_requests * num_verify_rows:
+        # The most rows that one request can have: then its keys are read once, whoever else is in the step.
+        most_rows = max(1, min(num_verify_rows, len(q) - num_requests + 1))
+        launch.run(query_rows=most_rows, block=None)
+    else:
+        if num_requests > 1:
+            launch.run(query_rows=num_verify_rows, block=None, max_rows=num_verify_rows)
+        launch.run(query_rows=len(q), block=None, min_rows=num_verify_rows + 1)
+    return launch.attended
+
+
+def attend_draft(
+    q: Tensor,  # F [R * S, heads, D]
+    block: tuple[Tensor, Tensor],  # k, v of the block slots, F [R * S, kv_heads, D]; rows may be further apart
+    pages: Tensor,
+    requests: RequestTensors,  # context_lens: the next context lengths; token_offsets are not read
+    options: AttentionOptions,
+    *,
+    workspace: Tensor,
+    attended: Tensor | None = None,
+) -> Tensor:
+    """Attention of the draft blocks over their requests' stored context and over themselves, F [R * S, heads, D]."""
+    num_requests = len(requests.context_lens)
+    check(
+        num_requests > 0 and len(q) % num_requests == 0,
+        "q",
+        expected=f"the same number of rows for each of {num_requests} requests",
+        found=f"{len(q)} rows",
+        mend="Every request has S block slots.",
+    )
+    for name, tensor in zip(("block_k", "block_v"), block, strict=True):
+        shape = [len(q), pages.shape[3], pages.shape[4]]
+        check_tensor(name, tensor, dtype=q.dtype, shape=shape, row_stride_is_free=True)
+    launch = _Launch.of(q, pages, requests, options, workspace, attended)
+    launch.run(query_rows=len(q) // num_requests, block=block)
+    return launch.attended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """The checked arguments of one call, which may launch more than once."""
+
+    q: Tensor
+    pages: Tensor
+    requests: RequestTensors
+    options: AttentionOptions
+    workspace: Tensor
+    attended: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        pages: Tensor,
+        requests: RequestTensors,
+        options: AttentionOptions,
+        workspace: Tensor,
+        attended: Tensor | None,
+    ) -> "_Launch":
+        attended = torch.empty_like(q) if attended is None else attended
+        num_requests = len(requests.context_lens)
+        check_tensor("q", q, dtype=FLOATS, shape=[None, None, None])
+        heads, head_dim = q.shape[1:]
+        check_pages(pages, dtype=q.dtype, head_dim=head_dim, scales=(options.k_scale, options.v_scale))
+        check_tensor("attended", attended, dtype=q.dtype, shape=q.shape)
+        check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
+        check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+        check(
+            heads % pages.shape[3] == 0,
+            "q",
+            expected=f"a multiple of {pages.shape[3]} heads",
+            found=heads,
+            mend="Query heads share K/V heads evenly.",
+        )
+        if options.sinks is not None:
+            check_tensor("sinks", options.sinks, dtype=torch.float32, shape=[heads])
+        return cls(q=q, pages=pages, requests=requests, options=options, workspace=workspace, attended=attended)
+
+    def run(
+        self,
+        *,
+        query_rows: int,
+        block: tuple[Tensor, Tensor] | None,
+        min_rows: int = 1,
+        max_rows: int = ANY_ROWS,
+    ) -> None:
+        """Both kernels with the tile for `query_rows`, over the requests with min_rows to max_rows rows."""
+        kv_heads, head_dim = self.pages.shape[3:]
+        heads_per_kv = self.q.shape[1] // kv_heads
+        tile = tile_rows(query_rows, heads_per_kv)
+        num_requests = len(self.requests.context_lens)
+        slots = work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=num_multiprocessors(self.q.device))
+        part = _Part(
+            tile=tile,
+            row_capacity=len(self.q) // (tile // heads_per_kv) + num_requests,
+            num_slots=slots,
+            min_rows=min_rows,
+            max_rows=max_rows,
+            constants=attention_constants(
+                tile=tile,
+                head_dim=head_dim,
+                dtype=self.q.dtype,
+                max_requests=num_requests,
+                has_block=block is not None,
+            ),
+        )
+        partials, stats = self._partials(part)
+        self._attend(part, (self.q, self.q) if block is None else block, partials, stats)
+        self._reduce(part, partials, stats)
+
+    def _attend(self, part: "_Part", block: tuple[Tensor, Tensor], partials: Tensor, stats: Tensor) -> None:
+        options, requests = self.options, self.requests
+        num_requests, (page_size, kv_heads, head_dim) = len(requests.context_lens), self.pages.shape[2:]
+        attention_kernel[(kv_heads, part.row_capacity + part.num_slots)](
+            self.q,
+            self.pages,
+            *block,
+            self.attended,
+            partials,
+            stats,
+            requests.token_offsets,
+            requests.context_lens,
+            requests.page_table,
+            stats if options.sinks is None else options.sinks,
+            head_dim**-0.5,
+            options.k_scale,
+            options.v_scale,
+            options.softcap or 1.0,
+            num_requests,
+            len(self.q) // num_requests,
+            block[0].stride(0),
+            block[1].stride(0),
+            requests.page_table.shape[1],
+            kv_heads,
+            self.q.shape[1] // kv_heads,
+            page_size.bit_length() - 1,
+            options.max_lag,
+            options.max_lead,
+            part.min_rows,
+            part.max_rows,
+            part.num_slots,
+            int(options.sinks is not None),
+            **part.constants,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_FULL_LOOP=part.tile >= MIN_FULL_LOOP_TILE,
+            **attention_options(tile=part.tile, head_dim=head_dim, dtype=self.q.dtype),
+            enable_fp_fusion=True,
+        )
+
+    def _reduce(self, part: "_Part", partials: Tensor, stats: Tensor) -> None:
+        num_requests, kv_heads = len(self.requests.context_lens), self.pages.shape[3]
+        attention_reduction_kernel[(kv_heads, part.row_capacity, part.tile // REDUCTION_ROWS)](
+            self.attended,
+            partials,
+            stats,
+            self.requests.token_offsets,
+            self.requests.context_lens,
+            num_requests,
+            len(self.q) // num_requests,
+            kv_heads,
+            self.q.shape[1] // kv_heads,
+            self.options.max_lag,
+            part.min_rows,
+            part.max_rows,
+            part.num_slots,
+            **part.constants,
+            ROWS=REDUCTION_ROWS,
+            SPLITS=REDUCTION_SPLITS,
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+
+    def _partials(self, part: "_Part") -> tuple[Tensor, Tensor]:
+        size = workspace_size(
+            tile=part.tile, kv_heads=self.pages.shape[3], head_dim=self.q.shape[2], num_slots=part.num_slots
+        )
+        check_tensor("workspace", self.workspace, dtype=torch.float32, shape=[None])
+        check(
+            len(self.workspace) >= size.num_elements,
+            "workspace",
+            expected=f"at least {size.num_elements} elements",
+            found=len(self.workspace),
+            mend="Make it with allocate_workspace for these heads.",
+        )
+        return self.workspace[: size.num_partials], self.workspace[size.num_partials : size.num_elements]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """One launch: the requests with min_rows to max_rows rows, in tiles of one size."""
+
+    tile: int
+    row_capacity: int
+    num_slots: int
+    min_rows: int
+    max_rows: int
+    constants: dict[str, int | bool]

@@ -1,0 +1,110 @@
+"""What `sampling.py` and `argmax.py` compute, in plain PyTorch on any device: the definition their tests hold them to.
+
+The filters are those of the network's own `sample_and_accept`; the arithmetic is fixed point as in the kernels, so
+that the sums are exact and the two agree wherever e^x does.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
+
+_MASS_UNIT = float(1 << 40)
+_WORD = 0xFFFFFFFF
+
+
+def sample_and_accept(logits: Tensor, inputs: SamplingInputs) -> SamplingOutputs:  # F [R*(K+1), V]
+    """See `sampling_launch.sample_and_accept`."""
+    num_requests, width = inputs.logit_rows.shape
+    scores = logits.float()
+    sampled = torch.tensor([_sampled(scores[row], inputs, row, row // width) for row in range(len(scores))])
+    tokens = sampled.view(num_requests, width)
+    accepted = torch.tensor([_num_accepted(tokens[r], inputs, r) for r in range(num_requests)])
+    given = inputs.token_offsets[1:] - inputs.token_offsets[:-1]
+    logprobs = scores.gather(1, sampled[:, None])[:, 0] - scores.logsumexp(dim=1)
+    return SamplingOutputs(
+        emitted_tokens=tokens.int(),
+        emitted_logprobs=logprobs.view(num_requests, width),
+        num_accepted=accepted.int(),
+        bonus_tokens=tokens.gather(1, accepted[:, None])[:, 0].int(),
+        next_context_lens=(inputs.context_lens + given - inputs.num_candidates + accepted).int(),
+    )
+
+
+def kept_masses(
+    scores: Tensor,  # float32 [V], one row
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> Tensor:
+    """int64 [V]: e^((score - largest) / temperature) in units of 2^-40, 0 where a filter removed the token."""
+    scaled = scores / torch.tensor(temperature, dtype=torch.float32)
+    exponentials = (scaled - scaled.max()).exp()
+    masses = _masses(exponentials)
+    threshold = torch.zeros(())
+    total = int(masses.sum())
+    if 0 < top_k < len(scores):
+        ordered = exponentials.sort(descending=True).values[:top_k]
+        threshold, total = ordered[-1], int(_masses(ordered).sum())
+    if top_p < 1:
+        limit = torch.tensor(top_p, dtype=torch.float32).double() * float(total)
+        rising = exponentials.sort()
+        up_to = masses[rising.indices].cumsum(0)
+        last_equal = torch.searchsorted(rising.values, rising.values, right=True) - 1
+        is_kept = up_to[-1] - up_to[last_equal] < int(limit.ceil())  # the mass of larger ones
+        smallest = rising.values[is_kept][0] if bool(is_kept.any()) else rising.values[-1]
+        threshold = torch.maximum(threshold, smallest)
+    threshold = threshold.clamp(min=min(min_p, 1.0))
+    return masses * (exponentials >= threshold)
+
+
+def first_word(seed: int, position: int) -> int:
+    """First word of Philox4x32-10 (Salmon et al., SC 2011), key `seed`, counter (position, 0, 0, 0)."""
+    key, counter = (seed & _WORD, seed >> 32), (position, 0, 0, 0)
+    for _ in range(10):
+        product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = (
+            (product1 >> 32) ^ counter[1] ^ key[0],
+            product1 & _WORD,
+            (product0 >> 32) ^ counter[3] ^ key[1],
+            product0 & _WORD,
+        )
+        key = ((key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD)
+    return counter[0]
+
+
+def argmax_tokens(logits: Tensor) -> Tensor:  # F [rows, V] -> int32 [rows]
+    """The first largest of each row."""
+    scores = logits.float()
+    is_largest = scores == scores.amax(dim=1, keepdim=True)
+    return is_largest.int().argmax(dim=1).int()
+
+
+def _sampled(scores: Tensor, inputs: SamplingInputs, row: int, request: int) -> int:
+    temperature = float(inputs.temperature[request])
+    if temperature <= 0:
+        return int(argmax_tokens(scores[None])[0])
+    masses = kept_masses(
+        scores,
+        temperature=temperature,
+        top_k=int(inputs.top_k[request]),
+        top_p=float(inputs.top_p[request]),
+        min_p=float(inputs.min_p[request]),
+    )
+    position = int(inputs.positions[inputs.logit_rows.flatten()[row]]) + 1
+    u = first_word(int(inputs.seed[request]), position) >> 8
+    goal = (int(masses.sum()) * u) >> 24
+    return int((masses.cumsum(0) <= goal).sum())
+
+
+def _num_accepted(sampled: Tensor, inputs: SamplingInputs, request: int) -> int:
+    for j in range(int(inputs.num_candidates[request])):
+        if inputs.token_ids[inputs.logit_rows[request, j] + 1] != sampled[j]:
+            return j
+    return int(inputs.num_candidates[request])
+
+
+def _masses(exponentials: Tensor) -> Tensor:
+    return (exponentials * _MASS_UNIT).long()

@@ -1,0 +1,315 @@
+"""Launching the kernels that norm, rotate and store: checks, grids, and what is compiled ahead.
+
+Nothing here reads a tensor's content, so a launch can be captured in a CUDA graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.attention_launch import FLOATS, RequestTensors
+from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel
+from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
+from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer, request_capacity
+
+HEADS_PER_PROGRAM = 8
+NUM_WARPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotation:
+    """`inv_freq` float32 [D / 2] and `amplitude` are those of `network.rope.RopeFrequencies`; None: no rotation.
+
+    `q_norm` and `k_norm` F [D] are RMSNorm weights over each head, applied before the rotation; both or neither.
+    """
+
+    inv_freq: Tensor | None
+    amplitude: float = 1.0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftLayers:
+    """What the drafter's layers differ in, stacked: pages, k_norm F [layers, D] and float32 [layers] page scales."""
+
+    first_pages: Tensor  # [pages, 2, page_size, kv_heads, D]
+    page_offsets: Tensor  # int64 [layers], in elements from first_pages
+    k_norms: Tensor | None
+    k_scales: Tensor
+    v_scales: Tensor
+
+
+def stack_draft_layers(
+    pages: Sequence[Tensor],
+    *,
+    k_norms: Sequence[Tensor] | None,
+    k_scales: Sequence[float],
+    v_scales: Sequence[float],
+) -> DraftLayers:
+    """Made once per engine: page pools stay where they are."""
+    first = pages[0]
+    byte_offsets = [tensor.data_ptr() - first.data_ptr() for tensor in pages]
+    check(
+        all(offset % 64 == 0 for offset in byte_offsets) and len({tensor.shape for tensor in pages}) == 1,
+        "draft pages",
+        expected="pools of one shape, 64 bytes aligned to each other",
+        found=[tuple(tensor.shape) for tensor in pages],
+        mend="Allocate each pool on its own, or all in one tensor.",
+    )
+    is_scaled = any(scale != 1.0 for scale in (*k_scales, *v_scales))
+    scales = (2.0, 2.0) if is_scaled else (1.0, 1.0)
+    check_pages(first, dtype=first.dtype, head_dim=first.shape[4], scales=scales)
+    offsets = [offset // first.element_size() for offset in byte_offsets]
+    return DraftLayers(
+        first_pages=first,
+        page_offsets=torch.tensor(offsets, dtype=torch.int64, device=first.device),
+        k_norms=None if k_norms is None else torch.stack(list(k_norms)),
+        k_scales=torch.tensor(list(k_scales), dtype=torch.float32, device=first.device),
+        v_scales=torch.tensor(list(v_scales), dtype=torch.float32, device=first.device),
+    )
+
+
+def rotate_and_store(
+    q: Tensor | None,  # F [T, heads, D]; rows may be further apart, as in a slice of the projection's output
+    k: Tensor,  # F [T, kv_heads, D], likewise
+    v: Tensor,
+    pages: Tensor,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D], written
+    requests: RequestTensors,  # context_lens are not read
+    positions: Tensor,  # int32 [T]
+    rotation: Rotation,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    limits: Tensor | None = None,  # int32 [R]: rows at positions >= limit leave the pages alone
+    q_out: Tensor | None = None,  # F [T, heads, D]
+) -> Tensor | None:
+    """Norm and rotate q and k; return q, dense, and write k and v at their positions."""
+    _check_rows(q, k, v, positions, rotation)
+    num_requests = len(requests.page_table)
+    check_pages(pages, dtype=k.dtype, head_dim=k.shape[2], scales=(k_scale, v_scale))
+    check(pages.shape[3] == k.shape[1], "k", expected=f"{pages.shape[3]} heads", found=k.shape[1], mend="As in pages.")
+    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    if limits is not None:
+        check_tensor("limits", limits, dtype=torch.int32, shape=[num_requests])
+    if q is not None and q_out is None:
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    row_inputs = (k if q is None else q, k, v, k if q_out is None else q_out, k, pages)
+    placement = (requests.token_offsets, requests.page_table, requests.token_offsets if limits is None else limits)
+    _launch(row_inputs, positions, placement, rotation, (k_scale, v_scale), 0 if q is None else q.shape[1])
+    return q_out
+
+
+def rotate_block(
+    q: Tensor,  # F [N, heads, D]; rows may be further apart
+    k: Tensor,  # F [N, kv_heads, D], likewise
+    positions: Tensor,  # int32 [N]
+    rotation: Rotation,
+    *,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate q and k of the draft blocks, whose K/V go into no page. Both dense."""
+    _check_rows(q, k, k, positions, rotation)
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_out is None else k_out
+    _launch((q, k, k, q_out, k_out, k), positions, None, rotation, (1.0, 1.0), q.shape[1])
+    return q_out, k_out
+
+
+def store_draft_context(
+    kv: Tensor,  # F [T, layers * 2 * kv_heads * D]: k of layer 0, v of layer 0, k of layer 1, ...
+    layers: DraftLayers,
+    requests: RequestTensors,  # context_lens: the next context lengths
+    positions: Tensor,  # int32 [T]
+    rotation: Rotation,  # its norms are not read: see DraftLayers
+) -> None:
+    """Norm, rotate and write the draft context of every layer, for the rows at positions < next context length."""
+    pages, num_requests, num_layers = layers.first_pages, len(requests.page_table), len(layers.page_offsets)
+    kv_heads, head_dim = pages.shape[3:]
+    check_tensor("kv", kv, dtype=FLOATS, shape=[len(positions), num_layers * 2 * kv_heads * head_dim])
+    check_pages(pages, dtype=kv.dtype, head_dim=head_dim, scales=(1.0, 1.0))
+    check_tensor("positions", positions, dtype=torch.int32, shape=[len(positions)])
+    check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
+    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    inv_freq = rotation.inv_freq
+    assert inv_freq is not None, "DFlash drafters rotate their keys"
+    check_tensor("inv_freq", inv_freq, dtype=torch.float32, shape=[head_dim // 2])
+    if layers.k_norms is not None:
+        check_tensor("k_norms", layers.k_norms, dtype=kv.dtype, shape=[num_layers, head_dim])
+    if len(positions) == 0:
+        return
+    draft_context_kernel[(len(positions), num_layers, _head_blocks(kv_heads))](
+        kv,
+        pages,
+        layers.page_offsets,
+        kv if layers.k_norms is None else layers.k_norms,
+        layers.k_scales,
+        layers.v_scales,
+        inv_freq,
+        positions,
+        requests.token_offsets,
+        requests.page_table,
+        requests.context_lens,
+        rotation.amplitude,
+        rotation.eps,
+        kv_heads,
+        num_requests,
+        requests.page_table.shape[1],
+        _page_shift(pages),
+        **_constants(head_dim, num_requests),
+        HAS_NORM=layers.k_norms is not None,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def _page_shift(pages: Tensor) -> int:
+    return int(pages.shape[2]).bit_length() - 1
+
+
+def _check_rows(q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation) -> None:
+    check_tensor("k", k, dtype=FLOATS, shape=[None, None, None], row_stride_is_free=True)
+    num_rows, _, head_dim = k.shape
+    check_tensor("v", v, dtype=k.dtype, shape=k.shape, row_stride_is_free=True)
+    check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
+    if q is not None:
+        check_tensor("q", q, dtype=k.dtype, shape=[num_rows, None, head_dim], row_stride_is_free=True)
+    if rotation.inv_freq is not None:
+        check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[head_dim // 2])
+    for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
+        if weight is not None:
+            check_tensor(name, weight, dtype=k.dtype, shape=[head_dim])
+    has_both = (rotation.q_norm is None) == (rotation.k_norm is None)
+    check(has_both, "rotation", expected="both norms or neither", found="one", mend="No model norms only one.")
+
+
+def _head_blocks(num_heads: int) -> int:
+    return -(-num_heads // HEADS_PER_PROGRAM)
+
+
+def _constants(head_dim: int, num_requests: int) -> dict[str, int | bool]:
+    return {
+        "HEAD_DIM": head_dim,
+        "HALF": next_power_of_2(head_dim // 2),
+        "HEADS": HEADS_PER_PROGRAM,
+        "REQUESTS": request_capacity(num_requests),
+    }
+
+
+def _launch(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, q_out, k_out, pages
+    positions: Tensor,
+    placement: tuple[Tensor, Tensor, Tensor] | None,  # token_offsets, page_table, limits
+    rotation: Rotation,
+    scales: tuple[float, float],
+    q_heads: int,
+) -> None:
+    q, k, v, _, _, pages = rows
+    num_rows, kv_heads, head_dim = k.shape
+    if num_rows == 0:
+        return
+    token_offsets, page_table, limits = placement or (positions, positions, positions)
+    num_requests = 1 if placement is None else len(page_table)
+    kv_roles = 1 if placement is None else 2
+    flags: dict[str, Any] = {
+        "HAS_NORM": rotation.k_norm is not None,
+        "HAS_ROPE": rotation.inv_freq is not None,
+        "STORES_PAGES": placement is not None,
+        "HAS_LIMITS": limits is not token_offsets and placement is not None,
+    }
+    grid = (num_rows, _head_blocks(q_heads) + kv_roles * _head_blocks(kv_heads))
+    rotate_and_store_kernel[grid](
+        *rows,
+        k if rotation.q_norm is None else rotation.q_norm,
+        k if rotation.k_norm is None else rotation.k_norm,
+        positions if rotation.inv_freq is None else rotation.inv_freq,
+        positions,
+        token_offsets,
+        page_table,
+        limits,
+        rotation.amplitude,
+        rotation.eps,
+        *scales,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        q_heads,
+        kv_heads,
+        num_requests,
+        1 if placement is None else page_table.shape[1],
+        0 if placement is None else _page_shift(pages),
+        **_constants(head_dim, num_requests),
+        **flags,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
+def rotate_and_store_variant(
+    *,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    head_dim: int,
+    has_norm: bool,
+    has_rope: bool,
+    stores_pages: bool,
+    has_limits: bool,
+    max_requests: int = 256,
+) -> KernelVariant:
+    """One use of the kernel. The plain write of a plugin has neither norm nor rope, and q_heads is 0."""
+    uses = (("norm", has_norm), ("rope", has_rope), ("pages", stores_pages), ("limits", has_limits))
+    constants = _constants(head_dim, max_requests)
+    tensors = dict.fromkeys(("q", "k", "v", "q_out", "k_out"), pointer(dtype))
+    tensors |= {"pages": pointer(page_dtype), "q_norm": pointer(dtype), "k_norm": pointer(dtype)}
+    tensors |= {"inv_freq": pointer(torch.float32)}
+    tensors |= dict.fromkeys(("positions", "token_offsets", "page_table", "limits"), pointer(torch.int32))
+    scalars = dict.fromkeys(("amplitude", "eps", "k_scale", "v_scale"), "fp32")
+    scalars |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
+    scalars |= dict.fromkeys(("q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift"), "i32")
+    heads = HEADS_PER_PROGRAM
+    blocks = [f"(q_heads + {heads - 1}) / {heads}", f"(kv_heads + {heads - 1}) / {heads}"]
+    return KernelVariant(
+        name=_name("rotate_and_store", dtype, page_dtype, constants, [use for use, is_on in uses if is_on]),
+        kernel=rotate_and_store_kernel,
+        signature=tensors | scalars,
+        constexprs=constants
+        | {"HAS_NORM": has_norm, "HAS_ROPE": has_rope, "STORES_PAGES": stores_pages, "HAS_LIMITS": has_limits},
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        grid=("num_rows", " + ".join([*blocks, blocks[1]] if stores_pages else blocks), "1"),
+    )
+
+
+def draft_context_variant(
+    *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, has_norm: bool, max_requests: int = 256
+) -> KernelVariant:
+    constants = _constants(head_dim, max_requests)
+    signature = {"kv": pointer(dtype), "pages": pointer(page_dtype), "layer_offsets": pointer(torch.int64)}
+    signature |= {"k_norms": pointer(dtype)}
+    signature |= dict.fromkeys(("k_scales", "v_scales", "inv_freq"), pointer(torch.float32))
+    signature |= dict.fromkeys(("positions", "token_offsets", "page_table", "limits"), pointer(torch.int32))
+    signature |= {"amplitude": "fp32", "eps": "fp32"}
+    signature |= dict.fromkeys(("kv_heads", "num_requests", "pages_per_request", "page_shift"), "i32")
+    return KernelVariant(
+        name=_name("draft_context", dtype, page_dtype, constants, ["norm"] if has_norm else []),
+        kernel=draft_context_kernel,
+        signature=signature,
+        constexprs=constants | {"HAS_NORM": has_norm},
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        grid=("num_rows", "num_layers", f"(kv_heads + {HEADS_PER_PROGRAM - 1}) / {HEADS_PER_PROGRAM}"),
+    )
+
+
+def _name(
+    kernel: str, dtype: torch.dtype, page_dtype: torch.dtype, constants: dict[str, int | bool], uses: list[str]
+) -> str:
+    types = [str(x).removeprefix("torch.") for x in (dtype, page_dtype)]
+    return "_".join([kernel, *types, *uses, f"d{constants['HEAD_DIM']}", f"r{constants['REQUESTS']}"])

@@ -1,0 +1,388 @@
+"""Sampling on a GPU, over vocabularies of any size and with no sort: seven small launches, no host in between.
+
+`reference_sampling.py` is the same arithmetic in PyTorch. Probabilities are compared and summed in fixed point
+(e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. This file
+knows nothing of requests beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
+
+    tile_statistics  [rows, tiles]  largest logit and sums of exponentials of each tile, maxima of its pieces
+    row_bounds       [rows]         the row's maximum; greedy rows are done; a floor under every token top_k/top_p keep
+    collect          [rows, tiles]  the mass of each tile; tokens above the floor go to the row's list, in any order
+    row_threshold    [rows]         bisection over the list: the smallest exponential that the filters keep
+    tile_mass        [rows, tiles]  the mass that is kept in each tile
+    draw             [rows]         the tile, then the token, in vocabulary order
+    accept           [requests]     the longest prefix of candidates that equals the sampled tokens
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
+
+import triton
+import triton.language as tl
+
+from dflash_trt.kernels.philox import philox_first_word
+
+TILE = 4096  # logits per program
+PIECES = 32  # of a tile; the k-th largest of all their maxima is a floor under the k-th largest logit
+LIST_CAPACITY = 8192  # tokens above the floor; a row with more of them is searched in full
+
+GREEDY = tl.constexpr(0)  # row modes
+RANDOM = tl.constexpr(1)  # no filter, or min_p alone
+FILTERED = tl.constexpr(2)  # top_k or top_p
+
+_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the largest exponential
+_MASS_UNIT = tl.constexpr(float(1 << 40))
+_NO_INDEX = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["width"])
+def tile_statistics_kernel(
+    logits,  # F [rows, vocab_size]
+    temperature,  # float32 [R]
+    top_k,  # int32 [R]
+    tile_max,  # float32 [rows, tiles], of the logits
+    tile_argmax,  # int32 [rows, tiles], the first largest
+    tile_sum,  # float32 [rows, tiles], of e^(logit - tile_max)
+    tile_scaled_sum,  # float32 [rows, tiles], the same at the temperature; random rows only
+    piece_max,  # float32 [rows, tiles * PIECES], rows with top_k only
+    vocab_size,
+    width,  # rows of a request, K + 1
+    TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    num_tiles = tl.num_programs(1)
+    request = row // width
+    offsets = tile * TILE + tl.arange(0, TILE)
+    x = _load_logits(logits, row, offsets, vocab_size)
+    largest = tl.max(x, axis=0)
+    index = tl.min(tl.where((x == largest) & (offsets < vocab_size), offsets, _NO_INDEX), axis=0)
+    anchor = tl.where(largest == float("-inf"), 0.0, largest)  # a tile of -inf sums to 0
+    at = row * num_tiles + tile
+    tl.store(tile_max + at, largest)
+    tl.store(tile_argmax + at, index)
+    tl.store(tile_sum + at, tl.sum(tl.exp(x - anchor), axis=0))
+    degree = tl.load(temperature + request)
+    if degree > 0:
+        scaled = tl.div_rn(x, degree) - tl.div_rn(anchor, degree)
+        tl.store(tile_scaled_sum + at, tl.sum(tl.exp(scaled), axis=0))
+        if tl.load(top_k + request) > 0:
+            pieces = tl.max(tl.reshape(x, (PIECES, TILE // PIECES)), axis=1)
+            tl.store(piece_max + at * PIECES + tl.arange(0, PIECES), pieces)
+
+
+@triton.jit(do_not_specialize=["width", "num_tiles"])
+def row_bounds_kernel(
+    temperature,  # float32 [R]
+    top_k,  # int32 [R]
+    top_p,  # float32 [R]
+    min_p,  # float32 [R]
+    tile_max,  # float32 [rows, tiles]
+    tile_argmax,  # int32 [rows, tiles]
+    tile_sum,  # float32 [rows, tiles]
+    tile_scaled_sum,  # float32 [rows, tiles]
+    piece_max,  # float32 [rows, tiles * PIECES]
+    row_max,  # float32 [rows], 0 in a row of -inf
+    row_log_sum,  # float32 [rows], logsumexp of the logits
+    row_mode,  # int32 [rows]
+    row_floor,  # float32 [rows], exponentials below it are not kept by top_k and top_p
+    row_threshold,  # float32 [rows], exponentials from it on are kept; FILTERED rows get theirs later
+    list_count,  # int32 [rows], set to 0
+    emitted_tokens,  # int32 [rows], greedy rows only
+    emitted_logprobs,  # float32 [rows], greedy rows only
+    vocab_size,
+    width,
+    num_tiles,
+    TILES: tl.constexpr,  # power of two >= num_tiles
+    PIECES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    request = row // width
+    tiles = tl.arange(0, TILES)
+    at = row * num_tiles + tiles
+    maxima = tl.load(tile_max + at, mask=tiles < num_tiles, other=float("-inf"))
+    indices = tl.load(tile_argmax + at, mask=tiles < num_tiles, other=_NO_INDEX)
+    sums = tl.load(tile_sum + at, mask=tiles < num_tiles, other=0.0)
+    largest = tl.max(maxima, axis=0)
+    index = tl.min(tl.where(maxima == largest, indices, _NO_INDEX), axis=0)
+    anchor = tl.where(largest == float("-inf"), 0.0, largest)  # a row of -inf has no mass, and no NaN either
+    log_sum = anchor + tl.log(tl.maximum(tl.sum(sums * tl.exp(maxima - anchor), axis=0), 1e-38))
+    tl.store(row_max + row, anchor)
+    tl.store(row_log_sum + row, log_sum)
+    tl.store(list_count + row, 0)
+    degree = tl.load(temperature + request)
+    if degree > 0:
+        k, p = tl.load(top_k + request), tl.load(top_p + request)
+        has_top_k = (k > 0) & (k < vocab_size)
+        floor = 0.0
+        if p < 1:
+            # Tokens up to this floor have together at most (1 - p) of the mass, so the prefix ends before them. What
+            # top_k leaves is not known yet, but it is at least the 1.0 of the most likely token.
+            scaled_sums = tl.load(tile_scaled_sum + at, mask=tiles < num_tiles, other=0.0)
+            scaled = tl.div_rn(maxima, degree) - tl.div_rn(anchor, degree)
+            total = tl.where(has_top_k, 1.0, tl.sum(scaled_sums * tl.exp(scaled), axis=0))
+            floor = 0.999 * (1.0 - p) * total / vocab_size
+        if has_top_k & (k <= num_tiles * PIECES):
+            floor = tl.maximum(
+                floor, _kth_piece(piece_max + row * num_tiles * PIECES, k, anchor, degree, num_tiles, TILES, PIECES)
+            )
+        tl.store(row_mode + row, tl.where(has_top_k | (p < 1), FILTERED, RANDOM))
+        tl.store(row_floor + row, floor)
+        tl.store(row_threshold + row, tl.minimum(tl.load(min_p + request), 1.0))
+    else:
+        token = tl.minimum(index, vocab_size - 1)  # a row of NaN has no largest
+        tl.store(row_mode + row, GREEDY)
+        tl.store(emitted_tokens + row, token)
+        tl.store(emitted_logprobs + row, largest - log_sum)
+
+
+@triton.jit(do_not_specialize=["width"])
+def collect_kernel(
+    logits,  # F [rows, vocab_size]
+    temperature,  # float32 [R]
+    row_max,  # float32 [rows]
+    row_mode,  # int32 [rows]
+    row_floor,  # float32 [rows]
+    row_threshold,  # float32 [rows]
+    list_values,  # float32 [rows, LIST_CAPACITY], exponentials
+    list_count,  # int32 [rows], may pass the capacity; values beyond it are dropped
+    tile_mass,  # int64 [rows, tiles]: of all tokens in FILTERED rows, of the kept ones in RANDOM rows
+    vocab_size,
+    width,
+    TILE: tl.constexpr,
+    LIST_CAPACITY: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    mode = tl.load(row_mode + row)
+    if mode != GREEDY:
+        offsets = tile * TILE + tl.arange(0, TILE)
+        degree = tl.load(temperature + row // width)
+        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
+        if mode == FILTERED:
+            is_listed = (e > 0) & (e >= tl.load(row_floor + row))
+            slots = tl.cumsum(is_listed.to(tl.int32), axis=0)
+            start = tl.atomic_add(list_count + row, tl.sum(is_listed.to(tl.int32), axis=0))
+            slots += start - 1
+            tl.store(list_values + row * LIST_CAPACITY + slots, e, mask=is_listed & (slots < LIST_CAPACITY))
+        else:
+            e = tl.where(e >= tl.load(row_threshold + row), e, 0.0)
+        tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(_mass(e), axis=0))
+
+
+@triton.jit(do_not_specialize=["width", "num_tiles"])
+def row_threshold_kernel(
+    logits,  # F [rows, vocab_size], for rows whose list overflowed
+    temperature,  # float32 [R]
+    top_k,  # int32 [R]
+    top_p,  # float32 [R]
+    row_max,  # float32 [rows]
+    row_mode,  # int32 [rows]
+    row_threshold,  # float32 [rows], raised from min_p to what top_k and top_p keep
+    list_values,  # float32 [rows, LIST_CAPACITY]
+    list_count,  # int32 [rows]
+    tile_mass,  # int64 [rows, tiles], of all tokens
+    vocab_size,
+    width,
+    num_tiles,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LIST_CAPACITY: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(row_mode + row) == FILTERED:
+        request = row // width
+        k, p = tl.load(top_k + request), tl.load(top_p + request)
+        degree, largest = tl.load(temperature + request), tl.load(row_max + row)
+        count = tl.load(list_count + row)
+        tiles = tl.arange(0, TILES)
+        masses = tl.load(tile_mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+        total = tl.sum(masses, axis=0)
+        smallest = tl.full((), 0, tl.int32)  # bits of the smallest exponential kept so far
+        if (k > 0) & (k < vocab_size):
+            above = tl.full((), _ONE_BITS + 1, tl.int32)
+            for _ in range(31):  # the largest value that at least k tokens reach
+                middle = smallest + (above - smallest) // 2
+                reached, _ = _count_and_mass(
+                    logits, list_values, row, count, middle, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
+                )
+                is_low = reached >= k
+                smallest = tl.where(is_low, middle, smallest)
+                above = tl.where(is_low, above, middle)
+            if smallest > 0:
+                # k tokens by falling probability: of those tied at the end, as many as there is room for
+                num_above, mass_above = _count_and_mass(
+                    logits, list_values, row, count, smallest + 1, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
+                )
+                total = mass_above + (k - num_above) * _mass(smallest.to(tl.float32, bitcast=True))
+        if p < 1:
+            limit = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+            below = smallest - 1
+            smallest = tl.full((), _ONE_BITS, tl.int32)
+            for _ in range(31):  # the smallest value with less than top_p of the mass above it
+                middle = below + (smallest - below + 1) // 2
+                _, mass_above = _count_and_mass(
+                    logits, list_values, row, count, middle + 1, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
+                )
+                is_kept = mass_above < limit
+                smallest = tl.where(is_kept, middle, smallest)
+                below = tl.where(is_kept, below, middle)
+        threshold = tl.maximum(smallest.to(tl.float32, bitcast=True), tl.load(row_threshold + row))
+        tl.store(row_threshold + row, threshold)
+
+
+@triton.jit(do_not_specialize=["width"])
+def tile_mass_kernel(
+    logits,  # F [rows, vocab_size]
+    temperature,  # float32 [R]
+    row_max,  # float32 [rows]
+    row_mode,  # int32 [rows]
+    row_threshold,  # float32 [rows]
+    tile_mass,  # int64 [rows, tiles], of the kept tokens; FILTERED rows only, the others have it
+    vocab_size,
+    width,
+    TILE: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    if tl.load(row_mode + row) == FILTERED:
+        offsets = tile * TILE + tl.arange(0, TILE)
+        degree = tl.load(temperature + row // width)
+        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
+        kept = tl.where(e >= tl.load(row_threshold + row), e, 0.0)
+        tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(_mass(kept), axis=0))
+
+
+@triton.jit(do_not_specialize=["width", "num_tiles"])
+def draw_kernel(
+    logits,  # F [rows, vocab_size]
+    positions,  # int32 [T]
+    logit_rows,  # int32 [rows]
+    temperature,  # float32 [R]
+    seed,  # int64 [R]
+    row_max,  # float32 [rows]
+    row_log_sum,  # float32 [rows]
+    row_mode,  # int32 [rows]
+    row_threshold,  # float32 [rows]
+    tile_mass,  # int64 [rows, tiles], of the kept tokens
+    emitted_tokens,  # int32 [rows], random rows only
+    emitted_logprobs,  # float32 [rows], random rows only
+    vocab_size,
+    width,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if tl.load(row_mode + row) != GREEDY:
+        request = row // width
+        tiles = tl.arange(0, TILES)
+        masses = tl.load(tile_mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+        total = tl.sum(masses, axis=0)
+        position = tl.load(positions + tl.load(logit_rows + row)) + 1
+        u = philox_first_word(tl.load(seed + request), position) >> 8  # 24 bits
+        # floor(total * u / 2^24) without the 82 bits of the product
+        goal = (total >> 24) * u + (((total & 0xFFFFFF) * u) >> 24)
+        tile = tl.sum((tl.cumsum(masses, axis=0) <= goal).to(tl.int32), axis=0)
+        goal -= tl.sum(tl.where(tiles < tile, masses, 0), axis=0)
+        offsets = tile * TILE + tl.arange(0, TILE)
+        degree = tl.load(temperature + request)
+        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
+        kept = _mass(tl.where(e >= tl.load(row_threshold + row), e, 0.0))
+        token = tile * TILE + tl.sum((tl.cumsum(kept, axis=0) <= goal).to(tl.int32), axis=0)
+        token = tl.minimum(token, vocab_size - 1)  # a row without mass has no token
+        score = tl.load(logits + row.to(tl.int64) * vocab_size + token).to(tl.float32)
+        tl.store(emitted_tokens + row, token)
+        tl.store(emitted_logprobs + row, score - tl.load(row_log_sum + row))
+
+
+@triton.jit(do_not_specialize=["width"])
+def accept_kernel(
+    token_ids,  # int32 [T]
+    token_offsets,  # int32 [R + 1]
+    context_lens,  # int32 [R]
+    logit_rows,  # int32 [R, width]
+    num_candidates,  # int32 [R]
+    emitted_tokens,  # int32 [R, width]
+    num_accepted,  # int32 [R]
+    bonus_tokens,  # int32 [R]
+    next_context_lens,  # int32 [R]
+    width,
+    WIDTH: tl.constexpr,  # power of two >= width
+):
+    request = tl.program_id(0)
+    slots = tl.arange(0, WIDTH)
+    candidates = tl.load(num_candidates + request)
+    is_candidate = (slots < candidates) & (slots < width - 1)
+    rows = tl.load(logit_rows + request * width + slots, mask=is_candidate, other=0)
+    drafts = tl.load(token_ids + rows + 1, mask=is_candidate, other=0)
+    sampled = tl.load(emitted_tokens + request * width + slots, mask=slots < width, other=0)
+    agrees = is_candidate & (drafts == sampled)
+    accepted = tl.min(tl.where(agrees, WIDTH, slots), axis=0)  # the first slot that does not agree
+    bonus = tl.sum(tl.where(slots == accepted, sampled, 0), axis=0)
+    given = tl.load(token_offsets + request + 1) - tl.load(token_offsets + request)
+    tl.store(num_accepted + request, accepted)
+    tl.store(bonus_tokens + request, bonus)
+    tl.store(next_context_lens + request, tl.load(context_lens + request) + given - candidates + accepted)
+
+
+@triton.jit
+def _load_logits(logits, row, offsets, vocab_size):
+    # int64: rows * vocab_size passes 2^31
+    start = logits + row.to(tl.int64) * vocab_size
+    return tl.load(start + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _exponentials(logits, row, offsets, vocab_size, largest, degree):
+    """e^(logit / temperature - largest of them), at most 1; 0 past the vocabulary."""
+    x = _load_logits(logits, row, offsets, vocab_size)
+    return tl.exp(tl.div_rn(x, degree) - tl.div_rn(largest, degree))
+
+
+@triton.jit
+def _mass(e):
+    return (e * _MASS_UNIT).to(tl.int64)
+
+
+@triton.jit
+def _kth_piece(pieces, k, largest, degree, num_tiles, TILES: tl.constexpr, PIECES: tl.constexpr):
+    """The k-th largest of the maxima of all pieces, as an exponential; a hair below, for the rounding of e^x."""
+    at = tl.arange(0, TILES * PIECES)
+    x = tl.load(pieces + at, mask=at < num_tiles * PIECES, other=float("-inf"))
+    bits = tl.exp(tl.div_rn(x, degree) - tl.div_rn(largest, degree)).to(tl.int32, bitcast=True)
+    found = tl.full((), 0, tl.int32)
+    above = tl.full((), _ONE_BITS + 1, tl.int32)
+    for _ in range(31):
+        middle = found + (above - found) // 2
+        is_low = tl.sum((bits >= middle).to(tl.int32), axis=0) >= k
+        found = tl.where(is_low, middle, found)
+        above = tl.where(is_low, above, middle)
+    return 0.999 * found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _count_and_mass(
+    logits,
+    list_values,
+    row,
+    count,
+    bits,  # of the smallest exponential that counts
+    largest,
+    degree,
+    vocab_size,
+    CHUNK: tl.constexpr,
+    LIST_CAPACITY: tl.constexpr,
+):
+    """How many listed tokens reach a value, and their mass. An overflown list is replaced by the whole row."""
+    num_reached = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0, tl.int64)
+    is_listed = count <= LIST_CAPACITY
+    size = tl.where(is_listed, count, vocab_size)
+    for start in range(0, size, CHUNK):
+        offsets = start + tl.arange(0, CHUNK)
+        if is_listed:
+            e = tl.load(list_values + row * LIST_CAPACITY + offsets, mask=offsets < size, other=0.0)
+        else:
+            e = _exponentials(logits, row, offsets, vocab_size, largest, degree)
+        reaches = (e.to(tl.int32, bitcast=True) >= bits) & (offsets < size)
+        num_reached += tl.sum(reaches.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(reaches, _mass(e), 0), axis=0)
+    return num_reached, mass

@@ -1,0 +1,220 @@
+"""How the kernels of `sampling.py` are launched: scratch memory, order, grids, and ahead-of-time variants.
+
+The torch back end calls `sample_and_accept`; the plugin library follows `sampling_variants` in the same order, with a
+workspace laid out by `workspace_shapes`. Allocates nothing while a step runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels import sampling
+from dflash_trt.kernels.next_inputs import advance_kernel, draft_block_kernel
+from dflash_trt.kernels.sampling import LIST_CAPACITY, PIECES, TILE
+from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer
+
+CHUNK = 2048  # of a list, per iteration of the bisection
+NUM_WARPS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingInputs:
+    """The step tensors the sampler reads; names and shapes of `core/step_spec.STEP_INPUTS`, contiguous."""
+
+    token_ids: Tensor
+    positions: Tensor
+    token_offsets: Tensor
+    context_lens: Tensor
+    logit_rows: Tensor
+    num_candidates: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOutputs:
+    """Shapes of `core/step_spec.STEP_OUTPUTS`; bonus_tokens int32 [R]."""
+
+    emitted_tokens: Tensor
+    emitted_logprobs: Tensor
+    num_accepted: Tensor
+    bonus_tokens: Tensor
+    next_context_lens: Tensor
+
+
+def num_tiles(vocab_size: int) -> int:
+    return -(-vocab_size // TILE)
+
+
+def workspace_shapes(num_rows: int, vocab_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Scratch tensors by argument name. No content survives a call and none need be cleared before one."""
+    tiles = num_tiles(vocab_size)
+    return {
+        "tile_mass": (torch.int64, (num_rows, tiles)),
+        "tile_max": (torch.float32, (num_rows, tiles)),
+        "tile_argmax": (torch.int32, (num_rows, tiles)),
+        "tile_sum": (torch.float32, (num_rows, tiles)),
+        "tile_scaled_sum": (torch.float32, (num_rows, tiles)),
+        "piece_max": (torch.float32, (num_rows, tiles * PIECES)),
+        "row_max": (torch.float32, (num_rows,)),
+        "row_log_sum": (torch.float32, (num_rows,)),
+        "row_mode": (torch.int32, (num_rows,)),
+        "row_floor": (torch.float32, (num_rows,)),
+        "row_threshold": (torch.float32, (num_rows,)),
+        "list_count": (torch.int32, (num_rows,)),
+        "list_values": (torch.float32, (num_rows, LIST_CAPACITY)),
+    }
+
+
+def allocate_workspace(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
+    """Enough for any step of at most so many rows."""
+    shapes = workspace_shapes(num_rows, vocab_size)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes.items()}
+
+
+def allocate_outputs(num_requests: int, width: int, device: torch.device) -> SamplingOutputs:
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return SamplingOutputs(
+        emitted_tokens=integers(num_requests, width),
+        emitted_logprobs=torch.empty((num_requests, width), dtype=torch.float32, device=device),
+        num_accepted=integers(num_requests),
+        bonus_tokens=integers(num_requests),
+        next_context_lens=integers(num_requests),
+    )
+
+
+def sample_and_accept(
+    logits: Tensor,  # F [R*(K+1), V], contiguous
+    inputs: SamplingInputs,
+    outputs: SamplingOutputs,
+    workspace: Mapping[str, Tensor],  # `allocate_workspace`, of at least these rows
+) -> None:
+    """See `Ops.sample_and_accept`. Seven launches on the current stream; writes `outputs`."""
+    num_requests, width = inputs.logit_rows.shape
+    num_rows, vocab_size = logits.shape
+    assert num_rows == num_requests * width and logits.is_contiguous()
+    assert workspace["row_max"].numel() >= num_rows and workspace["tile_max"].shape[1] == num_tiles(vocab_size)
+    arguments: dict[str, Any] = {name: getattr(inputs, name) for name in SamplingInputs.__dataclass_fields__}
+    arguments |= {name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__}
+    arguments |= workspace
+    arguments |= {"logits": logits, "vocab_size": vocab_size, "width": width, "num_tiles": num_tiles(vocab_size)}
+    sizes = {"num_requests": num_requests, "num_rows": num_rows, "num_tiles": num_tiles(vocab_size)}
+    for name, grid in _GRIDS.items():
+        kernel = getattr(sampling, f"{name}_kernel")
+        constants = _constants(name, vocab_size=vocab_size, width=width)
+        given = {key: arguments[key] for key in kernel.arg_names if key not in constants}
+        kernel[tuple(sizes.get(size, 1) for size in grid)](
+            **given, **constants, num_warps=_NUM_WARPS[name], enable_fp_fusion=True
+        )
+
+
+def draft_block(
+    bonus_tokens: Tensor,  # int32 [R]
+    next_context_lens: Tensor,  # int32 [R]
+    token_ids: Tensor,  # int32 [R, S], written
+    positions: Tensor,  # int32 [R, S], written
+    *,
+    mask_token_id: int,
+) -> None:
+    """[bonus, MASK ..] at next_context_lens and on."""
+    num_requests, width = token_ids.shape
+    draft_block_kernel[(num_requests,)](
+        bonus_tokens,
+        next_context_lens,
+        token_ids,
+        positions,
+        mask_token_id,
+        width,
+        WIDTH=next_power_of_2(width),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+
+
+def advance(
+    outputs: SamplingOutputs,
+    draft_tokens: Tensor,  # int32 [R, K]
+    *,
+    token_ids: Tensor,  # int32 [R, K+1], written
+    positions: Tensor,  # int32 [R, K+1], written
+    context_lens: Tensor,  # int32 [R], written
+) -> None:
+    """A decode step's results as the next one's inputs."""
+    num_requests, width = token_ids.shape
+    assert draft_tokens.shape == (num_requests, width - 1)
+    advance_kernel[(num_requests,)](
+        outputs.bonus_tokens,
+        draft_tokens,
+        outputs.next_context_lens,
+        token_ids,
+        positions,
+        context_lens,
+        width,
+        WIDTH=next_power_of_2(width),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+
+
+def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
+    """The launches of `sample_and_accept`, in order. Grids use num_requests, num_rows = num_requests * width and
+    num_tiles = ceil(vocab_size / TILE); `max_width` is the largest K + 1."""
+    return tuple(
+        KernelVariant(
+            name=name,
+            kernel=getattr(sampling, f"{name}_kernel"),
+            signature=_signature(name, dtype, vocab_size),
+            constexprs=_constants(name, vocab_size=vocab_size, width=max_width),
+            num_warps=_NUM_WARPS[name],
+            num_stages=1,
+            grid=grid,
+        )
+        for name, grid in _GRIDS.items()
+    )
+
+
+def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:
+    kernel: Any = getattr(sampling, f"{name}_kernel")
+    constants = _constants(name, vocab_size=vocab_size, width=1)
+    types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
+    types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
+    types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
+    types |= dict.fromkeys(("temperature", "top_p", "min_p", "emitted_logprobs"), pointer(torch.float32))
+    types |= {"seed": pointer(torch.int64), "logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
+    types["vocab_size"] = "i32:16" if vocab_size % 16 == 0 else "i32"
+    return {key: types[key] for key in kernel.arg_names if key not in constants}
+
+
+def _constants(name: str, *, vocab_size: int, width: int) -> dict[str, int]:
+    known = {
+        "TILE": TILE,
+        "TILES": next_power_of_2(num_tiles(vocab_size)),
+        "PIECES": PIECES,
+        "CHUNK": CHUNK,
+        "LIST_CAPACITY": LIST_CAPACITY,
+        "WIDTH": next_power_of_2(width),
+    }
+    kernel: Any = getattr(sampling, f"{name}_kernel")
+    return {key: known[key] for key in kernel.arg_names if key in known}
+
+
+_ROWS = ("num_rows", "1", "1")
+_TILES = ("num_rows", "num_tiles", "1")
+_GRIDS = {
+    "tile_statistics": _TILES,
+    "row_bounds": _ROWS,
+    "collect": _TILES,
+    "row_threshold": _ROWS,
+    "tile_mass": _TILES,
+    "draw": _ROWS,
+    "accept": ("num_requests", "1", "1"),
+}
+_NUM_WARPS = dict.fromkeys(_GRIDS, NUM_WARPS) | {"accept": 1}

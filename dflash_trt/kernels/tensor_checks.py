@@ -1,0 +1,57 @@
+"""What a launcher asks of its tensors. A wrong one is refused in the house form; nothing is copied or converted."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.errors import problem
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | None],  # None: any
+    row_stride_is_free: bool = False,  # only the axes after the first must be dense
+) -> None:
+    """Raise ValueError unless the tensor is of this dtype and shape, dense and 16-byte aligned."""
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    if tensor.dtype not in dtypes:
+        _refuse(name, " or ".join(str(d) for d in dtypes), str(tensor.dtype), "Convert it before the launch.")
+    is_shaped = tensor.dim() == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not is_shaped:
+        wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+        _refuse(name, f"shape {wanted}", str(list(tensor.shape)), "Shapes stand in the launcher's docstring.")
+    is_dense = tensor[0].is_contiguous() if row_stride_is_free and len(tensor) else tensor.is_contiguous()
+    if not is_dense:
+        _refuse(name, "a dense row-major tensor", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+    if tensor.is_cuda and tensor.data_ptr() % 16:
+        _refuse(name, "a 16-byte aligned address", hex(tensor.data_ptr()), "Do not pass an odd slice of a buffer.")
+
+
+def check_pages(pages: Tensor, *, dtype: torch.dtype, head_dim: int, scales: tuple[float, float]) -> None:
+    """[pages, 2, page_size, kv_heads, head_dim] of `dtype` or of FP8; only FP8 pages have scales."""
+    check_tensor("pages", pages, dtype=(dtype, torch.float8_e4m3fn), shape=[None, 2, None, None, head_dim])
+    page_size = pages.shape[2]
+    is_power = page_size & (page_size - 1) == 0
+    check(is_power, "page_size", expected="a power of two", found=page_size, mend="Build with 16, 32 or 64.")
+    check(
+        pages.dtype == torch.float8_e4m3fn or scales == (1.0, 1.0),
+        "k_scale, v_scale",
+        expected="1.0 for pages that are not FP8",
+        found=scales,
+        mend="Scales belong to FP8 pages.",
+    )
+
+
+def check(is_right: bool, name: str, *, expected: str, found: object, mend: str) -> None:
+    if not is_right:
+        _refuse(name, expected, str(found), mend)
+
+
+def _refuse(name: str, expected: str, found: str, mend: str) -> None:
+    raise ValueError(problem(name, expected=expected, found=found, mend=mend))

@@ -1,0 +1,81 @@
+"""What one kernel is compiled as, ahead of time or at first use: argument types, constants, warps, stages, grid.
+
+Knows the words of a signature; compiles nothing and launches nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+ELEMENT_TYPES: dict[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+Attributes = dict[tuple[int, ...], list[list[Any]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelVariant:
+    """One entry of a compiled library.
+
+    `signature` holds the run-time arguments in the kernel's own order: a type ("i32", "fp32", "*bf16"), and ":16"
+    where the value or address is always a multiple of 16. `constexprs` are compiled in. A launch passes the run-time
+    arguments, then two null pointers (Triton's scratch areas), with `32 * num_warps` threads.
+
+    `grid` is three C expressions over names of run-time arguments and of the sizes that the kernel's file documents.
+    """
+
+    name: str  # unique, a C identifier
+    kernel: Any  # triton.JITFunction; the package is not typed
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, int | bool]
+    num_warps: int
+    num_stages: int
+    grid: tuple[str, str, str]
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+
+    def types(self) -> dict[str, str]:
+        """Of all arguments, constants included, as `triton.compiler.ASTSource` wants its `signature`."""
+        names = cast("list[str]", self.kernel.arg_names)
+        unknown = set(names) ^ (set(self.signature) | set(self.constexprs))
+        assert not unknown, f"{self.name}: arguments {sorted(unknown)} are declared on one side only"
+        declared = [name for name in names if name in self.signature]
+        assert declared == list(self.signature), f"{self.name}: the signature is not in the kernel's order"
+        return {name: self.signature[name].split(":")[0] if name in self.signature else "constexpr" for name in names}
+
+    def attributes(self) -> Attributes:
+        """The ":16" marks, as `triton.compiler.ASTSource` wants its `attrs`."""
+        names = cast("list[str]", self.kernel.arg_names)
+        aligned = [i for i, name in enumerate(names) if self.signature.get(name, "").endswith(":16")]
+        return {(i,): [["tt.divisibility", 16]] for i in aligned}
+
+    def source(self) -> Any:
+        """What `triton.compile` takes."""
+        from triton.compiler import ASTSource  # under the interpreter the compiler is not needed
+
+        constants = {(list(self.kernel.arg_names).index(name),): value for name, value in self.constexprs.items()}
+        return ASTSource(fn=self.kernel, signature=self.types(), constexprs=constants, attrs=self.attributes())
+
+
+def pointer(dtype: torch.dtype) -> str:
+    """The signature word of a 16-byte aligned tensor."""
+    return f"*{ELEMENT_TYPES[dtype]}:16"
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def request_capacity(num_requests: int) -> int:
+    """What the constant REQUESTS is for so many: one of a few sizes, so that few variants are compiled."""
+    return next(capacity for capacity in (16, 64, 256, 1024, 4096) if capacity >= num_requests)

@@ -1,0 +1,141 @@
+/* The operations of the plugin library without TensorRT: device addresses and sizes in, kernels on a stream.
+ *
+ * Arithmetic, shapes and types are those of the plugins, in plugins/README.md. Every function returns 0, or 1 after an
+ * error that dflash_trt_last_error() tells. A call uses the GPU of the calling thread's current CUDA context, neither
+ * allocates device memory nor synchronizes, and so can be captured in a CUDA graph; the first call of a shape loads
+ * kernels, which a capture does not permit. Addresses are multiples of 16.
+ */
+#ifndef DFLASH_TRT_KERNELS_H
+#define DFLASH_TRT_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C"
+{
+#endif
+
+#if defined(__GNUC__)
+#define DFLASH_TRT_API __attribute__((visibility("default")))
+#else
+#define DFLASH_TRT_API
+#endif
+
+    typedef struct CUstream_st* dflash_trt_stream;
+
+    /* The float type F. */
+    enum
+    {
+        DFLASH_TRT_FLOAT32 = 0,
+        DFLASH_TRT_FLOAT16 = 1,
+        DFLASH_TRT_BFLOAT16 = 2
+    };
+
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t heads; /* not read by dflash_trt_write_draft_context */
+        int32_t kv_heads;
+        int32_t head_dim;
+        int32_t page_size;
+        int32_t window;    /* 0: none */
+        int32_t is_causal; /* of dflash_trt_attend_draft; 0 or 1 */
+        int32_t num_tokens;
+        int32_t num_requests;
+        int32_t block_rows;        /* S, of dflash_trt_attend_draft */
+        int32_t pages_per_request; /* P */
+    } dflash_trt_attention_shape;
+
+    typedef struct
+    {
+        void const* q;
+        void const* k;
+        void const* v;
+        void* pages;
+        int32_t const* positions;
+        int32_t const* token_offsets;
+        int32_t const* context_lens;
+        int32_t const* page_table;
+        void* attended;
+    } dflash_trt_attend_pages_buffers;
+
+    typedef struct
+    {
+        void const* context_k;
+        void const* context_v;
+        void const* q; /* this, the block and attended are not read by dflash_trt_write_draft_context */
+        void const* block_k;
+        void const* block_v;
+        void* pages;
+        int32_t const* positions;
+        int32_t const* token_offsets;
+        int32_t const* page_table;
+        int32_t const* next_context_lens;
+        void* attended;
+    } dflash_trt_draft_buffers;
+
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_requests;
+        int32_t width; /* S = K + 1 */
+        int32_t vocab_size;
+    } dflash_trt_sampling_shape;
+
+    typedef struct
+    {
+        void const* logits;
+        int32_t const* token_ids;
+        int32_t const* positions;
+        int32_t const* token_offsets;
+        int32_t const* context_lens;
+        int32_t const* logit_rows;
+        int32_t const* num_candidates;
+        float const* temperature;
+        int32_t const* top_k;
+        float const* top_p;
+        float const* min_p;
+        int64_t const* seed;
+        int32_t* emitted_tokens;
+        float* emitted_logprobs;
+        int32_t* num_accepted;
+        int32_t* bonus_tokens;
+        int32_t* next_context_lens;
+    } dflash_trt_sampling_buffers;
+
+    /* Workspace: device memory of at least so many bytes, for one call at a time. */
+    DFLASH_TRT_API int32_t dflash_trt_attend_pages_workspace(
+        dflash_trt_attention_shape const* shape, size_t* num_bytes);
+    DFLASH_TRT_API int32_t dflash_trt_attend_draft_workspace(
+        dflash_trt_attention_shape const* shape, size_t* num_bytes);
+    DFLASH_TRT_API int32_t dflash_trt_sample_and_accept_workspace(
+        dflash_trt_sampling_shape const* shape, size_t* num_bytes);
+
+    DFLASH_TRT_API int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape,
+        dflash_trt_attend_pages_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape,
+        dflash_trt_draft_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_write_draft_context(
+        dflash_trt_attention_shape const* shape, dflash_trt_draft_buffers const* buffers, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape,
+        dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    /* What went wrong in this thread's last call that returned 1, and how to mend it. */
+    DFLASH_TRT_API char const* dflash_trt_last_error(void);
+
+    /* The architectures whose kernels are inside, "sm_90a, sm_100a", and the sha256 of their manifest. */
+    DFLASH_TRT_API char const* dflash_trt_architectures(void);
+    DFLASH_TRT_API char const* dflash_trt_manifest_sha256(void);
+
+    /* The contract of plugins/README.md as the library knows it, in JSON: names, orders, types, aliases and fields. */
+    DFLASH_TRT_API char const* dflash_trt_contract(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,173 @@
+#include "dflash_trt_kernels.h"
+
+#include "contract/contract.h"
+#include "operations/step_operations.h"
+#include "runtime/embedded_kernel.h"
+#include "runtime/problem.h"
+
+#include <exception>
+#include <string>
+
+namespace dflash_trt
+{
+namespace
+{
+
+thread_local std::string last_error;
+
+/// Runs `call`; an exception becomes the thread's last error.
+template <typename Call>
+int32_t guarded(Call const& call) noexcept
+{
+    try
+    {
+        call();
+        return 0;
+    }
+    catch (std::exception const& error)
+    {
+        last_error = error.what();
+    }
+    return 1;
+}
+
+template <typename T>
+T const& required(T const* argument)
+{
+    if (argument == nullptr)
+    {
+        throw Problem("argument", "an address", "null", "Pass shape and buffers.");
+    }
+    return *argument;
+}
+
+FloatType float_type(int32_t type)
+{
+    if (type < DFLASH_TRT_FLOAT32 || type > DFLASH_TRT_BFLOAT16)
+    {
+        throw Problem(
+            "float_type", "0 (float32), 1 (float16) or 2 (bfloat16)", std::to_string(type), "Convert the tensors.");
+    }
+    return static_cast<FloatType>(type);
+}
+
+PageGeometry geometry_of(dflash_trt_attention_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.kv_heads, shape.head_dim, shape.page_size};
+}
+
+StepShape step_of(dflash_trt_attention_shape const& shape)
+{
+    return {shape.num_tokens, shape.num_requests, shape.block_rows, shape.pages_per_request};
+}
+
+SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
+}
+
+DraftContextBuffers context_of(dflash_trt_draft_buffers const& buffers)
+{
+    return {buffers.context_k, buffers.context_v, buffers.pages, buffers.positions, buffers.token_offsets,
+        buffers.page_table, buffers.next_context_lens};
+}
+
+} // namespace
+} // namespace dflash_trt
+
+using namespace dflash_trt; // the functions of this file have C names
+
+int32_t dflash_trt_attend_pages_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
+{
+    return guarded([&] { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), false); });
+}
+
+int32_t dflash_trt_attend_draft_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
+{
+    return guarded([&] { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), true); });
+}
+
+int32_t dflash_trt_sample_and_accept_workspace(dflash_trt_sampling_shape const* shape, size_t* num_bytes)
+{
+    return guarded([&] { *num_bytes = sampling_workspace_bytes(sampling_of(required(shape))); });
+}
+
+int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_trt_attend_pages_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& sizes = required(shape);
+            auto const& given = required(buffers);
+            AttendPagesBuffers const used{given.q, given.k, given.v, given.pages, given.positions, given.token_offsets,
+                given.context_lens, given.page_table, given.attended, workspace};
+            attend_pages(
+                geometry_of(sizes), sizes.heads, sizes.window, step_of(sizes), used, Device::current(), stream);
+        });
+}
+
+int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_trt_draft_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& sizes = required(shape);
+            auto const& given = required(buffers);
+            DraftBlockBuffers const block{given.q, given.block_k, given.block_v, given.attended, workspace};
+            AttentionMask const mask{sizes.window, sizes.is_causal != 0};
+            attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), context_of(given), block,
+                Device::current(), stream);
+        });
+}
+
+int32_t dflash_trt_write_draft_context(
+    dflash_trt_attention_shape const* shape, dflash_trt_draft_buffers const* buffers, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& sizes = required(shape);
+            write_draft_context(
+                geometry_of(sizes), step_of(sizes), context_of(required(buffers)), Device::current(), stream);
+        });
+}
+
+int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape, dflash_trt_sampling_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& sizes = required(shape);
+            auto const& given = required(buffers);
+            SamplingBuffers const used{given.logits, given.token_ids, given.positions, given.token_offsets,
+                given.context_lens, given.logit_rows, given.num_candidates, given.temperature, given.top_k, given.top_p,
+                given.min_p, given.seed, given.emitted_tokens, given.emitted_logprobs, given.num_accepted,
+                given.bonus_tokens, given.next_context_lens, workspace};
+            sample_and_accept(sampling_of(sizes), used, Device::current(), stream);
+        });
+}
+
+char const* dflash_trt_last_error()
+{
+    return last_error.c_str();
+}
+
+char const* dflash_trt_architectures()
+{
+    static std::string const listed = embedded_kernels().architectures();
+    return listed.c_str();
+}
+
+char const* dflash_trt_manifest_sha256()
+{
+    return embedded_kernels().manifest_sha256;
+}
+
+char const* dflash_trt_contract()
+{
+    static std::string const described = describe_contract();
+    return described.c_str();
+}

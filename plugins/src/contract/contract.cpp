@@ -1,0 +1,143 @@
+#include "contract/contract.h"
+
+#include <array>
+
+namespace dflash_trt
+{
+namespace
+{
+
+constexpr TensorType kF = TensorType::kFloat;
+constexpr TensorType kInt = TensorType::kInt32;
+constexpr TensorType kLong = TensorType::kInt64;
+constexpr TensorType kReal = TensorType::kFloat32;
+
+constexpr FieldRule kPageSize{"page_size", 1, 1 << 16};
+constexpr FieldRule kWindow{"window", 0, std::numeric_limits<int32_t>::max()};
+constexpr FieldRule kIsCausal{"is_causal", 0, 1};
+
+constexpr InputRule kAttendPagesInputs[] = {
+    {"q", kF, 3},
+    {"k", kF, 3},
+    {"v", kF, 3},
+    {"pages", kF, 5},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+    {"page_table", kInt, 2},
+};
+constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kF, 3}};
+constexpr FieldRule kAttendPagesFields[] = {kPageSize, kWindow};
+
+constexpr InputRule kAttendDraftInputs[] = {
+    {"context_k", kF, 3},
+    {"context_v", kF, 3},
+    {"q", kF, 3},
+    {"block_k", kF, 3},
+    {"block_v", kF, 3},
+    {"pages", kF, 5},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"page_table", kInt, 2},
+    {"next_context_lens", kInt, 1},
+};
+constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kF, 5}};
+constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal};
+
+constexpr InputRule kWriteDraftContextInputs[] = {
+    {"context_k", kF, 3},
+    {"context_v", kF, 3},
+    {"pages", kF, 5},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"page_table", kInt, 2},
+    {"next_context_lens", kInt, 1},
+};
+constexpr OutputRule kWriteDraftContextOutputs[] = {{"next_pages", kF, 2}};
+constexpr FieldRule kWriteDraftContextFields[] = {kPageSize};
+
+constexpr InputRule kSampleAndAcceptInputs[] = {
+    {"logits", kF, 2},
+    {"token_ids", kInt, 1},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+    {"logit_rows", kInt, 2},
+    {"num_candidates", kInt, 1},
+    {"temperature", kReal, 1},
+    {"top_k", kInt, 1},
+    {"top_p", kReal, 1},
+    {"min_p", kReal, 1},
+    {"seed", kLong, 1},
+};
+constexpr OutputRule kSampleAndAcceptOutputs[] = {
+    {"emitted_tokens", kInt, kNotAliased},
+    {"emitted_logprobs", kReal, kNotAliased},
+    {"num_accepted", kInt, kNotAliased},
+    {"bonus_tokens", kInt, kNotAliased},
+    {"next_context_lens", kInt, kNotAliased},
+};
+
+char const* type_name(TensorType type)
+{
+    switch (type)
+    {
+    case TensorType::kFloat: return "F";
+    case TensorType::kInt32: return "int32";
+    case TensorType::kInt64: return "int64";
+    case TensorType::kFloat32: return "float32";
+    }
+    return "";
+}
+
+std::string quoted(char const* text)
+{
+    return std::string("\"") + text + '"';
+}
+
+/// A JSON list of what `describe` says of each rule.
+template <typename T, typename Describe>
+std::string list(Rules<T> const& rules, Describe const& describe)
+{
+    std::string items;
+    for (T const& rule : rules)
+    {
+        items += (items.empty() ? "" : ", ") + describe(rule);
+    }
+    return "[" + items + "]";
+}
+
+std::string describe_plugin(PluginContract const& plugin)
+{
+    auto const named = [](auto const& rule) { return quoted(rule.name); };
+    auto const typed = [](auto const& rule) { return quoted(type_name(rule.type)); };
+    auto const ranked = [](InputRule const& rule) { return std::to_string(rule.rank); };
+    auto const aliased = [&](OutputRule const& rule)
+    { return rule.aliased_input == kNotAliased ? "null" : quoted(plugin.inputs[rule.aliased_input].name); };
+    return "{\"name\": " + quoted(plugin.name) + ", \"inputs\": " + list(plugin.inputs, named)
+        + ", \"input_types\": " + list(plugin.inputs, typed) + ", \"input_ranks\": " + list(plugin.inputs, ranked)
+        + ", \"outputs\": " + list(plugin.outputs, named) + ", \"output_types\": " + list(plugin.outputs, typed)
+        + ", \"aliased\": " + list(plugin.outputs, aliased) + ", \"fields\": " + list(plugin.fields, named) + "}";
+}
+
+} // namespace
+
+PluginContract const kAttendPages{"AttendPages", kAttendPagesInputs, kAttendPagesOutputs, kAttendPagesFields};
+PluginContract const kAttendDraft{"AttendDraft", kAttendDraftInputs, kAttendDraftOutputs, kAttendDraftFields};
+PluginContract const kWriteDraftContext{
+    "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
+PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
+
+std::string describe_contract()
+{
+    std::string plugins;
+    for (PluginContract const* plugin :
+        std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept})
+    {
+        plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
+    }
+    return "{\"namespace\": " + quoted(kNamespace) + ", \"version\": " + quoted(kVersion) + ", \"plugins\": [" + plugins
+        + "]}";
+}
+
+} // namespace dflash_trt

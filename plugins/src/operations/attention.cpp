@@ -1,0 +1,222 @@
+#include "operations/attention.h"
+
+#include "runtime/kernel_choice.h"
+#include "runtime/kernel_library.h"
+#include "runtime/launch.h"
+#include "runtime/problem.h"
+#include "runtime/values.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace dflash_trt
+{
+namespace
+{
+
+constexpr std::array<char const*, 2> kKernels{"attention_kernel", "attention_reduction_kernel"};
+constexpr int64_t kAnyDistance = int64_t{1} << 30;
+constexpr int64_t kAnyRows = (int64_t{1} << 31) - 1;
+// What most requests of a step have at most: a verify block. A node is not told K, and any number gives right results;
+// this one decides from where on prefill chunks get tiles of their own.
+constexpr int64_t kVerifyRows = 16;
+// Partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
+constexpr int64_t kMaxMultiprocessors = 192;
+
+/// One pass over the requests that have min_rows to max_rows query rows.
+struct Pass
+{
+    int64_t query_rows;
+    int64_t min_rows;
+    int64_t max_rows;
+};
+
+KernelChoice choice(char const* kernel, PageGeometry const& geometry, bool has_block, int64_t num_requests)
+{
+    KernelChoice chosen(kernel);
+    chosen.type("attended", pointer_type(geometry.type))
+        .equal("HEAD_DIM", geometry.head_dim)
+        .equal("HAS_BLOCK", has_block ? 1 : 0)
+        .at_least("REQUESTS", num_requests);
+    if (kernel == kKernels.front())
+    {
+        chosen.type("pages", pointer_type(geometry.type)).equal("HAS_SOFTCAP", 0);
+    }
+    return chosen;
+}
+
+int64_t work_slots(int64_t tile, int64_t kv_heads, int64_t num_multiprocessors)
+{
+    int64_t const programs = std::min(num_multiprocessors, kMaxMultiprocessors) * std::min<int64_t>(8, 256 / tile);
+    return std::max<int64_t>(1, programs / kv_heads);
+}
+
+int64_t num_partials(PageGeometry const& geometry, int64_t tile, int64_t num_slots)
+{
+    return 2 * num_slots * geometry.kv_heads * tile * geometry.head_dim;
+}
+
+int64_t num_stats(PageGeometry const& geometry, int64_t tile, int64_t num_slots)
+{
+    return 2 * num_slots * geometry.kv_heads * tile * 2;
+}
+
+/// The smallest tile that holds the query rows of a request, or the largest there is.
+int64_t choose_tile(std::vector<EmbeddedKernel const*> const& candidates, int64_t query_rows, int64_t heads_per_kv)
+{
+    std::set<int64_t> tiles;
+    for (EmbeddedKernel const* kernel : candidates)
+    {
+        tiles.insert(kernel->constant("TILE"));
+    }
+    int64_t const largest = *tiles.rbegin();
+    if (heads_per_kv > largest)
+    {
+        throw Problem("query heads of a K/V head", "at most " + std::to_string(largest), std::to_string(heads_per_kv),
+            "There are no kernels for it: build the engine with plugins='layers'.");
+    }
+    auto const fitting = tiles.lower_bound(query_rows * heads_per_kv);
+    return fitting != tiles.end() ? *fitting : largest;
+}
+
+Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention)
+{
+    bool const has_block = attention.block_k != nullptr;
+    Values values;
+    values.pointer("q", attention.q)
+        .pointer("pages", attention.pages)
+        .pointer("block_k", has_block ? attention.block_k : attention.q)
+        .pointer("block_v", has_block ? attention.block_v : attention.q)
+        .pointer("attended", attention.attended)
+        .pointer("token_offsets", attention.token_offsets)
+        .pointer("context_lens", attention.context_lens)
+        .pointer("page_table", attention.page_table)
+        .pointer("sinks", nullptr);
+    values.integer("num_rows", attention.num_rows)
+        .integer("num_requests", attention.num_requests)
+        .integer("pages_per_request", attention.pages_per_request)
+        .integer("block_rows", attention.num_rows / attention.num_requests)
+        .integer("block_k_stride", geometry.row_size())
+        .integer("block_v_stride", geometry.row_size())
+        .integer("kv_heads", geometry.kv_heads)
+        .integer("heads_per_kv", heads / geometry.kv_heads)
+        .integer("page_shift", geometry.page_shift())
+        .integer("max_lag", mask.max_lag())
+        .integer("max_lead", mask.max_lead())
+        .integer("has_sinks", 0);
+    values.real("score_scale", static_cast<float>(1.0 / std::sqrt(static_cast<double>(geometry.head_dim))))
+        .real("k_scale", 1.0F)
+        .real("v_scale", 1.0F)
+        .real("softcap", 1.0F);
+    return values;
+}
+
+void check(PageGeometry const& geometry, int64_t heads, Attention const& attention)
+{
+    geometry.check();
+    if (heads < 1 || heads % geometry.kv_heads != 0)
+    {
+        throw Problem("q", "a multiple of " + std::to_string(geometry.kv_heads) + " heads", std::to_string(heads),
+            "Query heads share K/V heads evenly.");
+    }
+    if (attention.num_requests < 1 || attention.num_rows < 1
+        || (attention.block_k != nullptr && attention.num_rows % attention.num_requests != 0))
+    {
+        throw Problem("q",
+            attention.block_k != nullptr ? "the same number of rows for each request" : "a row and a request at least",
+            std::to_string(attention.num_rows) + " rows of " + std::to_string(attention.num_requests) + " requests",
+            "Every request has S block slots.");
+    }
+}
+
+void run(Pass const& pass, PageGeometry const& geometry, Attention const& attention, Values& values,
+    Device const& device, CUstream stream)
+{
+    bool const has_block = attention.block_k != nullptr;
+    auto const candidates =
+        choice(kKernels.front(), geometry, has_block, attention.num_requests).candidates(device.major, device.minor);
+    int64_t const tile = choose_tile(candidates, pass.query_rows, values.integer_of("heads_per_kv"));
+    int64_t const num_slots = work_slots(tile, geometry.kv_heads, device.num_multiprocessors);
+    auto* const partials = static_cast<float*>(attention.workspace);
+    values.pointer("partials", partials)
+        .pointer("partial_stats", partials + num_partials(geometry, tile, num_slots))
+        .integer("min_rows", pass.min_rows)
+        .integer("max_rows", pass.max_rows)
+        .integer("work_slots", num_slots);
+    for (char const* kernel : kKernels)
+    {
+        auto const chosen = choice(kernel, geometry, has_block, attention.num_requests).equal("TILE", tile);
+        launch(chosen.best(values, device.major, device.minor), values, device, stream);
+    }
+}
+
+} // namespace
+
+int64_t AttentionMask::max_lag() const noexcept
+{
+    return window == kNoWindow ? kAnyDistance : window - 1;
+}
+
+int64_t AttentionMask::max_lead() const noexcept
+{
+    return is_causal ? 0 : max_lag();
+}
+
+size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
+{
+    geometry.check();
+    int64_t num_elements = 0;
+    for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, has_block, 1).candidates())
+    {
+        int64_t const tile = kernel->constant("TILE");
+        int64_t const num_slots = work_slots(tile, geometry.kv_heads, kMaxMultiprocessors);
+        num_elements =
+            std::max(num_elements, num_partials(geometry, tile, num_slots) + num_stats(geometry, tile, num_slots));
+    }
+    return static_cast<size_t>(num_elements) * sizeof(float);
+}
+
+void require_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests)
+{
+    geometry.check();
+    for (char const* kernel : kKernels)
+    {
+        choice(kernel, geometry, has_block, max_requests).require();
+    }
+}
+
+void prepare_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests, Device const& device)
+{
+    geometry.check();
+    for (char const* kernel : kKernels)
+    {
+        choice(kernel, geometry, has_block, max_requests).require(device.major, device.minor);
+        for (EmbeddedKernel const* candidate :
+            choice(kernel, geometry, has_block, 1).candidates(device.major, device.minor))
+        {
+            KernelLibrary::get().function(*candidate, device);
+        }
+    }
+}
+
+void attend(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention,
+    Device const& device, CUstream stream)
+{
+    check(geometry, heads, attention);
+    Values values = common_values(geometry, heads, mask, attention);
+    int64_t const mean_rows = ceil_div(attention.num_rows, attention.num_requests);
+    if (attention.block_k != nullptr || mean_rows <= kVerifyRows)
+    {
+        run({mean_rows, 1, kAnyRows}, geometry, attention, values, device, stream);
+        return;
+    }
+    // Verify blocks with small tiles, then prefill chunks with large ones; each skips the other's requests.
+    run({kVerifyRows, 1, kVerifyRows}, geometry, attention, values, device, stream);
+    run({attention.num_rows, kVerifyRows + 1, kAnyRows}, geometry, attention, values, device, stream);
+}
+
+} // namespace dflash_trt

@@ -1,0 +1,38 @@
+#include "operations/page_geometry.h"
+
+#include "runtime/problem.h"
+
+#include <string>
+
+namespace dflash_trt
+{
+
+void PageGeometry::check() const
+{
+    if (kv_heads < 1)
+    {
+        throw Problem(
+            "kv_heads", "1 or more", std::to_string(kv_heads), "Pages are [pages, 2, page_size, kv_heads, D].");
+    }
+    if (page_size < 1 || (page_size & (page_size - 1)) != 0)
+    {
+        throw Problem("page_size", "a power of two", std::to_string(page_size), "Build the engine with 16, 32 or 64.");
+    }
+    if (head_dim < 16 || head_dim % 16 != 0)
+    {
+        throw Problem("head_dim", "a multiple of 16", std::to_string(head_dim),
+            "There are no kernels for it: build the engine with plugins='layers'.");
+    }
+}
+
+int64_t PageGeometry::page_shift() const noexcept
+{
+    int64_t shift = 0;
+    while ((int64_t{1} << shift) < page_size)
+    {
+        ++shift;
+    }
+    return shift;
+}
+
+} // namespace dflash_trt

@@ -1,0 +1,71 @@
+#include "operations/page_write.h"
+
+#include "runtime/kernel_choice.h"
+#include "runtime/kernel_library.h"
+#include "runtime/launch.h"
+#include "runtime/values.h"
+
+namespace dflash_trt
+{
+namespace
+{
+
+KernelChoice choice(PageGeometry const& geometry, bool has_limits, int64_t num_requests)
+{
+    return KernelChoice("rotate_and_store_kernel")
+        .type("k", pointer_type(geometry.type))
+        .type("pages", pointer_type(geometry.type))
+        .equal("HEAD_DIM", geometry.head_dim)
+        .equal("HAS_NORM", 0)
+        .equal("HAS_ROPE", 0)
+        .equal("STORES_PAGES", 1)
+        .equal("HAS_LIMITS", has_limits ? 1 : 0)
+        .at_least("REQUESTS", num_requests);
+}
+
+} // namespace
+
+void require_page_write(PageGeometry const& geometry, bool has_limits, int64_t max_requests)
+{
+    geometry.check();
+    choice(geometry, has_limits, max_requests).require();
+}
+
+void prepare_page_write(PageGeometry const& geometry, bool has_limits, int64_t max_requests, Device const& device)
+{
+    geometry.check();
+    choice(geometry, has_limits, max_requests).require(device.major, device.minor);
+    for (EmbeddedKernel const* kernel : choice(geometry, has_limits, 1).candidates(device.major, device.minor))
+    {
+        KernelLibrary::get().function(*kernel, device);
+    }
+}
+
+void write_pages(PageGeometry const& geometry, PageWrite const& write, Device const& device, CUstream stream)
+{
+    geometry.check();
+    Values values;
+    values.pointer("k", write.k).pointer("v", write.v).pointer("pages", write.pages);
+    values.pointer("positions", write.positions)
+        .pointer("token_offsets", write.token_offsets)
+        .pointer("page_table", write.page_table)
+        .pointer("limits", write.limits);
+    values.integer("num_rows", write.num_rows)
+        .integer("num_requests", write.num_requests)
+        .integer("pages_per_request", write.pages_per_request)
+        .integer("kv_heads", geometry.kv_heads)
+        .integer("k_stride", geometry.row_size())
+        .integer("v_stride", geometry.row_size())
+        .integer("page_shift", geometry.page_shift());
+    values.real("k_scale", 1.0F).real("v_scale", 1.0F);
+    // Not part of a plain write: no query heads, no norm, no rotation.
+    for (char const* unused : {"q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})
+    {
+        values.pointer(unused, nullptr);
+    }
+    values.integer("q_heads", 0).integer("q_stride", 0).real("amplitude", 1.0F).real("eps", 0.0F);
+    KernelChoice const chosen = choice(geometry, write.limits != nullptr, write.num_requests);
+    launch(chosen.best(values, device.major, device.minor), values, device, stream);
+}
+
+} // namespace dflash_trt

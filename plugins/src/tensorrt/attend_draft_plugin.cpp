@@ -1,0 +1,87 @@
+#include "tensorrt/attend_draft_plugin.h"
+
+#include "operations/page_write.h"
+#include "runtime/problem.h"
+#include "tensorrt/input_dims.h"
+
+#include <string>
+#include <utility>
+
+namespace dflash_trt
+{
+namespace
+{
+
+/// S, from the rows of all requests' blocks.
+int64_t block_rows(int64_t num_rows, int64_t num_requests)
+{
+    if (num_requests < 1 || num_rows % num_requests != 0)
+    {
+        throw Problem("q", "the same number of rows for each of " + std::to_string(num_requests) + " requests",
+            std::to_string(num_rows) + " rows", "Every request has S block slots.");
+    }
+    return num_rows / num_requests;
+}
+
+} // namespace
+
+AttendDraftPlugin::AttendDraftPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
+    : PagePlugin(kAttendDraft, std::move(fields), phase)
+{
+}
+
+std::unique_ptr<StepPlugin> AttendDraftPlugin::copy() const
+{
+    return std::make_unique<AttendDraftPlugin>(*this);
+}
+
+void AttendDraftPlugin::set_output_shapes(
+    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
+{
+    outputs[0] = attended_shape(inputs[input_index("q")], builder);
+    outputs[1] = inputs[input_index("pages")];
+}
+
+void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
+{
+    PageGeometry const pages = geometry(max, type);
+    check_rows(max, "q", pages, 0);
+    for (char const* name : {"context_k", "context_v", "block_k", "block_v"})
+    {
+        check_rows(max, name, pages, pages.kv_heads);
+    }
+    int64_t const max_requests = step_shape(max).num_requests;
+    require_page_write(pages, true, max_requests);
+    require_attention(pages, true, max_requests);
+}
+
+size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
+{
+    return attention_workspace_bytes(geometry(max, type), true);
+}
+
+void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+{
+    PageGeometry const pages = geometry(inputs, type);
+    int64_t const num_requests = step_shape(inputs).num_requests;
+    prepare_page_write(pages, true, num_requests, device);
+    prepare_attention(pages, true, num_requests, device);
+}
+
+void AttendDraftPlugin::run(Call const& call, FloatType type, Device const& device) const
+{
+    InputDims const dims(contract(), call.descs);
+    PageGeometry const pages = geometry(dims.data(), type);
+    int64_t const heads = check_rows(dims.data(), "q", pages, 0);
+    StepShape shape = step_shape(dims.data());
+    shape.block_rows = block_rows(dims.data()[input_index("q")].d[0], shape.num_requests);
+    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), call.output("next_pages"),
+        call.input("positions"), call.input("token_offsets"), call.input("page_table"),
+        call.input("next_context_lens")};
+    DraftBlockBuffers const block{
+        call.input("q"), call.input("block_k"), call.input("block_v"), call.output("attended"), call.workspace};
+    AttentionMask const mask{fields()["window"], fields()["is_causal"] != 0};
+    attend_draft(pages, heads, mask, shape, context, block, device, call.stream);
+}
+
+} // namespace dflash_trt

@@ -1,0 +1,42 @@
+// What TensorRT asks a plugin library for. With getCreators alone it loads nothing, without a word.
+#include "tensorrt/attend_draft_plugin.h"
+#include "tensorrt/attend_pages_plugin.h"
+#include "tensorrt/log.h"
+#include "tensorrt/plugin_creator.h"
+#include "tensorrt/sample_and_accept_plugin.h"
+#include "tensorrt/write_draft_context_plugin.h"
+
+#include <NvInferRuntime.h>
+
+#include <array>
+#include <utility>
+
+namespace
+{
+
+template <typename Plugin>
+std::unique_ptr<dflash_trt::StepPlugin> make(dflash_trt::PluginFields fields, nvinfer1::TensorRTPhase phase)
+{
+    return std::make_unique<Plugin>(std::move(fields), phase);
+}
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(
+    int32_t& num_creators) noexcept
+{
+    using namespace dflash_trt;
+    static PluginCreator attend_pages_creator(kAttendPages, make<AttendPagesPlugin>);
+    static PluginCreator attend_draft_creator(kAttendDraft, make<AttendDraftPlugin>);
+    static PluginCreator write_draft_context_creator(kWriteDraftContext, make<WriteDraftContextPlugin>);
+    static PluginCreator sample_and_accept_creator(kSampleAndAccept, make<SampleAndAcceptPlugin>);
+    static std::array<nvinfer1::IPluginCreatorInterface*, 4> const creators{
+        &attend_pages_creator, &attend_draft_creator, &write_draft_context_creator, &sample_and_accept_creator};
+    num_creators = static_cast<int32_t>(creators.size());
+    return creators.data();
+}
+
+extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder* finder) noexcept
+{
+    dflash_trt::set_logger_finder(finder);
+}

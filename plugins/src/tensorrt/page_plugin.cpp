@@ -1,0 +1,59 @@
+#include "tensorrt/page_plugin.h"
+
+#include "runtime/problem.h"
+
+#include <string>
+
+namespace dflash_trt
+{
+namespace
+{
+
+std::string shape_of(nvinfer1::Dims const& dims)
+{
+    std::string shape = "[";
+    for (int32_t i = 0; i < dims.nbDims; ++i)
+    {
+        shape += (i > 0 ? ", " : "") + std::to_string(dims.d[i]);
+    }
+    return shape + "]";
+}
+
+} // namespace
+
+PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, FloatType type) const
+{
+    nvinfer1::Dims const& pages = inputs[input_index("pages")];
+    int32_t const page_size = fields()["page_size"];
+    if (pages.nbDims != 5 || pages.d[1] != 2 || pages.d[2] != page_size)
+    {
+        throw Problem("pages", "[pages, 2, " + std::to_string(page_size) + ", kv_heads, D]", shape_of(pages),
+            "The field page_size and the pages must agree.");
+    }
+    PageGeometry const found{type, pages.d[3], pages.d[4], page_size};
+    found.check();
+    return found;
+}
+
+StepShape PagePlugin::step_shape(nvinfer1::Dims const* inputs) const
+{
+    nvinfer1::Dims const& page_table = inputs[input_index("page_table")];
+    return {inputs[input_index("positions")].d[0], page_table.d[0], 0, page_table.d[1]};
+}
+
+int64_t PagePlugin::check_rows(
+    nvinfer1::Dims const* inputs, char const* name, PageGeometry const& geometry, int64_t heads) const
+{
+    nvinfer1::Dims const& rows = inputs[input_index(name)];
+    bool const is_multiple = rows.nbDims == 3 && rows.d[1] > 0 && rows.d[1] % geometry.kv_heads == 0;
+    if (!is_multiple || rows.d[2] != geometry.head_dim || (heads != 0 && rows.d[1] != heads))
+    {
+        std::string const wanted =
+            heads != 0 ? std::to_string(heads) : "a multiple of " + std::to_string(geometry.kv_heads);
+        throw Problem(name, "[rows, " + wanted + ", " + std::to_string(geometry.head_dim) + "]", shape_of(rows),
+            "Rows and pages must be of the same heads.");
+    }
+    return rows.d[1];
+}
+
+} // namespace dflash_trt

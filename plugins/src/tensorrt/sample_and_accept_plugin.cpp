@@ -1,0 +1,93 @@
+#include "tensorrt/sample_and_accept_plugin.h"
+
+#include "operations/sampling.h"
+#include "runtime/problem.h"
+#include "tensorrt/input_dims.h"
+
+#include <string>
+#include <utility>
+
+namespace dflash_trt
+{
+namespace
+{
+
+SamplingShape shape_of(nvinfer1::Dims const& logits, nvinfer1::Dims const& logit_rows, FloatType type)
+{
+    SamplingShape const shape{type, logit_rows.d[0], logit_rows.d[1], logits.d[1]};
+    if (logits.d[0] != shape.num_rows())
+    {
+        throw Problem("logits", "a row for each of logit_rows, " + std::to_string(shape.num_rows()),
+            std::to_string(logits.d[0]), "Logits are [R * S, vocabulary].");
+    }
+    return shape;
+}
+
+/// Of a profile: its largest R with its largest S.
+SamplingShape largest_shape(nvinfer1::Dims const& logits, nvinfer1::Dims const& logit_rows, FloatType type)
+{
+    return {type, logit_rows.d[0], logit_rows.d[1], logits.d[1]};
+}
+
+} // namespace
+
+SampleAndAcceptPlugin::SampleAndAcceptPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
+    : StepPlugin(kSampleAndAccept, std::move(fields), phase)
+{
+}
+
+std::unique_ptr<StepPlugin> SampleAndAcceptPlugin::copy() const
+{
+    return std::make_unique<SampleAndAcceptPlugin>(*this);
+}
+
+void SampleAndAcceptPlugin::set_output_shapes(
+    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder&) const
+{
+    outputs[0] = outputs[1] = inputs[input_index("logit_rows")];
+    outputs[2] = outputs[3] = outputs[4] = inputs[input_index("num_candidates")];
+}
+
+void SampleAndAcceptPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
+{
+    static_cast<void>(workspace_bytes(max, type)); // throws where there are no kernels
+}
+
+size_t SampleAndAcceptPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
+{
+    return sampling_workspace_bytes(largest_shape(max[input_index("logits")], max[input_index("logit_rows")], type));
+}
+
+void SampleAndAcceptPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+{
+    prepare_sampling(shape_of(inputs[input_index("logits")], inputs[input_index("logit_rows")], type), device);
+}
+
+void SampleAndAcceptPlugin::run(Call const& call, FloatType type, Device const& device) const
+{
+    InputDims const dims(contract(), call.descs);
+    SamplingShape const shape =
+        shape_of(dims.data()[input_index("logits")], dims.data()[input_index("logit_rows")], type);
+    SamplingBuffers buffers{};
+    buffers.logits = call.input("logits");
+    buffers.token_ids = call.input("token_ids");
+    buffers.positions = call.input("positions");
+    buffers.token_offsets = call.input("token_offsets");
+    buffers.context_lens = call.input("context_lens");
+    buffers.logit_rows = call.input("logit_rows");
+    buffers.num_candidates = call.input("num_candidates");
+    buffers.temperature = call.input("temperature");
+    buffers.top_k = call.input("top_k");
+    buffers.top_p = call.input("top_p");
+    buffers.min_p = call.input("min_p");
+    buffers.seed = call.input("seed");
+    buffers.emitted_tokens = call.output("emitted_tokens");
+    buffers.emitted_logprobs = call.output("emitted_logprobs");
+    buffers.num_accepted = call.output("num_accepted");
+    buffers.bonus_tokens = call.output("bonus_tokens");
+    buffers.next_context_lens = call.output("next_context_lens");
+    buffers.workspace = call.workspace;
+    sample_and_accept(shape, buffers, device, call.stream);
+}
+
+} // namespace dflash_trt

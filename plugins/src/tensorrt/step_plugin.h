@@ -1,0 +1,105 @@
+// What all plugins of the library have in common: the contract as data, behind TensorRT's interfaces.
+#pragma once
+
+#include "contract/contract.h"
+#include "operations/float_type.h"
+#include "runtime/device.h"
+#include "tensorrt/plugin_fields.h"
+
+#include <NvInferRuntime.h>
+
+#include <memory>
+#include <vector>
+
+namespace dflash_trt
+{
+
+/// Types, formats, aliases, fields and errors come from the contract. A subclass knows its shapes and what it runs; it
+/// may throw, and every interface function turns that into a log line and TensorRT's own kind of failure.
+///
+/// A plugin made for building never launches anything. TensorRT may time it, with whatever the memory holds: page
+/// numbers and lengths that lead anywhere.
+class StepPlugin : public nvinfer1::IPluginV3,
+                   public nvinfer1::IPluginV3OneCore,
+                   public nvinfer1::IPluginV3OneBuildV2,
+                   public nvinfer1::IPluginV3OneRuntime
+{
+public:
+    StepPlugin(PluginContract const& contract, PluginFields fields, nvinfer1::TensorRTPhase phase);
+
+    // IPluginV3
+    nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+    nvinfer1::IPluginV3* clone() noexcept override;
+
+    // IPluginV3OneCore
+    nvinfer1::AsciiChar const* getPluginName() const noexcept override;
+    nvinfer1::AsciiChar const* getPluginVersion() const noexcept override;
+    nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override;
+
+    // IPluginV3OneBuildV2
+    int32_t getNbOutputs() const noexcept override;
+    int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs, nvinfer1::DataType const* input_types,
+        int32_t num_inputs) const noexcept override;
+    int32_t getOutputShapes(nvinfer1::DimsExprs const* inputs, int32_t num_inputs,
+        nvinfer1::DimsExprs const* shape_inputs, int32_t num_shape_inputs, nvinfer1::DimsExprs* outputs,
+        int32_t num_outputs, nvinfer1::IExprBuilder& builder) noexcept override;
+    bool supportsFormatCombination(int32_t position, nvinfer1::DynamicPluginTensorDesc const* tensors,
+        int32_t num_inputs, int32_t num_outputs) noexcept override;
+    int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
+        nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) noexcept override;
+    size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
+        nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) const noexcept override;
+    int32_t getAliasedInput(int32_t output) noexcept override;
+
+    // IPluginV3OneRuntime
+    int32_t onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
+        nvinfer1::PluginTensorDesc const* outputs, int32_t num_outputs) noexcept override;
+    int32_t enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinfer1::PluginTensorDesc const* output_descs,
+        void const* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) noexcept override;
+    nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
+    nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
+
+protected:
+    /// One call of enqueue. Tensors are found by their contract's names.
+    struct Call
+    {
+        PluginContract const& contract;
+        nvinfer1::PluginTensorDesc const* descs; // of the inputs
+        void const* const* inputs;
+        void* const* outputs;
+        void* workspace;
+        cudaStream_t stream;
+
+        [[nodiscard]] void const* input(char const* name) const;
+        [[nodiscard]] void* output(char const* name) const;
+    };
+
+    [[nodiscard]] virtual std::unique_ptr<StepPlugin> copy() const = 0;
+    virtual void set_output_shapes(
+        nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const = 0;
+    /// Throws Problem for sizes that contradict each other, or that no kernel serves. `max` are the largest shapes,
+    /// `types` the inputs' own.
+    virtual void check_build(nvinfer1::Dims const* max, FloatType type) const = 0;
+    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const = 0;
+    /// Make ready the kernels that steps of such shapes need.
+    virtual void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
+    virtual void run(Call const& call, FloatType type, Device const& device) const = 0;
+
+    [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
+    [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }
+    [[nodiscard]] int32_t input_index(char const* name) const;
+
+private:
+    void check_counts(int32_t num_inputs, int32_t num_outputs) const;
+    /// Largest shapes of the inputs, after their types and ranks were checked.
+    [[nodiscard]] std::vector<nvinfer1::Dims> max_dims(
+        nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs, int32_t num_outputs) const;
+
+    PluginContract const* mContract;
+    PluginFields mFields;
+    nvinfer1::TensorRTPhase mPhase;
+    std::vector<nvinfer1::PluginField> mSerialized; // what getFieldsToSerialize gave
+    nvinfer1::PluginFieldCollection mCollection{};
+};
+
+} // namespace dflash_trt

@@ -1,0 +1,243 @@
+// What TensorRT asks of a plugin while it builds an engine.
+#include "checks.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace host
+{
+namespace
+{
+
+using nvinfer1::DataType;
+using nvinfer1::TensorFormat;
+using nvinfer1::TensorRTPhase;
+
+constexpr int32_t kNumDataTypes = nvinfer1::EnumMax<DataType>();
+constexpr int32_t kNumFormats = nvinfer1::EnumMax<TensorFormat>();
+
+/// Fields as TensorRT passes them.
+class Fields
+{
+public:
+    explicit Fields(std::vector<std::pair<std::string, int32_t>> fields) : mFields(std::move(fields))
+    {
+        for (auto const& field : mFields)
+        {
+            mViews.emplace_back(field.first.c_str(), &field.second, nvinfer1::PluginFieldType::kINT32, 1);
+        }
+        mCollection = {static_cast<int32_t>(mViews.size()), mViews.data()};
+    }
+
+    Fields(Fields const&) = delete;
+    Fields& operator=(Fields const&) = delete;
+    [[nodiscard]] nvinfer1::PluginFieldCollection const* collection() const { return &mCollection; }
+
+private:
+    nvinfer1::PluginFieldCollection mCollection{};
+    std::vector<std::pair<std::string, int32_t>> mFields;
+    std::vector<nvinfer1::PluginField> mViews;
+};
+
+int32_t configure(Plugin const& plugin, Node const& node)
+{
+    auto const inputs = dynamic(node.inputs);
+    auto const outputs = dynamic(node.outputs);
+    return build(plugin)->configurePlugin(inputs.data(), count(node.inputs), outputs.data(), count(node.outputs));
+}
+
+} // namespace
+
+void check_fields(nvinfer1::IPluginCreatorV3One& creator, Node const& node)
+{
+    nvinfer1::PluginFieldCollection const* names = creator.getFieldNames();
+    expect(names->nbFields == static_cast<int32_t>(node.fields.size()), node.name + ": number of fields");
+    for (int32_t i = 0; i < names->nbFields; ++i)
+    {
+        nvinfer1::PluginField const& field = names->fields[i];
+        expect(field.name == node.fields[static_cast<size_t>(i)].first, node.name + ": field " + field.name);
+        expect(field.type == nvinfer1::PluginFieldType::kINT32 && field.length == 1,
+            node.name + ": type of " + field.name);
+    }
+    for (size_t left_out = 0; left_out < node.fields.size(); ++left_out)
+    {
+        auto fields = node.fields;
+        fields.erase(fields.begin() + static_cast<std::ptrdiff_t>(left_out));
+        Plugin const made(creator.createPlugin("n", Fields(fields).collection(), TensorRTPhase::kBUILD));
+        expect(made == nullptr, node.name + ": refuses to be without " + node.fields[left_out].first);
+        expect_logged("found no " + node.fields[left_out].first, node.name);
+    }
+    auto more = node.fields;
+    more.emplace_back("colour", 1);
+    expect(creator.createPlugin("n", Fields(more).collection(), TensorRTPhase::kBUILD) == nullptr,
+        node.name + ": refuses an unknown field");
+    expect_logged("found colour", node.name);
+    bool const needs_fields = !node.fields.empty();
+    Plugin const made(creator.createPlugin("n", nullptr, TensorRTPhase::kBUILD));
+    expect((made == nullptr) == needs_fields, node.name + ": without fields at all");
+    logger.lines.clear();
+}
+
+Plugin made(nvinfer1::IPluginCreatorV3One& creator, Node const& node, TensorRTPhase phase)
+{
+    return Plugin(creator.createPlugin("n", Fields(node.fields).collection(), phase));
+}
+
+Plugin travelled(nvinfer1::IPluginCreatorV3One& creator, Node const& node)
+{
+    Plugin first = made(creator, node, TensorRTPhase::kBUILD);
+    expect(first != nullptr, node.name + ": made");
+    if (first == nullptr)
+    {
+        return nullptr;
+    }
+    Plugin second(first->clone());
+    first.reset();
+    nvinfer1::PluginFieldCollection const* serialized = runtime(second)->getFieldsToSerialize();
+    Plugin third(creator.createPlugin("n", serialized, TensorRTPhase::kRUNTIME));
+    second.reset();
+    expect(third != nullptr, node.name + ": made from its serialized fields");
+    if (third == nullptr)
+    {
+        return nullptr;
+    }
+    Plugin attached(runtime(third)->attachToContext(nullptr));
+    third.reset();
+    serialized = runtime(attached)->getFieldsToSerialize();
+    expect(serialized->nbFields == static_cast<int32_t>(node.fields.size()), node.name + ": serialized fields");
+    for (int32_t i = 0; i < serialized->nbFields; ++i)
+    {
+        auto const& [name, value] = node.fields[static_cast<size_t>(i)];
+        nvinfer1::PluginField const& field = serialized->fields[i];
+        expect(field.name == name && *static_cast<int32_t const*>(field.data) == value, node.name + ": keeps " + name);
+    }
+    return attached;
+}
+
+void check_interfaces(Plugin const& plugin, Node const& node)
+{
+    expect(core(plugin)->getPluginName() == node.name, node.name + ": name");
+    expect(std::string(core(plugin)->getPluginNamespace()) == "dflash_trt", node.name + ": plugin's namespace");
+    nvinfer1::InterfaceInfo const info = build(plugin)->getInterfaceInfo();
+    expect(std::string(info.kind) == "PLUGIN_V3ONE_BUILD" && info.major == 2, node.name + ": build interface 2");
+    expect(build(plugin)->getNbOutputs() == count(node.outputs), node.name + ": number of outputs");
+    for (int32_t i = -1; i <= count(node.outputs); ++i)
+    {
+        bool const is_output = i >= 0 && i < count(node.outputs);
+        int32_t const alias = is_output ? node.aliases[static_cast<size_t>(i)] : -1;
+        expect(build(plugin)->getAliasedInput(i) == alias, node.name + ": alias of output " + std::to_string(i));
+    }
+}
+
+void check_shapes(Plugin const& plugin, Node const& node)
+{
+    ExprBuilder builder;
+    std::vector<nvinfer1::DimsExprs> inputs;
+    for (Tensor const& tensor : node.inputs)
+    {
+        nvinfer1::DimsExprs exprs{};
+        exprs.nbDims = static_cast<int32_t>(tensor.sizes.size());
+        std::transform(
+            tensor.sizes.begin(), tensor.sizes.end(), exprs.d, [&](int64_t size) { return builder.make(size); });
+        inputs.push_back(exprs);
+    }
+    std::vector<nvinfer1::DimsExprs> outputs(node.outputs.size());
+    int32_t const result = build(plugin)->getOutputShapes(
+        inputs.data(), count(node.inputs), nullptr, 0, outputs.data(), count(node.outputs), builder);
+    expect(result == 0, node.name + ": gives output shapes");
+    for (size_t i = 0; i < outputs.size(); ++i)
+    {
+        std::vector<int64_t> sizes;
+        std::transform(outputs[i].d, outputs[i].d + outputs[i].nbDims, std::back_inserter(sizes),
+            [](nvinfer1::IDimensionExpr const* expr) { return static_cast<Expr const*>(expr)->value(); });
+        expect(sizes == node.outputs[i].sizes, node.name + ": shape of " + node.outputs[i].name);
+    }
+    inputs[0].nbDims += 1;
+    expect(build(plugin)->getOutputShapes(
+               inputs.data(), count(node.inputs), nullptr, 0, outputs.data(), count(node.outputs), builder)
+            != 0,
+        node.name + ": refuses another rank");
+    expect_logged("dimensions", node.name);
+}
+
+void check_types(Plugin const& plugin, Node const& node)
+{
+    std::vector<DataType> inputs;
+    std::transform(
+        node.inputs.begin(), node.inputs.end(), std::back_inserter(inputs), [](auto const& x) { return x.type; });
+    std::vector<DataType> outputs(node.outputs.size());
+    int32_t const num_inputs = count(node.inputs);
+    auto const ask = [&]
+    { return build(plugin)->getOutputDataTypes(outputs.data(), count(node.outputs), inputs.data(), num_inputs); };
+    expect(ask() == 0, node.name + ": gives output types");
+    for (size_t i = 0; i < outputs.size(); ++i)
+    {
+        expect(outputs[i] == node.outputs[i].type, node.name + ": type of " + node.outputs[i].name);
+    }
+    inputs[0] = DataType::kINT8;
+    expect(ask() != 0, node.name + ": refuses int8");
+    expect_logged("float32, float16 or bfloat16", node.name);
+}
+
+void check_formats(Plugin const& plugin, Node const& node)
+{
+    std::vector<Tensor> all = node.inputs;
+    all.insert(all.end(), node.outputs.begin(), node.outputs.end());
+    for (int32_t position = 0; position < count(all); ++position)
+    {
+        auto descs = dynamic(all);
+        nvinfer1::PluginTensorDesc& desc = descs[static_cast<size_t>(position)].desc;
+        DataType const right = desc.type;
+        for (int32_t type = 0; type < kNumDataTypes; ++type)
+        {
+            desc.type = static_cast<DataType>(type);
+            bool const is_free = position == 0; // the first tensor decides what F is
+            bool const is_float =
+                desc.type == DataType::kFLOAT || desc.type == DataType::kHALF || desc.type == DataType::kBF16;
+            for (int32_t format = 0; format < kNumFormats; ++format)
+            {
+                desc.format = static_cast<TensorFormat>(format);
+                bool const wanted = desc.format == TensorFormat::kLINEAR && (is_free ? is_float : desc.type == right);
+                bool const found = build(plugin)->supportsFormatCombination(
+                    position, descs.data(), count(node.inputs), count(node.outputs));
+                expect(found == wanted,
+                    node.name + ": " + all[static_cast<size_t>(position)].name + ", type " + std::to_string(type)
+                        + ", format " + std::to_string(format));
+            }
+        }
+    }
+    auto descs = dynamic(all);
+    expect(!build(plugin)->supportsFormatCombination(0, descs.data(), count(node.inputs) - 1, count(node.outputs)),
+        node.name + ": refuses a missing input");
+}
+
+void check_configuration(Plugin const& plugin, Node const& node)
+{
+    expect(configure(plugin, node) == 0, node.name + ": accepts its configuration");
+    auto const inputs = dynamic(node.inputs);
+    auto const outputs = dynamic(node.outputs);
+    size_t const workspace =
+        build(plugin)->getWorkspaceSize(inputs.data(), count(node.inputs), outputs.data(), count(node.outputs));
+    expect((workspace > 0) == (node.name != "WriteDraftContext"), node.name + ": workspace");
+    auto const refuses = [&](char const* input, size_t axis, int64_t size, char const* reason)
+    {
+        Node changed = node;
+        changed.input(input).sizes[axis] = size;
+        expect(configure(plugin, changed) != 0, node.name + ": refuses " + reason);
+        expect_logged(reason, node.name);
+    };
+    if (node.name == "SampleAndAccept")
+    {
+        refuses("logits", 1, int64_t{1} << 30, "TILES");
+        refuses("logit_rows", 1, 1000, "WIDTH");
+        return;
+    }
+    refuses("pages", 2, 8, "page_size");
+    refuses("pages", 1, 3, "pages");
+    refuses("pages", 4, 24, "head_dim");
+    refuses("page_table", 0, 100000, "REQUESTS");
+    refuses(node.inputs[0].name.c_str(), 1, 3, node.inputs[0].name.c_str());
+}
+
+} // namespace host

@@ -1,0 +1,80 @@
+// The four nodes as plugins/README.md describes them, written down a second time: the library is held against this.
+#pragma once
+
+#include "fakes.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace host
+{
+
+struct Node
+{
+    std::string name;
+    std::vector<std::pair<std::string, int32_t>> fields;
+    std::vector<Tensor> inputs;
+    std::vector<Tensor> outputs;
+    std::vector<int32_t> aliases; // of the outputs: an input's index, or -1
+    size_t num_launches;
+
+    [[nodiscard]] Tensor& input(std::string const& wanted)
+    {
+        for (Tensor& tensor : inputs)
+        {
+            if (tensor.name == wanted)
+            {
+                return tensor;
+            }
+        }
+        throw wanted;
+    }
+};
+
+// Sizes of a step; all different where they could be confused.
+constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kPages = 20, kPageSize = 4;
+constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
+
+inline std::vector<Node> make_nodes(nvinfer1::DataType f)
+{
+    auto const i32 = nvinfer1::DataType::kINT32;
+    auto const i64 = nvinfer1::DataType::kINT64;
+    auto const f32 = nvinfer1::DataType::kFLOAT;
+    Tensor const pages{"pages", {kPages, 2, kPageSize, kKvHeads, kHeadDim}, f};
+    Tensor const next_pages{"next_pages", pages.sizes, f};
+    Tensor const positions{"positions", {kTokens}, i32};
+    Tensor const token_offsets{"token_offsets", {kRequests + 1}, i32};
+    Tensor const page_table{"page_table", {kRequests, kPagesPerRequest}, i32};
+    Tensor const next_context_lens{"next_context_lens", {kRequests}, i32};
+    auto const rows = [&](char const* name, int64_t num_rows, int64_t heads)
+    { return Tensor{name, {num_rows, heads, kHeadDim}, f}; };
+    auto const attended = [&](int64_t num_rows) { return Tensor{"attended", {num_rows, kHeads * kHeadDim}, f}; };
+    auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
+    int64_t const block = kRequests * kWidth;
+    return {
+        {"AttendPages", {{"page_size", 4}, {"window", 0}},
+            {rows("q", kTokens, kHeads), rows("k", kTokens, kKvHeads), rows("v", kTokens, kKvHeads), pages, positions,
+                token_offsets, per_request("context_lens", i32), page_table},
+            {attended(kTokens), next_pages}, {-1, 3}, 3},
+        {"AttendDraft", {{"page_size", 4}, {"window", 8}, {"is_causal", 0}},
+            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), rows("q", block, kHeads),
+                rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pages, positions, token_offsets,
+                page_table, next_context_lens},
+            {attended(block), next_pages}, {-1, 5}, 3},
+        {"WriteDraftContext", {{"page_size", 4}},
+            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), pages, positions,
+                token_offsets, page_table, next_context_lens},
+            {next_pages}, {2}, 1},
+        {"SampleAndAccept", {},
+            {{"logits", {block, kVocabulary}, f}, {"token_ids", {kTokens}, i32}, positions, token_offsets,
+                per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
+                per_request("num_candidates", i32), per_request("temperature", f32), per_request("top_k", i32),
+                per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64)},
+            {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
+                per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
+            {-1, -1, -1, -1, -1}, 7},
+    };
+}
+
+} // namespace host

@@ -1,0 +1,159 @@
+"""Engines of real shapes with random weights, made on the GPU: no checkpoint is needed to time a step."""
+
+import math
+
+import torch
+
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
+from dflash_trt.core.packed_spec import engine_table, is_linear, packed_tensors
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.executor.page_budget import kv_bytes_per_token, plan_pages
+from dflash_trt.executor.torch_executor import bind_network
+from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from dflash_trt.network.torch_packed import split_packed
+
+PAGE_SIZE = 32
+DTYPE = torch.bfloat16
+
+
+def target_spec(model: str) -> TargetSpec:
+    """Sizes of Qwen/Qwen3-8B and meta-llama/Llama-3.1-8B, from their config.json; `tiny` is for trying the script."""
+    common = {"rms_norm_eps": 1e-6, "is_embedding_tied": False, "max_position_embeddings": 131072}
+    if model == "tiny":
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+        layers, vocab_size, family = 2, 4096, "qwen3"
+    else:
+        sizes = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+        is_qwen = model == "qwen3-8b"
+        sizes["intermediate_size"] = 12288 if is_qwen else 14336
+        layers, vocab_size, family = (36, 151936, "qwen3") if is_qwen else (32, 128256, "llama")
+    return TargetSpec(
+        family=family,
+        vocab_size=vocab_size,
+        attention=(AttentionSpec(),) * layers,
+        rope=RopeSpec(theta=1e6),
+        has_qk_norm=family == "qwen3",
+        **sizes,
+        **common,
+    )
+
+
+def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
+    """Sizes of z-lab/Qwen3-8B-DFlash-b16 and z-lab's drafter for Llama-3.1-8B (block size 10)."""
+    layers, taps, block_size = {
+        "qwen3-8b": (5, (1, 9, 17, 25, 33), 16),
+        "llama-3.1-8b": (5, (1, 8, 15, 22, 29), 10),
+        "tiny": (1, (0,), 16),
+    }[model]
+    return DraftSpec(
+        source_format="z-lab",
+        hidden_size=target.hidden_size,
+        intermediate_size=12288 if model != "tiny" else 512,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(theta=1e6),
+        attention=(AttentionSpec(is_causal=False),) * layers,
+        has_qk_norm=True,
+        max_position_embeddings=131072,
+        target_layer_ids=taps,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        draft_block_size=block_size,
+        mask_token_id=target.vocab_size - 1,
+    )
+
+
+def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
+    """Of one token position, target and drafter."""
+    return sum(kv_bytes_per_token(decoder, Mapping(), DTYPE.itemsize) for decoder in (target, draft))
+
+
+def make_executor(
+    target: TargetSpec,
+    draft: DraftSpec,
+    weight_format: str,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    device: str = "cuda",
+) -> TorchGpuExecutor:
+    """Pages for max_batch_size sequences of max_seq_len. Raises torch.OutOfMemoryError where they do not fit."""
+    table = engine_table(target, draft, None)
+    linears = [name for name, spec in table.items() if is_linear(spec, name)]
+    kept = {"target.lm_head"}  # as the field's FP8 checkpoints keep it
+    quantization = QuantizationSpec(
+        linears={name: "fp8" for name in linears if weight_format == "fp8" and name not in kept}
+    )
+    tensors = {}
+    for name, spec in table.items():
+        if name in quantization.linears:
+            for part in packed_tensors(name, spec, "fp8"):
+                is_code = part.dtype == "F8_E4M3"
+                tensors[part.name] = (
+                    torch.randn(part.shape, device=device, dtype=DTYPE).mul_(64).to(torch.float8_e4m3fn)
+                    if is_code
+                    else torch.full(part.shape, 2e-4 if part.name.endswith("weight_scale") else 0.02, device=device)
+                )
+        elif len(spec.shape) == 1:
+            tensors[name] = torch.ones(spec.shape, dtype=DTYPE, device=device)
+        else:
+            noise = torch.randn(spec.shape, dtype=DTYPE, device=device)
+            tensors[name] = noise.mul_(1 / math.sqrt(spec.shape[1]))
+    plain, packed = split_packed(tensors, table, quantization.linears)
+    max_draft_len = draft.max_draft_len
+    page_plan = plan_pages(
+        target=target,
+        draft=draft,
+        mapping=Mapping(),
+        element_bytes=DTYPE.itemsize,
+        page_size=PAGE_SIZE,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        budget_bytes=1 << 60,
+    )
+    return TorchGpuExecutor(
+        bind_network(target, draft, plain, packed),
+        page_plan=page_plan,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max(2048, max_batch_size * (max_draft_len + 1)),
+        max_draft_len=max_draft_len,
+        device=torch.device(device),
+        quantization=quantization,
+    )
+
+
+def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, has_drafts: bool) -> float:
+    """What a step reads of the weights: everything but embeddings, and with drafts the head twice."""
+    total = 0.0
+    for name, spec in engine_table(target, draft, None).items():
+        is_unread = name.startswith("draft.") and name not in ("draft.fc", "draft.kv", "draft.context_norm")
+        if name.endswith(".embedding") or (is_unread and not has_drafts):
+            continue
+        is_fp8 = weight_format == "fp8" and is_linear(spec, name) and name != "target.lm_head"
+        passes = 2 if has_drafts and name in ("target.lm_head", "draft.kv") else 1  # the block's K/V use them again
+        total += passes * math.prod(spec.shape) * (1 if is_fp8 else DTYPE.itemsize)
+    return total
+
+
+def linear_flops(target: TargetSpec, draft: DraftSpec, *, num_tokens: int, num_rows: int, num_drafts: int) -> float:
+    """Multiply-adds of all GEMMs of a step, times two: T tokens, the head for R*(K+1) rows and for R*K drafts."""
+    flops = 0.0
+    for name, spec in engine_table(target, draft, None).items():
+        if not is_linear(spec, name):
+            continue
+        size = math.prod(spec.shape)
+        if name == "target.lm_head":
+            rows = num_rows + num_drafts
+        elif name == "draft.fc":
+            rows = num_tokens
+        elif name == "draft.kv":
+            rows = num_tokens + (num_rows if num_drafts else 0)
+        elif name.startswith("draft."):
+            rows = num_rows if num_drafts else 0
+        else:
+            rows = num_tokens
+        flops += 2.0 * size * rows
+    return flops

@@ -1,0 +1,176 @@
+"""Shapes, padding, staging memory and the graph cache: everything of the GPU executor that is not a kernel."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.executor.cuda_graphs import GraphCache
+from dflash_trt.executor.step_inputs import step_inputs
+from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
+
+CPU = torch.device("cpu")
+LIMITS = ExecutorLimits(max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96)
+
+
+def request(num_tokens, *, context_len=0, num_candidates=0, first_page=0, sampling=None):
+    num_pages = -(-(context_len + num_tokens) // LIMITS.page_size)
+    return ScheduledRequest(
+        request_id=f"request {first_page}",
+        token_ids=tuple(range(100 + first_page, 100 + first_page + num_tokens)),
+        context_len=context_len,
+        num_candidates=num_candidates,
+        page_ids=tuple(range(first_page, first_page + num_pages)),
+        sampling=sampling or StepSampling(),
+    )
+
+
+def batch_of(*requests, num_draft_tokens=3):
+    return StepBatch(requests=requests, num_draft_tokens=num_draft_tokens)
+
+
+@pytest.mark.parametrize(("num_requests", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
+def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
+    blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_requests)]
+    shape = step_shape(batch_of(*blocks), LIMITS)
+    assert shape == StepShape(num_requests=bucket, num_tokens=bucket * 4, num_draft_tokens=3, is_decode=True)
+
+
+def test_blocks_with_fewer_candidates_share_the_shape_and_a_prefill_chunk_has_its_own():
+    full, some, none = (request(n + 1, context_len=9, num_candidates=n, first_page=n) for n in (3, 1, 0))
+    assert step_shape(batch_of(full, some), LIMITS) == step_shape(batch_of(none, none), LIMITS)
+    mixed = step_shape(batch_of(full, request(7)), LIMITS)
+    assert mixed == StepShape(num_requests=2, num_tokens=11, num_draft_tokens=3, is_decode=False)
+    assert step_shape(batch_of(none, num_draft_tokens=0), LIMITS).num_tokens == 1
+
+
+def test_every_batch_of_verify_blocks_has_a_shape_that_can_be_made_ahead():
+    shapes = decode_shapes(LIMITS, num_draft_tokens=2)
+    assert [shape.num_requests for shape in shapes] == [1, 2, 4, 6]
+    for num_requests in range(1, LIMITS.max_batch_size + 1):
+        blocks = [request(3, context_len=9, num_candidates=2, first_page=4 * r) for r in range(num_requests)]
+        assert step_shape(batch_of(*blocks, num_draft_tokens=2), LIMITS) in shapes
+
+
+def staged(batch, staging=None):
+    shape = step_shape(batch, LIMITS)
+    staging = staging or InputStaging(LIMITS, CPU)
+    staging.stage(batch, shape)
+    staging.upload(shape)
+    return shape, staging.inputs(shape)
+
+
+def assert_holds(inputs, batch):
+    """The real part is what any back end gets; padding has no tokens and is greedy."""
+    expected, num_requests = step_inputs(batch), len(batch.requests)
+    num_tokens = int(expected.token_offsets[-1])
+    for item in fields(expected):
+        found, want = getattr(inputs, item.name), getattr(expected, item.name)
+        if item.name == "page_table":
+            for row, pages in enumerate(request.page_ids for request in batch.requests):
+                assert tuple(found[row, : len(pages)].tolist()) == pages
+        elif item.name in ("token_ids", "positions"):
+            assert torch.equal(found[:num_tokens], want)
+        else:
+            assert torch.equal(found[: len(want)], want), item.name
+    assert (inputs.token_offsets[num_requests:] == num_tokens).all()
+    for name in ("context_lens", "num_candidates", "temperature", "logit_rows"):
+        assert (getattr(inputs, name)[num_requests:] == 0).all()
+    assert (inputs.token_ids[num_tokens:] == 0).all() and (inputs.positions[num_tokens:] == 0).all()
+
+
+def test_a_padded_step_holds_its_requests_and_nothing_else():
+    sampling = StepSampling(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, seed=2**62 + 1)
+    staging = InputStaging(LIMITS, CPU)
+    busy = batch_of(*(request(4, context_len=20 + r, num_candidates=3, first_page=9 * r) for r in range(6)))
+    small = batch_of(
+        request(3, context_len=17, num_candidates=2, first_page=40, sampling=sampling),
+        request(1, context_len=3, first_page=50),
+        request(4, context_len=8, num_candidates=3, first_page=60),
+    )
+    chunk = batch_of(request(2, context_len=5, num_candidates=1, first_page=3), request(30, first_page=70))
+    for batch in (busy, small, chunk, busy):  # what a step leaves behind does not reach the next one
+        _, inputs = staged(batch, staging)
+        assert_holds(inputs, batch)
+    assert inputs.seed.dtype == torch.int64
+
+
+def test_addresses_belong_to_a_shape():
+    staging = InputStaging(LIMITS, CPU)
+    blocks = batch_of(request(4, context_len=9, num_candidates=3), request(4, context_len=2, num_candidates=3))
+    _, first = staged(blocks, staging)
+    addresses = [getattr(first, item.name).data_ptr() for item in fields(first)]
+    staged(batch_of(request(30)), staging)
+    _, second = staged(blocks, staging)
+    assert [getattr(second, item.name).data_ptr() for item in fields(second)] == addresses
+    assert all(address % 16 == 0 for address in addresses)
+
+
+def test_a_growing_request_rewrites_only_its_new_pages():
+    staging = InputStaging(LIMITS, CPU)
+    _, inputs = staged(batch_of(request(1, context_len=8)), staging)
+    staging._host["page_table"][0] = 77  # a page it holds already: must not be written again
+    _, inputs = staged(batch_of(request(1, context_len=12)), staging)
+    assert inputs.page_table[0, :4].tolist() == [77, 1, 2, 3]
+    _, inputs = staged(batch_of(request(1, context_len=12, first_page=5)), staging)
+    assert inputs.page_table[0, :4].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3])
+def test_results_come_back_without_the_padding(num_draft_tokens):
+    shape = StepShape(
+        num_requests=4, num_tokens=4 * (num_draft_tokens + 1), num_draft_tokens=num_draft_tokens, is_decode=True
+    )
+    results = ResultStaging(LIMITS, CPU)
+    outputs, drafts = results.outputs(shape)
+    width = num_draft_tokens + 1
+    outputs.emitted_tokens.copy_(torch.arange(4 * width).view(4, width))
+    outputs.emitted_logprobs.copy_(-torch.arange(4 * width).view(4, width) / 8)
+    outputs.num_accepted.copy_(torch.tensor([0, num_draft_tokens, 0, 0]))
+    outputs.bonus_tokens.fill_(5)
+    outputs.next_context_lens.copy_(torch.arange(4) + 50)
+    drafts.copy_(torch.arange(4 * num_draft_tokens).view(4, num_draft_tokens) + 900)
+    results.download(shape)
+    for tensor in (outputs.emitted_tokens, drafts):
+        tensor.fill_(-1)  # the next step may write while the host reads
+    first, second = results.read(shape, num_requests=2).requests
+    assert first.emitted_tokens == (0,) and first.next_context_len == 50
+    assert second.emitted_tokens == tuple(range(width, 2 * width))
+    assert second.logprobs == tuple(-i / 8 for i in range(width, 2 * width))
+    assert second.draft_tokens == tuple(range(900 + num_draft_tokens, 900 + 2 * num_draft_tokens))
+
+
+class Recorder:
+    """A Capture that counts; a replay does not call the function it was made from."""
+
+    def __init__(self):
+        self.events = []
+
+    def capture(self, enqueue):
+        self.events.append("capture")
+        return lambda: self.events.append("replay")
+
+    def enqueue(self):
+        self.events.append("run")
+
+
+def test_a_shape_runs_then_is_captured_then_replayed():
+    recorder = Recorder()
+    graphs = GraphCache(recorder.capture)
+    for _ in range(4):
+        graphs.run("a", recorder.enqueue)
+    assert recorder.events == ["run", "capture", "replay", "replay", "replay"]
+    graphs.run("b", recorder.enqueue)
+    assert recorder.events[5:] == ["run"] and graphs.num_graphs == 1
+
+
+def test_without_a_capture_or_with_too_many_shapes_steps_run_as_they_are():
+    recorder = Recorder()
+    plain, full = GraphCache(None), GraphCache(recorder.capture, max_graphs=1)
+    for _ in range(3):
+        plain.run("a", recorder.enqueue)
+    assert recorder.events == ["run"] * 3
+    for key in ("a", "a", "b", "b", "b"):
+        full.run(key, recorder.enqueue)
+    assert recorder.events[3:] == ["run", "capture", "replay", "run", "run", "run"]

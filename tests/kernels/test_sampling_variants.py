@@ -1,0 +1,150 @@
+"""What the plugin library compiles ahead is what the launchers launch, and it compiles for every architecture."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dflash_trt.kernels import argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
+from dflash_trt.kernels.sampling_launch import sampling_variants, workspace_shapes
+from dflash_trt.kernels.variant import pointer
+from tests.kernels.test_attention_variants import Recorder
+from tests.kernels.test_sampling_kernels import make_inputs
+
+VOCAB_SIZE = 5000
+WIDTH = 4
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def recorded(monkeypatch, module, name):
+    kernel, recorder = getattr(module, name), Recorder()
+    recorder.arg_names = kernel.arg_names
+    monkeypatch.setattr(module, name, recorder)
+    return recorder
+
+
+def assert_is_launched_as(variant, recorder, sizes):
+    """One launch with the variant's arguments, in type, and its constants, warps and grid."""
+    ((grid, args, kwargs),) = recorder.launches
+    given = dict(zip(recorder.arg_names, args, strict=False)) | kwargs
+    for name, word in variant.signature.items():
+        value = given[name]
+        if isinstance(value, torch.Tensor):
+            assert pointer(value.dtype) == word, name
+        else:
+            assert word.split(":")[0] == ("fp32" if isinstance(value, float) else "i32"), name
+            assert not word.endswith(":16") or value % 16 == 0, name
+    assert {name: given[name] for name in variant.constexprs} == dict(variant.constexprs)
+    assert set(variant.signature) | set(variant.constexprs) == set(recorder.arg_names)
+    assert given["num_warps"] == variant.num_warps
+    named = sizes | {name: value for name, value in given.items() if isinstance(value, int)}
+    declared = tuple(eval(axis.replace("/", "//"), {}, named) for axis in variant.grid)
+    assert declared == (*grid, *(1,) * (3 - len(grid)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
+def test_sampling_variants_are_what_is_launched_in_this_order(monkeypatch, dtype, vocab_size):
+    variants = sampling_variants(dtype, vocab_size=vocab_size, max_width=WIDTH)
+    order, recorders = [], {}
+    for variant in variants:
+        recorders[variant.name] = recorder = recorded(monkeypatch, sampling, f"{variant.name}_kernel")
+        original = recorder.launches
+        recorder.launches = _Ordered(original, order, variant.name)
+    inputs = make_inputs([(1.0, 0, 1.0, 0.0, 0)] * 3, width=WIDTH)
+    outputs = sampling_launch.allocate_outputs(3, WIDTH, torch.device("cpu"))
+    workspace = sampling_launch.allocate_workspace(3 * WIDTH, vocab_size, torch.device("cpu"))
+    logits = torch.zeros(3 * WIDTH, vocab_size, dtype=dtype)
+    sampling_launch.sample_and_accept(logits, inputs, outputs, workspace)
+    assert order == [variant.name for variant in variants]
+    sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": -(-vocab_size // sampling.TILE)}
+    for variant in variants:
+        assert_is_launched_as(variant, recorders[variant.name], sizes)
+
+
+class _Ordered(list):
+    """A list of launches that also notes whose they are."""
+
+    def __init__(self, launches, order, name):
+        super().__init__(launches)
+        self._order, self._name = order, name
+
+    def append(self, launch):
+        self._order.append(self._name)
+        super().append(launch)
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, has_scale):
+    hidden_size, ffn_size, vocab_size = 64, 5000, 9000
+    norms = norm_launch.norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, has_scale=has_scale)
+    argmaxes = argmax_launch.argmax_variants(torch.float32, vocab_size=vocab_size)
+    quantize = quantize_fp8_launch.quantize_variant(torch.float32)
+    modules = [norm_launch] * 3 + [argmax_launch] * 2 + [quantize_fp8_launch]
+    variants = [*norms, *argmaxes, quantize]
+    recorders = [
+        recorded(monkeypatch, module, f"{variant.kernel.fn.__name__}")
+        for module, variant in zip(modules, variants, strict=True)
+    ]
+    x, weight = torch.zeros(3, hidden_size), torch.zeros(hidden_size)
+    scale = torch.ones(1) if has_scale else None
+    norm_launch.rms_norm(x, weight, 1e-6, scale=scale)
+    norm_launch.add_rms_norm(x, x, weight, 1e-6, scale=scale)
+    norm_launch.silu_mul(torch.zeros(3, 2 * ffn_size), scale=scale)
+    argmax_launch.argmax_tokens(torch.zeros(3, vocab_size))
+    quantize_fp8_launch.quantize_fp8(x, torch.ones(1))
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, {"num_rows": 3, "num_tiles": 3})
+
+
+def test_the_workspace_is_counted_by_row():
+    one, many = workspace_shapes(1, VOCAB_SIZE), workspace_shapes(7, VOCAB_SIZE)
+    assert all(many[name] == (dtype, (7, *shape[1:])) for name, (dtype, shape) in one.items())
+
+
+COMPILE = """
+import itertools, json, sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from dflash_trt.kernels.argmax_launch import argmax_variants
+from dflash_trt.kernels.norm_launch import norm_variants
+from dflash_trt.kernels.quantize_fp8_launch import quantize_variant
+from dflash_trt.kernels.sampling_launch import sampling_variants
+
+def variants(dtype, vocab_size):
+    yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)
+    for has_scale in (False, True):
+        yield from norm_variants(dtype, hidden_size=4096, ffn_size=12288, has_scale=has_scale)
+    yield from argmax_variants(dtype, vocab_size=vocab_size)
+    yield quantize_variant(dtype)
+
+plan = [(90, torch.bfloat16, 151936), (100, torch.float16, 128256), (103, torch.float32, 262145)]
+for arch, dtype, vocab_size in plan:
+    for variant in variants(dtype, vocab_size):
+        compiled = triton.compile(variant.source(), target=GPUTarget("cuda", arch, 32), options=variant.options)
+        print(json.dumps({
+            "arch": arch,
+            "name": variant.name,
+            "shared": compiled.metadata.shared,
+            "num_bytes": len(compiled.asm["cubin"]),
+            "spills": "st.local" in compiled.asm["ptx"],
+        }))
+"""
+
+
+def test_every_kernel_compiles_ahead_of_time(tmp_path):
+    """In a process of its own: under the interpreter there is no compiler. Never run here: there is no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
+    assert counts == {90: 16, 100: 16, 103: 16}
+    assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

@@ -1,0 +1,261 @@
+"""The whole step over the GPU kernels, against the step over plain PyTorch: the same network, façade for façade.
+
+Without a GPU the kernels run in Triton's interpreter, so pairs are tiny and float32.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.packed_spec import engine_table, is_linear, segments_of
+from dflash_trt.core.planned_step import FollowUp, PlannedStep
+from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.executor.cuda_graphs import GraphCache
+from dflash_trt.executor.page_budget import plan_pages
+from dflash_trt.executor.pipelined import PipelinedExecutor
+from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
+from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from dflash_trt.executor.torch_gpu_staging import decode_shapes
+from dflash_trt.network.torch_packed import split_packed
+from dflash_trt.quantize.pack import engine_tensors, pack, segment_amax
+from tests.engine_dir.building import build
+from tests.factories import make_target, make_zlab_drafter
+
+PAGE_SIZE = 4
+NUM_DRAFT_TOKENS = 2
+SAMPLED = StepSampling(temperature=0.9, top_k=40, top_p=0.95, seed=2**33 + 5)
+
+# Sums in another order; measured in the interpreter: 1e-6.
+LOGPROB_TOLERANCE = 1e-4
+# An activation on the border between two codes may go either way, and FP8 units sum with fewer bits than float32.
+# Measured in the interpreter: 1e-6; on a GPU: not measured.
+FP8_LOGPROB_TOLERANCE = 0.05
+
+Executor = TorchExecutor | TorchGpuExecutor
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("pair")
+    few_heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target = make_target(root / "target", num_hidden_layers=2, **few_heads)
+    drafter = make_zlab_drafter(
+        root / "drafter",
+        target_dir=target,
+        target_layer_ids=(0,),
+        block_size=NUM_DRAFT_TOKENS + 1,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=6,
+        **few_heads,
+    )
+    return target, drafter
+
+
+def make_executors(
+    pair: tuple[Path, Path], device: torch.device, *, has_fp8: bool = False
+) -> tuple[TorchExecutor, TorchGpuExecutor]:
+    opened = open_pair(*pair)
+    tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
+    formats = fp8_linears(opened, tensors) if has_fp8 else {}
+    table = engine_table(opened.target, opened.draft, None)
+    copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
+    networks = [bind_network(opened.target, opened.draft, *split_packed(copy, table, formats)) for copy in copies]
+    page_plan = plan_pages(
+        target=opened.target,
+        draft=opened.draft,
+        mapping=Mapping(),
+        element_bytes=4,
+        page_size=PAGE_SIZE,
+        max_batch_size=4,
+        max_seq_len=64,
+        budget_bytes=1 << 24,
+    )
+    limits = {"max_batch_size": 4, "max_num_tokens": 48, "max_draft_len": NUM_DRAFT_TOKENS}
+    return (
+        TorchExecutor(networks[0], page_plan=page_plan, **limits),
+        TorchGpuExecutor(networks[1], page_plan=page_plan, device=device, **limits),
+    )
+
+
+def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[str, WeightFormat]:
+    """Pack every linear but the head in place, with activations calibrated to 6; their formats."""
+    formats: dict[str, WeightFormat] = {}
+    for name, spec in engine_table(pair.target, pair.draft, None).items():
+        if not is_linear(spec, name) or name.endswith("lm_head"):
+            continue
+        weight, segments = tensors[name], segments_of(spec)
+        ranges = segment_amax(weight, segments)
+        packed = pack(weight, "fp8", segments=segments, weight_amax=ranges, input_amax=torch.full_like(ranges, 6.0))
+        tensors |= engine_tensors(name, packed)
+        formats[name] = "fp8"
+    return formats
+
+
+def prefill(name: str, length: int, sampling: StepSampling, *, first_page: int, num_pages: int = 8) -> ScheduledRequest:
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(4, 260, (length,), generator=generator).tolist()
+    pages = tuple(range(first_page, first_page + num_pages))
+    return ScheduledRequest(
+        request_id=name, token_ids=tuple(tokens), context_len=0, num_candidates=0, page_ids=pages, sampling=sampling
+    )
+
+
+def next_batch(batch: StepBatch, result: StepResult, *, num_candidates: Callable[[int], int]) -> StepBatch:
+    """Every request verifies some of its drafts."""
+    rows = []
+    for r, (request, row) in enumerate(zip(batch.requests, result.requests, strict=True)):
+        count = min(num_candidates(r), len(row.draft_tokens))
+        rows.append(
+            ScheduledRequest(
+                request_id=request.request_id,
+                token_ids=(row.emitted_tokens[-1], *row.draft_tokens[:count]),
+                context_len=row.next_context_len,
+                num_candidates=count,
+                page_ids=request.page_ids,
+                sampling=request.sampling,
+            )
+        )
+    return StepBatch(requests=tuple(rows), num_draft_tokens=batch.num_draft_tokens)
+
+
+def assert_same(found: StepResult, expected: StepResult) -> None:
+    for row, other in zip(found.requests, expected.requests, strict=True):
+        assert row.emitted_tokens == other.emitted_tokens
+        assert row.draft_tokens == other.draft_tokens
+        assert (row.num_accepted, row.next_context_len) == (other.num_accepted, other.next_context_len)
+        assert row.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def start(executor: Executor) -> tuple[StepBatch, StepResult]:
+    requests = (
+        prefill("greedy", 7, StepSampling(), first_page=0),
+        prefill("sampled", 5, SAMPLED, first_page=10),
+    )
+    batch = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS)
+    return batch, executor.step(batch)
+
+
+def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    reference, executor = make_executors(pair, device)
+    batch, expected = start(reference)
+    assert_same(executor.step(batch), expected)
+    for candidates in ((2, 2), (0, 1)):
+        batch = next_batch(batch, expected, num_candidates=candidates.__getitem__)
+        expected = reference.step(batch)
+        assert_same(executor.step(batch), expected)
+    late = prefill("late", 9, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
+    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+    batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
+    expected = reference.step(batch)
+    assert_same(executor.step(batch), expected)
+    batch = next_batch(batch, expected, num_candidates=lambda r: 0)
+    batch = StepBatch(requests=batch.requests[:1], num_draft_tokens=0)  # no drafts, but the draft context is fed
+    expected = reference.step(batch)
+    assert_same(executor.step(batch), expected)
+
+
+def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
+    reference, executor = make_executors(pair, device, has_fp8=True)
+    batch = StepBatch(requests=(prefill("a", 5, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
+    found, expected = executor.step(batch), reference.step(batch)
+    assert found.requests[0].emitted_tokens == expected.requests[0].emitted_tokens
+    assert found.requests[0].draft_tokens == expected.requests[0].draft_tokens
+    error = abs(found.requests[0].logprobs[0] - expected.requests[0].logprobs[0])
+    plain = make_executors(pair, device)[0].step(batch).requests[0].logprobs[0]
+    assert error < FP8_LOGPROB_TOLERANCE < abs(found.requests[0].logprobs[0] - plain)
+
+
+def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.device) -> None:
+    """The perturbed twin of the test above."""
+    reference, executor = make_executors(pair, device)
+    weights = executor.network.draft_weights
+    assert weights is not None
+    weights.norm.mul_(-1)
+    executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
+    request = prefill("greedy", 3, StepSampling(), first_page=0)
+    batch = StepBatch(requests=(request,), num_draft_tokens=NUM_DRAFT_TOKENS)
+    found, expected = executor.step(batch), reference.step(batch)
+    assert [row.draft_tokens for row in found.requests] != [row.draft_tokens for row in expected.requests]
+    logprobs = [row.logprobs[0] for row in found.requests]
+    assert logprobs != pytest.approx([row.logprobs[0] for row in expected.requests], abs=LOGPROB_TOLERANCE)
+
+
+def planned(rows: tuple[ScheduledRequest | FollowUp, ...]) -> PlannedStep:
+    return PlannedStep(rows=rows, num_draft_tokens=NUM_DRAFT_TOKENS, page_size=PAGE_SIZE)
+
+
+def follow_up(request: ScheduledRequest) -> FollowUp:
+    """Verify all drafts of the step before, whatever it emits."""
+    return FollowUp(
+        request_id=request.request_id,
+        max_candidates=NUM_DRAFT_TOKENS,
+        num_remaining=1000,
+        stop_token_ids=frozenset(),
+        page_ids=request.page_ids,
+        sampling=request.sampling,
+    )
+
+
+def test_steps_are_captured_once_then_replayed_and_may_follow_on_the_device(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    """On a CPU a graph stands for the function that enqueues: it is called again, at the same addresses."""
+    reference, executor = make_executors(pair, device)
+    captured = []
+    if device.type == "cpu":
+
+        def capture(enqueue: Callable[[], None]) -> Callable[[], None]:
+            captured.append(enqueue)
+            return enqueue
+
+        executor.graphs = GraphCache(capture)
+    for pool in executor.pages:
+        pool.fill_(7.0)
+    (shape,) = [s for s in decode_shapes(executor.limits, num_draft_tokens=NUM_DRAFT_TOKENS) if s.num_requests == 2]
+    executor.warm_up([shape])
+    assert executor.graphs.num_graphs == 1
+    assert all(bool((pool == 7.0).all()) for pool in executor.pages)  # padding alone touches no page
+
+    batch, expected = start(reference)
+    pipeline = PipelinedExecutor(executor)  # the overlapped loop: the second step is planned before the first is over
+    prefilled = pipeline.submit(planned(batch.requests), after=None)
+    verified = pipeline.submit(planned(tuple(follow_up(request) for request in batch.requests)), after=prefilled)
+    assert_same(prefilled.result()[1], expected)
+    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+    expected = reference.step(batch)
+    assert_same(verified.result()[1], expected)
+    pipeline.close()
+    for _ in range(2):
+        batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+        expected = reference.step(batch)
+    assert_same(executor.follow(2), expected)
+    assert executor.graphs.num_graphs == 1
+    assert device.type == "cuda" or len(captured) == 1
+
+
+def test_the_logits_of_a_sequence_are_those_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
+    reference, executor = make_executors(pair, device)
+    tokens = list(range(4, 17))
+    torch.testing.assert_close(executor.target_logits(tokens), reference.target_logits(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: torch.device, tmp_path: Path) -> None:
+    limits = {"max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": 48, "page_size": PAGE_SIZE}
+    engine = build(tmp_path, tmp_path / "engine", target=str(pair[0]), drafter=str(pair[1]), **limits)
+    executor = TorchGpuExecutor.open(engine, kv_cache_bytes=1 << 22, device=device)
+    reference = TorchExecutor.open(engine, kv_cache_bytes=1 << 22)
+    assert executor.limits == reference.limits and executor.page_plan == reference.page_plan
+    batch = StepBatch(requests=(prefill("a", 3, SAMPLED, first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
+    assert_same(executor.step(batch), reference.step(batch))
+    plain = TorchGpuExecutor.open(engine, use_drafter=False, kv_cache_bytes=1 << 22, device=device)
+    assert plain.limits.max_draft_len == 0
+    with pytest.raises(ConfigError, match="kv_cache_free_memory_fraction: expected a number"):
+        TorchGpuExecutor.open(engine, kv_cache_free_memory_fraction=1.5, device=device)

@@ -1,0 +1,151 @@
+"""The plugin library's C API (plugins/include/dflash_trt_kernels.h) over torch tensors, shaped like a plugin node."""
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.network.trt_plugins import PLUGINS
+
+FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_ATTENTION = (
+    "float_type heads kv_heads head_dim page_size window is_causal num_tokens num_requests block_rows pages_per_request"
+)
+_PAGES = "q k v pages positions token_offsets context_lens page_table attended"
+_DRAFT = "context_k context_v q block_k block_v pages positions token_offsets page_table next_context_lens attended"
+_SAMPLING = (
+    "logits token_ids positions token_offsets context_lens logit_rows num_candidates temperature top_k top_p min_p seed"
+    " emitted_tokens emitted_logprobs num_accepted bonus_tokens next_context_lens"
+)
+
+
+def _structure(name: str, fields: str, type_: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, type_) for field in fields.split()]})
+
+
+AttentionShape = _structure("AttentionShape", _ATTENTION, ctypes.c_int32)
+SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size", ctypes.c_int32)
+PagesBuffers = _structure("PagesBuffers", _PAGES, ctypes.c_void_p)
+DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
+SamplingBuffers = _structure("SamplingBuffers", _SAMPLING, ctypes.c_void_p)
+
+
+class LibraryError(Exception):
+    pass
+
+
+class PluginLibrary:
+    """`library(name, inputs, fields)` is what the plugin node of that name computes; pages are written in place."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name in ("last_error", "architectures", "manifest_sha256", "contract"):
+            getattr(self._library, f"dflash_trt_{name}").restype = ctypes.c_char_p
+
+    def __call__(self, name: str, inputs: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+        contract = next(plugin for plugin in PLUGINS if plugin.name == name)
+        assert set(inputs) == set(contract.inputs) and set(fields) == set(contract.fields)
+        run = {"AttendPages": self.attend_pages, "SampleAndAccept": self.sample_and_accept}.get(name, self._draft)
+        return run(inputs, fields)
+
+    @property
+    def architectures(self) -> str:
+        return self._text("architectures")
+
+    @property
+    def manifest_sha256(self) -> str:
+        return self._text("manifest_sha256")
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        contract: dict[str, Any] = json.loads(self._text("contract"))
+        return contract
+
+    def attend_pages(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+        shape = _attention_shape(x, fields, x["q"])
+        attended = torch.empty_like(x["q"])
+        workspace = self._workspace("attend_pages", shape, x["q"].device)
+        self._call("attend_pages", shape, _buffers(PagesBuffers, x | {"attended": attended}), _address(workspace))
+        return [attended.flatten(1), x["pages"]]
+
+    def sample_and_accept(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+        num_requests, width = x["logit_rows"].shape
+        shape = SamplingShape(FLOAT_TYPES[x["logits"].dtype], num_requests, width, x["logits"].shape[1])
+
+        def integers(*size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.int32, device=x["logits"].device)
+
+        outputs = {
+            "emitted_tokens": integers(num_requests, width),
+            "emitted_logprobs": integers(num_requests, width).view(torch.float32),
+            "num_accepted": integers(num_requests),
+            "bonus_tokens": integers(num_requests),
+            "next_context_lens": integers(num_requests),
+        }
+        workspace = self._workspace("sample_and_accept", shape, x["logits"].device)
+        self._call("sample_and_accept", shape, _buffers(SamplingBuffers, x | outputs), _address(workspace))
+        return list(outputs.values())
+
+    def _draft(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+        if "q" not in x:
+            shape = _attention_shape(x, fields, None)
+            self._call("write_draft_context", shape, _buffers(DraftBuffers, x))
+            return [x["pages"]]
+        shape = _attention_shape(x, fields, x["q"])
+        attended = torch.empty_like(x["q"])
+        workspace = self._workspace("attend_draft", shape, x["q"].device)
+        self._call("attend_draft", shape, _buffers(DraftBuffers, x | {"attended": attended}), _address(workspace))
+        return [attended.flatten(1), x["pages"]]
+
+    def _workspace(self, name: str, shape: Any, device: torch.device) -> Tensor:
+        num_bytes = ctypes.c_size_t()
+        self._check(
+            getattr(self._library, f"dflash_trt_{name}_workspace")(ctypes.byref(shape), ctypes.byref(num_bytes))
+        )
+        return torch.empty(num_bytes.value, dtype=torch.uint8, device=device)
+
+    def _call(self, name: str, shape: Any, buffers: Any, *workspace: ctypes.c_void_p) -> None:
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+        function = getattr(self._library, f"dflash_trt_{name}")
+        self._check(function(ctypes.byref(shape), ctypes.byref(buffers), *workspace, ctypes.c_void_p(stream)))
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            raise LibraryError(self._text("last_error"))
+
+    def _text(self, name: str) -> str:
+        text: bytes = getattr(self._library, f"dflash_trt_{name}")()
+        return text.decode()
+
+
+def _attention_shape(x: dict[str, Tensor], fields: dict[str, int], q: Tensor | None) -> Any:
+    num_requests, pages_per_request = x["page_table"].shape
+    _, _, page_size, kv_heads, head_dim = x["pages"].shape
+    assert fields["page_size"] == page_size
+    return AttentionShape(
+        float_type=FLOAT_TYPES[x["pages"].dtype],
+        heads=kv_heads if q is None else q.shape[1],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        window=fields.get("window", 0),
+        is_causal=fields.get("is_causal", 1),
+        num_tokens=len(x["positions"]),
+        num_requests=num_requests,
+        block_rows=0 if q is None else len(q) // num_requests,
+        pages_per_request=pages_per_request,
+    )
+
+
+def _buffers(structure: Any, tensors: dict[str, Tensor]) -> Any:
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), name
+    names = [name for name, _ in structure._fields_]
+    return structure(**{name: tensors[name].data_ptr() for name in names if name in tensors})
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,25 @@
+import fcntl
+from collections.abc import Iterator
+
+import pytest
+
+from tests.plugins.building import ROOT, SMALL_KERNELS, BuiltLibrary, build_library
+
+NO_HEADERS = "needs NvInferRuntime.h of TensorRT 11: set TENSORRT_INCLUDE_DIR (no package registry carries it)"
+
+
+@pytest.fixture(scope="session")
+def built() -> Iterator[BuiltLibrary]:
+    """The library with few kernels; its plugins too where TensorRT's headers are."""
+    out = ROOT / "build" / "test_plugins"
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield build_library(out, "--arch", "90a", *SMALL_KERNELS)
+
+
+@pytest.fixture(scope="session")
+def built_plugin(built: BuiltLibrary) -> BuiltLibrary:
+    if built.plugin is None:
+        pytest.skip(NO_HEADERS)
+    return built

@@ -1,0 +1,178 @@
+"""The plugin library's launches, executed on a CPU.
+
+    python -m tests.plugins.interpreted_library LIBRARY DRIVER MANIFEST
+
+A stand-in for the CUDA driver hands every launch back, and Triton's interpreter runs the very kernel that the launch
+names, with the arguments and the grid that the library passed. So what is compared with PyTorch is the C++: which
+variants, which arguments in which order, which grids, which workspace. It runs in a process of its own, because the
+stand-in answers to the name libcuda.so.1. Prints one JSON object.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
+from tests.plugins.c_api import LibraryError, PluginLibrary
+from tests.plugins.node_inputs import CASES, NODES, NodeInputs, StepCase
+from tests.trt.test_plugins import PluginReference
+
+POINTED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("image", ctypes.c_void_p),
+        ("entry", ctypes.c_char_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+    )
+
+
+class InterpretingDriver:
+    """Runs launches; `launched` names them."""
+
+    def __init__(self, driver: Path, manifest: dict[str, Any]) -> None:
+        self._driver = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+        self._manifest = manifest
+        spec = LibrarySpec(**{name: tuple(values) for name, values in manifest["origin"]["spec"].items()})
+        self._kernels = {variant.name: variant.kernel for variant in library_variants(spec)}
+        self.launched: list[str] = []
+        self.errors: list[str] = []
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))(self._on_launch)
+        self._driver.fake_set_callback(self._callback)
+        self.set_device(9, 0)
+
+    def set_device(self, major: int, minor: int, *, num_multiprocessors: int = 2) -> None:
+        self._driver.fake_set_device(major, minor, num_multiprocessors)
+
+    def set_failing(self, function: str) -> None:
+        self._driver.fake_set_failing(function.encode())
+
+    def _on_launch(self, pointer: Any) -> None:
+        try:
+            self._interpret(pointer.contents)
+        except Exception as error:  # noqa: BLE001  (an exception cannot pass through C)
+            self.errors.append(f"{type(error).__name__}: {error}")
+
+    def _interpret(self, launch: _Launch) -> None:
+        variant = self._variant(launch)
+        self.launched.append(variant["variant"])
+        assert tuple(launch.block) == (32 * variant["num_warps"], 1, 1)
+        assert launch.shared_bytes == variant["shared_bytes"]
+        num_arguments = len(variant["arguments"])
+        arguments = {
+            argument["name"]: _value(argument["type"], launch.arguments[i])
+            for i, argument in enumerate(variant["arguments"])
+        }
+        for i in range(self._manifest["num_scratch_pointers"]):
+            assert ctypes.c_void_p.from_address(launch.arguments[num_arguments + i]).value is None
+        kernel = self._kernels[variant["variant"]]
+        kernel[tuple(launch.grid)](**arguments, **variant["constants"])
+
+    def _variant(self, launch: _Launch) -> dict[str, Any]:
+        """By the cubin's bytes: what the driver would have executed."""
+        for variant in self._manifest["kernels"]:
+            if variant["entry"].encode() == launch.entry:
+                image = ctypes.string_at(launch.image, variant["num_bytes"])
+                if hashlib.sha256(image).hexdigest() == variant["sha256"]:
+                    return dict(variant)
+        raise AssertionError(f"no variant of the manifest has the cubin of {launch.entry!r}")
+
+
+def _value(type_: str, address: int) -> Any:
+    if not type_.startswith("*"):
+        return SCALARS[type_].from_address(address).value
+    start = ctypes.c_void_p.from_address(address).value
+    memory = bytearray(16) if start is None else (ctypes.c_byte * 16).from_address(start)
+    return torch.frombuffer(memory, dtype=POINTED[type_[1:]])
+
+
+def compare(library: Any, node: str, case: StepCase, *, spoil: bool = False) -> float:
+    """The largest difference of any output from PyTorch's. `spoil` changes one input of the library's only."""
+    make = NODES[node]
+    inputs, fields = getattr(NodeInputs(case, torch.device("cpu")), make)()
+    expected = reference(node, inputs, fields)
+    given, _ = getattr(NodeInputs(case, torch.device("cpu")), make)()
+    if spoil:
+        name = {"AttendPages": "k", "SampleAndAccept": "logits"}.get(node, "context_v")
+        given[name][0] = given[name][0].flip(-1)
+    found = library(node, given, fields)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+    node_ = type("Node", (), {"name": name, "fields": fields})
+    contracts = PluginReference().contracts
+    return PluginReference()(node_, [inputs[key].clone() for key in contracts[name].inputs])
+
+
+def main() -> dict[str, Any]:
+    library_path, driver_path, manifest_path = (Path(argument) for argument in sys.argv[1:])
+    driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
+    library = PluginLibrary(library_path)
+    results: dict[str, Any] = {"differences": {}, "spoilt": {}, "launches": {}}
+    for case_name, case in CASES.items():
+        for node in NODES:
+            driver.launched.clear()
+            results["differences"][f"{node}, {case_name}"] = compare(library, node, case)
+            results["launches"][f"{node}, {case_name}"] = list(driver.launched)
+    for node in NODES:
+        results["spoilt"][node] = compare(library, node, CASES["verify"], spoil=True)
+    results["errors"] = driver.errors
+    results["refusals"] = refusals(library, driver)
+    return results
+
+
+def refusals(library: Any, driver: InterpretingDriver) -> dict[str, str]:
+    """What the library says of what it cannot do."""
+    case = CASES["verify"]
+
+    def message(changed: StepCase = case, *, misplaced: str = "") -> str:
+        inputs, fields = NodeInputs(changed, torch.device("cpu")).attend_pages()
+        if misplaced:
+            moved = torch.empty(inputs[misplaced].numel() + 1, dtype=inputs[misplaced].dtype)[1:]
+            inputs[misplaced] = moved.view(inputs[misplaced].shape).copy_(inputs[misplaced])
+        try:
+            library("AttendPages", inputs, fields)
+        except LibraryError as error:
+            return str(error)
+        return "accepted"
+
+    found = {
+        "head_dim": message(replace(case, head_dim=48)),
+        "odd head_dim": message(replace(case, head_dim=24)),
+        "dtype": message(replace(case, dtype=torch.bfloat16)),
+        "page_size": message(replace(case, page_size=6)),
+        "heads": message(replace(case, heads=3)),
+        "requests": message(replace(case, num_tokens=(1,) * 17, context_lens=(0,) * 17, width=1)),
+        "address": message(misplaced="q"),
+    }
+    driver.set_device(7, 5)
+    found["architecture"] = message()
+    driver.set_device(9, 0)
+    for function in ("cuCtxGetDevice", "cuLaunchKernel"):
+        driver.set_failing(function)
+        found[function] = message()
+    driver.set_failing("")
+    found["then"] = message()
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main()))

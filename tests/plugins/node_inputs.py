@@ -1,0 +1,141 @@
+"""Random inputs of plugin nodes: whole steps, with requests of different lengths and shuffled pages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """`num_tokens` and `context_lens` of each request; `width` is K + 1."""
+
+    num_tokens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    width: int
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = PAGE_SIZE
+    window: int = 0
+    is_causal: int = 0
+    vocab_size: int = 5000
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "verify": StepCase(num_tokens=(3, 3, 3), context_lens=(9, 0, 21), width=3),
+    "prefill": StepCase(num_tokens=(3, 37, 3), context_lens=(14, 5, 2), width=3),
+    "long prefill": StepCase(num_tokens=(3, 61, 3), context_lens=(14, 5, 2), width=3, heads=2),
+    "window": StepCase(num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1),
+    "one head": StepCase(num_tokens=(2, 2), context_lens=(6, 30), width=2, heads=8, kv_heads=1, window=3),
+    "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
+}
+# Plugin names, and the methods that make their inputs.
+NODES = {
+    "AttendPages": "attend_pages",
+    "AttendDraft": "attend_draft",
+    "WriteDraftContext": "write_draft_context",
+    "SampleAndAccept": "sample_and_accept",
+}
+
+
+class NodeInputs:
+    """`attend_pages()` and the others give the named inputs and the fields of one node, new tensors each time."""
+
+    def __init__(self, case: StepCase, device: torch.device, *, seed: int = 0) -> None:
+        self.case, self._device = case, device
+        self._random = torch.Generator().manual_seed(seed)
+        total = max(a + b for a, b in zip(case.num_tokens, case.context_lens, strict=True))
+        self._pages_per_request = -(-(total + case.width) // case.page_size)
+        self._num_pages = len(case.num_tokens) * self._pages_per_request + 3
+
+    def attend_pages(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        case, rows = self.case, sum(self.case.num_tokens)
+        kv = (rows, case.kv_heads, case.head_dim)
+        inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
+        inputs |= {"pages": self._pages(), "context_lens": self._integers(case.context_lens)}
+        return inputs | self._layout(), {"page_size": case.page_size, "window": case.window}
+
+    def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        case, rows = self.case, sum(self.case.num_tokens)
+        kv = (rows, case.kv_heads, case.head_dim)
+        inputs = {"context_k": self._floats(*kv), "context_v": self._floats(*kv), "pages": self._pages()}
+        return inputs | self._layout() | {"next_context_lens": self._next()}, {"page_size": case.page_size}
+
+    def attend_draft(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        case, rows = self.case, len(self.case.num_tokens) * self.case.width
+        inputs, fields = self.write_draft_context()
+        kv = (rows, case.kv_heads, case.head_dim)
+        inputs |= {"q": self._floats(rows, case.heads, case.head_dim)}
+        inputs |= {"block_k": self._floats(*kv), "block_v": self._floats(*kv)}
+        return inputs, fields | {"window": case.window, "is_causal": case.is_causal}
+
+    def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Requests of at least `width` rows verify; drafts agree with the largest logit two times in three."""
+        case, requests = self.case, len(self.case.num_tokens)
+        layout = self._layout()
+        logits = self._floats(requests * case.width, case.vocab_size) * 3
+        starts = [sum(case.num_tokens[:r]) for r in range(requests)]
+        verifies = [num_tokens == case.width for num_tokens in case.num_tokens]
+        logit_rows = [
+            [start + (j if verify else num_tokens - 1) for j in range(case.width)]
+            for start, num_tokens, verify in zip(starts, case.num_tokens, verifies, strict=True)
+        ]
+        token_ids = torch.randint(case.vocab_size, (sum(case.num_tokens),), generator=self._random)
+        likeliest = logits.float().argmax(dim=1).view(requests, case.width).cpu()
+        for r, start in enumerate(starts):
+            for j in range(case.width - 1):
+                if verifies[r] and torch.rand((), generator=self._random) < 0.67:
+                    token_ids[start + j + 1] = likeliest[r, j]
+        choices = {
+            "temperature": ((0.0, 0.8, 1.3), torch.float32),
+            "top_k": ((0, 40, 5), torch.int32),
+            "top_p": ((1.0, 0.9, 0.95), torch.float32),
+            "min_p": ((0.0, 0.02, 0.0), torch.float32),
+            "seed": ((3, 2**40 + 5, 2**35 + 1), torch.int64),
+        }
+        inputs = {
+            name: torch.tensor([values[r % 3] for r in range(requests)], dtype=dtype, device=self._device)
+            for name, (values, dtype) in choices.items()
+        }
+        inputs |= {
+            "logits": logits,
+            "token_ids": token_ids.int().to(self._device),
+            "context_lens": self._integers(case.context_lens),
+            "logit_rows": torch.tensor(logit_rows, dtype=torch.int32, device=self._device),
+            "num_candidates": self._integers([case.width - 1 if verify else 0 for verify in verifies]),
+            "positions": layout["positions"],
+            "token_offsets": layout["token_offsets"],
+        }
+        return inputs, {}
+
+    def _layout(self) -> dict[str, Tensor]:
+        case = self.case
+        offsets = [sum(case.num_tokens[:r]) for r in range(len(case.num_tokens) + 1)]
+        positions = [start + i for start, n in zip(case.context_lens, case.num_tokens, strict=True) for i in range(n)]
+        order = torch.randperm(self._num_pages, generator=self._random)[: self._num_pages - 3]
+        table = order.view(len(case.num_tokens), self._pages_per_request).int().to(self._device)
+        return {
+            "positions": self._integers(positions),
+            "token_offsets": self._integers(offsets),
+            "page_table": table,
+        }
+
+    def _next(self) -> Tensor:
+        """After acceptance: the context and one row at least, all rows at most."""
+        case = self.case
+        given = zip(case.context_lens, case.num_tokens, strict=True)
+        return self._integers([start + int(torch.randint(1, n + 1, (), generator=self._random)) for start, n in given])
+
+    def _pages(self) -> Tensor:
+        case = self.case
+        return self._floats(self._num_pages, 2, case.page_size, case.kv_heads, case.head_dim)
+
+    def _floats(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._random).to(self.case.dtype).to(self._device)
+
+    def _integers(self, values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)

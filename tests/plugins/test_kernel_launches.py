@@ -1,0 +1,84 @@
+"""The C++ launchers against PyTorch, with every launch executed by Triton's interpreter; see interpreted_library.py."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.plugins.building import BuiltLibrary, run_python
+from tests.plugins.node_inputs import CASES, NODES
+
+# float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
+TOLERANCE = 5e-6
+SPOILT = 0.1
+
+
+@pytest.fixture(scope="module")
+def results(built: BuiltLibrary) -> dict[str, Any]:
+    done = run_python("tests.plugins.interpreted_library", built.kernels, built.fake_driver, built.manifest)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["errors"] == []
+    return found
+
+
+@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_node_gives_what_pytorch_gives(results: dict[str, Any], node: str, case: str) -> None:
+    assert results["differences"][f"{node}, {case}"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_changed_input_is_noticed(results: dict[str, Any], node: str) -> None:
+    assert results["spoilt"][node] > SPOILT
+
+
+@pytest.mark.parametrize(
+    ("node", "case", "kernels"),
+    [
+        ("AttendPages", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
+        ("AttendPages", "long prefill", ["rotate_and_store", *["attention", "attention_reduction"] * 2]),
+        ("AttendDraft", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
+        ("WriteDraftContext", "verify", ["rotate_and_store"]),
+        (
+            "SampleAndAccept",
+            "verify",
+            ["tile_statistics", "row_bounds", "collect", "row_threshold", "tile_mass", "draw", "accept"],
+        ),
+    ],
+)
+def test_an_operation_is_these_launches(results: dict[str, Any], node: str, case: str, kernels: list[str]) -> None:
+    launched = results["launches"][f"{node}, {case}"]
+    assert len(launched) == len(kernels)
+    assert all(variant.startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
+
+
+def test_prefill_chunks_get_larger_tiles_than_verify_blocks(results: dict[str, Any]) -> None:
+    small, _, large, _ = results["launches"]["AttendPages, long prefill"][1:]
+    assert "_t16_" in small and "_t64_" in large
+
+
+def test_a_vocabulary_of_a_multiple_of_16_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    assert "tile_statistics_float32" in results["launches"]["SampleAndAccept, verify"]
+    assert "tile_statistics_float32_v16" in results["launches"]["SampleAndAccept, one token"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("head_dim", r"expected .*HEAD_DIM = 48.*, found only attention_float32_"),
+        ("odd head_dim", "head_dim: expected a multiple of 16, found 24"),
+        ("dtype", r"expected attended \*bf16"),
+        ("page_size", "page_size: expected a power of two, found 6"),
+        ("heads", "q: expected a multiple of 2 heads, found 3"),
+        ("requests", "REQUESTS >= 17"),
+        ("address", "argument q: expected a multiple of 16"),
+        ("architecture", "GPU of compute capability 7.5: expected one of sm_90a, found no kernels for it"),
+        ("cuCtxGetDevice", "cuCtxGetDevice: expected success, found CUDA_ERROR_UNKNOWN"),
+        ("cuLaunchKernel", "cuLaunchKernel of rotate_and_store"),
+        ("then", "^accepted$"),
+    ],
+)
+def test_what_cannot_be_done_is_said(results: dict[str, Any], what: str, message: str) -> None:
+    assert re.search(message, results["refusals"][what]), results["refusals"][what]

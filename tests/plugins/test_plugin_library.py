@@ -1,0 +1,204 @@
+"""The plugin library as TensorRT sees it: symbols, the real registry, and every interface function."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.network.trt_plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, PluginContract
+from tests.plugins.building import ROOT, BuiltLibrary, cuda_headers, run_python, tensorrt_headers
+from tests.plugins.c_api import PluginLibrary
+
+# The C and C++ run-time libraries, and nothing of CUDA or TensorRT.
+NEEDED = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "libpthread.so.0"}
+LOADERS = re.compile(r"ld-linux.*\.so\.\d")
+
+
+def symbols(library: Path, *options: str) -> list[str]:
+    listed = subprocess.run(["nm", "-D", *options, str(library)], capture_output=True, text=True, check=True).stdout
+    return [line.split()[-1].split("@")[0] for line in listed.splitlines()]
+
+
+def needed(library: Path) -> set[str]:
+    listed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", listed))
+
+
+def same_contract(ours: tuple[PluginContract, ...], library: dict[str, Any]) -> bool:
+    theirs = tuple(
+        PluginContract(
+            name=plugin["name"],
+            inputs=tuple(plugin["inputs"]),
+            outputs=tuple(plugin["outputs"]),
+            fields=tuple(plugin["fields"]),
+            aliased=tuple(
+                (output, shared)
+                for output, shared in zip(plugin["outputs"], plugin["aliased"], strict=True)
+                if shared is not None
+            ),
+        )
+        for plugin in library["plugins"]
+    )
+    return ours == theirs and (library["namespace"], library["version"]) == (PLUGIN_NAMESPACE, PLUGIN_VERSION)
+
+
+def test_the_library_and_the_network_know_the_same_contract(built: BuiltLibrary) -> None:
+    assert same_contract(PLUGINS, PluginLibrary(built.kernels).contract)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plugin: replace(plugin, inputs=(plugin.inputs[1], plugin.inputs[0], *plugin.inputs[2:])),
+        lambda plugin: replace(plugin, outputs=plugin.outputs[::-1]),
+        lambda plugin: replace(plugin, fields=("page_length", *plugin.fields[1:])),
+        lambda plugin: replace(plugin, aliased=()),
+        lambda plugin: replace(plugin, name="AttendPage"),
+    ],
+)
+def test_a_contract_that_differs_anywhere_is_noticed(built: BuiltLibrary, change: Any) -> None:
+    changed = (change(PLUGINS[0]), *PLUGINS[1:])
+    assert not same_contract(changed, PluginLibrary(built.kernels).contract)
+
+
+def test_the_library_says_what_is_inside(built: BuiltLibrary) -> None:
+    library = PluginLibrary(built.kernels)
+    assert library.architectures == "sm_90a"
+    assert library.manifest_sha256 == hashlib.sha256(built.manifest.read_bytes()).hexdigest()
+
+
+def test_the_library_without_plugins_exports_its_c_interface_alone(built: BuiltLibrary) -> None:
+    assert all(name.startswith("dflash_trt_") for name in symbols(built.kernels, "--defined-only"))
+    assert {name for name in needed(built.kernels) if not LOADERS.match(name)} <= NEEDED
+
+
+def test_the_plugin_library_exports_what_tensorrt_asks_for_and_needs_neither_it_nor_cuda(
+    built_plugin: BuiltLibrary,
+) -> None:
+    assert built_plugin.plugin is not None
+    defined = symbols(built_plugin.plugin, "--defined-only")
+    assert {"getCreators", "setLoggerFinder"} == {name for name in defined if not name.startswith("dflash_trt_")}
+    undefined = symbols(built_plugin.plugin, "--undefined-only")
+    assert undefined
+    assert not [name for name in undefined if re.search("nvinfer|^cu[A-Z]|^cuda", name)]
+    assert {name for name in needed(built_plugin.plugin) if not LOADERS.match(name)} <= NEEDED
+
+
+@pytest.fixture(scope="module")
+def registry(built_plugin: BuiltLibrary) -> dict[str, Any]:
+    if importlib.util.find_spec("tensorrt_lean") is None:
+        pytest.skip("needs TensorRT's lean runtime: pip install tensorrt-lean-cu13==11.4.0.106")
+    assert built_plugin.plugin is not None
+    done = run_python("tests.plugins.lean_registry", built_plugin.plugin)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_real_registry_finds_every_plugin_in_its_namespace_alone(registry: dict[str, Any]) -> None:
+    names = [plugin.name for plugin in PLUGINS]
+    assert registry["missing_before"] == names
+    assert registry["missing_after"] == []
+    assert registry["found_elsewhere"] == []
+    assert registry["version"].startswith("11.")
+
+
+def test_the_real_registry_makes_every_plugin(registry: dict[str, Any]) -> None:
+    assert registry["made"] == {plugin.name: [plugin.name, PLUGIN_VERSION, PLUGIN_NAMESPACE] for plugin in PLUGINS}
+    assert registry["fields"] == {plugin.name: [[name, "INT32", 1] for name in plugin.fields] for plugin in PLUGINS}
+
+
+def test_the_real_registry_gets_no_plugin_for_wrong_fields(registry: dict[str, Any]) -> None:
+    for plugin in PLUGINS:
+        refused = registry["refused"][plugin.name]
+        assert set(refused) >= ({"unknown", "missing", "float32", "int64"} if plugin.fields else {"unknown"})
+        assert all(refused.values()), (plugin.name, refused)
+
+
+def test_a_library_without_plugins_is_refused_by_the_real_registry(
+    registry: dict[str, Any], built: BuiltLibrary
+) -> None:
+    done = run_python("tests.plugins.lean_registry", built.kernels)
+    assert "getCreators and setLoggerFinder" in json.loads(done.stdout)["error"]
+
+
+def test_headers_of_an_earlier_minor_version_make_a_library_for_a_later_registry(
+    registry: dict[str, Any], built_plugin: BuiltLibrary
+) -> None:
+    output = run_host(built_plugin, "none").stdout
+    headers = tuple(int(part) for part in re.findall(r"TensorRT headers (\d+)\.(\d+)", output)[0])
+    runtime = tuple(int(part) for part in registry["version"].split(".")[:2])
+    assert headers[0] == runtime[0] and headers <= runtime
+    assert registry["missing_after"] == []
+
+
+def run_host(built: BuiltLibrary, driver: str) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ)
+    if driver == "fake":
+        environment["LD_LIBRARY_PATH"] = str(built.fake_driver.parent)
+    return subprocess.run(
+        [str(built.host), str(built.plugin), driver],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("driver", ["none", "fake"])
+def test_every_interface_function_keeps_the_contract(built_plugin: BuiltLibrary, driver: str) -> None:
+    if driver == "none" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA driver")
+    done = run_host(built_plugin, driver)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [(num_passed, num_failed)] = re.findall(r"(\d+) passed, (\d+) failed", done.stdout)
+    assert int(num_passed) > 20_000 and num_failed == "0"
+
+
+# One word changed in what the host expects, and the check that must then fail.
+WRONG_EXPECTATIONS = {
+    "{attended(kTokens), next_pages}, {-1, 3}, 3}": (
+        "{attended(kTokens), next_pages}, {-1, 2}, 3}",
+        "alias of output 1",
+    ),
+    "next_pages}, {-1, 5}, 3}": ("next_pages}, {-1, 5}, 4}", "AttendDraft: 3 launches"),
+    'per_request("seed", i64)': ('per_request("seed", i32)', "SampleAndAccept: seed, type"),
+    '{"emitted_tokens", {kRequests, kWidth}, i32}': (
+        '{"emitted_tokens", {kWidth, kRequests}, i32}',
+        "SampleAndAccept: shape of emitted_tokens",
+    ),
+    '{"WriteDraftContext", {{"page_size", 4}}': (
+        '{"WriteDraftContext", {{"page_length", 4}}',
+        "WriteDraftContext: made",
+    ),
+}
+
+
+def test_a_host_that_expects_another_contract_says_what_differs(built_plugin: BuiltLibrary, tmp_path: Path) -> None:
+    sources = tmp_path / "tests"
+    shutil.copytree(ROOT / "plugins" / "tests", sources)
+    nodes = (sources / "nodes.h").read_text()
+    for right, (wrong, _) in WRONG_EXPECTATIONS.items():
+        assert right in nodes
+        nodes = nodes.replace(right, wrong)
+    (sources / "nodes.h").write_text(nodes)
+    headers = tensorrt_headers()
+    assert headers is not None
+    files = [str(sources / name) for name in ("host.cpp", "build_checks.cpp", "run_checks.cpp")]
+    includes = ["-isystem", str(headers), "-isystem", str(cuda_headers())]
+    command = ["c++", "-std=c++17", "-O0", *includes, *files, "-o", str(tmp_path / "host"), "-ldl"]
+    subprocess.run(command, check=True, timeout=200)
+    done = run_host(replace(built_plugin, host=tmp_path / "host"), "fake")
+    assert done.returncode == 1
+    for _, complaint in WRONG_EXPECTATIONS.values():
+        assert complaint in done.stdout, complaint
