@@ -1,0 +1,146 @@
+"""`dflash-trt deploy`: what other servers need to serve an engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.core.errors import ConfigError, problem
+
+if TYPE_CHECKING:
+    from dflash_trt.triton_server.repository import Deployment
+
+_SETTINGS = (
+    click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding."),
+    click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told."),
+    click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance."),
+    click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token."),
+    click.option("--overlap", is_flag=True, help="Plan each step while the one before it runs."),
+    click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together."),
+    click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory."),
+    click.option("--num-threads", type=int, help="PyTorch's threads on a CPU, per instance."),
+    click.option("--seed", type=int, help="Makes requests without a seed reproducible, in order of arrival."),
+    click.option("--max-queue-len", type=int, help="Waiting requests beyond which more are refused."),
+    click.option("--default-max-tokens", type=int, default=128, show_default=True, help="For requests that say none."),
+    click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
+    click.option("--system", metavar="TEXT", help="System message of these conversations."),
+    click.option(
+        "--drain-timeout", type=float, default=5.0, show_default=True, metavar="SECONDS", help="For requests at a stop."
+    ),
+    click.option(
+        "--accept-parameter",
+        "accept_parameters",
+        multiple=True,
+        metavar="NAME",
+        help="A request parameter to let through unread, such as a header the server forwards; repeatable.",
+    ),
+    click.option("--accept-numpy-2", is_flag=True, help="The server's Python backend is known to take numpy 2."),
+)
+
+
+def _settings_options(command: Any) -> Any:
+    for option in reversed(_SETTINGS):
+        command = option(command)
+    return command
+
+
+@click.group(short_help="Serve an engine behind another server.")
+def deploy() -> None:
+    """Write what other servers need to serve an engine."""
+
+
+@deploy.command(short_help="A model repository for Triton Inference Server.")
+@click.argument("engine_dir", metavar="[ENGINE_DIR]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", "repository", required=True, type=click.Path(path_type=Path), help="Model repository to write to."
+)
+@click.option("--model-name", help="Name of the model.  [default: dflash]")
+@click.option(
+    "--environment",
+    type=click.Path(path_type=Path),
+    help="Virtual environment the model runs in; the first python3 on the server's PATH unless told.",
+)
+@click.option("--copy-engine", is_flag=True, help="Copy the engine into the repository instead of naming its path.")
+@click.option("--instances", type=int, default=1, show_default=True, help="Engine loops on a CPU, a process each.")
+@click.option("--gpus", metavar="0,1,...", help="One instance on each of these GPUs.")
+@click.option("--batch-dimension", is_flag=True, help="For clients that send [1, 1] where others send [1].")
+@click.option("--check", "check_only", is_flag=True, help="Only check a repository that stands.")
+@_settings_options
+def triton(engine_dir: Path | None, repository: Path, check_only: bool, **options: Any) -> None:
+    """Write a complete model repository, which tritonserver starts as it is, or check one with --check.
+
+    The model takes the tensor names of TensorRT-LLM's `llmapi` and `tensorrt_llm_bls` models and streams one response
+    per verify step; docs/deployment.md lists them. Running the command again with the same options changes nothing.
+    """
+    if check_only:
+        _check(engine_dir, repository, options["model_name"])
+        return
+    if engine_dir is None:
+        mend = "Pass the directory that `dflash-trt build` wrote."
+        raise ConfigError(problem("deploy triton", expected="an ENGINE_DIR", found="none", mend=mend))
+    from dflash_trt.triton_server.repository import write_model
+
+    model_dir = write_model(repository, _deployment(engine_dir, options))
+    click.echo(f"model {model_dir.name} in {repository}; serve it with")
+    click.echo(f"    tritonserver --model-repository={repository.resolve()}")
+
+
+def _check(engine_dir: Path | None, repository: Path, model_name: str | None) -> None:
+    from dflash_trt.triton_server.repository import VERSION, check_model, model_dirs
+
+    chosen = [repository / model_name] if model_name is not None else model_dirs(repository)
+    if not chosen:
+        mend = "Write one with `dflash-trt deploy triton ENGINE_DIR -o MODEL_REPOSITORY`."
+        raise ConfigError(problem(str(repository), expected="a model of dflash-trt", found="none", mend=mend))
+    for model_dir in chosen:
+        engine_path = check_model(model_dir).engine_path(model_dir / VERSION)
+        if engine_dir is not None and engine_path.resolve() != engine_dir.resolve():
+            mend = "Write the model again, or leave ENGINE_DIR out."
+            raise ConfigError(
+                problem(str(model_dir), expected=f"engine {engine_dir}", found=str(engine_path), mend=mend)
+            )
+        click.echo(f"model {model_dir.name}: as this version of dflash-trt writes it, engine {engine_path}")
+
+
+def _deployment(engine_dir: Path, options: dict[str, Any]) -> "Deployment":
+    from dflash_trt.triton_server.repository import Deployment
+    from dflash_trt.triton_server.settings import ModelSettings
+
+    settings = ModelSettings(
+        engine_dir=str(engine_dir),
+        use_drafter=not options["no_drafter"],
+        num_draft_tokens=options["num_draft_tokens"],
+        adapts_draft_length=options["adaptive"],
+        reuses_prefixes=not options["no_prefix_reuse"],
+        overlaps_steps=options["overlap"],
+        kv_cache_bytes=options["kv_cache_bytes"],
+        kv_cache_free_memory_fraction=options["kv_cache_free_memory_fraction"],
+        num_threads=options["num_threads"],
+        seed=options["seed"],
+        max_queue_len=options["max_queue_len"],
+        default_max_tokens=options["default_max_tokens"],
+        wraps_in_chat=options["chat"],
+        system=options["system"],
+        drain_timeout_s=options["drain_timeout"],
+        accepted_request_parameters=options["accept_parameters"],
+        accepts_numpy_2=options["accept_numpy_2"],
+    )
+    return Deployment(
+        model_name="dflash" if options["model_name"] is None else options["model_name"],
+        settings=settings,
+        environment=options["environment"],
+        num_instances=options["instances"],
+        gpus=_gpus(options["gpus"]),
+        has_batch_dimension=options["batch_dimension"],
+        copies_engine=options["copy_engine"],
+    )
+
+
+def _gpus(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(index) for index in text.split(","))
+    except ValueError:
+        mend = "Write --gpus 0,1 for example."
+        raise ConfigError(problem("--gpus", expected="indices, separated by commas", found=text, mend=mend)) from None

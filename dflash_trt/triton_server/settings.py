@@ -1,0 +1,134 @@
+"""The parameters of a deployed model: what config.pbtxt says about engine and service, as typed values.
+
+Written by the repository writer and read by the model, both through this one class.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Self, get_args, get_type_hints
+
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.frozen import nearest_name
+
+# Parameters that Triton's Python backend reads itself.
+ENVIRONMENT_PARAMETER = "EXECUTION_ENV_PATH"
+TRITON_PARAMETERS = (ENVIRONMENT_PARAMETER, "FORCE_CPU_ONLY_INPUT_TENSORS", "INFERENCE_TIMEOUT_SECONDS")
+
+_TRUE, _FALSE = "true", "false"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """`engine_dir` is absolute, or relative to the version directory of the model. None leaves a choice to LLM."""
+
+    engine_dir: str
+    use_drafter: bool = True
+    num_draft_tokens: int | None = None
+    adapts_draft_length: bool = False
+    reuses_prefixes: bool = True
+    overlaps_steps: bool = False
+    kv_cache_bytes: int | None = None
+    kv_cache_free_memory_fraction: float | None = None
+    num_threads: int | None = None
+    seed: int | None = None
+    max_queue_len: int | None = None
+    default_max_tokens: int = 128
+    wraps_in_chat: bool = False
+    system: str | None = None
+    drain_timeout_s: float = 5.0  # that running requests get when the server is told to stop
+    accepted_request_parameters: tuple[str, ...] = ()  # foreign ones, headers that the server forwards for example
+    accepts_numpy_2: bool = False
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("max_queue_len", self.max_queue_len, 1),
+            ("default_max_tokens", self.default_max_tokens, 1),
+            ("drain_timeout_s", self.drain_timeout_s, 0),
+            ("num_threads", self.num_threads, 1),
+            ("num_draft_tokens", self.num_draft_tokens, 0),
+        )
+        problems = [
+            problem(name, expected=f"{least} or more", found=str(value), mend="Correct the value.")
+            for name, value, least in limits
+            if value is not None and not value >= least
+        ]
+        if self.system is not None and not self.wraps_in_chat:
+            problems.append(
+                problem("system", expected="only with wraps_in_chat", found="it alone", mend="Deploy with --chat.")
+            )
+        if not self.use_drafter and (self.num_draft_tokens is not None or self.adapts_draft_length):
+            problems.append(
+                problem("use_drafter", expected="true, for a draft length is set", found="false", mend="Drop one.")
+            )
+        raise_all(ConfigError, "model parameters", problems)
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> Self:
+        """Read the parameters of config.pbtxt, those of Triton itself left out.
+
+        Raises:
+            ConfigError: unknown names and wrong values, all of them.
+        """
+        types = get_type_hints(cls)
+        known = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {}
+        problems = []
+        for name, text in parameters.items():
+            if name in TRITON_PARAMETERS:
+                continue
+            if name not in types:
+                nearest = nearest_name(name, known)
+                mend = f"Did you mean '{nearest}'?" if nearest else f"Known parameters: {', '.join(known)}."
+                problems.append(problem(f"parameter '{name}'", expected="a known one", found="another", mend=mend))
+                continue
+            try:
+                values[name] = _parsed(text, types[name])
+            except ValueError as error:
+                problems.append(
+                    problem(f"parameter '{name}'", expected=str(error), found=repr(text), mend="Correct the value.")
+                )
+        if "engine_dir" not in parameters:
+            problems.append(
+                problem("parameter 'engine_dir'", expected="the engine", found="none", mend="Deploy the model again.")
+            )
+        raise_all(ConfigError, "model parameters", problems)
+        return cls(**values)
+
+    def parameters(self) -> dict[str, str]:
+        """What differs from the defaults, as `from_parameters` reads it."""
+        default = {field.name: field.default for field in fields(self)}
+        told = {name: getattr(self, name) for name in default}
+        return {name: _text(value) for name, value in told.items() if value != default[name]}
+
+    def engine_path(self, version_dir: Path) -> Path:
+        return version_dir / self.engine_dir
+
+
+def _parsed(text: str, expected: Any) -> Any:
+    """Raises ValueError, with what was expected."""
+    if isinstance(expected, UnionType):  # X | None: what is not set is not written
+        (expected,) = (kind for kind in get_args(expected) if kind is not NoneType)
+    if expected is bool:
+        if text not in (_TRUE, _FALSE):
+            raise ValueError("true or false")
+        return text == _TRUE
+    if expected in (int, float):
+        try:
+            return expected(text)
+        except ValueError:
+            raise ValueError("an integer" if expected is int else "a number") from None
+    if expected is str:
+        return text
+    names = json.loads(text) if text.startswith("[") else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("a JSON list of strings")
+    return tuple(names)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return _TRUE if value else _FALSE
+    return json.dumps(list(value)) if isinstance(value, tuple) else str(value)

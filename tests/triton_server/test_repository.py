@@ -1,0 +1,192 @@
+"""The model repository: what is written, what a check finds, and the text form of protocol buffers."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.triton_server.environment import check_numpy, explained, select_gpu
+from dflash_trt.triton_server.pbtxt import Message, Word, read, write
+from dflash_trt.triton_server.repository import Deployment, check_model, config_text, write_model
+from dflash_trt.triton_server.settings import ModelSettings
+from dflash_trt.triton_server.tensors import INPUTS, OUTPUTS, documentation_tables
+from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
+from tests.triton_server.conftest import ROOT
+
+
+def deployment(engine_dir: Path, **options: Any) -> Deployment:
+    settings = ModelSettings(engine_dir=str(engine_dir), **options.pop("settings", {}))
+    return Deployment(model_name=options.pop("model_name", "dflash"), settings=settings, **options)
+
+
+def contents(path: Path) -> dict[str, tuple[bytes, int]]:
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+def test_writing_again_changes_nothing_and_other_options_do(engine_dir, tmp_path) -> None:
+    for copies_engine in (False, True):
+        model = write_model(tmp_path, deployment(engine_dir, copies_engine=copies_engine))
+        before = contents(model)
+        write_model(tmp_path, deployment(engine_dir, copies_engine=copies_engine))
+        assert contents(model) == before
+    assert check_model(model).engine_dir == "engine"
+    write_model(tmp_path, deployment(engine_dir, copies_engine=True, settings={"max_queue_len": 3}))
+    assert contents(model) != before
+    assert check_model(model).max_queue_len == 3
+
+
+def test_a_foreign_model_is_not_touched(engine_dir, tmp_path) -> None:
+    (tmp_path / "dflash").mkdir()
+    (tmp_path / "dflash" / "config.pbtxt").write_text('backend: "onnxruntime"\n')
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="something else"):
+        write_model(tmp_path, deployment(engine_dir))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("decoupled: true", "decoupled: false", "decoupled: expected True, found False"),
+        ('backend: "python"', 'backend: "pythom"', "backend: expected python, found pythom"),
+        (
+            'name: "max_tokens"',
+            'name: "max_tokenz"',
+            "input 'max_tokens': expected TYPE_INT32 [1] optional, found none",
+        ),
+        ("max_batch_size: 0", "max_batch_size: 8", "max_batch_size: expected 0 or 1, found 8"),
+        ('key: "max_queue_len"', 'key: "max_queu_len"', "Did you mean 'max_queue_len'?"),
+        ('string_value: "3"', 'string_value: "three"', "'max_queue_len': expected an integer, found 'three'"),
+        ('name: "text_output"\n', "", "output"),
+        ("max_batch_size: 0", "max_batch_size 0", "line 4: expected ':' or '{', found 0"),
+    ],
+)
+def test_a_check_finds_what_was_changed(engine_dir, tmp_path, old, new, said) -> None:
+    model = write_model(tmp_path, deployment(engine_dir, settings={"max_queue_len": 3}))
+    check_model(model)
+    config = model / "config.pbtxt"
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as found:
+        check_model(model)
+    assert said in str(found.value)
+
+
+def test_a_check_finds_missing_files_and_engines(engine_dir, tmp_path) -> None:
+    model = write_model(tmp_path, deployment(engine_dir, copies_engine=True))
+    (model / "1" / "model.py").write_text("print()")
+    shutil.rmtree(model / "1" / "engine")
+    with pytest.raises(ConfigError, match="2 problems") as found:
+        check_model(model)
+    assert "the model of this version" in str(found.value)
+
+
+def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  # noqa: F811
+    repository = tmp_path / "models"
+    ran = invoke("deploy", "triton", engine_dir, "-o", repository, "--model-name", "ensemble", "--adaptive")
+    assert (ran.exit_code, "tritonserver --model-repository=" in ran.stdout) == (0, True)
+    ran = invoke("deploy", "triton", engine_dir, "-o", repository, "--check")
+    assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
+    assert check_model(repository / "ensemble").adapts_draft_length
+    for words, said in (
+        (["-o", repository], "expected an ENGINE_DIR"),
+        (["-o", tmp_path / "empty", "--check"], "expected a model of dflash-trt"),
+        ([engine_dir, "-o", repository, "--gpus", "a"], "expected indices"),
+        ([engine_dir, "-o", repository, "--gpus", "0,0"], "expected different indices"),
+        ([engine_dir, "-o", repository, "--no-drafter", "--adaptive"], "use_drafter"),
+        ([engine_dir, "-o", repository, "--system", "x"], "Deploy with --chat"),
+        ([engine_dir, "-o", repository, "--environment", tmp_path], "expected a virtual environment"),
+        ([tmp_path, "-o", repository], "dflash-trt build"),
+    ):
+        ran = invoke("deploy", "triton", *words)
+        assert ran.exit_code in (1, 2), words
+        assert said in ran.stderr, words
+
+
+def test_settings_survive_as_parameters() -> None:
+    settings = ModelSettings(
+        engine_dir="/e",
+        num_draft_tokens=0,
+        kv_cache_free_memory_fraction=0.25,
+        wraps_in_chat=True,
+        system='Say "é\n".',
+        accepted_request_parameters=("a", "b"),
+    )
+    assert ModelSettings.from_parameters(settings.parameters()) == settings
+    assert set(ModelSettings(engine_dir="/e").parameters()) == {"engine_dir"}
+
+
+def test_the_config_is_what_triton_reads(engine_dir, tritonclient) -> None:
+    """Read by Triton's own schema, with Google's own parser."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    text = config_text(deployment(engine_dir, gpus=(0, 3), settings={"wraps_in_chat": True, "system": 'Say "é"\\\n'}))
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    assert [tensor.name for tensor in config.input] == [tensor.name for tensor in INPUTS]
+    assert [list(tensor.dims) for tensor in config.output] == [list(tensor.dims) for tensor in OUTPUTS]
+    assert all(tensor.optional for tensor in config.input)
+    assert config.model_transaction_policy.decoupled
+    assert list(config.instance_group[0].gpus) == [0, 3]
+    assert config.parameters["system"].string_value == 'Say "é"\\\n'
+    # And the other way: what Google's printer writes, our reader takes.
+    again = read(text_format.MessageToString(config), subject="printed")
+    assert [entry.one("name") for entry in again.all("input")] == [tensor.name for tensor in INPUTS]
+
+
+_SCALARS = st.one_of(st.booleans(), st.integers(), st.text(), st.sampled_from([Word("TYPE_BOOL"), Word("KIND_GPU")]))
+_NAMES = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True).filter(lambda name: name not in ("true", "false"))
+_MESSAGES = st.recursive(
+    st.builds(Message, st.lists(st.tuples(_NAMES, st.one_of(_SCALARS, st.lists(st.integers()))), max_size=4)),
+    lambda inner: st.builds(Message, st.lists(st.tuples(_NAMES, inner), max_size=3)),
+    max_leaves=6,
+)
+
+
+@given(_MESSAGES)
+def test_what_is_written_is_read(message: Message) -> None:
+    assert read(write(message), subject="test") == message
+
+
+@pytest.mark.parametrize(
+    ("version", "accepts", "is_refused"), [("1.26.4", False, False), ("2.4.6", False, True), ("2.4.6", True, False)]
+)
+def test_numpy_2_is_refused_by_its_version(version, accepts, is_refused) -> None:
+    if not is_refused:
+        check_numpy(version, accepts_numpy_2=accepts)
+        return
+    with pytest.raises(ConfigError, match=r"expected version 1, .*, found 2\.4\.6\. Install 'numpy<2'"):
+        check_numpy(version, accepts_numpy_2=accepts)
+
+
+def test_another_libpython_explains_a_failed_import(tmp_path) -> None:
+    (tmp_path / "pyvenv.cfg").write_text("home = /usr\nversion = 3.11.7\n")
+    error = ImportError("undefined symbol: x")
+    assert explained(error, str(tmp_path), "3.11.7") is error
+    said = str(explained(error, str(tmp_path), "3.11.2"))
+    assert "expected Python 3.11.7" in said
+    assert "found 3.11.2, and undefined symbol: x" in said
+
+
+def test_an_instance_sees_its_gpu_alone() -> None:
+    for inherited, device, expected in ((None, "2", "2"), ("4,5", "1", "5"), ("GPU-a, GPU-b", "1", "GPU-b")):
+        environment = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
+        select_gpu("GPU", device, environment)
+        assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    untouched: dict[str, str] = {}
+    select_gpu("CPU", "0", untouched)
+    assert not untouched
+    with pytest.raises(ConfigError, match="expected GPUs 0 to 0"):
+        select_gpu("GPU", "1", {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+def test_the_documentation_lists_the_tensors_of_the_model() -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    for table in documentation_tables():
+        assert table in page, "replace the table in docs/deployment.md by documentation_tables()"

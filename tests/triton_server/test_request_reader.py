@@ -1,0 +1,151 @@
+"""Requests as arrays: what they mean, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt.core.errors import RequestError
+from dflash_trt.triton_server.request_reader import CancelOrder, Order, read_request
+from dflash_trt.triton_server.settings import ModelSettings
+from dflash_trt.triton_server.tensors import INPUTS, INPUTS_BY_NAME
+
+SETTINGS = ModelSettings(engine_dir="engine", default_max_tokens=17)
+_DTYPES = {"STRING": np.object_, "BOOL": np.bool_, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64}
+
+
+def arrays(**fields: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in fields.items():
+        values = value if isinstance(value, list) else [value]
+        encoded = [item.encode() if isinstance(item, str) else item for item in values]
+        found[name] = np.array(encoded, dtype=_DTYPES[INPUTS_BY_NAME[name].type])
+    return found
+
+
+def read(parameters: str = "", settings: ModelSettings = SETTINGS, **fields: Any) -> Order:
+    order = read_request(arrays(**fields), parameters, settings)
+    assert isinstance(order, Order)
+    return order
+
+
+def test_what_is_not_said_is_the_default() -> None:
+    order = read(text_input="Hi")
+    assert order.prompt == {"prompt": "Hi"}
+    assert order.sampling.max_new_tokens == 17
+    assert order.sampling.is_greedy
+    assert not order.streams
+    assert not order.echoes_prompt
+
+
+def test_both_contracts_mean_the_same() -> None:
+    bls = read(
+        text_input="Hi",
+        max_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        seed=2**40,
+        stop_words=["a", "b"],
+        stream=True,
+    )
+    llmapi = read(
+        text_input="Hi",
+        sampling_param_max_tokens=9,
+        sampling_param_temperature=0.5,
+        sampling_param_top_k=4,
+        sampling_param_top_p=0.25,
+        sampling_param_seed=2**40,
+        sampling_param_stop=["a", "b"],
+        streaming=True,
+    )
+    assert bls == llmapi
+    assert bls.sampling.stop == ("a", "b")
+    assert bls.sampling.seed == 2**40
+    assert read(text_input="Hi", max_tokens=10, temperature=0.5) != bls
+
+
+def test_a_batch_dimension_changes_nothing() -> None:
+    flat = arrays(text_input="Hi", stop_words=["a", "b"], max_tokens=3)
+    batched = {name: array[np.newaxis] for name, array in flat.items()}
+    assert read_request(flat, "", SETTINGS) == read_request(batched, "", SETTINGS)
+
+
+def test_a_filter_without_a_temperature_samples() -> None:
+    assert read(text_input="Hi", top_p=0.5).sampling.temperature == 1.0
+    assert read(text_input="Hi", top_k=1).sampling.temperature == 0.0
+    assert read(text_input="Hi", top_p=0.5, temperature=0.0).sampling.temperature == 0.0
+
+
+@pytest.mark.parametrize(("end_id", "stops", "ignores"), [(-1, (), True), (7, (7,), True), (None, (), False)])
+def test_end_id_takes_the_place_of_the_models_own(end_id, stops, ignores) -> None:
+    fields = {} if end_id is None else {"end_id": end_id}
+    sampling = read(text_input="Hi", **fields).sampling
+    assert (sampling.stop_token_ids, sampling.ignore_eos) == (stops, ignores)
+
+
+def test_parameters_are_inputs_and_what_triton_adds_is_not() -> None:
+    order = read('{"max_tokens": 3, "temperature": 1, "id": "x", "stop_words": "a"}', text_input="Hi")
+    assert (order.sampling.max_new_tokens, order.sampling.temperature, order.sampling.stop) == (3, 1, ("a",))
+    settings = ModelSettings(engine_dir="engine", accepted_request_parameters=("x-trace",))
+    assert read('{"x-trace": "1"}', settings, text_input="Hi") == Order(
+        prompt={"prompt": "Hi"}, text="Hi", sampling=read("", settings, text_input="Hi").sampling
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fields", "said"),
+    [
+        ('{"x-trace": "1"}', {"text_input": "Hi"}, "input 'x-trace': expected a known one"),
+        ('{"max_tokens": "3"}', {"text_input": "Hi"}, "input 'max_tokens': expected INT32 as its JSON type, found '3'"),
+        ('{"max_tokens": true}', {"text_input": "Hi"}, "input 'max_tokens': expected INT32"),
+        ('{"max_tokens": 4}', {"text_input": "Hi", "max_tokens": 3}, "input 'max_tokens', given twice: expected equal"),
+        ("", {"text_input": "Hi", "stream": True, "streaming": False}, "inputs 'stream' and 'streaming'"),
+        ("", {"text_input": ["a", "b"]}, "input 'text_input': expected exactly one value"),
+        ("", {"text_input": b"\xff"}, "input 'text_input': expected UTF-8 text"),
+        ("", {"text_input": "Hi", "end_id": 3, "ignore_eos": False}, "inputs 'end_id' and 'ignore_eos'"),
+        ("", {"text_input": "Hi", "min_tokens": 5}, "input 'min_tokens': expected nothing"),
+        ("", {"text_input": "Hi", "bad_words": ["x"]}, "input 'bad_words': expected nothing"),
+        ("", {"text_input": "Hi", "queue_timeout_s": -1.0}, "input 'queue_timeout_s': expected 0 or more"),
+        ("", {"text_input": "Hi", "seed": 2**64 - 1}, "seed: expected 0 to"),
+        ("", {"max_tokens": 3}, "exactly one of the inputs text_input, messages, input_ids, found none"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(parameters, fields, said) -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(parameters, **fields)
+    assert said in str(refusal.value)
+
+
+def test_all_problems_come_in_one_error() -> None:
+    with pytest.raises(RequestError, match="3 problems") as refusal:
+        read('{"max_tokenz": 3}', text_input="Hi", beam_width=2, top_k=1, sampling_param_top_k=2)
+    for name in ("'max_tokenz'", "'beam_width'", "'top_k' and 'sampling_param_top_k'"):
+        assert name in str(refusal.value)
+
+
+def test_stop_is_no_request_for_text() -> None:
+    assert read_request(arrays(stop=True), "", SETTINGS) == CancelOrder()
+    assert isinstance(read_request(arrays(stop=False, text_input="Hi"), "", SETTINGS), Order)
+
+
+def test_every_input_of_the_table_is_read() -> None:
+    """An input that the reader forgot would be accepted and ignored."""
+    plain = read(text_input="Hi")
+    values: dict[str, Any] = {"messages": '[{"role": "user", "content": "Hi"}]', "input_ids": [1], "end_id": 3}
+    values |= {"exclude_input_in_output": False, "sampling_param_exclude_input_from_output": False}
+    values |= {"return_finish_reason": False}
+    by_type: dict[str, Any] = {"STRING": "x", "BOOL": True, "INT32": 5, "FP32": 0.5, "UINT64": 5}
+    ignored, refused = [], []
+    for tensor in INPUTS:
+        if tensor.name in ("text_input", "stop"):
+            continue
+        value = values.get(tensor.name, by_type[tensor.type])
+        text = {} if tensor.field in ("messages", "input_ids") else {"text_input": "Hi"}
+        try:
+            if read(**text, **{tensor.name: value}) == plain:
+                ignored.append(tensor.name)
+        except RequestError:
+            refused.append(tensor.name)
+    assert refused == [tensor.name for tensor in INPUTS if tensor.neutral is not None]
+    assert ignored == ["pad_id"]

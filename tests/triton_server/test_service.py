@@ -1,0 +1,224 @@
+"""The service between a server and the engine, without a server: steps, cancellations, draining, metrics."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_trt.serving.generator import Generator
+from dflash_trt.triton_server.metrics import METRICS, REFUSED, MetricBook
+from dflash_trt.triton_server.service import EngineService
+from dflash_trt.triton_server.settings import ModelSettings
+from tests.scheduler.driver import make_limits
+from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_codec, make_executor, make_generator, until
+
+
+class Client:
+    """A Channel that remembers. `leaves` makes it cancelled from now on."""
+
+    def __init__(self) -> None:
+        self.responses: list[dict[str, Any]] = []
+        self.error: tuple[str, str] | None = None
+        self.ended = threading.Event()
+        self.leaves = threading.Event()
+
+    def send(self, arrays: dict[str, Any], *, is_last: bool) -> None:
+        assert not self.ended.is_set(), "nothing comes after the last response"
+        self.responses.append(arrays)
+        if is_last:
+            self.ended.set()
+
+    def fail(self, message: str, code: str) -> None:
+        self.error = (message, code)
+        self.ended.set()
+
+    def is_cancelled(self) -> bool:
+        return self.leaves.is_set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [int(token_id) for response in self.responses for token_id in response["output_ids"]]
+
+
+class FakeSeries:
+    """What Triton would show."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, str], float] = {}
+        self.observed: list[str] = []
+        self.is_closed = False
+
+    def open(self, label_values: Any) -> None:
+        for metric in METRICS:
+            for value in label_values.get(metric, ("",)):
+                self.values[metric.name.removeprefix("dflash_trt_"), value] = 0.0
+
+    def increment(self, name: str, label: str, count: float) -> None:
+        assert count > 0
+        self.values[name.removeprefix("dflash_trt_"), label] += count
+
+    def set(self, name: str, value: float) -> None:
+        self.values[name.removeprefix("dflash_trt_"), ""] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self.observed.append(name.removeprefix("dflash_trt_"))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def series() -> FakeSeries:
+    return FakeSeries()
+
+
+@pytest.fixture
+def executor() -> GatedExecutor:
+    """Steps run one by one."""
+    return GatedExecutor(make_limits(), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+def gated(executor, series) -> Iterator[tuple[EngineService, Generator]]:
+    yield from serving(make_generator(executor), series)
+    executor.open()
+
+
+def serving(generator: Generator, series: FakeSeries, **settings: Any) -> Iterator[tuple[EngineService, Generator]]:
+    book = MetricBook(series, max_draft_len=generator.limits.max_draft_len)  # type: ignore[arg-type]
+    service = EngineService(generator, ModelSettings(engine_dir="", **settings), vocab_size=VOCAB_SIZE, book=book)
+    yield service, generator
+    if isinstance(generator._loop._runner._executor, GatedExecutor):  # type: ignore[attr-defined]
+        generator._loop._runner._executor.open()  # type: ignore[attr-defined]
+    service.close()
+    generator.close()
+    assert generator.statistics.scheduler.num_pages_in_use_now == 0
+
+
+def inputs(**fields: Any) -> dict[str, Any]:
+    dtypes = {"stream": np.bool_, "stop": np.bool_, "input_ids": np.int32, "max_tokens": np.int32}
+    return {name: np.atleast_1d(np.array(value, dtype=dtypes[name])) for name, value in fields.items()}
+
+
+def ask(service: EngineService, *, client_id: str = "", **fields: Any) -> Client:
+    client = Client()
+    service.take(inputs(**fields), "", client_id, client)  # type: ignore[arg-type]
+    return client
+
+
+def test_a_stream_has_one_response_per_step_even_when_nobody_takes_them(series) -> None:
+    for service, generator in serving(make_generator(make_executor()), series):
+        client = ask(service, input_ids=[5, 6, 7], max_tokens=30, stream=True)
+        assert client.ended.wait(30)
+        num_steps = generator.statistics.scheduler.num_steps
+        whole = ask(service, input_ids=[5, 6, 7], max_tokens=30)
+        assert whole.ended.wait(30)
+    assert len(whole.responses) == 1
+    assert client.token_ids == whole.token_ids
+    assert len(client.responses) == num_steps < 30
+    assert all(len(response["output_ids"]) for response in client.responses)
+
+
+def test_a_client_that_leaves_takes_part_in_one_more_step_at_most(gated, executor) -> None:
+    service, generator = gated
+    client = ask(service, input_ids=[5, 6, 7], max_tokens=60, stream=True)
+    executor.gate.release(2)
+    until(lambda: len(client.responses) == 2)
+    client.leaves.set()
+    executor.gate.release(1)  # the step that ran already; with its response the departure is seen
+    assert client.ended.wait(30)
+    until(lambda: generator.statistics.scheduler.num_pages_in_use_now == 0)
+    assert generator.statistics.scheduler.num_steps <= 4
+    assert generator.statistics.num_requests_by_finish_reason == {"cancelled": 1}
+
+
+def test_a_client_that_leaves_the_queue_is_noticed_without_a_step(gated) -> None:
+    service, generator = gated
+    client = ask(service, input_ids=[5, 6, 7], max_tokens=60)
+    client.leaves.set()
+    assert client.ended.wait(30)
+    assert generator.statistics.num_requests_by_finish_reason == {"cancelled": 1}
+
+
+def test_the_request_of_an_id_ends_by_stop(gated, executor) -> None:
+    service, _ = gated
+    client = ask(service, client_id="a", input_ids=[5, 6, 7], max_tokens=60, stream=True)
+    other = ask(service, client_id="b", stop=True)
+    assert other.error is not None
+    assert other.error[1] == "NOT_FOUND"
+    assert not client.ended.is_set()
+    assert ask(service, client_id="a", stop=True).responses[0]["finish_reason"] == [b"cancelled"]
+    assert client.ended.wait(30)
+
+
+def test_a_server_that_stops_lets_requests_finish_and_takes_no_more(gated, executor, series) -> None:
+    service, _ = gated
+    client = ask(service, input_ids=[5, 6, 7], max_tokens=5)
+    service.drain()
+    refused = ask(service, input_ids=[5], max_tokens=5)
+    assert refused.error is not None
+    assert refused.error[1] == "UNAVAILABLE"
+    executor.open()
+    assert client.ended.wait(30)
+    assert len(client.token_ids) == 5
+
+
+def test_a_server_that_stops_ends_what_takes_too_long(executor, series) -> None:
+    for service, _ in serving(make_generator(executor), series, drain_timeout_s=0.1):
+        client = ask(service, input_ids=[5, 6, 7], max_tokens=5)
+        service.drain()
+        assert client.ended.wait(30)
+        assert client.responses[-1]["finish_reason"] == [b"cancelled"]
+
+
+def test_a_step_that_fails_fails_its_request_alone(series) -> None:
+    executor = make_executor(fails_on=lambda batch: any(9 in row.token_ids for row in batch.requests))
+    for service, _ in serving(make_generator(executor), series):
+        good, bad = ask(service, input_ids=[1, 2], max_tokens=3), ask(service, input_ids=[9], max_tokens=3)
+        assert good.ended.wait(30)
+        assert bad.ended.wait(30)
+        assert good.error is None
+        assert bad.error is not None
+        assert bad.error[1] == "INTERNAL"
+
+
+def test_metrics_are_the_sum_of_what_was_answered(series) -> None:
+    for service, _ in serving(make_generator(make_executor()), series):
+        clients = [ask(service, input_ids=[5, 6, i], max_tokens=20, stream=True) for i in range(6)]
+        for client in clients:
+            assert client.ended.wait(30)
+        refused = ask(service, input_ids=[VOCAB_SIZE], max_tokens=20)
+        assert refused.error is not None
+    lasts = [client.responses[-1] for client in clients]
+    value = series.values
+    assert value["requests_total", "length"] == 6
+    assert value["requests_total", REFUSED] == 1
+    assert value["responses_total", ""] == 1 + sum(len(client.responses) for client in clients)
+    assert value["output_tokens_total", ""] == 120
+    assert value["prompt_tokens_total", ""] == 18
+    assert value["draft_tokens_total", ""] == sum(last["total_draft_tokens"][0] for last in lasts) > 0
+    assert value["accepted_tokens_total", ""] == sum(last["total_accepted_draft_tokens"][0] for last in lasts) > 0
+    assert value["verify_blocks_total", ""] == sum(last["num_verify_steps"][0] for last in lasts)
+    at = {name: [count for (each, _), count in value.items() if each == name] for name, _ in value}
+    assert sum(at["draft_tokens_at_position_total"]) == value["draft_tokens_total", ""]
+    assert sum(at["accepted_tokens_at_position_total"]) == value["accepted_tokens_total", ""]
+    assert series.observed.count("time_to_first_token_seconds") == 6
+    assert value["pages_in_use", ""] == 0
+    assert value["steps_total", ""] > 0
+
+
+def test_text_needs_a_tokenizer_and_conversations_a_template(tmp_path, series) -> None:
+    generator = make_generator(make_executor(), codec=make_codec(tmp_path))
+    for service, _ in serving(generator, series, wraps_in_chat=True):
+        client = Client()
+        service.take({"text_input": np.array([b"Hello"], dtype=np.object_)}, '{"max_tokens": 3}', "", client)  # type: ignore[arg-type]
+        assert client.ended.wait(30)
+        messages = [{"role": "user", "content": "Hello"}]
+        assert client.responses[0]["num_input_tokens"] == [len(generator.codec.encode_chat(messages))]
+    for service, _ in serving(make_generator(make_executor()), series):
+        client = Client()
+        service.take({"text_input": np.array([b"Hello"], dtype=np.object_)}, "", "", client)  # type: ignore[arg-type]
+        assert client.error is not None
+        assert "no tokenizer" in client.error[0]
