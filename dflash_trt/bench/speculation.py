@@ -6,7 +6,7 @@ Ratios are taken within a round, so that a machine that slows down for a while s
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_trt.bench.distinct import distinct_fraction
@@ -53,21 +53,20 @@ def compare(
 ) -> SpeculationReport:
     """Run every prompt with and without the drafter, `num_rounds` times each, after one round that is not counted.
 
-    Prefix reuse is off: a second round must not be cheaper than the first.
+    Each side is opened for its turn alone, so that neither has idle threads of the other beside it. Prefix reuse is
+    off: nothing may be cheaper for having been asked before.
     """
     no_reuse = SchedulerConfig(reuses_prefixes=False)
-    with (
-        LLM(engine_dir, use_drafter=False, scheduler_config=no_reuse) as plain,
-        LLM(engine_dir, num_draft_tokens=num_draft_tokens, scheduler_config=no_reuse) as speculative,
-    ):
-        num_drafts = speculative.limits.max_draft_len if num_draft_tokens is None else num_draft_tokens
-        speeds: list[tuple[float, float]] = []
-        for round_index in range(num_rounds + 1):
+    speeds: list[tuple[float, float]] = []
+    for round_index in range(num_rounds + 1):
+        with LLM(engine_dir, use_drafter=False, scheduler_config=no_reuse) as plain:
             expected, plain_speed = _run(plain, prompts, sampling, concurrency)
+        with LLM(engine_dir, num_draft_tokens=num_draft_tokens, scheduler_config=no_reuse) as speculative:
+            num_drafts = speculative.limits.max_draft_len if num_draft_tokens is None else num_draft_tokens
             outputs, speculative_speed = _run(speculative, prompts, sampling, concurrency)
-            progress(f"round {round_index}: {plain_speed:.0f} tok/s plain, {speculative_speed:.0f} tok/s speculative")
-            if round_index:
-                speeds.append((plain_speed, speculative_speed))
+        progress(f"round {round_index}: {plain_speed:.0f} tok/s plain, {speculative_speed:.0f} tok/s speculative")
+        if round_index:
+            speeds.append((plain_speed, speculative_speed))
     num_equal = sum(a.token_ids == b.token_ids for a, b in zip(expected, outputs, strict=True))
     ratios = tuple(speculative_speed / plain_speed for plain_speed, speculative_speed in speeds)
     return SpeculationReport(
@@ -91,7 +90,8 @@ def compare(
 def _run(
     llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int
 ) -> tuple[list[GenerationOutput], float]:
-    """All prompts, `concurrency` at a time; output tokens per second, prefill included."""
+    """All prompts, `concurrency` at a time; output tokens per second, prefill included. A warm-up goes first."""
+    llm.generate(list(prompts[:concurrency]), replace(sampling, max_new_tokens=min(8, sampling.max_new_tokens)))
     outputs: list[GenerationOutput] = []
     started = time.perf_counter()
     for start in range(0, len(prompts), concurrency):

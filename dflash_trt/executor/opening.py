@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -63,13 +64,18 @@ def open_executor(
         )
     from dflash_trt.executor.torch_executor import TorchExecutor
 
-    return TorchExecutor.open(
-        engine,
-        use_drafter=use_drafter,
-        kv_cache_bytes=kv_cache_bytes,
-        kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-        num_threads=num_threads,
-    )
+    # OpenMP keeps a team of threads for every thread that ever computed something, and lets all teams sleep between
+    # two regions, instead of waiting awake, once they are more threads than cores: a small step then takes twice as
+    # long. So the weights are prepared in a thread that ends and takes its team along; see docs/benchmarks.md.
+    with ThreadPoolExecutor(max_workers=1) as opener:
+        return opener.submit(
+            TorchExecutor.open,
+            engine,
+            use_drafter=use_drafter,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            num_threads=num_threads,
+        ).result()
 
 
 def _runs_on_gpu(device: Device) -> bool:
