@@ -27,7 +27,6 @@ from dflash_trt.demo.train_target import TargetRecipe, save_target, train_target
 from dflash_trt.demo.unlikelihood import UnlikelihoodRecipe, unlearn_repetition
 
 _NUM_HELD_OUT_RESPONSES = 128
-_FURTHER_LR = {"matrix_lr": 2.5e-3, "vector_lr": 2e-3}  # of both models, where they do not start at random
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +94,24 @@ def main(
     """Train the demo target and its DFlash drafter on the standard library's source code."""
     if threads:
         torch.set_num_threads(threads)
-    lr = {} if initial is None else _FURTHER_LR
     recipes = Recipes(
-        target=TargetRecipe(num_tokens=target_tokens, seed=seed, **lr),
+        target=TargetRecipe(num_tokens=target_tokens, seed=seed),
         unlikelihood=UnlikelihoodRecipe(num_steps=unlikelihood_steps, seed=seed),
         responses=ResponseRecipe(num_sequences=num_responses, seed=seed),
-        drafter=DrafterRecipe(num_steps=drafter_steps, seed=seed, **lr),
+        drafter=DrafterRecipe(num_steps=drafter_steps, seed=seed),
     )
+    if initial is not None:
+        recipes = _gentler(recipes)
     train_pair(Stages(output), recipes, standard_library(), initial=initial, report=_timed_report())
+
+
+def _gentler(recipes: Recipes) -> Recipes:
+    """For models that do not start at random."""
+    return replace(
+        recipes,
+        target=replace(recipes.target, matrix_lr=2.5e-3, vector_lr=2e-3),
+        drafter=replace(recipes.drafter, matrix_lr=2.5e-3, vector_lr=2e-3),
+    )
 
 
 def train_pair(
