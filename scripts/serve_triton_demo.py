@@ -33,7 +33,7 @@ _SHOWN_METRICS += ("pages_in_use",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", type=Path, default=ROOT / "build" / "demo")
-    parser.add_argument("--prompt", default="class Stack:")
+    parser.add_argument("--prompt", default="import os\nimport sys\n\ndef main():\n")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--benchmark", action="store_true", help="tokens per second against the engine alone")
     parser.add_argument("--aiperf", action="store_true", help="run aiperf; installs it first (1.2 GB)")
