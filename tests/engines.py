@@ -11,7 +11,8 @@ from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, St
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.executor.page_budget import plan_pages
-from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
+from dflash_trt.executor.torch_executor import TorchExecutor
+from dflash_trt.executor.torch_loading import bind_network
 
 PAGE_SIZE = 4
 

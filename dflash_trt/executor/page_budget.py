@@ -5,6 +5,7 @@ The drafter's context lives in the same pages as the target's, so nothing of it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,14 +57,28 @@ class PagePlan:
         )
 
 
+def free_host_memory_bytes() -> int:
+    """What Linux calls MemAvailable; elsewhere half a gibibyte, which is a guess that never hurts."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 1 << 29
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
 def plan_engine_pages(
     manifest: EngineManifest,
     *,
     use_drafter: bool = True,
     kv_cache_bytes: int | None = None,
     kv_cache_free_memory_fraction: float | None = None,
+    free_bytes: Callable[[], int] = free_host_memory_bytes,
+    default_fraction: float = DEFAULT_FREE_MEMORY_FRACTION,
+    num_pools: int = 1,
 ) -> PagePlan:
-    """The pages an engine gets on this machine: so many bytes, or that fraction of the free memory (half unless told).
+    """The pages an engine gets on this machine: so many bytes, or a fraction of the memory that is free.
+
+    `free_bytes` asks the device, where that is not the host. `num_pools` share the memory, each as large as the plan.
 
     Raises:
         ConfigError: both are given, or the fraction is not in (0, 1].
@@ -83,12 +98,15 @@ def plan_engine_pages(
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        budget_bytes=_budget_bytes(kv_cache_bytes, kv_cache_free_memory_fraction),
+        budget_bytes=_budget_bytes(kv_cache_bytes, kv_cache_free_memory_fraction, free_bytes, default_fraction)
+        // num_pools,
     )
 
 
-def _budget_bytes(kv_cache_bytes: int | None, kv_cache_free_memory_fraction: float | None) -> int:
-    if kv_cache_bytes is not None and kv_cache_free_memory_fraction is not None:
+def _budget_bytes(
+    kv_cache_bytes: int | None, fraction: float | None, free_bytes: Callable[[], int], default_fraction: float
+) -> int:
+    if kv_cache_bytes is not None and fraction is not None:
         raise ConfigError(
             problem(
                 "K/V memory",
@@ -99,7 +117,6 @@ def _budget_bytes(kv_cache_bytes: int | None, kv_cache_free_memory_fraction: flo
         )
     if kv_cache_bytes is not None:
         return kv_cache_bytes
-    fraction = kv_cache_free_memory_fraction
     if fraction is not None and not 0 < fraction <= 1:
         raise ConfigError(
             problem(
@@ -109,7 +126,7 @@ def _budget_bytes(kv_cache_bytes: int | None, kv_cache_free_memory_fraction: flo
                 mend="Pass the part of the free memory that K/V pages may take, for example 0.5.",
             )
         )
-    return int(free_host_memory_bytes() * (DEFAULT_FREE_MEMORY_FRACTION if fraction is None else fraction))
+    return int(free_bytes() * (default_fraction if fraction is None else fraction))
 
 
 def plan_pages(
@@ -155,12 +172,3 @@ def plan_pages(
 def kv_bytes_per_token(decoder: DecoderSpec, mapping: Mapping, element_bytes: int) -> int:
     """K and V of all layers, on one rank."""
     return 2 * decoder.num_layers * decoder.kv_size // mapping.tp_size * element_bytes
-
-
-def free_host_memory_bytes() -> int:
-    """What Linux calls MemAvailable; elsewhere half a gibibyte, which is a guess that never hurts."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 29
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

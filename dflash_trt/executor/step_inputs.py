@@ -1,11 +1,38 @@
 """A StepBatch as the input tensors of the step contract, and output tensors as a StepResult."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from dflash_trt.core.batch import RequestResult, StepBatch, StepResult
+from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import StepOutputs
+
+
+def check_batch(batch: StepBatch, limits: ExecutorLimits) -> None:
+    """Assert what the scheduler guarantees."""
+    assert 0 < len(batch.requests) <= limits.max_batch_size
+    assert batch.num_tokens <= limits.max_num_tokens
+    assert batch.num_draft_tokens <= limits.max_draft_len
+    for request in batch.requests:
+        end = request.context_len + len(request.token_ids)
+        assert request.token_ids and end <= limits.max_seq_len
+        assert end <= len(request.page_ids) * limits.page_size
+        assert request.num_candidates <= min(batch.num_draft_tokens, len(request.token_ids) - 1)
+
+
+def sequence_batch(token_ids: Sequence[int], *, page_size: int) -> StepBatch:
+    """One whole sequence on the first pages, for measuring: it overwrites what is there."""
+    request = ScheduledRequest(
+        request_id="sequence",
+        token_ids=tuple(token_ids),
+        context_len=0,
+        num_candidates=0,
+        page_ids=tuple(range(-(-len(token_ids) // page_size))),
+        sampling=StepSampling(),
+    )
+    return StepBatch(requests=(request,), num_draft_tokens=0)
 
 
 def step_inputs(batch: StepBatch) -> StepInputs[Tensor]:

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.core.errors import ConfigError, problem
-from dflash_trt.core.packed_spec import engine_table
+from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.executor.cuda_graphs import CudaCapture, GraphCache
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.executor.torch_executor import bind_network, check_batch, page_pool
+from dflash_trt.executor.step_inputs import check_batch, sequence_batch
 from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
+from dflash_trt.executor.torch_loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
 from dflash_trt.kernels.sampling_launch import advance
-from dflash_trt.network.decoder import forward_target, logits_of
-from dflash_trt.network.ops import Linear, StepState
-from dflash_trt.network.step import Network, run_step
+from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_gpu_linear import prepare_device_linear
 from dflash_trt.network.torch_gpu_ops import GpuResources, TorchGpuOps
-from dflash_trt.network.torch_packed import split_packed
-from dflash_trt.network.weights import map_linears
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -53,38 +46,24 @@ class TorchGpuExecutor:
         device: torch.device,
         quantization: QuantizationSpec | None = None,
     ) -> None:
-        quantization = quantization or QuantizationSpec()
         self.page_plan = page_plan
-        self.network = _prepared(network)
-        self.limits = ExecutorLimits(
+        self.network = with_linears(network, prepare_device_linear)
+        self.limits = limits_of(
+            network,
+            page_plan,
             max_batch_size=max_batch_size,
-            max_seq_len=page_plan.max_seq_len,
             max_num_tokens=max_num_tokens,
-            max_draft_len=max_draft_len if network.draft else 0,
-            page_size=page_plan.page_size,
-            num_pages=page_plan.num_pages,
+            max_draft_len=max_draft_len,
         )
-        dtype = network.target_weights.embedding.dtype  # of activations and pages too
-        decoders = [network.target, *([network.draft] if network.draft else [])]
-        kv_scales = (quantization.target_kv, quantization.draft_kv)
-        pools = [
-            page_pool(decoder, network.mapping, page_plan, dtype if scales is None else torch.float8_e4m3fn, device)
-            for decoder, scales in zip(decoders, kv_scales, strict=False)
-        ]
-        self._state = StepState(target_kv=pools[0], draft_kv=pools[1] if network.draft else ())
-        page_scales = {
-            id(pages): layer
-            for pool, scales in zip(pools, kv_scales, strict=False)
-            for pages, layer in zip(pool, scales or (), strict=False)
-        }
+        self._pages = TorchPages.allocate(network, page_plan, quantization, device=device)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
             network.draft,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
-            page_scales=page_scales,
-            dtype=dtype,
+            page_scales=self._pages.scales,
+            dtype=activation_dtype(network),
             device=device,
         )
         self._staging = InputStaging(self.limits, device)
@@ -110,15 +89,15 @@ class TorchGpuExecutor:
         """
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         manifest = engine.manifest
-        build, draft = manifest.build_config, manifest.draft if use_drafter else None
-        quantization = manifest.pretrained_config.quantization or QuantizationSpec()
-        table = engine_table(manifest.target, manifest.draft, quantization)
-        plain, packed = split_packed(load_file(engine.weights_path(0), device=str(device)), table, quantization.linears)
-        network = bind_network(manifest.target, draft, plain, packed)
+        build = manifest.build_config
+        network = load_network(engine, use_drafter=use_drafter, device=str(device))
         page_plan = plan_engine_pages(
             manifest,
             use_drafter=use_drafter,
-            kv_cache_bytes=_page_bytes(kv_cache_bytes, kv_cache_free_memory_fraction, device),
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            free_bytes=partial(_free_bytes, device),
+            default_fraction=FREE_MEMORY_FRACTION,
         )
         executor = cls(
             network,
@@ -127,7 +106,7 @@ class TorchGpuExecutor:
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,
             device=device,
-            quantization=quantization,
+            quantization=manifest.pretrained_config.quantization,
         )
         if device.type == "cuda":
             executor.warm_up()
@@ -204,7 +183,7 @@ class TorchGpuExecutor:
     @property
     def pages(self) -> list[Tensor]:
         """Of every layer, the target's first."""
-        return [*self._state.target_kv, *self._state.draft_kv]
+        return [*self._pages.state.target_kv, *self._pages.state.draft_kv]
 
     def wait(self) -> None:
         """Until the device is done with everything."""
@@ -216,33 +195,13 @@ class TorchGpuExecutor:
         """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
         num_tokens = len(token_ids)
         assert 0 < num_tokens <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
-        request = ScheduledRequest(
-            request_id="sequence",
-            token_ids=tuple(token_ids),
-            context_len=0,
-            num_candidates=0,
-            page_ids=tuple(range(-(-num_tokens // self.limits.page_size))),
-            sampling=StepSampling(),
-        )
-        batch = StepBatch(requests=(request,), num_draft_tokens=0)
         shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False)
-        self._staging.stage(batch, shape)
-        network = self.network
+        self._staging.stage(sequence_batch(token_ids, page_size=self.limits.page_size), shape)
         with self.on_stream():
             self._staging.upload(shape)
             inputs = self._staging.inputs(shape)
             ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0)
-            hidden = forward_target(
-                ops,
-                network.target,
-                network.target_weights,
-                network.mapping,
-                token_ids=inputs.token_ids,
-                positions=inputs.positions,
-                kv_pages=self._state.target_kv,
-                tap_layer_ids=(),
-            )
-            logits: Tensor = logits_of(ops, network.target_weights, network.target, hidden.last)
+            logits: Tensor = sequence_logits(ops, self.network, inputs, self._pages.state)
             return logits.cpu()
 
     def _run(self, shape: StepShape) -> None:
@@ -255,26 +214,13 @@ class TorchGpuExecutor:
         """The launches of a step; what a CUDA graph holds."""
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
         ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs)
-        result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
+        result = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def _prepared(network: Network[Tensor]) -> Network[Tensor]:
-    dtype = network.target_weights.embedding.dtype
-
-    def prepare(linear: Linear[Tensor]) -> Linear[Tensor]:
-        return prepare_device_linear(linear, dtype)
-
-    return replace(
-        network,
-        target_weights=map_linears(network.target_weights, prepare),
-        draft_weights=map_linears(network.draft_weights, prepare),
-    )
 
 
 def _new_stream(device: torch.device) -> Any:
@@ -286,22 +232,5 @@ def _new_stream(device: torch.device) -> Any:
     return make_stream(device)
 
 
-def _page_bytes(kv_cache_bytes: int | None, fraction: float | None, device: torch.device) -> int:
-    """Bytes for pages on this device, with the weights loaded.
-
-    Raises:
-        ConfigError: both are given, or the fraction is not in (0, 1].
-    """
-    if fraction is not None and (kv_cache_bytes is not None or not 0 < fraction <= 1):
-        raise ConfigError(
-            problem(
-                "kv_cache_free_memory_fraction",
-                expected="a number in (0, 1], or kv_cache_bytes instead of it",
-                found=str(fraction),
-                mend="Pass one of the two.",
-            )
-        )
-    if kv_cache_bytes is not None:
-        return kv_cache_bytes
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes * (fraction or FREE_MEMORY_FRACTION))
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])

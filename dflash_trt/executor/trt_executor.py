@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.executor.step_inputs import step_inputs, step_result
 from dflash_trt.executor.trt_buffers import Shapes, StepBuffers
@@ -87,8 +86,8 @@ class TensorRTExecutor:
         `plugin_library` defaults to where it was when the engine was built.
 
         Raises:
+            ConfigError, CapacityError: see `plan_engine_pages`.
             EngineDirError: no GPU, no TensorRT, no plugin library, or an engine made for others.
-            CapacityError: the pages of one max_seq_len sequence do not fit.
         """
         from dflash_trt.executor.trt_identity import check_identity, plan_path, spec_of
 
@@ -97,7 +96,11 @@ class TensorRTExecutor:
         engine, owners = deserialize(plan_path(engine_dir), plugins=record.plugins, plugin_library=library)
         pages = plan_engine_pages(
             engine_dir.manifest,
-            kv_cache_bytes=_page_bytes(kv_cache_bytes, kv_cache_free_memory_fraction, record.plugins),
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
+            default_fraction=_FREE_MEMORY_FRACTION,
+            num_pools=1 if record.plugins == "plugin" else 2,  # plain layers write into a second one
         )
         limits = ExecutorLimits(
             max_batch_size=build.max_batch_size,
@@ -200,28 +203,6 @@ class _HostStream:
 def _new_stream(device: torch.device) -> Any:
     make_stream: Any = torch.cuda.Stream  # untyped in PyTorch
     return make_stream(device) if device.type == "cuda" else _HostStream()
-
-
-def _page_bytes(kv_cache_bytes: int | None, fraction: float | None, plugins: PluginMode) -> int:
-    """Bytes of one pool of pages on this GPU; plain layers write into a second one, so they get half each.
-
-    Raises:
-        ConfigError: both are given, or the fraction is not in (0, 1].
-    """
-    if fraction is not None and (kv_cache_bytes is not None or not 0 < fraction <= 1):
-        raise ConfigError(
-            problem(
-                "kv_cache_free_memory_fraction",
-                expected="a number in (0, 1], or kv_cache_bytes instead of it",
-                found=str(fraction),
-                mend="Pass one of the two.",
-            )
-        )
-    budget = kv_cache_bytes
-    if budget is None:
-        free_bytes, _ = torch.cuda.mem_get_info()
-        budget = int(free_bytes * (fraction or _FREE_MEMORY_FRACTION))
-    return budget if plugins == "plugin" else budget // 2
 
 
 def _copies(state: dict[str, Tensor]) -> dict[str, Tensor]:

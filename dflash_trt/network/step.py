@@ -70,3 +70,18 @@ def run_step(
         acceptance=acceptance,
     )
     return StepOutputs(acceptance=acceptance, draft_tokens=tokens)
+
+
+def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> T:
+    """The target's logits [N, V] after every token of a step, without sampling or drafts: for measuring."""
+    hidden = forward_target(
+        ops,
+        network.target,
+        network.target_weights,
+        network.mapping,
+        token_ids=inputs.token_ids,
+        positions=inputs.positions,
+        kv_pages=state.target_kv,
+        tap_layer_ids=(),
+    )
+    return logits_of(ops, network.target_weights, network.target, hidden.last)

@@ -9,8 +9,8 @@ from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, Targe
 from dflash_trt.core.packed_spec import engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.executor.page_budget import kv_bytes_per_token, plan_pages
-from dflash_trt.executor.torch_executor import bind_network
 from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from dflash_trt.executor.torch_loading import bind_network
 from dflash_trt.network.torch_packed import split_packed
 
 PAGE_SIZE = 32

@@ -136,8 +136,8 @@ def test_speculation_does_not_change_greedy_text(executors):
 def test_a_bfloat16_engine_steps_and_stays_finite(pair):
     from dflash_trt.checkpoint.pair import open_pair
     from dflash_trt.executor.page_budget import plan_pages
-    from dflash_trt.executor.torch_executor import bind_network
     from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+    from dflash_trt.executor.torch_loading import bind_network
 
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.bfloat16, mapping=Mapping()))

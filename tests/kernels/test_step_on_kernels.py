@@ -19,9 +19,10 @@ from dflash_trt.core.quantization import WeightFormat
 from dflash_trt.executor.cuda_graphs import GraphCache
 from dflash_trt.executor.page_budget import plan_pages
 from dflash_trt.executor.pipelined import PipelinedExecutor
-from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
+from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from dflash_trt.executor.torch_gpu_staging import decode_shapes
+from dflash_trt.executor.torch_loading import bind_network
 from dflash_trt.network.torch_packed import split_packed
 from dflash_trt.quantize.pack import engine_tensors, pack, segment_amax
 from tests.engine_dir.building import build

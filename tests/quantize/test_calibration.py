@@ -18,7 +18,8 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.torch_executor import TorchExecutor, bind_network
+from dflash_trt.executor.torch_executor import TorchExecutor
+from dflash_trt.executor.torch_loading import bind_network
 from dflash_trt.network.torch_packed import split_packed
 from dflash_trt.quantize.calibration_cache import cache_dir
 from dflash_trt.quantize.plan import make_plan
