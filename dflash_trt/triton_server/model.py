@@ -46,6 +46,7 @@ class TritonPythonModel:
             self._service.take(arrays, request.parameters(), request.request_id(), channel)
 
     def finalize(self) -> None:
+        pb_utils.Logger.log_info(f"{self._name} closes")
         self._service.close()
         self._llm.close()
         self._book.close()
@@ -81,7 +82,8 @@ class TritonPythonModel:
             on_server_gone=lambda: os._exit(1),  # nothing ends an orphan of the server otherwise
         )
         gc.freeze()  # what a load leaves stays: no collection walks it again, not even that of the interpreter's end
-        pb_utils.Logger.log_info(f"engine {self._llm.engine.path}: {self._llm.page_plan}")
+        self._name = args["model_instance_name"]
+        pb_utils.Logger.log_info(f"{self._name} opened engine {self._llm.engine.path}: {self._llm.page_plan}")
 
 
 def _open_llm(settings: ModelSettings, version_dir: Path, *, device: Literal["cpu", "cuda"]) -> Any:

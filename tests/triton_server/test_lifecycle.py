@@ -51,6 +51,7 @@ def test_a_reload_leaves_nothing_and_a_failed_one_says_why_while_the_old_model_g
         num_members, num_regions = len(server.members()), len(server.shared_memory())
         unload(server, "dflash")
         until(lambda: len(server.members()) == 1, "the process of the model ends")
+        assert "dflash_0_0 closes" in server.log.read_text()
         assert load(server, "dflash") is None
         assert generate(server, text_input="x", max_tokens=8)["output_ids"] == expected
         assert (len(server.members()), len(server.shared_memory())) == (num_members, num_regions)
