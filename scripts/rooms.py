@@ -65,7 +65,7 @@ ROOMS: dict[str, Room] = {
         file_doors={"text.py": _set("transformers"), "trtllm*.py": _set("tensorrt_llm")},
     ),
     "triton_server": Room(rooms=_set("serving engine_dir core"), doors=_set("numpy triton_python_backend_utils")),
-    "bench": Room(rooms=_set("serving scheduler engine_dir core"), doors=_set("numpy matplotlib")),
+    "bench": Room(rooms=_set("serving scheduler executor engine_dir core"), doors=_set("numpy matplotlib")),
     "demo": Room(
         rooms=_set("bench serving compile checkpoint engine_dir core"),
         doors=_set("torch transformers tokenizers safetensors numpy click"),

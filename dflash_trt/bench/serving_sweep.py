@@ -1,17 +1,14 @@
 """How an engine serves many at once: tokens per second by concurrency, in-flight batching against whole batches, and
-adaptive draft length against each fixed K. Sides alternate within a round; ratios are medians over rounds.
+the overlapped loop against the plain one. Sides take turns within a round; ratios are medians over rounds.
 """
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.bench.throughput import LoadReport, Work, run_in_flight, run_whole_batches
-from dflash_trt.core.request import SamplingParams
+from dflash_trt.bench.throughput import Work, mixed_work, run_in_flight, run_whole_batches
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
 
@@ -19,24 +16,26 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySpeed:
-    """Median tokens per second of one draft-length policy at one concurrency."""
+class ConcurrencyReport:
+    """Medians over rounds, of in-flight batching in the plain loop. Its ratios are of tokens per second."""
 
-    policy: str
+    concurrency: int
     output_tok_per_s: float
+    mean_time_to_first_token_s: float
     acceptance_length: float | None
+    in_flight_to_whole_batches: float
+    overlapped_to_plain: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConcurrencyReport:
-    """`adaptive_to_best_fixed` is the ratio of medians; the others are medians of ratios, of the adaptive engine."""
+class _Round:
+    """Tokens per second of each side."""
 
-    concurrency: int
-    speeds: tuple[PolicySpeed, ...]
-    best_fixed: str
-    adaptive_to_best_fixed: float
-    in_flight_to_whole_batches: float
-    overlapped_to_plain: float
+    in_flight: float
+    whole_batches: float
+    overlapped: float
+    mean_time_to_first_token_s: float
+    acceptance_length: float | None
 
 
 def sweep(
@@ -44,90 +43,61 @@ def sweep(
     prompts: Sequence[Prompt],
     *,
     concurrencies: Sequence[int],
-    fixed_lengths: Sequence[int],
     num_rounds: int,
     requests_per_client: int,
     max_new_tokens: int,
     progress: Progress,
 ) -> list[ConcurrencyReport]:
-    """One engine per policy, all open together, all given the same work in turn."""
-    engines = {f"K = {length}": _open(engine_dir, FixedDraftLength(length)) for length in fixed_lengths}
-    with_most = max(fixed_lengths)
-    engines["adaptive"] = _open(engine_dir, AdaptiveDraftLength(with_most))
-    engines["adaptive, overlapped"] = _open(engine_dir, AdaptiveDraftLength(with_most), overlaps_steps=True)
-    try:
-        return [
-            _at(engines, prompts, concurrency, num_rounds, max(2, requests_per_client), max_new_tokens, progress)
-            for concurrency in concurrencies
-        ]
-    finally:
-        for engine in engines.values():
-            engine.close()
+    """One more round than `num_rounds` warms up. What the draft-length policies learn stays from round to round."""
+    reports = []
+    for concurrency in concurrencies:
+        work = mixed_work(prompts, concurrency * max(2, requests_per_client), max_new_tokens)
+        sides = _Sides(engine_dir)
+        rounds = []
+        for index in range(num_rounds + 1):
+            rounds.append(sides.run(work, concurrency))
+            progress(
+                f"{concurrency} clients, round {index}: in flight {rounds[-1].in_flight:.0f}, "
+                f"whole batches {rounds[-1].whole_batches:.0f}, overlapped {rounds[-1].overlapped:.0f} tok/s"
+            )
+        reports.append(_report(concurrency, rounds[1:]))
+    return reports
 
 
-def _at(
-    engines: dict[str, LLM],
-    prompts: Sequence[Prompt],
-    concurrency: int,
-    num_rounds: int,
-    requests_per_client: int,
-    max_new_tokens: int,
-    progress: Progress,
-) -> ConcurrencyReport:
-    work = _work(prompts, concurrency * requests_per_client, max_new_tokens)
-    runs: dict[str, list[LoadReport]] = {name: [] for name in engines}
-    whole: list[float] = []
-    for round_index in range(num_rounds + 1):
-        for name, engine in engines.items():
-            runs[name].append(run_in_flight(engine, work, concurrency=concurrency))
-        whole.append(run_whole_batches(engines["adaptive"], work, concurrency=concurrency).output_tok_per_s)
-        progress(
-            f"concurrency {concurrency}, round {round_index}: "
-            + ", ".join(f"{name} {reports[-1].output_tok_per_s:.0f}" for name, reports in runs.items())
-            + f", whole batches {whole[-1]:.0f} tok/s"
+class _Sides:
+    """Each is opened for its turn alone, so that none has idle threads of another beside it."""
+
+    def __init__(self, engine_dir: Path) -> None:
+        self._engine_dir = engine_dir
+        with LLM(engine_dir) as engine:
+            most = engine.limits.max_draft_len
+        self._plain, self._overlapped = AdaptiveDraftLength(most), AdaptiveDraftLength(most)
+
+    def run(self, work: Sequence[Work], concurrency: int) -> _Round:
+        with self._open(self._plain) as engine:
+            in_flight = run_in_flight(engine, work, concurrency=concurrency)
+            whole = run_whole_batches(engine, work, concurrency=concurrency)
+        with self._open(self._overlapped, overlaps_steps=True) as engine:
+            overlapped = run_in_flight(engine, work, concurrency=concurrency)
+        return _Round(
+            in_flight=in_flight.output_tok_per_s,
+            whole_batches=whole.output_tok_per_s,
+            overlapped=overlapped.output_tok_per_s,
+            mean_time_to_first_token_s=in_flight.mean_time_to_first_token_s,
+            acceptance_length=in_flight.acceptance_length,
         )
-    speeds = tuple(
-        PolicySpeed(
-            policy=name,
-            output_tok_per_s=statistics.median(report.output_tok_per_s for report in reports[1:]),
-            acceptance_length=reports[-1].acceptance_length,
-        )
-        for name, reports in runs.items()
-    )
-    adaptive = next(speed for speed in speeds if speed.policy == "adaptive")
-    fixed = [speed for speed in speeds if not speed.policy.startswith("adaptive")]
-    best = max(fixed, key=lambda speed: speed.output_tok_per_s)
+
+    def _open(self, policy: AdaptiveDraftLength, *, overlaps_steps: bool = False) -> LLM:
+        """Prefix reuse is off: a second round must not be cheaper than the first."""
+        return LLM(self._engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps_steps)
+
+
+def _report(concurrency: int, rounds: Sequence[_Round]) -> ConcurrencyReport:
     return ConcurrencyReport(
         concurrency=concurrency,
-        speeds=speeds,
-        best_fixed=best.policy,
-        adaptive_to_best_fixed=adaptive.output_tok_per_s / best.output_tok_per_s,
-        in_flight_to_whole_batches=statistics.median(
-            report.output_tok_per_s / speed for report, speed in zip(runs["adaptive"][1:], whole[1:], strict=True)
-        ),
-        overlapped_to_plain=statistics.median(
-            overlapped.output_tok_per_s / plain.output_tok_per_s
-            for overlapped, plain in zip(runs["adaptive, overlapped"][1:], runs["adaptive"][1:], strict=True)
-        ),
+        output_tok_per_s=statistics.median(each.in_flight for each in rounds),
+        mean_time_to_first_token_s=statistics.median(each.mean_time_to_first_token_s for each in rounds),
+        acceptance_length=rounds[-1].acceptance_length,
+        in_flight_to_whole_batches=statistics.median(each.in_flight / each.whole_batches for each in rounds),
+        overlapped_to_plain=statistics.median(each.overlapped / each.in_flight for each in rounds),
     )
-
-
-def _work(prompts: Sequence[Prompt], num_requests: int, max_new_tokens: int) -> list[Work]:
-    """Prompts in turn, with many short and few long answers, as requests differ in practice: a third of
-    `max_new_tokens` on average.
-    """
-    lengths = random.Random(0)
-    return [
-        Work(
-            prompt=prompts[i % len(prompts)],
-            sampling=SamplingParams(
-                max_new_tokens=1 + int((max_new_tokens - 1) * lengths.random() ** 2), ignore_eos=True
-            ),
-        )
-        for i in range(num_requests)
-    ]
-
-
-def _open(engine_dir: Path, policy: DraftLengthPolicy, *, overlaps_steps: bool = False) -> LLM:
-    """Prefix reuse is off: a second round must not be cheaper than the first."""
-    return LLM(engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps_steps)

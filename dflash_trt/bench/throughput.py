@@ -3,6 +3,7 @@
 Compares in-flight batching with waiting for whole batches, and draft-length policies with each other, on one engine.
 """
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,22 @@ class LoadReport:
     output_tok_per_s: float
     mean_time_to_first_token_s: float
     acceptance_length: float | None
+
+
+def mixed_work(prompts: Sequence[Prompt], num_requests: int, max_new_tokens: int) -> list[Work]:
+    """Prompts in turn, with many short and few long answers, as requests differ in practice: a third of
+    `max_new_tokens` on average.
+    """
+    lengths = random.Random(0)
+    return [
+        Work(
+            prompt=prompts[i % len(prompts)],
+            sampling=SamplingParams(
+                max_new_tokens=1 + int((max_new_tokens - 1) * lengths.random() ** 2), ignore_eos=True
+            ),
+        )
+        for i in range(num_requests)
+    ]
 
 
 def run_in_flight(llm: Generator, work: Sequence[Work], *, concurrency: int) -> LoadReport:

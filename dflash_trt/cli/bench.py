@@ -65,33 +65,40 @@ def speedup(
     click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
 
 
-@bench.command(short_help="Throughput by concurrency and draft-length policy.")
+_CLIENTS = click.option(
+    "--concurrency", "concurrencies", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True
+)
+_LONGEST = click.option(
+    "--max-new-tokens", default=192, show_default=True, help="The longest answer; a third of it on average."
+)
+_PER_CLIENT = click.option("--requests-per-client", default=3, show_default=True)
+_ROUNDS = click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
+
+
+@bench.command(short_help="Throughput by concurrency, in-flight against whole batches.")
 @_ENGINE
 @_INPUT
-@click.option("--concurrency", "concurrencies", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True)
-@click.option("--fixed", "fixed_lengths", multiple=True, type=int, default=(0, 3, 7), show_default=True, metavar="K")
-@click.option("--max-new-tokens", default=192, show_default=True, help="The longest answer; a third of it on average.")
-@click.option("--requests-per-client", default=3, show_default=True)
-@click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
+@_CLIENTS
+@_LONGEST
+@_PER_CLIENT
+@_ROUNDS
 @_JSON
 def serving(
     engine_dir: Path,
     input_file: Path,
     concurrencies: tuple[int, ...],
-    fixed_lengths: tuple[int, ...],
     max_new_tokens: int,
     requests_per_client: int,
     rounds: int,
     as_json: bool,
 ) -> None:
-    """A closed load of so many clients: adaptive draft length against each fixed K, in-flight against whole batches."""
+    """A closed load of so many clients: in-flight against whole batches, the overlapped loop against the plain one."""
     from dflash_trt.bench.serving_sweep import sweep
 
     reports = sweep(
         engine_dir,
         _prompts(input_file),
         concurrencies=concurrencies,
-        fixed_lengths=fixed_lengths,
         num_rounds=rounds,
         requests_per_client=requests_per_client,
         max_new_tokens=max_new_tokens,
@@ -101,11 +108,63 @@ def serving(
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
     for report in reports:
+        click.echo(
+            f"{report.concurrency:3d} clients  {report.output_tok_per_s:.0f} tok/s, first token after "
+            f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / whole batches "
+            f"{report.in_flight_to_whole_batches:.2f}  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
+        )
+
+
+@bench.command("draft-length", short_help="Adaptive draft length against each fixed K.")
+@_ENGINE
+@_INPUT
+@_CLIENTS
+@click.option(
+    "--fixed", "fixed_lengths", multiple=True, type=int, default=(0, 2, 3, 4, 7), show_default=True, metavar="K"
+)
+@_LONGEST
+@_PER_CLIENT
+@_ROUNDS
+@click.option("--num-threads", type=click.IntRange(min=1), help="CPU threads of a step; PyTorch's default unless told.")
+@_JSON
+def draft_length(
+    engine_dir: Path,
+    input_file: Path,
+    concurrencies: tuple[int, ...],
+    fixed_lengths: tuple[int, ...],
+    max_new_tokens: int,
+    requests_per_client: int,
+    rounds: int,
+    num_threads: int | None,
+    as_json: bool,
+) -> None:
+    """A closed load of so many clients on every policy at once, step by step in turn.
+
+    The policies share one executor. Whichever has used the least time steps next, so a machine that slows down for a
+    while slows all of them. What the adaptive policy has learned stays from round to round.
+    """
+    from dflash_trt.bench.lockstep import compare_policies
+
+    reports = compare_policies(
+        engine_dir,
+        _prompts(input_file),
+        concurrencies=concurrencies,
+        fixed_lengths=fixed_lengths,
+        num_rounds=rounds,
+        requests_per_client=requests_per_client,
+        max_new_tokens=max_new_tokens,
+        num_threads=num_threads,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
+        return
+    for report in reports:
         speeds = "  ".join(f"{speed.policy}: {speed.output_tok_per_s:.0f}" for speed in report.speeds)
+        rounds_text = " ".join(f"{ratio:.2f}" for ratio in report.adaptive_to_best_fixed_by_round)
         click.echo(
             f"{report.concurrency:3d} clients  tok/s  {speeds}  | adaptive / best fixed ({report.best_fixed}) "
-            f"{report.adaptive_to_best_fixed:.2f}  | in-flight / whole batches {report.in_flight_to_whole_batches:.2f}"
-            f"  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
+            f"{report.adaptive_to_best_fixed:.3f} ({rounds_text})"
         )
 
 

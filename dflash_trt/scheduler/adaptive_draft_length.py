@@ -13,9 +13,9 @@ from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of a position that was hardly ever reached
-_NUM_STEPS_PER_PROBE = 4  # the first may still verify the drafts of another K
-_NUM_FREE_STEPS = 16  # as long as these take may be lost to probes at the start
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of the first position; the others are taken to be like the one before
+_NUM_STEPS_PER_DECISION = 4  # also of a probe, whose first step may still verify the drafts of another K
+_NUM_FREE_STEPS = 8  # as long as these take may be lost to probes at the start
 _FIRST_LENGTH = 3  # a guess that is rarely far off
 _ENOUGH_BLOCKS = 100.0  # verified, to believe the acceptance rates
 _NUM_STEPS_TO_STAY, _GAIN_TO_LEAVE_SOON = 16, 0.15
@@ -58,7 +58,7 @@ class AdaptiveDraftLength:
         self._probe: int | None = None
         self._measured_s = 0.0
         self._lost_s = 0.0  # to probes
-        self._num_left_of_probe = 0
+        self._num_steps_to_think = 0
         self._num_steps_since_change = 0
         self._smoothed = 0.0
         self._batch_size = 1
@@ -67,15 +67,13 @@ class AdaptiveDraftLength:
         if not num_decoding:
             return self._current
         has_jumped = self._follow(num_decoding)
-        if self._num_left_of_probe == 0 or has_jumped:
+        if self._num_steps_to_think == 0 or has_jumped:
             self._settle(self._batch_size, is_free=has_jumped)
             self._probe = self._worth_probing(self._batch_size)
-            self._num_left_of_probe = 0 if self._probe is None else _NUM_STEPS_PER_PROBE
+            self._num_steps_to_think = _NUM_STEPS_PER_DECISION
+        self._num_steps_to_think -= 1
         self._num_steps_since_change += 1
-        if self._probe is None:
-            return self._current
-        self._num_left_of_probe -= 1
-        return self._probe
+        return self._current if self._probe is None else self._probe
 
     def observe(self, step: StepObservation) -> None:
         for num_candidates, num_accepted in step.verified:
@@ -143,7 +141,7 @@ class AdaptiveDraftLength:
         cost_s = self._costs.estimate(num_decoding, length) or 0.0
         usual_s = self._costs.estimate(num_decoding, self._current) or 0.0
         speed = self.tokens_per_second(num_decoding, length) or 0.0
-        expected_loss_s = _NUM_STEPS_PER_PROBE * cost_s * max(0.0, 1 - speed / current)
+        expected_loss_s = _NUM_STEPS_PER_DECISION * cost_s * max(0.0, 1 - speed / current)
         allowed_s = _NUM_FREE_STEPS * usual_s + self._max_probe_fraction * self._measured_s
         return self._lost_s + expected_loss_s <= allowed_s
 
@@ -165,8 +163,12 @@ class AdaptiveDraftLength:
         return length > 0 and self._acceptance.num_reached[0] < _ENOUGH_BLOCKS
 
     def _rates(self) -> list[float]:
-        counts = zip(self._acceptance.num_accepted, self._acceptance.num_reached, strict=True)
-        return [(accepted + _PRIOR_RATE * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT) for accepted, reached in counts]
+        rates: list[float] = []
+        prior = _PRIOR_RATE
+        for accepted, reached in zip(self._acceptance.num_accepted, self._acceptance.num_reached, strict=True):
+            prior = (accepted + prior * _PRIOR_WEIGHT) / (reached + _PRIOR_WEIGHT)
+            rates.append(prior)
+        return rates
 
 
 def default_lengths(max_draft_len: int) -> list[int]:

@@ -9,13 +9,17 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_NUM_SAMPLES = 9  # per table entry: a median of these ignores hiccups
+_NUM_SAMPLES = 25  # per table entry: a median of these ignores hiccups
 _KEYS_PER_DOUBLING = 4
 _DECAY = 0.998  # of the model's evidence, per step
 _RIDGE = 1e-3
 _MODEL_WEIGHT = 2  # samples that the model's word counts for: one hiccup alone is not believed
 _NUM_TO_BELIEVE = 3  # measurements that make a K known
 _LEAST_S = 1e-5
+_PACE_GAIN = 0.4  # of a step's word on how fast the machine is
+_PACE_MEMORY = 0.99  # a pace that stays is what is usual
+_MOST_CHANGE = 0.2  # of one step's word, as a logarithm: hiccups say nothing
+_MAX_PATIENCE = 8
 _MAX_OUTLIER = 8.0  # a step this many times dearer than expected says nothing about its shape
 
 
@@ -38,6 +42,7 @@ class StepCosts:
         self._table: dict[tuple[int, int], _Entry] = {}
         self._model = _LinearModel(num_features=len(_features(1, 0, 0)))
         self._num_steps = 0
+        self._pace = 1.0  # how long steps take these days, in times of what they are recorded as
 
     def add(
         self, num_decoding: int, num_draft_tokens: int, elapsed_s: float, *, num_prefill_tokens: int, is_steady: bool
@@ -47,30 +52,33 @@ class StepCosts:
         if not is_steady:
             return
         features = _features(num_decoding, num_draft_tokens, num_prefill_tokens)
+        usual_s = elapsed_s / self._pace
         expected_s = self._model.predict(features)
-        if expected_s is None or elapsed_s < _MAX_OUTLIER * max(expected_s, _LEAST_S):
-            self._model.add(features, elapsed_s)
+        if expected_s is None or usual_s < _MAX_OUTLIER * max(expected_s, _LEAST_S):
+            self._model.add(features, usual_s)
         if not num_decoding:
             return
         entry = self._table.setdefault(_key(num_decoding, num_draft_tokens), _Entry())
         entry.num_steps += 1
         entry.last_step = self._num_steps
-        decode_s = self._without_prefill(features, elapsed_s)
-        if decode_s is not None:
-            entry.samples.append(decode_s)
-            entry.median_s = _median(entry.samples)
+        decode_s = self._without_prefill(features, usual_s)
+        if decode_s is None:
+            return
+        if entry.is_sure:
+            self._hear_of_pace(entry, decode_s)
+        entry.samples.append(decode_s)
+        entry.median_s = _median(entry.samples)
 
     def estimate(self, num_decoding: int, num_draft_tokens: int) -> float | None:
-        """Seconds of a step without prompt tokens; None as long as nothing is known."""
+        """Seconds of a step without prompt tokens, at the present pace; None as long as nothing is known."""
         expected_s = self._model.predict(_features(num_decoding, num_draft_tokens, 0))
         if expected_s is None:
             return None
         expected_s = max(expected_s, self._least_s(num_decoding, num_draft_tokens))
         expected_s = min(expected_s, self._most_s(num_decoding, num_draft_tokens))
         entry = self._table.get(_key(num_decoding, num_draft_tokens))
-        if entry is None:
-            return expected_s
-        return _median([*entry.samples, *[expected_s] * _MODEL_WEIGHT])
+        samples = entry.samples if entry is not None else ()
+        return self._pace * _median([*samples, *[expected_s] * _MODEL_WEIGHT])
 
     def age(self, num_decoding: int, num_draft_tokens: int) -> int | None:
         """Steps since such a step was last measured; None when it never was, or too seldom."""
@@ -84,6 +92,15 @@ class StepCosts:
         center, _ = _key(num_decoding, num_draft_tokens)
         nearby = range(center - _KEYS_PER_DOUBLING, center + _KEYS_PER_DOUBLING + 1)
         return any((key, num_draft_tokens) in self._table for key in nearby)
+
+    def _hear_of_pace(self, entry: _Entry, decode_s: float) -> None:
+        """A step that is known well tells how fast the machine is at the moment.
+
+        Machines drift: clocks, heat, neighbours. A K that was measured in a bad moment would look dear for long.
+        """
+        change = math.log(max(decode_s, _LEAST_S) / max(entry.median_s, _LEAST_S))
+        change = min(max(change, -_MOST_CHANGE), _MOST_CHANGE)
+        self._pace = math.exp((math.log(self._pace) + _PACE_GAIN * change) * _PACE_MEMORY)
 
     def _without_prefill(self, features: list[float], elapsed_s: float) -> float | None:
         """The part of a step that is not prompt work; None when that is the smaller one."""
@@ -115,6 +132,8 @@ class _LinearModel:
         self._moments = [[0.0] * num_features for _ in range(num_features)]
         self._products = [0.0] * num_features
         self._weights: list[float] | None = None
+        self._num_unheard = 0  # values since the weights were solved for
+        self._patience = 1  # values that may go unheard; solving takes some 50 us
 
     def add(self, features: list[float], value: float) -> None:
         """Take in a positive value."""
@@ -123,7 +142,7 @@ class _LinearModel:
             for column, right in enumerate(features):
                 row[column] = row[column] * _DECAY + left * right
         self._products = [product * _DECAY + feature for product, feature in zip(self._products, features, strict=True)]
-        self._weights = None
+        self._num_unheard += 1
 
     def predict(self, features: list[float]) -> float | None:
         if not any(self._products):
@@ -132,8 +151,10 @@ class _LinearModel:
 
     def part(self, features: list[float], index: int) -> float:
         """What one feature adds to the prediction."""
-        if self._weights is None:
+        if self._weights is None or self._num_unheard >= self._patience:
             self._weights = _solve(self._moments, self._products)
+            self._patience = min(2 * self._patience, _MAX_PATIENCE)
+            self._num_unheard = 0
         return self._weights[index] * features[index]
 
 

@@ -7,7 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.bench.distinct import distinct_fraction
+from dflash_trt.bench.lockstep import Lockstep
+from dflash_trt.bench.throughput import Work
 from dflash_trt.cli.main import cli
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import open_executor
+from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.serving.prompts import PromptReader
 from tests.factories import make_target, make_zlab_drafter
 
 
@@ -45,15 +52,62 @@ def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file
     assert 1 <= report["acceptance_length"] <= 4
 
 
-def test_serving_reports_every_policy_at_every_concurrency(engine_dir, input_file):
-    options = ("--rounds", 1, "--max-new-tokens", 8, "--requests-per-client", 2, "--fixed", 0, "--fixed", 3)
+def test_serving_reports_every_concurrency(engine_dir, input_file):
+    options = ("--rounds", 1, "--max-new-tokens", 8, "--requests-per-client", 2)
     reports = bench_json(
         "serving", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
     )
     assert [report["concurrency"] for report in reports] == [1, 4]
     for report in reports:
-        assert [speed["policy"] for speed in report["speeds"]] == ["K = 0", "K = 3", "adaptive", "adaptive, overlapped"]
-        assert report["in_flight_to_whole_batches"] > 0
+        ratios = (report["in_flight_to_whole_batches"], report["overlapped_to_plain"])
+        assert min(*ratios, report["output_tok_per_s"], report["mean_time_to_first_token_s"]) > 0
+
+
+def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, input_file):
+    options = ("--rounds", 2, "--max-new-tokens", 8, "--requests-per-client", 2, "--fixed", 0, "--fixed", 3)
+    reports = bench_json(
+        "draft-length", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
+    )
+    assert [report["concurrency"] for report in reports] == [1, 4]
+    for report in reports:
+        assert [speed["policy"] for speed in report["speeds"]] == ["K = 0", "K = 3", "adaptive"]
+        plain, drafting, _ = (speed["acceptance_length"] for speed in report["speeds"])
+        assert plain in (None, 1.0) and drafting >= 1
+        assert report["best_fixed"] in ("K = 0", "K = 3")
+        assert len(report["adaptive_to_best_fixed_by_round"]) == 2
+
+
+def test_a_length_beyond_the_engine_is_refused(engine_dir, input_file):
+    words = ["bench", "draft-length", str(engine_dir), "--input-file", str(input_file), "--fixed", "9"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2
+    assert "0 to 3, this engine's max_draft_len" in result.stderr
+
+
+def test_sides_in_lockstep_do_all_the_work_and_keep_off_each_others_pages(engine_dir):
+    executor = open_executor(EngineDir.open(engine_dir), kv_cache_bytes=1 << 22, device="cpu")
+    num_pages = executor.limits.num_pages // 2
+    halves: set[frozenset[int]] = set()
+
+    class Recording:
+        limits = executor.limits
+
+        def step(self, batch):
+            halves.add(frozenset(page_id // num_pages for request in batch.requests for page_id in request.page_ids))
+            return executor.step(batch)
+
+    work = [
+        Work(prompt={"prompt_token_ids": [5, 6, number]}, sampling=SamplingParams(max_new_tokens=9, ignore_eos=True))
+        for number in range(5)
+    ]
+    sides = Lockstep(
+        Recording(), {"plain": FixedDraftLength(0), "three": FixedDraftLength(3)}, PromptReader(None, vocab_size=64)
+    )
+    reports = sides.run(work, concurrency=2)
+    sides.close()
+    assert {report.num_output_tokens for report in reports.values()} == {45}
+    assert halves == {frozenset({0}), frozenset({1})}
+    assert min(report.elapsed_s for report in reports.values()) > 0
 
 
 def test_an_invalid_row_is_refused_before_anything_runs(engine_dir, tmp_path):

@@ -134,6 +134,20 @@ def test_steps_that_verify_another_number_of_drafts_are_not_measured() -> None:
     assert costs.age(4, 3) is None
 
 
+def test_a_length_measured_in_a_bad_moment_does_not_look_dear() -> None:
+    """Three fifths slower for 40 steps, in the middle of which K = 3 is measured; another K is what usually runs."""
+    costs = StepCosts()
+    fill(costs, {(4, 2): 0.010})
+    for slowness in (1.0, 1.6, 1.0):
+        for step in range(40):
+            length = 3 if slowness > 1 and 18 <= step < 24 else 2
+            cost_s = {2: 0.010, 3: 0.011}[length] * slowness
+            costs.add(4, length, cost_s, num_prefill_tokens=0, is_steady=True)
+    fewer, more = costs.estimate(4, 2), costs.estimate(4, 3)
+    assert fewer is not None and more is not None
+    assert more / fewer == pytest.approx(1.1, rel=0.12)
+
+
 # What is chosen
 
 NUM_STEPS = 1200
@@ -164,10 +178,12 @@ def test_a_fixed_length_that_does_not_suit_is_far_behind(length: int, acceptance
 
 
 def test_adaptive_follows_a_batch_that_grows_and_shrinks() -> None:
-    device, policy = Device(cpu_cost_s, 0.8), AdaptiveDraftLength(7)
+    devices = [Device(cpu_cost_s, 0.8, seed=seed) for seed in range(3)]
+    policies = [AdaptiveDraftLength(7) for _ in devices]
     for num_requests in (1, 64, 8, 64, 1):
         best = best_tokens_per_second(cpu_cost_s, 0.8, num_requests, 7)
-        assert device.run(policy, [num_requests] * 500) > 0.93 * best, num_requests
+        speeds = [device.run(policy, [num_requests] * 500) for device, policy in zip(devices, policies, strict=True)]
+        assert sum(speeds) / len(speeds) > 0.93 * best, num_requests
 
 
 @pytest.mark.parametrize(("cost_s", "acceptance"), [(gpu_cost_s, 0.7), (cpu_cost_s, 0.7), (cpu_cost_s, 0.3)])
@@ -211,7 +227,7 @@ def test_probes_stay_within_their_share() -> None:
 
 
 def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
-    def num_changes(hysteresis_fraction: float) -> int:
+    def num_changes(hysteresis_fraction: float, seed: int) -> int:
         policy = AdaptiveDraftLength(7, hysteresis_fraction=hysteresis_fraction)
         chosen: list[int] = []
 
@@ -223,10 +239,10 @@ def test_hysteresis_keeps_k_where_the_gain_is_noise() -> None:
             def observe(self, step: StepObservation) -> None:
                 policy.observe(step)
 
-        Device(gpu_cost_s, 0.5, noise=0.15).run(Spy(), [4] * 1500)
+        Device(gpu_cost_s, 0.5, noise=0.15, seed=seed).run(Spy(), [4] * 1500)
         return sum(a != b for a, b in pairwise(chosen))
 
-    assert num_changes(0.03) < num_changes(0.0)
+    assert sum(num_changes(0.06, seed) for seed in range(4)) < 0.9 * sum(num_changes(0.0, seed) for seed in range(4))
 
 
 def test_lengths_beyond_the_engine_are_refused() -> None:

@@ -1,0 +1,212 @@
+"""Draft-length policies against each other, on a machine that is never equally fast for long.
+
+Each side is an engine loop of its own over a share of one executor's pages. The side that has used the least time so
+far steps next, so all of them live through the same good and bad moments; a side's time is that of its own steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflash_trt.bench.throughput import Work, mixed_work
+from dflash_trt.core.acceptance import acceptance_length
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepExecutor, StepResult
+from dflash_trt.core.request import GenerationOutput, Request
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import open_executor
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.llm import checked_draft_length
+from dflash_trt.serving.prompts import Prompt, PromptReader
+from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.text import TextCodec
+
+_ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockstepReport:
+    """One run of one side. `elapsed_s` is the time of its own steps; `acceptance_length` counts the bonus."""
+
+    num_output_tokens: int
+    elapsed_s: float
+    acceptance_length: float | None
+
+    @property
+    def output_tok_per_s(self) -> float:
+        return self.num_output_tokens / self.elapsed_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpeed:
+    """One policy at one concurrency, the median over runs; `acceptance_length` is the last run's."""
+
+    policy: str
+    output_tok_per_s: float
+    acceptance_length: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyReport:
+    """`adaptive_to_best_fixed` is the median of the runs' ratios, to the fixed K that is best by its median."""
+
+    concurrency: int
+    speeds: tuple[PolicySpeed, ...]
+    best_fixed: str
+    adaptive_to_best_fixed: float
+    adaptive_to_best_fixed_by_round: tuple[float, ...]
+
+
+def compare_policies(
+    engine_dir: Path,
+    prompts: Sequence[Prompt],
+    *,
+    concurrencies: Sequence[int],
+    fixed_lengths: Sequence[int],
+    num_rounds: int,
+    requests_per_client: int,
+    max_new_tokens: int,
+    num_threads: int | None,
+    progress: Callable[[str], None],
+) -> list[PolicyReport]:
+    """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up."""
+    engine = EngineDir.open(engine_dir)
+    executor = open_executor(engine, num_threads=num_threads)
+    codec = TextCodec.open(engine.tokenizer_path) if engine.tokenizer_path is not None else None
+    reader = PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
+    fixed = {f"K = {length}": checked_draft_length(length, executor.limits.max_draft_len) for length in fixed_lengths}
+    reports = []
+    for concurrency in concurrencies:
+        policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
+        policies[_ADAPTIVE] = AdaptiveDraftLength(executor.limits.max_draft_len)
+        work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
+        with closing(Lockstep(executor, policies, reader)) as sides:
+            runs = []
+            for index in range(num_rounds + 1):
+                runs.append(sides.run(work, concurrency=concurrency))
+                speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
+                progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
+        reports.append(_report(concurrency, runs[1:]))
+    return reports
+
+
+def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> PolicyReport:
+    speeds = {name: statistics.median(run[name].output_tok_per_s for run in runs) for name in runs[0]}
+    best = max((name for name in speeds if name != _ADAPTIVE), key=lambda name: speeds[name])
+    ratios = tuple(run[_ADAPTIVE].output_tok_per_s / run[best].output_tok_per_s for run in runs)
+    return PolicyReport(
+        concurrency=concurrency,
+        speeds=tuple(
+            PolicySpeed(policy=name, output_tok_per_s=speed, acceptance_length=runs[-1][name].acceptance_length)
+            for name, speed in speeds.items()
+        ),
+        best_fixed=best,
+        adaptive_to_best_fixed=statistics.median(ratios),
+        adaptive_to_best_fixed_by_round=ratios,
+    )
+
+
+class Lockstep:
+    """Keeps its sides, and what their policies have learned, from one run to the next."""
+
+    def __init__(self, executor: StepExecutor, policies: Mapping[str, DraftLengthPolicy], reader: PromptReader) -> None:
+        """Prefix reuse is off: a second run must not be cheaper than the first."""
+        num_pages = executor.limits.num_pages // len(policies)
+        config = SchedulerConfig(reuses_prefixes=False)
+        self._sides = {}
+        for index, (name, policy) in enumerate(policies.items()):
+            share = _Share(executor, first_page=index * num_pages, num_pages=num_pages)
+            self._sides[name] = _Side(EngineLoop(share, Scheduler(share.limits, config, policy)))
+        self._reader = reader
+
+    def run(self, work: Sequence[Work], *, concurrency: int) -> dict[str, LockstepReport]:
+        """All the work on every side, `concurrency` requests at a time: one that ends makes room for the next."""
+        requests = [
+            Request(
+                request_id=str(index),
+                prompt_token_ids=self._reader.read(item.prompt),
+                sampling=item.sampling,
+                stop_token_ids=frozenset(item.sampling.stop_token_ids),
+            )
+            for index, item in enumerate(work)
+        ]
+        sides = list(self._sides.values())
+        for side in sides:
+            side.begin(requests, concurrency)
+        while busy := [side for side in sides if side.is_busy]:
+            min(busy, key=lambda side: side.elapsed_s).advance()
+        return {name: side.report() for name, side in self._sides.items()}
+
+    def close(self) -> None:
+        for side in self._sides.values():
+            side.close()
+
+
+class _Side:
+    """An engine loop without a thread, and a closed load for it."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self.begin((), 1)
+
+    def begin(self, requests: Sequence[Request], concurrency: int) -> None:
+        self._waiting = deque(requests)
+        self._concurrency = concurrency
+        self._streams: dict[str, RequestStream] = {}  # a stream that is forgotten cancels its request
+        self._outputs: list[GenerationOutput] = []
+        self.elapsed_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._waiting or self._streams)
+
+    def advance(self) -> None:
+        """Fill up, and step once."""
+        started_s = time.perf_counter()
+        while self._waiting and len(self._streams) < self._concurrency:
+            stream = self._loop.submit(self._waiting.popleft())
+            self._streams[stream.request_id] = stream
+            stream.call_when_done(self._finish)
+        self._loop.step()
+        self.elapsed_s += time.perf_counter() - started_s
+
+    def report(self) -> LockstepReport:
+        failed = [output.error for output in self._outputs if output.error is not None]
+        assert not failed, failed
+        return LockstepReport(
+            num_output_tokens=sum(len(output.token_ids) for output in self._outputs),
+            elapsed_s=self.elapsed_s,
+            acceptance_length=acceptance_length(self._outputs),
+        )
+
+    def close(self) -> None:
+        self._loop.shutdown()
+
+    def _finish(self, output: GenerationOutput) -> None:
+        self._outputs.append(output)
+        del self._streams[output.request_id]
+
+
+class _Share:
+    """Some of an executor's pages, as an executor."""
+
+    def __init__(self, executor: StepExecutor, *, first_page: int, num_pages: int) -> None:
+        self.limits: ExecutorLimits = replace(executor.limits, num_pages=num_pages)
+        self._executor = executor
+        self._first_page = first_page
+
+    def step(self, batch: StepBatch) -> StepResult:
+        requests = tuple(
+            replace(request, page_ids=tuple(self._first_page + page_id for page_id in request.page_ids))
+            for request in batch.requests
+        )
+        return self._executor.step(replace(batch, requests=requests))
