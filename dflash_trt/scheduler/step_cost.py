@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_NUM_SAMPLES = 25  # per table entry: a median of these ignores hiccups
+_NUM_SAMPLES = 35  # per table entry: a median of these ignores hiccups
 _KEYS_PER_DOUBLING = 4
 _DECAY = 0.998  # of the model's evidence, per step
 _RIDGE = 1e-3
 _MODEL_WEIGHT = 2  # samples that the model's word counts for: one hiccup alone is not believed
 _NUM_TO_BELIEVE = 3  # measurements that make a K known
 _LEAST_S = 1e-5
-_PACE_GAIN = 0.4  # of a step's word on how fast the machine is
-_PACE_MEMORY = 0.99  # a pace that stays is what is usual
-_MOST_CHANGE = 0.2  # of one step's word, as a logarithm: hiccups say nothing
+_PACE_GAIN = 0.15  # of a step's word on how fast the machine is
+_PACE_MEMORY = 0.96  # a pace that stays is what is usual
+_MOST_CHANGE = 0.25  # of one step's word, as a logarithm: hiccups say nothing
 _MAX_PATIENCE = 8
 _MAX_OUTLIER = 8.0  # a step this many times dearer than expected says nothing about its shape
 
