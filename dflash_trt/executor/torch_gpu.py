@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.batch import StepBatch, StepResult
-from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor.cuda_graphs import CudaCapture, GraphCache
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.executor.step_inputs import check_batch, sequence_batch
 from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
 from dflash_trt.executor.torch_loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
+from dflash_trt.kernels.rope_and_pages_launch import DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import advance
 from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_gpu_linear import prepare_device_linear
@@ -63,6 +64,7 @@ class TorchGpuExecutor:
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
             page_scales=self._pages.scales,
+            draft_layers=_draft_layers(self.network, self._pages),
             dtype=activation_dtype(network),
             device=device,
         )
@@ -221,6 +223,19 @@ class TorchGpuExecutor:
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _draft_layers(network: Network[Tensor], pages: TorchPages) -> DraftLayers | None:
+    if network.draft_weights is None:
+        return None
+    norms = [layer.k_norm for layer in network.draft_weights.layers]
+    scales = [pages.scales.get(id(layer), LayerKvScales()) for layer in pages.state.draft_kv]
+    return stack_draft_layers(
+        pages.state.draft_kv,
+        k_norms=[norm for norm in norms if norm is not None] or None,
+        k_scales=[scale.k for scale in scales],
+        v_scales=[scale.v for scale in scales],
+    )
 
 
 def _new_stream(device: torch.device) -> Any:

@@ -5,6 +5,7 @@ taps, so they are computed once per token, for all layers in one GEMM, and live 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec
@@ -14,19 +15,22 @@ from dflash_trt.network.weights import DraftWeights
 
 
 def draft_context(
-    ops: Ops[T], spec: DraftSpec, weights: DraftWeights[T], mapping: Mapping, *, taps: Sequence[T], positions: T
-) -> list[tuple[T, T]]:
-    """Taps of all T tokens -> per layer (k, v), each [T, kv_heads, D]; k normed and rotated. No input layernorm."""
+    ops: Ops[T], spec: DraftSpec, weights: DraftWeights[T], *, taps: Sequence[T], positions: T
+) -> Sequence[Any]:
+    """Taps of all T tokens -> the context of each layer, as `attend_draft` takes it. No input layernorm."""
     fused = ops.rms_norm(ops.linear(ops.concat(taps), weights.fc), weights.context_norm, spec.rms_norm_eps)
-    kv_size = spec.kv_size // mapping.tp_size
-    parts = ops.split(ops.linear(fused, weights.context_kv), (kv_size,) * (2 * spec.num_layers))
-    rope = ops.rope_table(spec, positions)
+    kv = ops.linear(fused, weights.context_kv)
+    return ops.draft_context(kv, spec, [layer.k_norm for layer in weights.layers], ops.rope_table(spec, positions))
+
+
+def context_of_layers(
+    ops: Ops[T], kv: T, spec: DraftSpec, k_norms: Sequence[T | None], rope: Any, *, kv_size: int
+) -> list[tuple[T, T]]:
+    """`Ops.draft_context` in terms of other ops: per layer (k, v), each [T, kv_heads, D]."""
+    parts = ops.split(kv, (kv_size,) * (2 * len(k_norms)))
     return [
-        (
-            rotated_heads(ops, spec, layer.k_norm, parts[2 * i], rope),
-            ops.split_heads(parts[2 * i + 1], spec.head_dim),
-        )
-        for i, layer in enumerate(weights.layers)
+        (rotated_heads(ops, spec, norm, k, rope), ops.split_heads(v, spec.head_dim))
+        for norm, k, v in zip(k_norms, parts[::2], parts[1::2], strict=True)
     ]
 
 
@@ -36,7 +40,7 @@ def draft_tokens(
     weights: DraftWeights[T],
     mapping: Mapping,
     *,
-    context: Sequence[tuple[T, T]],
+    context: Sequence[Any],
     kv_pages: Sequence[T],
     acceptance: Acceptance[T],
 ) -> T:

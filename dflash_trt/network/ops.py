@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
 from dflash_trt.quantize.packed import PackedWeight
 
 T = TypeVar("T")
@@ -122,9 +122,17 @@ class Ops(Protocol[T]):
         """
         ...
 
+    def draft_context(self, kv: T, spec: DraftSpec, k_norms: Sequence[T | None], rope: Any) -> Sequence[Any]:
+        """[T, layers * 2 * kv_heads * D], which is k of layer 0, v of layer 0, k of layer 1, ... -> one per layer.
+
+        Keys are normed where there is a norm, and rotated. What is in one is for `attend_draft` to know; see
+        `drafter.context_of_layers`.
+        """
+        ...
+
     def attend_draft(
         self,
-        context: tuple[T, T],  # k, v of all T tokens, [T, kv_heads, D]
+        context: Any,  # one of `draft_context`; a step takes them in the order of the layers
         q: T,  # [R*S, heads, D]
         block: tuple[T, T],  # k, v of the block slots, [R*S, kv_heads, D]
         pages: T,
@@ -137,7 +145,7 @@ class Ops(Protocol[T]):
         """
         ...
 
-    def write_draft_context(self, context: tuple[T, T], pages: T, acceptance: Acceptance[T]) -> None:
+    def write_draft_context(self, context: Any, pages: T, acceptance: Acceptance[T]) -> None:
         """The write of `attend_draft` without a block: what a step with K = 0 does to stay able to draft."""
         ...
 

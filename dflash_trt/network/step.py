@@ -54,7 +54,7 @@ def run_step(
     if draft is None or draft_weights is None:
         return StepOutputs(acceptance=acceptance, draft_tokens=None)
 
-    context = draft_context(ops, draft, draft_weights, network.mapping, taps=hidden.taps, positions=inputs.positions)
+    context = draft_context(ops, draft, draft_weights, taps=hidden.taps, positions=inputs.positions)
     if num_draft_tokens == 0:
         for layer_context, pages in zip(context, state.draft_kv, strict=True):
             ops.write_draft_context(layer_context, pages, acceptance)

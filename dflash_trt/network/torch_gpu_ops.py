@@ -20,7 +20,13 @@ from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
-from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store, rotate_block
+from dflash_trt.kernels.rope_and_pages_launch import (
+    DraftLayers,
+    Rotation,
+    rotate_and_store,
+    rotate_block,
+    store_draft_context,
+)
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
@@ -97,6 +103,16 @@ class Gated:
         return silu_mul(self.gate_up, scale=scale)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerContext:
+    """The draft context of one layer. The first one's write is that of all layers, in one launch."""
+
+    kv: Tensor  # of all layers
+    layer: int
+    rope: RopeRows
+    eps: float
+
+
 Value = Tensor | Heads | Sum | Norm | Gated
 
 
@@ -109,6 +125,7 @@ class GpuResources:
     attended: Tensor  # flat; kept from step to step so that rows of no request always hold finite numbers
     sampling_workspace: Mapping[str, Tensor]
     page_scales: Mapping[int, LayerKvScales]
+    draft_layers: DraftLayers | None  # their k_norms and pages
 
     @classmethod
     def allocate(
@@ -119,6 +136,7 @@ class GpuResources:
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
         page_scales: Mapping[int, LayerKvScales],
+        draft_layers: DraftLayers | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "GpuResources":
@@ -134,6 +152,7 @@ class GpuResources:
             attended=torch.zeros(max_tokens * target.q_size, dtype=dtype, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             page_scales=page_scales,
+            draft_layers=draft_layers,
         )
 
 
@@ -226,9 +245,14 @@ class TorchGpuOps:
         )
         return attended.view(len(attended), -1)
 
+    def draft_context(
+        self, kv: Value, spec: DraftSpec, k_norms: Sequence[Value | None], rope: RopeRows
+    ) -> list[LayerContext]:
+        return [LayerContext(_tensor(kv), layer, rope, spec.rms_norm_eps) for layer in range(len(k_norms))]
+
     def attend_draft(
         self,
-        context: tuple[Value, Value],
+        context: LayerContext,
         q: Value,
         block: tuple[Value, Value],
         pages: Value,
@@ -249,21 +273,17 @@ class TorchGpuOps:
         )
         return attended.view(len(attended), -1)
 
-    def write_draft_context(self, context: tuple[Value, Value], pages: Value, acceptance: Acceptance[Any]) -> None:
-        k, v = context
-        assert isinstance(k, Heads) and isinstance(v, Heads)
-        scales = self._scales(_tensor(pages))
-        rotate_and_store(
-            None,
-            k.x,
-            v.x,
-            _tensor(pages),
-            self._requests,
-            self._inputs.positions,
-            _rotation(k, k),
-            k_scale=scales.k,
-            v_scale=scales.v,
-            limits=acceptance.next_context_lens,
+    def write_draft_context(self, context: LayerContext, pages: Value, acceptance: Acceptance[Any]) -> None:
+        if context.layer > 0:
+            return
+        layers = self._resources.draft_layers
+        assert layers is not None and layers.first_pages is pages, "the layers come in their order"
+        store_draft_context(
+            context.kv,
+            layers,
+            replace(self._requests, context_lens=acceptance.next_context_lens),
+            context.rope.positions,
+            Rotation(inv_freq=context.rope.inv_freq, amplitude=context.rope.amplitude, eps=context.eps),
         )
 
     def sample_and_accept(self, logits: Value) -> Acceptance[Any]:

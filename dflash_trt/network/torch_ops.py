@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network import torch_attention, torch_sampling
+from dflash_trt.network.drafter import context_of_layers
 from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_linear import apply_linear
@@ -94,6 +95,11 @@ class TorchOps:
 
     def attend_pages(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec) -> Tensor:
         return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention)
+
+    def draft_context(
+        self, kv: Tensor, spec: DraftSpec, k_norms: Sequence[Tensor | None], rope: RopeTable
+    ) -> list[tuple[Tensor, Tensor]]:
+        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
 
     def attend_draft(
         self,

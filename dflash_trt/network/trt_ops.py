@@ -8,8 +8,9 @@ sampling are plugin nodes or plain layers, as `lowering` says; both have the sam
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
 from dflash_trt.network import trt_attention, trt_sampling
+from dflash_trt.network.drafter import context_of_layers
 from dflash_trt.network.host_tensor import HostTensor
 from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
 from dflash_trt.network.trt_layers import Dim, Handle, ITensor, Layers
@@ -170,6 +171,11 @@ class TrtOps:
         attended, written = self._lowering.attend_pages(q, (k, v), pages, attention)
         self._take_written(pages, written)
         return attended
+
+    def draft_context(
+        self, kv: ITensor, spec: DraftSpec, k_norms: Sequence[ITensor | None], rope: tuple[ITensor, ITensor]
+    ) -> list[tuple[ITensor, ITensor]]:
+        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
 
     def attend_draft(
         self,

@@ -15,7 +15,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.packed_spec import engine_table, is_linear, segments_of
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
-from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec, WeightFormat
 from dflash_trt.executor.cuda_graphs import GraphCache
 from dflash_trt.executor.page_budget import plan_pages
 from dflash_trt.executor.pipelined import PipelinedExecutor
@@ -59,7 +59,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def make_executors(
-    pair: tuple[Path, Path], device: torch.device, *, has_fp8: bool = False
+    pair: tuple[Path, Path],
+    device: torch.device,
+    *,
+    has_fp8: bool = False,
+    pages: QuantizationSpec | None = None,
 ) -> tuple[TorchExecutor, TorchGpuExecutor]:
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
@@ -79,8 +83,8 @@ def make_executors(
     )
     limits = {"max_batch_size": 4, "max_num_tokens": 48, "max_draft_len": NUM_DRAFT_TOKENS}
     return (
-        TorchExecutor(networks[0], page_plan=page_plan, **limits),
-        TorchGpuExecutor(networks[1], page_plan=page_plan, device=device, **limits),
+        TorchExecutor(networks[0], page_plan=page_plan, quantization=pages, **limits),
+        TorchGpuExecutor(networks[1], page_plan=page_plan, device=device, quantization=pages, **limits),
     )
 
 
@@ -260,3 +264,24 @@ def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: 
     assert plain.limits.max_draft_len == 0
     with pytest.raises(ConfigError, match="kv_cache_free_memory_fraction: expected a number"):
         TorchGpuExecutor.open(engine, kv_cache_free_memory_fraction=1.5, device=device)
+
+
+@pytest.mark.parametrize(
+    "scales", [(LayerKvScales(k=0.02, v=0.01), LayerKvScales(k=0.03, v=0.007)), (LayerKvScales(),) * 2]
+)
+def test_fp8_pages_of_target_and_drafter_give_the_tokens_of_plain_pytorch(
+    pair: tuple[Path, Path], device: torch.device, exact_fp8: None, scales: tuple[LayerKvScales, LayerKvScales]
+) -> None:
+    pages = QuantizationSpec(target_kv=scales, draft_kv=scales)
+    reference, executor = make_executors(pair, device, pages=pages)
+    exact, _ = make_executors(pair, device)
+    batch, expected = start(reference)
+    found, unrounded = executor.step(batch), exact.step(batch)
+    for num_candidates in (2, 1):
+        for row, other in zip(found.requests, expected.requests, strict=True):
+            assert (row.emitted_tokens, row.draft_tokens) == (other.emitted_tokens, other.draft_tokens)
+            assert row.logprobs == pytest.approx(other.logprobs, abs=FP8_LOGPROB_TOLERANCE)
+        batch = next_batch(batch, expected, num_candidates=lambda r, most=num_candidates: most)
+        found, expected, unrounded = (each.step(batch) for each in (executor, reference, exact))
+    assert found.requests[0].logprobs != pytest.approx(unrounded.requests[0].logprobs, abs=1e-6), "the pages are FP8"
+    assert {tensor.dtype for tensor in executor.pages} == {torch.float8_e4m3fn}
