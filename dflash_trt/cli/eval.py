@@ -138,10 +138,16 @@ def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def _logits_of(engine: "EngineDir") -> "LogitsOf":
-    from dflash_trt.executor.torch_executor import TorchExecutor
+    """On the device that generated."""
+    from dflash_trt.executor.opening import open_executor
 
-    executor = TorchExecutor.open(engine, use_drafter=False)
-    return lambda token_ids: executor.target_logits(token_ids).float().numpy()
+    target_logits = getattr(open_executor(engine, use_drafter=False), "target_logits", None)
+    if target_logits is None:
+        found, mend = engine.manifest.backend, "Compare engines built with --backend torch."
+        raise ConfigError(
+            problem(str(engine.path), expected="backend torch, which tells logits", found=found, mend=mend)
+        )
+    return lambda token_ids: target_logits(token_ids).float().numpy()
 
 
 def _gates(comparison: "Comparison", options: dict[str, Any]) -> "list[Gate]":

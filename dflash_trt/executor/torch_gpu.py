@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor.cuda_graphs import CudaCapture, GraphCache
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.executor.step_inputs import check_batch, sequence_batch
 from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
 from dflash_trt.executor.torch_loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
-from dflash_trt.kernels.rope_and_pages_launch import DraftLayers, stack_draft_layers
+from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import advance
+from dflash_trt.kernels.variant import MAX_REQUESTS
 from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_gpu_linear import prepare_device_linear
 from dflash_trt.network.torch_gpu_ops import GpuResources, TorchGpuOps
@@ -47,6 +49,8 @@ class TorchGpuExecutor:
         device: torch.device,
         quantization: QuantizationSpec | None = None,
     ) -> None:
+        """Raises ConfigError when the engine is larger than the kernels are made for."""
+        _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len)
         self.page_plan = page_plan
         self.network = with_linears(network, prepare_device_linear)
         self.limits = limits_of(
@@ -223,6 +227,17 @@ class TorchGpuExecutor:
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _check_sizes(max_batch_size: int, num_positions: int) -> None:
+    """What the kernels are made for."""
+    for name, found, most in (
+        ("max_batch_size", max_batch_size, MAX_REQUESTS),
+        ("max_seq_len and drafts", num_positions, MAX_POSITIONS),
+    ):
+        if found > most:
+            mend = "Build the engine with less."
+            raise ConfigError(problem(name, expected=f"at most {most} on a GPU", found=str(found), mend=mend))
 
 
 def _draft_layers(network: Network[Tensor], pages: TorchPages) -> DraftLayers | None:

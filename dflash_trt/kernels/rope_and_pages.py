@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 HALF_PI_INVERSE = tl.constexpr(0.6366197723675814)
-# pi / 2 in three parts, the first two of 8 bits: what they take off an angle below 2**17 leaves no rounding error.
+# pi / 2 in three parts, the first two of 8 bits: a multiple of them taken off an angle below MAX_POSITIONS in one fused
+# operation leaves no rounding error.
 HALF_PI_HIGH = tl.constexpr(1.5703125)
 HALF_PI_MIDDLE = tl.constexpr(0.00048351287841796875)
 HALF_PI_LOW = tl.constexpr(3.13916478589249e-07)
@@ -32,7 +33,7 @@ E4M3_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def cos_and_sin(position, inv_freq, amplitude, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """float32 [HALF] each, for positions below 2**17.
+    """float32 [HALF] each, to 1e-7 for positions below `rope_and_pages_launch.MAX_POSITIONS`.
 
     The angle is rounded to float32, as in the tables of the networks. CUDA's own functions would bring a slow path
     for large angles along with every element.

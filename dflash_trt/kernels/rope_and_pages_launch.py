@@ -19,6 +19,9 @@ HEADS_PER_PROGRAM = 8
 NUM_WARPS = 2
 
 
+MAX_POSITIONS = 1 << 22  # beyond, the cosines of `cos_and_sin` lose accuracy
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
     """`inv_freq` float32 [D / 2] and `amplitude` are those of `network.rope.RopeFrequencies`; None: no rotation.

@@ -9,6 +9,11 @@ from typing import Any, cast
 
 import torch
 
+from dflash_trt.kernels.tensor_checks import check
+
+_CAPACITIES = (16, 64, 256, 1024, 4096)
+MAX_REQUESTS = _CAPACITIES[-1]
+
 ELEMENT_TYPES: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -78,4 +83,11 @@ def next_power_of_2(n: int) -> int:
 
 def request_capacity(num_requests: int) -> int:
     """What the constant REQUESTS is for so many: one of a few sizes, so that few variants are compiled."""
-    return next(capacity for capacity in (16, 64, 256, 1024, 4096) if capacity >= num_requests)
+    check(
+        num_requests <= MAX_REQUESTS,
+        "requests in a step",
+        expected=f"at most {MAX_REQUESTS}",
+        found=num_requests,
+        mend="Build the engine with a smaller max_batch_size.",
+    )
+    return next(capacity for capacity in _CAPACITIES if capacity >= num_requests)

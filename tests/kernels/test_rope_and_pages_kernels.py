@@ -295,6 +295,17 @@ def test_one_launch_stores_the_draft_context_of_every_layer(device: torch.device
         assert error(pools[0].cpu(), want[1]) > 100 * TOLERANCE[case.dtype], "layers are not told apart"
 
 
+@pytest.mark.parametrize("position", [0, 131_071, rope_and_pages_launch.MAX_POSITIONS - 1])
+def test_cosines_hold_up_to_the_last_position(device: torch.device, position: int) -> None:
+    inv_freq = torch.linspace(0.01, 1.0, 32, device=device)
+    ones = torch.ones(1, 1, 64, device=device)
+    positions = torch.tensor([position], dtype=torch.int32, device=device)
+    rotated, _ = rope_and_pages_launch.rotate_block(ones, ones, positions, Rotation(inv_freq=inv_freq))
+    angles = (positions.float() * inv_freq).double()  # rounded to float32 first, as the networks do
+    expected = torch.cat([angles.cos() - angles.sin(), angles.cos() + angles.sin()])
+    assert (rotated.flatten() - expected).abs().max() < 5e-7
+
+
 def test_scales_are_refused_for_pages_that_are_not_fp8(device: torch.device) -> None:
     case = replace(CASES["norm and rope"], scales=(2.0, 1.0))
     with pytest.raises(ValueError, match=r"k_scale, v_scale: expected 1\.0 for pages that are not FP8"):

@@ -285,3 +285,12 @@ def test_fp8_pages_of_target_and_drafter_give_the_tokens_of_plain_pytorch(
         found, expected, unrounded = (each.step(batch) for each in (executor, reference, exact))
     assert found.requests[0].logprobs != pytest.approx(unrounded.requests[0].logprobs, abs=1e-6), "the pages are FP8"
     assert {tensor.dtype for tensor in executor.pages} == {torch.float8_e4m3fn}
+
+
+def test_an_engine_larger_than_the_kernels_are_made_for_is_refused(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    reference, _ = make_executors(pair, device)
+    sizes = {"max_batch_size": 5000, "max_num_tokens": 48, "max_draft_len": NUM_DRAFT_TOKENS}
+    with pytest.raises(ConfigError, match="max_batch_size: expected at most 4096 on a GPU, found 5000"):
+        TorchGpuExecutor(reference.network, page_plan=reference.page_plan, device=device, **sizes)
