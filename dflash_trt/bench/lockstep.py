@@ -1,4 +1,4 @@
-"""Draft-length policies against each other, on a machine that is never equally fast for long.
+"""Draft-length policies, or ways of batching, against each other on a machine that is never equally fast for long.
 
 Each side is an engine loop of its own over a share of one executor's pages. The side that has used the least time so
 far steps next, so all of them live through the same good and bad moments; a side's time is that of its own steps.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,8 +81,7 @@ def compare_policies(
     """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up."""
     engine = EngineDir.open(engine_dir)
     executor = open_executor(engine, num_threads=num_threads)
-    codec = TextCodec.open(engine.tokenizer_path) if engine.tokenizer_path is not None else None
-    reader = PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
+    reader = prompt_reader(engine)
     fixed = {f"K = {length}": checked_draft_length(length, executor.limits.max_draft_len) for length in fixed_lengths}
     reports = []
     for concurrency in concurrencies:
@@ -97,6 +96,12 @@ def compare_policies(
                 progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
         reports.append(_report(concurrency, runs[1:]))
     return reports
+
+
+def prompt_reader(engine: EngineDir) -> PromptReader:
+    """With the engine's tokenizer, where it has one."""
+    codec = TextCodec.open(engine.tokenizer_path) if engine.tokenizer_path is not None else None
+    return PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
 
 
 def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> PolicyReport:
@@ -118,14 +123,25 @@ def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> P
 class Lockstep:
     """Keeps its sides, and what their policies have learned, from one run to the next."""
 
-    def __init__(self, executor: StepExecutor, policies: Mapping[str, DraftLengthPolicy], reader: PromptReader) -> None:
-        """Prefix reuse is off: a second run must not be cheaper than the first."""
+    def __init__(
+        self,
+        executor: StepExecutor,
+        policies: Mapping[str, DraftLengthPolicy],
+        reader: PromptReader,
+        *,
+        in_whole_batches: Collection[str] = (),
+    ) -> None:
+        """Prefix reuse is off: a second run must not be cheaper than the first.
+
+        A side of `in_whole_batches` begins its next requests when the last of the ones before has ended.
+        """
         num_pages = executor.limits.num_pages // len(policies)
         config = SchedulerConfig(reuses_prefixes=False)
         self._sides = {}
         for index, (name, policy) in enumerate(policies.items()):
             share = _Share(executor, first_page=index * num_pages, num_pages=num_pages)
-            self._sides[name] = _Side(EngineLoop(share, Scheduler(share.limits, config, policy)))
+            loop = EngineLoop(share, Scheduler(share.limits, config, policy))
+            self._sides[name] = _Side(loop, is_in_flight=name not in in_whole_batches)
         self._reader = reader
 
     def run(self, work: Sequence[Work], *, concurrency: int) -> dict[str, LockstepReport]:
@@ -154,8 +170,9 @@ class Lockstep:
 class _Side:
     """An engine loop without a thread, and a closed load for it."""
 
-    def __init__(self, loop: EngineLoop) -> None:
+    def __init__(self, loop: EngineLoop, *, is_in_flight: bool) -> None:
         self._loop = loop
+        self._is_in_flight = is_in_flight
         self.begin((), 1)
 
     def begin(self, requests: Sequence[Request], concurrency: int) -> None:
@@ -172,7 +189,8 @@ class _Side:
     def advance(self) -> None:
         """Fill up, and step once."""
         started_s = time.perf_counter()
-        while self._waiting and len(self._streams) < self._concurrency:
+        may_fill = self._is_in_flight or not self._streams
+        while may_fill and self._waiting and len(self._streams) < self._concurrency:
             stream = self._loop.submit(self._waiting.popleft())
             self._streams[stream.request_id] = stream
             stream.call_when_done(self._finish)

@@ -1,41 +1,37 @@
 """How an engine serves many at once: tokens per second by concurrency, in-flight batching against whole batches, and
-the overlapped loop against the plain one. Sides take turns within a round; ratios are medians over rounds.
+the overlapped loop against the plain one.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_trt.bench.throughput import Work, mixed_work, run_in_flight, run_whole_batches
+from dflash_trt.bench.lockstep import Lockstep, prompt_reader
+from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_flight
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import open_executor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
 
 Progress = Callable[[str], None]
 
+_IN_FLIGHT, _WHOLE = "in flight", "whole batches"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConcurrencyReport:
-    """Medians over rounds, of in-flight batching in the plain loop. Its ratios are of tokens per second."""
+    """Medians over rounds. Speed and time to first token are those of the plain loop; the ratios are of speeds."""
 
     concurrency: int
     output_tok_per_s: float
     mean_time_to_first_token_s: float
     acceptance_length: float | None
     in_flight_to_whole_batches: float
+    in_flight_to_whole_batches_by_round: tuple[float, ...]
     overlapped_to_plain: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Round:
-    """Tokens per second of each side."""
-
-    in_flight: float
-    whole_batches: float
-    overlapped: float
-    mean_time_to_first_token_s: float
-    acceptance_length: float | None
 
 
 def sweep(
@@ -48,56 +44,67 @@ def sweep(
     max_new_tokens: int,
     progress: Progress,
 ) -> list[ConcurrencyReport]:
-    """One more round than `num_rounds` warms up. What the draft-length policies learn stays from round to round."""
+    """One more round than `num_rounds` warms up. All sides draft adaptively and keep what they learn."""
     reports = []
     for concurrency in concurrencies:
-        work = mixed_work(prompts, concurrency * max(2, requests_per_client), max_new_tokens)
-        sides = _Sides(engine_dir)
-        rounds = []
-        for index in range(num_rounds + 1):
-            rounds.append(sides.run(work, concurrency))
-            progress(
-                f"{concurrency} clients, round {index}: in flight {rounds[-1].in_flight:.0f}, "
-                f"whole batches {rounds[-1].whole_batches:.0f}, overlapped {rounds[-1].overlapped:.0f} tok/s"
+        work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
+        ratios = _batching(engine_dir, work, concurrency, num_rounds, progress)
+        plain, overlapped = _loops(engine_dir, work, concurrency, num_rounds, progress)
+        speeds = [(a.output_tok_per_s, b.output_tok_per_s) for a, b in zip(plain, overlapped, strict=True)]
+        reports.append(
+            ConcurrencyReport(
+                concurrency=concurrency,
+                output_tok_per_s=statistics.median(speed for speed, _ in speeds),
+                mean_time_to_first_token_s=statistics.median(run.mean_time_to_first_token_s for run in plain),
+                acceptance_length=plain[-1].acceptance_length,
+                in_flight_to_whole_batches=statistics.median(ratios),
+                in_flight_to_whole_batches_by_round=ratios,
+                overlapped_to_plain=statistics.median(b / a for a, b in speeds),
             )
-        reports.append(_report(concurrency, rounds[1:]))
+        )
     return reports
 
 
-class _Sides:
-    """Each is opened for its turn alone, so that none has idle threads of another beside it."""
-
-    def __init__(self, engine_dir: Path) -> None:
-        self._engine_dir = engine_dir
-        with LLM(engine_dir) as engine:
-            most = engine.limits.max_draft_len
-        self._plain, self._overlapped = AdaptiveDraftLength(most), AdaptiveDraftLength(most)
-
-    def run(self, work: Sequence[Work], concurrency: int) -> _Round:
-        with self._open(self._plain) as engine:
-            in_flight = run_in_flight(engine, work, concurrency=concurrency)
-            whole = run_whole_batches(engine, work, concurrency=concurrency)
-        with self._open(self._overlapped, overlaps_steps=True) as engine:
-            overlapped = run_in_flight(engine, work, concurrency=concurrency)
-        return _Round(
-            in_flight=in_flight.output_tok_per_s,
-            whole_batches=whole.output_tok_per_s,
-            overlapped=overlapped.output_tok_per_s,
-            mean_time_to_first_token_s=in_flight.mean_time_to_first_token_s,
-            acceptance_length=in_flight.acceptance_length,
-        )
-
-    def _open(self, policy: AdaptiveDraftLength, *, overlaps_steps: bool = False) -> LLM:
-        """Prefix reuse is off: a second round must not be cheaper than the first."""
-        return LLM(self._engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps_steps)
+def _batching(
+    engine_dir: Path, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
+) -> tuple[float, ...]:
+    """In-flight over whole batches by round, in lockstep over one executor."""
+    engine = EngineDir.open(engine_dir)
+    executor = open_executor(engine)
+    policies = {name: AdaptiveDraftLength(executor.limits.max_draft_len) for name in (_IN_FLIGHT, _WHOLE)}
+    ratios = []
+    with closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE})) as sides:
+        for index in range(num_rounds + 1):
+            run = sides.run(work, concurrency=concurrency)
+            speeds = {name: run[name].output_tok_per_s for name in policies}
+            progress(_line(concurrency, index, speeds))
+            ratios.append(speeds[_IN_FLIGHT] / speeds[_WHOLE])
+    return tuple(ratios[1:])
 
 
-def _report(concurrency: int, rounds: Sequence[_Round]) -> ConcurrencyReport:
-    return ConcurrencyReport(
-        concurrency=concurrency,
-        output_tok_per_s=statistics.median(each.in_flight for each in rounds),
-        mean_time_to_first_token_s=statistics.median(each.mean_time_to_first_token_s for each in rounds),
-        acceptance_length=rounds[-1].acceptance_length,
-        in_flight_to_whole_batches=statistics.median(each.in_flight / each.whole_batches for each in rounds),
-        overlapped_to_plain=statistics.median(each.overlapped / each.in_flight for each in rounds),
+def _loops(
+    engine_dir: Path, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
+) -> tuple[list[LoadReport], list[LoadReport]]:
+    """The plain and the overlapped loop, each opened for its turn alone: idle threads of the other would disturb it.
+
+    Prefix reuse is off: a second round must not be cheaper than the first.
+    """
+    with LLM(engine_dir) as engine:
+        most = engine.limits.max_draft_len
+    policies = {False: AdaptiveDraftLength(most), True: AdaptiveDraftLength(most)}
+    runs: dict[bool, list[LoadReport]] = {False: [], True: []}
+    for index in range(num_rounds + 1):
+        for overlaps, policy in policies.items():
+            with LLM(engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps) as engine:
+                runs[overlaps].append(run_in_flight(engine, work, concurrency=concurrency))
+        speeds = {"plain loop": runs[False][-1].output_tok_per_s, "overlapped loop": runs[True][-1].output_tok_per_s}
+        progress(_line(concurrency, index, speeds))
+    return runs[False][1:], runs[True][1:]
+
+
+def _line(concurrency: int, index: int, speeds: dict[str, float]) -> str:
+    return (
+        f"{concurrency} clients, round {index}: "
+        + ", ".join(f"{n} {speed:.0f}" for n, speed in speeds.items())
+        + " tok/s"
     )

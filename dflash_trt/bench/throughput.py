@@ -1,6 +1,6 @@
 """Throughput under a closed load: so many clients, each sending its next request when its last has ended.
 
-Compares in-flight batching with waiting for whole batches, and draft-length policies with each other, on one engine.
+How in-flight batching compares with waiting for whole batches, and one policy with another, is for `lockstep`.
 """
 
 import random
@@ -67,16 +67,6 @@ def run_in_flight(llm: Generator, work: Sequence[Work], *, concurrency: int) -> 
         streams[stream.request_id] = stream  # a stream that is forgotten cancels its request
         stream.call_when_done(finished.put)
     outputs += [finished.get() for _ in range(len(work) - len(outputs))]
-    return _report(outputs, concurrency, time.perf_counter() - started_s)
-
-
-def run_whole_batches(llm: Generator, work: Sequence[Work], *, concurrency: int) -> LoadReport:
-    """The next batch starts when the last request of this one has ended."""
-    outputs: list[GenerationOutput] = []
-    started_s = time.perf_counter()
-    for start in range(0, len(work), concurrency):
-        batch = work[start : start + concurrency]
-        outputs += llm.generate([item.prompt for item in batch], [item.sampling for item in batch])
     return _report(outputs, concurrency, time.perf_counter() - started_s)
 
 

@@ -71,7 +71,7 @@ _CLIENTS = click.option(
 _LONGEST = click.option(
     "--max-new-tokens", default=192, show_default=True, help="The longest answer; a third of it on average."
 )
-_PER_CLIENT = click.option("--requests-per-client", default=3, show_default=True)
+_PER_CLIENT = click.option("--requests-per-client", default=6, show_default=True, help="One after the other.")
 _ROUNDS = click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
 
 
@@ -92,7 +92,10 @@ def serving(
     rounds: int,
     as_json: bool,
 ) -> None:
-    """A closed load of so many clients: in-flight against whole batches, the overlapped loop against the plain one."""
+    """A closed load of so many clients: in-flight against whole batches, the overlapped loop against the plain one.
+
+    In-flight and whole batches run in lockstep over one executor, the two loops in alternating rounds.
+    """
     from dflash_trt.bench.serving_sweep import sweep
 
     reports = sweep(
@@ -108,10 +111,12 @@ def serving(
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
     for report in reports:
+        rounds_text = " ".join(f"{ratio:.2f}" for ratio in report.in_flight_to_whole_batches_by_round)
         click.echo(
             f"{report.concurrency:3d} clients  {report.output_tok_per_s:.0f} tok/s, first token after "
             f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / whole batches "
-            f"{report.in_flight_to_whole_batches:.2f}  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
+            f"{report.in_flight_to_whole_batches:.2f} ({rounds_text})  | overlapped / plain loop "
+            f"{report.overlapped_to_plain:.2f}"
         )
 
 
