@@ -16,6 +16,8 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.quantize.pack import e4m3
 
+_MAX_KEYS_PER_CALL = 2048  # with padding
+
 
 @dataclass(kw_only=True, slots=True)
 class QueryGroup:
@@ -47,6 +49,22 @@ class ScaledPages:
 Pages = Tensor | ScaledPages
 
 
+class Scratch:
+    """Memory for gathered K/V, used by one call after the other: fresh memory for each costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+
+    def take(self, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Two of [num_rows, like's row size], overwritten by the next call."""
+        size = num_rows * like.shape[1]
+        buffers = self._buffers.get(like.dtype)
+        if buffers is None or len(buffers[0]) < size:
+            buffers = self._buffers[like.dtype] = [like.new_empty(size), like.new_empty(size)]
+        k, v = (buffer[:size].view(num_rows, like.shape[1]) for buffer in buffers)
+        return k, v
+
+
 @dataclass(kw_only=True, slots=True)
 class AttentionPlan:
     """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
@@ -55,6 +73,7 @@ class AttentionPlan:
     groups: list[QueryGroup]
     block: QueryGroup  # the draft blocks of all requests; its positions are filled in by `draft_positions`
     request_of_row: Tensor  # int64 [T]
+    scratch: Scratch = field(default_factory=Scratch)
     context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
     context_slots: PageSlots | None = None
 
@@ -66,7 +85,7 @@ def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_toke
     ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
     requests = range(len(num_tokens))
     short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
-    members = ([short] if short else []) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
+    members = _batches(short, ends) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
     pages = inputs.page_table.long()
     positions = inputs.positions.long()
     request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
@@ -82,6 +101,18 @@ def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_toke
         ),
         request_of_row=request_of_row,
     )
+
+
+def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
+    """Requests to attend together: of similar length, because K/V are padded, and few, to stay in the CPU's cache."""
+    if len(requests) * max((ends[r] for r in requests), default=0) <= _MAX_KEYS_PER_CALL:
+        return [requests] if requests else []
+    batches: list[list[int]] = []
+    for r in sorted(requests, key=lambda r: -ends[r]):
+        if not batches or (len(batches[-1]) + 1) * ends[batches[-1][0]] > _MAX_KEYS_PER_CALL:
+            batches.append([])
+        batches[-1].append(r)
+    return batches
 
 
 def _group(
@@ -121,7 +152,7 @@ def attend_pages(
     for group in plan.groups:
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
-        keys, values = read_pages(pages, group, q.dtype)
+        keys, values = read_pages(pages, group, q.dtype, plan.scratch)
         mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
         attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask)
         if out is None or group.rows is None:
@@ -158,7 +189,7 @@ def attend_draft(
     width = len(q) // num_requests
     num_heads, head_dim = q.shape[1:]
     kv_heads = block[0].shape[1]
-    keys, values = read_pages(pages, plan.block, q.dtype)
+    keys, values = read_pages(pages, plan.block, q.dtype, plan.scratch)
     own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
     mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
     attended = _attend(
@@ -170,10 +201,13 @@ def attend_draft(
     return attended.reshape(len(q), num_heads * head_dim)
 
 
-def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end hold anything."""
+def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end hold anything.
+
+    They are there until the next call.
+    """
     if isinstance(pages, ScaledPages):
-        k, v = read_pages(pages.pages.view(torch.uint8), group, torch.uint8)
+        k, v = read_pages(pages.pages.view(torch.uint8), group, torch.uint8, scratch)
         scales = pages.scales
         return k.view(torch.float8_e4m3fn).to(dtype) * scales.k, v.view(torch.float8_e4m3fn).to(dtype) * scales.v
     num_requests, num_pages = group.page_ids.shape
@@ -181,11 +215,13 @@ def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype) -> tuple[Ten
     halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]
     k_rows = group.page_ids.reshape(-1) * 2
 
-    def read(rows: Tensor) -> Tensor:
-        gathered = halves.index_select(0, rows).view(num_requests, num_pages * page_size, kv_heads, head_dim)
+    def read(rows: Tensor, into: Tensor) -> Tensor:
+        torch.index_select(halves, 0, rows, out=into)
+        gathered = into.view(num_requests, num_pages * page_size, kv_heads, head_dim)
         return gathered[:, : group.num_keys].transpose(1, 2)
 
-    return read(k_rows), read(k_rows + 1)
+    k, v = scratch.take(halves, len(k_rows))
+    return read(k_rows, k), read(k_rows + 1, v)
 
 
 def _attend(

@@ -5,7 +5,7 @@ import torch
 
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_attention import PageSlots, QueryGroup, ScaledPages, read_pages, write_pages
+from dflash_trt.network.torch_attention import PageSlots, QueryGroup, ScaledPages, Scratch, read_pages, write_pages
 from dflash_trt.network.torch_packed import apply_packed, fp8_gemm, prepare_linear
 from dflash_trt.quantize.pack import dequantize, pack, segment_amax
 from dflash_trt.quantize.packed import Fp8Weight, PackedWeight
@@ -106,7 +106,7 @@ def test_fp8_pages_hold_rounded_keys_and_values() -> None:
     slots = torch.tensor([16, 17, 18, 19, 0])
     write_pages(scaled, PageSlots(slots, slots + 4), k, v)
     group = QueryGroup(rows=None, positions=torch.tensor([[4]]), page_ids=torch.tensor([[2, 0]]), num_keys=5)
-    read_k, read_v = read_pages(scaled, group, torch.float32)
+    read_k, read_v = read_pages(scaled, group, torch.float32, Scratch())
     assert torch.equal(read_k[0].transpose(0, 1), (k / 0.01).to(torch.float8_e4m3fn).float() * 0.01)
     assert torch.equal(read_v[0].transpose(0, 1), (v / 0.02).to(torch.float8_e4m3fn).float() * 0.02)
 
