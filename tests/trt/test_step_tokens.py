@@ -127,7 +127,7 @@ def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
         trace(step_executor, GREEDY, num_draft_tokens=(3,))
     for name, pages in ours.state.items():
         role, layer = name.split("_kv.")
-        expected = getattr(theirs._state, f"{role}_kv")[int(layer)]
+        expected = getattr(theirs._pages.state, f"{role}_kv")[int(layer)]
         assert expected.count_nonzero() > 0
         torch.testing.assert_close(pages, expected, rtol=0, atol=1e-4)
 
