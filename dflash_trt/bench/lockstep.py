@@ -25,12 +25,12 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
-from dflash_trt.serving.llm import checked_draft_length
+from dflash_trt.serving.llm import checked_draft_length, open_codec
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.stream import RequestStream
-from dflash_trt.serving.text import TextCodec
 
 _ADAPTIVE = "adaptive"
+_FIXED_LENGTHS = (0, 2, 3, 4)  # and the most that the engine drafts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +78,23 @@ def compare_policies(
     num_threads: int | None,
     progress: Callable[[str], None],
 ) -> list[PolicyReport]:
-    """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up."""
+    """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up.
+
+    Without `fixed_lengths`: 0, 2, 3, 4 and the engine's most, as far as it drafts that many.
+
+    Raises:
+        ConfigError: the engine cannot draft that many.
+    """
     engine = EngineDir.open(engine_dir)
     executor = open_executor(engine, num_threads=num_threads)
     reader = prompt_reader(engine)
-    fixed = {f"K = {length}": checked_draft_length(length, executor.limits.max_draft_len) for length in fixed_lengths}
+    most = executor.limits.max_draft_len
+    lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
+    fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
     reports = []
     for concurrency in concurrencies:
         policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
-        policies[_ADAPTIVE] = AdaptiveDraftLength(executor.limits.max_draft_len)
+        policies[_ADAPTIVE] = AdaptiveDraftLength(most)
         work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
         with closing(Lockstep(executor, policies, reader)) as sides:
             runs = []
@@ -100,8 +108,7 @@ def compare_policies(
 
 def prompt_reader(engine: EngineDir) -> PromptReader:
     """With the engine's tokenizer, where it has one."""
-    codec = TextCodec.open(engine.tokenizer_path) if engine.tokenizer_path is not None else None
-    return PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
+    return PromptReader(open_codec(engine), vocab_size=engine.manifest.target.vocab_size)
 
 
 def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> PolicyReport:

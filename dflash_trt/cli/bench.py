@@ -1,10 +1,10 @@
 """`dflash-trt bench`: what an engine does on this machine, measured."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,9 +13,12 @@ from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.request import SamplingParams
 
 if TYPE_CHECKING:
+    from dflash_trt.bench.lockstep import PolicyReport
+    from dflash_trt.bench.serving_sweep import ConcurrencyReport
     from dflash_trt.bench.speculation import SpeculationReport
     from dflash_trt.serving.prompts import Prompt
 
+R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
 _ENGINE = click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
 _INPUT = click.option(
@@ -65,14 +68,23 @@ def speedup(
     click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
 
 
+_POSITIVE = click.IntRange(min=1)
 _CLIENTS = click.option(
-    "--concurrency", "concurrencies", multiple=True, type=int, default=(1, 4, 16, 64), show_default=True
+    "--concurrency", "concurrencies", multiple=True, type=_POSITIVE, default=(1, 4, 16, 64), show_default=True
 )
 _LONGEST = click.option(
-    "--max-new-tokens", default=192, show_default=True, help="The longest answer; a third of it on average."
+    "--max-new-tokens",
+    type=_POSITIVE,
+    default=192,
+    show_default=True,
+    help="The longest answer; a third of it on average.",
 )
-_PER_CLIENT = click.option("--requests-per-client", default=6, show_default=True, help="One after the other.")
-_ROUNDS = click.option("--rounds", default=3, show_default=True, help="Rounds that count; one more warms up.")
+_PER_CLIENT = click.option(
+    "--requests-per-client", type=_POSITIVE, default=6, show_default=True, help="One after the other."
+)
+_ROUNDS = click.option(
+    "--rounds", type=_POSITIVE, default=3, show_default=True, help="Rounds that count; one more warms up."
+)
 
 
 @bench.command(short_help="Throughput by concurrency, in-flight against whole batches.")
@@ -107,17 +119,7 @@ def serving(
         max_new_tokens=max_new_tokens,
         progress=lambda line: click.echo(line, err=True),
     )
-    if as_json:
-        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
-        return
-    for report in reports:
-        rounds_text = " ".join(f"{ratio:.2f}" for ratio in report.in_flight_to_whole_batches_by_round)
-        click.echo(
-            f"{report.concurrency:3d} clients  {report.output_tok_per_s:.0f} tok/s, first token after "
-            f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / whole batches "
-            f"{report.in_flight_to_whole_batches:.2f} ({rounds_text})  | overlapped / plain loop "
-            f"{report.overlapped_to_plain:.2f}"
-        )
+    _print_all(reports, _serving_line, as_json=as_json)
 
 
 @bench.command("draft-length", short_help="Adaptive draft length against each fixed K.")
@@ -125,12 +127,17 @@ def serving(
 @_INPUT
 @_CLIENTS
 @click.option(
-    "--fixed", "fixed_lengths", multiple=True, type=int, default=(0, 2, 3, 4, 7), show_default=True, metavar="K"
+    "--fixed",
+    "fixed_lengths",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="K",
+    help="May be given several times.  [default: 0, 2, 3, 4 and the engine's most]",
 )
 @_LONGEST
 @_PER_CLIENT
 @_ROUNDS
-@click.option("--num-threads", type=click.IntRange(min=1), help="CPU threads of a step; PyTorch's default unless told.")
+@click.option("--num-threads", type=_POSITIVE, help="CPU threads of a step; PyTorch's default unless told.")
 @_JSON
 def draft_length(
     engine_dir: Path,
@@ -161,16 +168,7 @@ def draft_length(
         num_threads=num_threads,
         progress=lambda line: click.echo(line, err=True),
     )
-    if as_json:
-        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
-        return
-    for report in reports:
-        speeds = "  ".join(f"{speed.policy}: {speed.output_tok_per_s:.0f}" for speed in report.speeds)
-        rounds_text = " ".join(f"{ratio:.2f}" for ratio in report.adaptive_to_best_fixed_by_round)
-        click.echo(
-            f"{report.concurrency:3d} clients  tok/s  {speeds}  | adaptive / best fixed ({report.best_fixed}) "
-            f"{report.adaptive_to_best_fixed:.3f} ({rounds_text})"
-        )
+    _print_all(reports, _policies_line, as_json=as_json)
 
 
 @bench.command(short_help="Random traffic; nothing may be lost.")
@@ -207,6 +205,35 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool) -> None:
         f"{report.num_output_tokens} tokens, {report.num_preemptions} preemptions, "
         f"prefix hits {report.prefix_hit_fraction or 0:.2f} of prompt tokens, leaked pages: {report.num_leaked_pages}"
     )
+
+
+def _print_all(reports: Sequence[R], line: Callable[[R], str], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
+        return
+    for report in reports:
+        click.echo(line(report))
+
+
+def _serving_line(report: "ConcurrencyReport") -> str:
+    return (
+        f"{report.concurrency:3d} clients  {report.output_tok_per_s:.0f} tok/s, first token after "
+        f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / whole batches "
+        f"{report.in_flight_to_whole_batches:.2f} ({_listed(report.in_flight_to_whole_batches_by_round)})"
+        f"  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
+    )
+
+
+def _policies_line(report: "PolicyReport") -> str:
+    speeds = "  ".join(f"{speed.policy}: {speed.output_tok_per_s:.0f}" for speed in report.speeds)
+    return (
+        f"{report.concurrency:3d} clients  tok/s  {speeds}  | adaptive / best fixed ({report.best_fixed}) "
+        f"{report.adaptive_to_best_fixed:.3f} ({_listed(report.adaptive_to_best_fixed_by_round)})"
+    )
+
+
+def _listed(ratios: Sequence[float]) -> str:
+    return " ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _prompts(input_file: Path) -> "Sequence[Prompt]":

@@ -129,11 +129,10 @@ def _greedy(job: Job) -> SamplingParams:
 
 
 def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
+    from dflash_trt.serving.llm import open_codec
     from dflash_trt.serving.prompts import PromptReader
-    from dflash_trt.serving.text import TextCodec
 
-    codec = None if engine.tokenizer_path is None else TextCodec.open(engine.tokenizer_path)
-    reader = PromptReader(codec, vocab_size=engine.manifest.target.vocab_size)
+    reader = PromptReader(open_codec(engine), vocab_size=engine.manifest.target.vocab_size)
     return [list(reader.read(job.prompt)) for job in jobs]
 
 

@@ -4,12 +4,13 @@ Every tensor that enters or leaves is listed in `core/step_spec.py`. This is the
 runs; the loop around it only moves integers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
-from dflash_trt.network.decoder import forward_target, logits_of
+from dflash_trt.network.decoder import TargetHidden, forward_target, logits_of
 from dflash_trt.network.drafter import draft_context, draft_tokens
 from dflash_trt.network.ops import Acceptance, Ops, StepInputs, StepState, T
 from dflash_trt.network.weights import DraftWeights, TargetWeights
@@ -39,16 +40,7 @@ def run_step(
 ) -> StepOutputs[T]:
     """Target forward, sample and accept, draft context, draft: in this order, with no host in between."""
     draft, draft_weights = network.draft, network.draft_weights
-    hidden = forward_target(
-        ops,
-        network.target,
-        network.target_weights,
-        network.mapping,
-        token_ids=inputs.token_ids,
-        positions=inputs.positions,
-        kv_pages=state.target_kv,
-        tap_layer_ids=draft.target_layer_ids if draft else (),
-    )
+    hidden = _run_target(ops, network, inputs, state, tap_layer_ids=draft.target_layer_ids if draft else ())
     rows = ops.gather_rows(hidden.last, inputs.logit_rows)
     acceptance = ops.sample_and_accept(logits_of(ops, network.target_weights, network.target, rows))
     if draft is None or draft_weights is None:
@@ -74,7 +66,14 @@ def run_step(
 
 def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> T:
     """The target's logits [N, V] after every token of a step, without sampling or drafts: for measuring."""
-    hidden = forward_target(
+    hidden = _run_target(ops, network, inputs, state, tap_layer_ids=())
+    return logits_of(ops, network.target_weights, network.target, hidden.last)
+
+
+def _run_target(
+    ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T], *, tap_layer_ids: Sequence[int]
+) -> TargetHidden[T]:
+    return forward_target(
         ops,
         network.target,
         network.target_weights,
@@ -82,6 +81,5 @@ def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], sta
         token_ids=inputs.token_ids,
         positions=inputs.positions,
         kv_pages=state.target_kv,
-        tap_layer_ids=(),
+        tap_layer_ids=tap_layer_ids,
     )
-    return logits_of(ops, network.target_weights, network.target, hidden.last)

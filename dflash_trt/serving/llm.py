@@ -87,7 +87,7 @@ class LLM(Generator):
         super().__init__(
             EngineLoop(executor, scheduler, overlaps=overlaps_steps),
             vocab_size=target.vocab_size,
-            codec=_open_codec(self.engine),
+            codec=open_codec(self.engine),
             eos_token_ids=target.eos_token_ids,
             seed=seed,
         )
@@ -111,7 +111,8 @@ def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> in
     return max_draft_len if num_draft_tokens is None else num_draft_tokens
 
 
-def _open_codec(engine: EngineDir) -> TextCodec | None:
+def open_codec(engine: EngineDir) -> TextCodec | None:
+    """None for an engine without a tokenizer."""
     if engine.tokenizer_path is None:
         return None
     from dflash_trt.serving.text import TextCodec

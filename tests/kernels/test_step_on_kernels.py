@@ -269,8 +269,9 @@ def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: 
 @pytest.mark.parametrize(
     "scales", [(LayerKvScales(k=0.02, v=0.01), LayerKvScales(k=0.03, v=0.007)), (LayerKvScales(),) * 2]
 )
+@pytest.mark.usefixtures("exact_fp8")
 def test_fp8_pages_of_target_and_drafter_give_the_tokens_of_plain_pytorch(
-    pair: tuple[Path, Path], device: torch.device, exact_fp8: None, scales: tuple[LayerKvScales, LayerKvScales]
+    pair: tuple[Path, Path], device: torch.device, scales: tuple[LayerKvScales, LayerKvScales]
 ) -> None:
     pages = QuantizationSpec(target_kv=scales, draft_kv=scales)
     reference, executor = make_executors(pair, device, pages=pages)

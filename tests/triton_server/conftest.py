@@ -103,7 +103,7 @@ def server(repository: Path, installation: Path, tmp_path_factory: pytest.TempPa
     """Serves `dflash`; the others are loaded by the tests that need them.
 
     After clients that left early this Triton sometimes keeps the model and waits for its exit timeout. That is its own
-    doing (the gRPC side keeps the request of a cancelled stream) as long as it has not asked the model to close.
+    doing as long as it has not asked the model to close.
     """
     log = tmp_path_factory.mktemp("server") / "log"
     process = ServerProcess(
