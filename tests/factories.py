@@ -12,7 +12,16 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 END_OF_TEXT_ID = 0
@@ -24,22 +33,58 @@ NUM_TEXT_TOKENS = 256  # one per byte, ids 4 .. 259
 VOCAB_SIZE = 272  # the rest is padding, as real vocabularies have
 
 Tensors = dict[str, torch.Tensor]
+Family = Literal["qwen3", "llama", "qwen3_moe", "gpt_oss"]
+
+_CLASSES: dict[Family, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+_FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 64,
+        "sliding_window": 6,
+        "rope_parameters": _YARN,
+        "rms_norm_eps": 1e-5,
+    },
+}
 
 
 def make_target(
     path: Path,
     *,
-    family: Literal["qwen3", "llama"] = "qwen3",
+    family: Family = "qwen3",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str | None = None,
+    save_original_format: bool = True,
     tokenizer: bool = True,
     **overrides: Any,
 ) -> Path:
     """Write a Hugging Face target and return its directory: 4 layers, hidden 64, 4 heads of 16, 2 KV heads.
 
-    `overrides` are fields of Qwen3Config or LlamaConfig; `max_shard_size` (for example "100KB") gives a sharded
-    checkpoint with an index.
+    `overrides` are fields of the family's config class; `max_shard_size` (for example "100KB") gives a sharded
+    checkpoint with an index; without `save_original_format` transformers saves experts as it computes with them.
     """
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -55,14 +100,14 @@ def make_target(
         "bos_token_id": None,
         "eos_token_id": END_OF_TEXT_ID,
         "pad_token_id": None,
-    } | overrides
-    model_class: Any = Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM
-    config_class: Any = Qwen3Config if family == "qwen3" else LlamaConfig
+    }
+    fields |= _FAMILY_FIELDS[family] | overrides
+    config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**fields))
     _randomize(dict(model.named_parameters()), seed=seed)
-    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model.to(dtype).save_pretrained(path, **options)
+    model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)
     if tokenizer:
         write_tokenizer(path)
     return path
@@ -214,6 +259,8 @@ def _randomize(tensors: Tensors, *, seed: int) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("norm.weight"):
                 tensor.copy_(1.0 + 0.1 * noise)
+            elif name.endswith("sinks"):
+                tensor.copy_(1.0 + noise)
             elif name.endswith("bias"):
                 tensor.copy_(0.1 * noise)
             else:

@@ -80,8 +80,12 @@ def require_plain_decoder(reader: ConfigReader) -> None:
         "logit_scale",
     ):
         reader.require(name, 1, mend=NOT_IMPLEMENTED)
+
+
+def require_dense(reader: ConfigReader) -> None:
+    """Refuse experts where the family has none."""
     for name in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        reader.require(name, mend="Mixture-of-experts models are not implemented: use a dense checkpoint.")
+        reader.require(name, mend="Experts are not implemented for this architecture: use a dense checkpoint.")
 
 
 def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> RopeSpec:

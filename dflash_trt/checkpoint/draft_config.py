@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, printable, read_json_object, shown
-from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_rope, read_sizes, require_plain_decoder
+from dflash_trt.checkpoint.decoder_config import (
+    NOT_IMPLEMENTED,
+    read_rope,
+    read_sizes,
+    require_dense,
+    require_plain_decoder,
+)
 from dflash_trt.checkpoint.draft_attention import zlab_attention
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.checkpoint.modelopt_config import require_modelopt
@@ -100,6 +106,7 @@ def _parse_zlab(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any
     reader.require("architectures", [_ZLAB], mend="DFlash2 is not implemented: use a DFlash drafter.")
     require_modelopt(reader)
     require_plain_decoder(reader)
+    require_dense(reader)
     for name, allowed in _NEUTRAL_VALUES.items():
         reader.require(name, *allowed, mend=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)

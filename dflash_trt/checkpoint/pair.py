@@ -151,7 +151,7 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     if spec is None:
         return _ABSENT
     table = target_weights(spec)
-    names = target_names(spec)
+    names = target_names(spec, _all_names(stored))
     kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)
     packed, rest = resolve_packed(table, names, rest, config, label="target", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in packed}

@@ -48,6 +48,10 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     if mapping.pp_size != 1:
         mend = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
+    if mapping.tp_size != 1 and target.moe is not None:
+        mend = "Use one rank: cutting experts is not implemented."
+        found = f"{mapping.tp_size}, for a target with experts"
+        problems.append(problem("mapping tp_size", expected="1", found=found, mend=mend))
     lengths = _lengths(target, "target") | {"target vocab_size": target.vocab_size}
     if draft is not None:
         lengths |= _lengths(draft, "drafter")

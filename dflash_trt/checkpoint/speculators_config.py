@@ -13,6 +13,7 @@ from dflash_trt.checkpoint.decoder_config import (
     DecoderSizes,
     read_rope,
     read_sizes,
+    require_dense,
     require_plain_decoder,
 )
 from dflash_trt.checkpoint.draft_attention import speculators_attention
@@ -60,6 +61,7 @@ def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, 
     """The decoder, whose layers are Qwen3's with q and k norms whatever model_type says."""
     layer.require("model_type", "qwen3", "llama", default="qwen3", mend=NOT_IMPLEMENTED)
     require_plain_decoder(layer)
+    require_dense(layer)
     layer.require("mlp_bias", False, mend=NOT_IMPLEMENTED)
     sizes = read_sizes(layer)
     has_attention_bias = layer.flag("attention_bias", default=False)

@@ -1,26 +1,39 @@
 """A target's config.json and generation_config.json -> TargetSpec.
 
-Knows Llama 3.x and dense Qwen3. It refuses every other architecture, and every key that it does not understand.
+Knows Llama 3.x, Qwen3, Qwen3-MoE and gpt-oss. It refuses every other architecture, and every key that it does not
+understand.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
+    DecoderSizes,
     read_layer_types,
     read_rope,
     read_sizes,
+    require_dense,
     require_plain_decoder,
     require_window,
 )
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.moe_config import read_gpt_oss_moe, read_qwen3_moe
+from dflash_trt.checkpoint.mxfp4 import require_mxfp4
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model_spec import AttentionSpec, TargetSpec
 
-_FAMILIES: dict[str, Literal["llama", "qwen3"]] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"]
+
+_FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
+}
 _LABEL = "target config.json"
 _LLAMA_ROPE_THETA = 10000.0  # Hugging Face's default; Llama files older than rope_theta rely on it
 
@@ -46,7 +59,7 @@ def parse_target(directory: Path, problems: list[str]) -> TargetSpec | None:
     return spec if len(problems) == num_problems else None
 
 
-def _read_family(reader: ConfigReader) -> Literal["llama", "qwen3"] | None:
+def _read_family(reader: ConfigReader) -> Family | None:
     architectures = reader.value("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -57,27 +70,97 @@ def _read_family(reader: ConfigReader) -> Literal["llama", "qwen3"] | None:
     return family
 
 
-def _read_fields(reader: ConfigReader, family: Literal["llama", "qwen3"]) -> dict[str, Any]:
+def _read_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """All fields but the end-of-sequence ids, which have a file of their own."""
     require_plain_decoder(reader)
-    require_modelopt(reader)
     reader.require("final_logit_softcapping", mend=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
-    has_attention_bias = reader.flag("attention_bias", default=False)
-    is_qwen3 = family == "qwen3"
     return {
         **sizes.spec_fields(),
         "family": family,
         "vocab_size": sizes.vocab_size,
-        "rope": read_rope(reader, default_theta=None if is_qwen3 else _LLAMA_ROPE_THETA),
-        "attention": (_read_qwen3_attention if is_qwen3 else _read_llama_attention)(reader, sizes.num_layers),
-        "has_qk_norm": is_qwen3,
-        "has_qkv_bias": has_attention_bias,
-        "has_o_bias": has_attention_bias,
-        "has_mlp_bias": False if is_qwen3 else reader.flag("mlp_bias", default=False),
         "is_embedding_tied": reader.flag("tie_word_embeddings", default=False),
         "bos_token_id": reader.optional_integer("bos_token_id", minimum=0),
+        **_FAMILY_FIELDS[family](reader, sizes),
     }
+
+
+def _read_llama(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    require_dense(reader)
+    require_modelopt(reader)
+    return {
+        **_attention_biases(reader, default=False),
+        "rope": read_rope(reader, default_theta=_LLAMA_ROPE_THETA),
+        "attention": _read_llama_attention(reader, sizes.num_layers),
+        "has_qk_norm": False,
+        "has_mlp_bias": reader.flag("mlp_bias", default=False),
+    }
+
+
+def _read_qwen3(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    require_dense(reader)
+    require_modelopt(reader)
+    return {
+        **_attention_biases(reader, default=False),
+        "rope": read_rope(reader),
+        "attention": _read_qwen3_attention(reader, sizes.num_layers),
+        "has_qk_norm": True,
+    }
+
+
+def _read_qwen3_moe(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    """Like Qwen3. Its files repeat what the architecture fixes; a window was never published and is refused."""
+    require_modelopt(reader)
+    biases = _attention_biases(reader, default=False)
+    reader.require(
+        "qkv_bias", biases["has_qkv_bias"], mend="Use attention_bias: it is the key that transformers reads."
+    )
+    reader.require("use_qk_norm", True, mend=NOT_IMPLEMENTED)
+    reader.require("use_sliding_window", False, mend=NOT_IMPLEMENTED)
+    reader.ignore(("sliding_window", "max_window_layers"))  # without use_sliding_window they mean nothing
+    return {
+        **biases,
+        "rope": read_rope(reader),
+        "attention": (AttentionSpec(),) * sizes.num_layers,
+        "has_qk_norm": True,
+        "moe": read_qwen3_moe(reader, sizes.num_layers),
+    }
+
+
+def _read_gpt_oss(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    """Sinks, and windows in every other layer, the first among them, unless layer_types says otherwise."""
+    require_mxfp4(reader)
+    reader.ignore(("initial_context_length",))  # repeats the RoPE's original_max_position_embeddings
+    if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
+        mend = 'Add "rope_scaling" as the checkpoint was trained (the published ones: yarn, factor 32).'
+        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", mend=mend)
+    is_sliding = read_layer_types(reader, sizes.num_layers)
+    if is_sliding is None:
+        is_sliding = tuple(i % 2 == 0 for i in range(sizes.num_layers))
+    window = reader.optional_integer("sliding_window")
+    if window is None and any(is_sliding):
+        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", mend="Add it.")
+    return {
+        **_attention_biases(reader, default=True),
+        "rope": read_rope(reader),
+        "attention": tuple(AttentionSpec(window=window if slides else None) for slides in is_sliding),
+        "has_qk_norm": False,
+        "has_sinks": True,
+        "moe": read_gpt_oss_moe(reader, sizes.num_layers, sizes.intermediate_size),
+    }
+
+
+_FAMILY_FIELDS: dict[Family, Callable[[ConfigReader, DecoderSizes], dict[str, Any]]] = {
+    "llama": _read_llama,
+    "qwen3": _read_qwen3,
+    "qwen3_moe": _read_qwen3_moe,
+    "gpt_oss": _read_gpt_oss,
+}
+
+
+def _attention_biases(reader: ConfigReader, *, default: bool) -> dict[str, bool]:
+    has_bias = reader.flag("attention_bias", default=default)
+    return {"has_qkv_bias": has_bias, "has_o_bias": has_bias}
 
 
 def _read_llama_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec, ...]:

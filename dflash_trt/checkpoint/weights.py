@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dflash_trt.checkpoint.expert_tensors import ExpertLayout, part_dtypes, part_shapes, read_experts
 from dflash_trt.checkpoint.names import ForeignNames, ForeignTable, Recipe, is_ignorable
 from dflash_trt.checkpoint.packed_weights import PackedSource, read_packed
 from dflash_trt.checkpoint.sharding import shard, shard_shape, share
@@ -23,7 +24,6 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable
 
-_FLOAT_DTYPES = ("F32", "BF16", "F16")
 _INTEGER_DTYPES = ("I64", "I32")
 _MAX_MAPPED_BYTES = 256 * 2**20
 _OTHER_CHECKPOINT = "Use a checkpoint that belongs to its config.json."
@@ -35,6 +35,7 @@ class WeightSource:
 
     parts: tuple[StoredTensor, ...]
     recipe: Recipe
+    layout: ExpertLayout | None = None
 
 
 def resolve_sources(
@@ -62,7 +63,7 @@ def resolve_sources(
         _check_parts(table[canonical], foreign, stored, label=label, problems=problems)
         if all(part in stored.tensors for part in foreign.parts):
             parts = tuple(stored.tensors[part] for part in foreign.parts)
-            sources[canonical] = WeightSource(parts=parts, recipe=foreign.recipe)
+            sources[canonical] = WeightSource(parts=parts, recipe=foreign.recipe, layout=foreign.layout)
     return sources
 
 
@@ -127,6 +128,9 @@ class OpenFiles:
 def _read_floats(
     spec: WeightSpec, source: WeightSource, opened: OpenFiles, *, dtype: torch.dtype, mapping: Mapping
 ) -> torch.Tensor:  # shard_shape(spec, mapping)
+    if source.layout is not None:
+        assert spec.sharding == "replicated", "mapping_problems refuses to cut experts"
+        return read_experts(source.layout, source.parts, spec.shape, opened.slice_of, dtype=dtype)
     tensor = torch.empty(shard_shape(spec, mapping), dtype=dtype)
     row = 0
     for part in source.parts:
@@ -175,8 +179,8 @@ def _check_parts(
     spec: WeightSpec, foreign: ForeignNames, stored: StoredTensors, *, label: str, problems: list[str]
 ) -> None:
     """Shape and dtype of every part that is there."""
-    allowed = _INTEGER_DTYPES if spec.is_integer else _FLOAT_DTYPES
-    for name, shape in zip(foreign.parts, _part_shapes(spec, len(foreign.parts)), strict=True):
+    allowed = _INTEGER_DTYPES if spec.is_integer else part_dtypes(foreign.layout or ExpertLayout())
+    for name, shape in zip(foreign.parts, _part_shapes(spec, foreign), strict=True):
         tensor = stored.tensors.get(name)
         if tensor is None:
             continue
@@ -190,8 +194,11 @@ def _check_parts(
             problems.append(problem(subject, expected=expected, found=tensor.dtype, mend=mend))
 
 
-def _part_shapes(spec: WeightSpec, num_parts: int) -> list[tuple[int, ...]]:
-    """A single part is the whole tensor; several are its segments."""
+def _part_shapes(spec: WeightSpec, foreign: ForeignNames) -> list[tuple[int, ...]]:
+    """A single part is the whole tensor; several are its segments. Experts are as their layout says."""
+    num_parts = len(foreign.parts)
+    if foreign.layout is not None:
+        return part_shapes(foreign.layout, spec.shape, num_parts)
     if num_parts <= 1:
         return [spec.shape] * num_parts
     assert num_parts == len(spec.segments), f"{num_parts} parts for {len(spec.segments)} segments"

@@ -112,6 +112,7 @@ def build_engine(
         mapping=Mapping(),
         quantization=engine_quantization(plan, calibration),
     )
+    _refuse_without_lowering(options, pretrained, limits)
     num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
     with write_engine_dir(output, needed_bytes=num_bytes, overwrite=overwrite) as writer:
         writer.add_weights(0, pretrained, _weights(pair, plan, calibration, pretrained, progress))
@@ -142,6 +143,15 @@ def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
     from dflash_trt.compile.trt_engine_files import plan_options
 
     return plan_options(config, base_dir)
+
+
+def _refuse_without_lowering(options: "PlanOptions | None", pretrained: PretrainedConfig, limits: EngineLimits) -> None:
+    """Before the weights are written, not when they are compiled."""
+    if options is None:
+        return
+    from dflash_trt.compile.trt_spec import step_network_spec
+
+    step_network_spec(pretrained, limits)
 
 
 def _add_plan(

@@ -12,9 +12,10 @@ from torch import Tensor
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.network.ops import Acceptance, Linear, StepInputs, StepState
+from dflash_trt.network.ops import Acceptance, Experts, Linear, StepInputs, StepState
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.network.torch_ops import RopeTable, TorchOps, make_rope_table
+from dflash_trt.network.weights import LayerWeights
 from dflash_trt.quantize.calibrate import LinearBank
 from dflash_trt.quantize.packed import E4M3_MAX
 
@@ -99,9 +100,11 @@ class _ObservedOps(TorchOps):
         out = self._bank(name, x)[:, rows]
         return out if linear.bias is None else out + linear.bias
 
-    def attend_pages(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec) -> Tensor:
+    def attend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
         self._observer.saw_kv(pages, k, v)
-        return super().attend_pages(q, k, v, pages, attention)
+        return super().attend_pages(q, k, v, pages, attention, sinks)
 
     def attend_draft(
         self,
@@ -129,14 +132,20 @@ def _linear_places(network: Network[Tensor]) -> LinearPlaces:
         for i, layer in enumerate(draft_weights.layers):
             places[id(draft_weights.q[i])] = (f"draft.layers.{i}.q", everything)
             places[id(draft_weights.block_kv[i])] = ("draft.kv", slice(i * rows, (i + 1) * rows))
-            for kind in ("o", "gate_up", "down"):
-                places[id(getattr(layer, kind))] = (f"draft.layers.{i}.{kind}", everything)
+            places |= _layer_places(f"draft.layers.{i}", layer)
     places[id(weights.lm_head)] = ("target.lm_head", everything)
     for i, layer in enumerate(weights.layers):
         places[id(weights.qkv[i])] = (f"target.layers.{i}.qkv", everything)
-        for kind in ("o", "gate_up", "down"):
-            places[id(getattr(layer, kind))] = (f"target.layers.{i}.{kind}", everything)
+        places |= _layer_places(f"target.layers.{i}", layer)
     return places
+
+
+def _layer_places(prefix: str, layer: LayerWeights[Tensor]) -> LinearPlaces:
+    """Of what follows attention. Experts are no linears: they keep the engine's dtype."""
+    mlp = layer.mlp
+    linears = {"o": layer.o}
+    linears |= {"router": mlp.router} if isinstance(mlp, Experts) else {"gate_up": mlp.gate_up, "down": mlp.down}
+    return {id(linear): (f"{prefix}.{kind}", slice(None)) for kind, linear in linears.items()}
 
 
 def _chunk_inputs(tokens: Sequence[int], start: int, num_pages: int, num_draft_tokens: int) -> StepInputs[Tensor]:

@@ -71,14 +71,44 @@ class DecoderSpec(Frozen):
         return self.num_kv_heads * self.head_dim
 
 
-class TargetSpec(DecoderSpec):
-    """The model being served."""
+class MoeSpec(Frozen):
+    """A mixture of experts in place of the MLP of some layers: each token goes through its best few experts.
 
-    family: Literal["llama", "qwen3"]
+    `routing` "softmax_top_k": softmax over all experts in float32, then the largest few, divided by their sum where
+    `normalizes_top_k`. "top_k_softmax": the largest few logits, then softmax over those; they sum to 1 as they are.
+
+    `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
+    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+    """
+
+    layer_ids: tuple[int, ...]  # the layers with experts; the others keep a dense MLP
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    routing: Literal["softmax_top_k", "top_k_softmax"]
+    normalizes_top_k: bool = False
+    activation: Literal["silu", "clamped_swiglu"] = "silu"
+    limit: float | None = None  # clamped_swiglu
+    alpha: float | None = None  # clamped_swiglu
+    has_bias: bool = False  # of the router and of the experts
+
+
+class TargetSpec(DecoderSpec):
+    """The model being served.
+
+    `has_sinks`: every head of every layer has a logit of its own in the denominator of its softmax, without a value.
+    """
+
+    family: Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"]
     vocab_size: int
     is_embedding_tied: bool
+    moe: MoeSpec | None = None
+    has_sinks: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    def has_experts(self, layer_id: int) -> bool:
+        return self.moe is not None and layer_id in self.moe.layer_ids
 
 
 class DraftSpec(DecoderSpec):

@@ -92,5 +92,5 @@ def rank_share(spec: WeightSpec, tp_size: int) -> WeightSpec:
 
 
 def is_linear(spec: WeightSpec, name: str) -> bool:
-    """Whether a canonical tensor is the weight of a GEMM: a matrix that is no embedding."""
-    return len(spec.shape) == 2 and not name.endswith(".embedding")
+    """Whether a canonical tensor is the weight of a GEMM: a matrix that is no embedding, and no biases of experts."""
+    return len(spec.shape) == 2 and not name.endswith((".embedding", "_bias"))

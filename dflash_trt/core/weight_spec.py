@@ -39,7 +39,10 @@ def target_weights(spec: TargetSpec) -> WeightTable:
         table[f"{prefix}.qkv"] = _rows((sum(qkv), spec.hidden_size), qkv)
         if spec.has_qkv_bias:
             table[f"{prefix}.qkv_bias"] = _rows((sum(qkv),), qkv)
-        table |= _layer_weights(prefix, spec)
+        if spec.has_sinks:
+            table[f"{prefix}.sinks"] = _rows((spec.num_heads,), (spec.num_heads,))
+        mlp = _expert_weights(prefix, spec) if spec.has_experts(i) else _mlp_weights(prefix, spec)
+        table |= _layer_weights(prefix, spec, mlp)
     table["target.norm"] = WeightSpec(shape=(spec.hidden_size,))
     if not spec.is_embedding_tied:
         table["target.lm_head"] = _rows((spec.vocab_size, spec.hidden_size), (spec.vocab_size,))
@@ -65,7 +68,7 @@ def draft_weights(spec: DraftSpec) -> WeightTable:
         table[f"{prefix}.q"] = _rows((spec.q_size, hidden), (spec.q_size,))
         if spec.has_qkv_bias:
             table[f"{prefix}.q_bias"] = _rows((spec.q_size,), (spec.q_size,))
-        table |= _layer_weights(prefix, spec)
+        table |= _layer_weights(prefix, spec, _mlp_weights(prefix, spec))
     table["draft.norm"] = WeightSpec(shape=(hidden,))
     if spec.has_own_embedding:
         table["draft.embedding"] = WeightSpec(shape=(spec.target_vocab_size, hidden))
@@ -75,24 +78,48 @@ def draft_weights(spec: DraftSpec) -> WeightTable:
     return table
 
 
-def _layer_weights(prefix: str, spec: DecoderSpec) -> WeightTable:
-    """What every layer has, whatever produces its q, k and v."""
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
+def _layer_weights(prefix: str, spec: DecoderSpec, mlp: WeightTable) -> WeightTable:
+    """What every layer has, whatever produces its q, k and v, with its MLP's weights in their place."""
+    hidden = spec.hidden_size
     table: WeightTable = {
         f"{prefix}.attention_norm": WeightSpec(shape=(hidden,)),
         f"{prefix}.o": WeightSpec(shape=(hidden, spec.q_size), sharding="columns"),
         f"{prefix}.mlp_norm": WeightSpec(shape=(hidden,)),
-        f"{prefix}.gate_up": _rows((2 * ffn, hidden), (ffn, ffn)),
-        f"{prefix}.down": WeightSpec(shape=(hidden, ffn), sharding="columns"),
+        **mlp,
     }
     if spec.has_qk_norm:
         table[f"{prefix}.q_norm"] = WeightSpec(shape=(spec.head_dim,))
         table[f"{prefix}.k_norm"] = WeightSpec(shape=(spec.head_dim,))
     if spec.has_o_bias:
         table[f"{prefix}.o_bias"] = WeightSpec(shape=(hidden,))
+    return table
+
+
+def _mlp_weights(prefix: str, spec: DecoderSpec) -> WeightTable:
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    table: WeightTable = {
+        f"{prefix}.gate_up": _rows((2 * ffn, hidden), (ffn, ffn)),
+        f"{prefix}.down": WeightSpec(shape=(hidden, ffn), sharding="columns"),
+    }
     if spec.has_mlp_bias:
         table[f"{prefix}.gate_up_bias"] = _rows((2 * ffn,), (ffn, ffn))
         table[f"{prefix}.down_bias"] = WeightSpec(shape=(hidden,))
+    return table
+
+
+def _expert_weights(prefix: str, spec: TargetSpec) -> WeightTable:
+    """Experts lie one after the other along axis 0, gate rows above up rows. Nothing cuts them yet."""
+    moe, hidden = spec.moe, spec.hidden_size
+    assert moe is not None
+    experts, ffn = moe.num_experts, moe.intermediate_size
+    table: WeightTable = {f"{prefix}.router": WeightSpec(shape=(experts, hidden))}
+    if moe.has_bias:
+        table[f"{prefix}.router_bias"] = WeightSpec(shape=(experts,))
+    table[f"{prefix}.experts.gate_up"] = WeightSpec(shape=(experts, 2 * ffn, hidden))
+    table[f"{prefix}.experts.down"] = WeightSpec(shape=(experts, hidden, ffn))
+    if moe.has_bias:
+        table[f"{prefix}.experts.gate_up_bias"] = WeightSpec(shape=(experts, 2 * ffn))
+        table[f"{prefix}.experts.down_bias"] = WeightSpec(shape=(experts, hidden))
     return table
 
 

@@ -1,7 +1,7 @@
 """The target: one decoder described by data, for every family.
 
-Pre-norm residual layers, GQA, optional per-head q/k norm, rotate-half RoPE, gated SiLU MLP. Knows nothing of drafts,
-sampling or where K/V live.
+Pre-norm residual layers, GQA, optional per-head q/k norm, rotate-half RoPE, gated SiLU MLP or a mixture of experts.
+Knows nothing of drafts, sampling or where K/V live.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, TargetSpec
-from dflash_trt.network.ops import Ops, T
-from dflash_trt.network.weights import LayerWeights, TargetWeights
+from dflash_trt.core.model_spec import DecoderSpec, MoeSpec, TargetSpec
+from dflash_trt.network.ops import Experts, Ops, T
+from dflash_trt.network.weights import LayerWeights, Mlp, TargetWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,9 @@ def forward_target(
             ops.split_heads(v, spec.head_dim),
             kv_pages[i],
             spec.attention[i],
+            weights.sinks[i],
         )
-        hidden = finish_layer(ops, spec, layer, hidden, attended)
+        hidden = finish_layer(ops, spec, layer, hidden, attended, moe=spec.moe)
         outputs.append(hidden)
     return TargetHidden(last=hidden, taps=[outputs[layer_id] for layer_id in tap_layer_ids])
 
@@ -67,9 +68,23 @@ def rotated_heads(ops: Ops[T], spec: DecoderSpec, norm: T | None, x: T, rope: An
     return ops.rope(heads, rope)
 
 
-def finish_layer(ops: Ops[T], spec: DecoderSpec, layer: LayerWeights[T], hidden: T, attended: T) -> T:
-    """Output projection, residual, MLP, residual."""
+def finish_layer(
+    ops: Ops[T],
+    spec: DecoderSpec,
+    layer: LayerWeights[T],
+    hidden: T,
+    attended: T,
+    *,
+    moe: MoeSpec | None = None,
+) -> T:
+    """Output projection, residual, MLP or experts, residual."""
     hidden = ops.add(hidden, ops.all_reduce(ops.linear(attended, layer.o)))
     x = ops.rms_norm(hidden, layer.mlp_norm, spec.rms_norm_eps)
-    gated = ops.silu_mul(ops.linear(x, layer.gate_up))
-    return ops.add(hidden, ops.all_reduce(ops.linear(gated, layer.down)))
+    return ops.add(hidden, ops.all_reduce(_feed_forward(ops, layer.mlp, x, moe)))
+
+
+def _feed_forward(ops: Ops[T], mlp: Mlp[T] | Experts[T], x: T, moe: MoeSpec | None) -> T:
+    if isinstance(mlp, Experts):
+        assert moe is not None
+        return ops.moe(x, mlp, moe)
+    return ops.linear(ops.silu_mul(ops.linear(x, mlp.gate_up)), mlp.down)

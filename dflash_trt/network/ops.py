@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
 from dflash_trt.quantize.packed import PackedWeight
 
 T = TypeVar("T")
@@ -21,6 +21,17 @@ class Linear(Generic[T]):
 
     weight: T | PackedWeight[T]
     bias: T | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts(Generic[T]):
+    """The MLP of a layer with E experts of F features: gate_up [E, 2F, H], gate rows above up rows; down [E, H, F]."""
+
+    router: Linear[T]  # [E, H]
+    gate_up: T
+    down: T
+    gate_up_bias: T | None = None  # [E, 2F]
+    down_bias: T | None = None  # [E, H]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +102,13 @@ class Ops(Protocol[T]):
         """[N, 2F] -> silu(first half) * second half, [N, F]."""
         ...
 
+    def moe(self, x: T, experts: Experts[T], moe: MoeSpec) -> T:
+        """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed as the router weighs them.
+
+        What a row gets does not depend on the other rows, beyond the rounding of a GEMM of another height.
+        """
+        ...
+
     def split(self, x: T, sizes: Sequence[int]) -> Sequence[T]:
         """Along the last axis."""
         ...
@@ -115,10 +133,11 @@ class Ops(Protocol[T]):
         """Rotate-half rotary embedding of [N, heads, D]."""
         ...
 
-    def attend_pages(self, q: T, k: T, v: T, pages: T, attention: AttentionSpec) -> T:
+    def attend_pages(self, q: T, k: T, v: T, pages: T, attention: AttentionSpec, sinks: T | None) -> T:
         """Write k, v [T, kv_heads, D] at each token's position, then attend q [T, heads, D] over its request's pages.
 
-        Scale is D ** -0.5. Returns [T, heads * D]. Rows are the step's tokens; page table and offsets are the step's.
+        Scale is D ** -0.5. `sinks` [heads] are logits in the softmax's denominator that have no value. Returns
+        [T, heads * D]. Rows are the step's tokens; page table and offsets are the step's.
         """
         ...
 

@@ -143,7 +143,13 @@ def write_pages(pages: Pages, slots: PageSlots, k: Tensor, v: Tensor) -> None:
 
 
 def attend_pages(
-    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, pages: Pages, attention: AttentionSpec
+    plan: AttentionPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    attention: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.attend_pages`."""
     write_pages(pages, plan.slots, k, v)
@@ -154,7 +160,7 @@ def attend_pages(
         queries = q if group.rows is None else q[group.rows]
         keys, values = read_pages(pages, group, q.dtype, plan.scratch)
         mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
-        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask)
+        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask, sinks)
         if out is None or group.rows is None:
             return attended.reshape(len(q), num_heads * head_dim)
         out[group.rows] = attended.reshape(-1, num_heads, head_dim)
@@ -229,15 +235,36 @@ def _attend(
     keys: Tensor,  # [G, kv_heads, S, D]
     values: Tensor,
     mask: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
+    sinks: Tensor | None = None,  # [heads]
 ) -> Tensor:
     """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
     num_requests, width, num_heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
-    attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    if sinks is None:
+        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    else:
+        attended = _attend_with_sinks(stacked, keys, values, mask, sinks.float().repeat_interleave(width))
     unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
     return unstacked.reshape(num_requests, width, num_heads, head_dim)
+
+
+def _attend_with_sinks(
+    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor,  # float32 [heads * Q]
+) -> Tensor:
+    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
+
+    The call is the one that scaled_dot_product_attention makes on a CPU; it also tells log Z.
+    """
+    attended: Tensor
+    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(stacked, keys, values, attn_mask=mask)
+    share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
+    return attended * share[..., None].to(attended.dtype)
 
 
 def _causal_mask(group: QueryGroup, attention: AttentionSpec, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec, TargetSpec
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
@@ -28,9 +28,10 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_gpu_linear import Plain, apply_device_linear
+from dflash_trt.network.torch_moe import chosen_experts, run_all_experts, run_chosen_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class GpuResources:
     sampling_workspace: Mapping[str, Tensor]
     page_scales: Mapping[int, LayerKvScales]
     draft_layers: DraftLayers | None  # their k_norms and pages
+    max_rows: int  # of verify blocks: a step with more is never captured
 
     @classmethod
     def allocate(
@@ -153,6 +155,7 @@ class GpuResources:
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             page_scales=page_scales,
             draft_layers=draft_layers,
+            max_rows=max_rows,
         )
 
 
@@ -198,6 +201,14 @@ class TorchGpuOps:
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(_tensor(gate_up))
 
+    def moe(self, x: Value, experts: Experts[Any], moe: MoeSpec) -> Tensor:
+        choice = chosen_experts(self.linear(x, experts.router), moe)
+        rows = _tensor(x)
+        # A step with more rows than verify blocks can have is never captured, and may ask which experts are chosen.
+        is_never_captured = len(rows) > self._resources.max_rows
+        run_experts = run_chosen_experts if is_never_captured else run_all_experts
+        return run_experts(rows, experts, moe, choice)
+
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:
         return torch.split(_tensor(x), list(sizes), dim=-1)
 
@@ -219,9 +230,11 @@ class TorchGpuOps:
         assert isinstance(x, Heads) and x.rope is None
         return replace(x, rope=table)
 
-    def attend_pages(self, q: Value, k: Value, v: Value, pages: Value, attention: AttentionSpec) -> Tensor:
+    def attend_pages(
+        self, q: Value, k: Value, v: Value, pages: Value, attention: AttentionSpec, sinks: Value | None
+    ) -> Tensor:
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
-        pool, options = _tensor(pages), self._options(_tensor(pages), attention)
+        pool, options = _tensor(pages), self._options(_tensor(pages), attention, sinks)
         rotated = rotate_and_store(
             q.x,
             k.x,
@@ -335,10 +348,14 @@ class TorchGpuOps:
     def _scales(self, pages: Tensor) -> LayerKvScales:
         return self._resources.page_scales.get(id(pages), LayerKvScales())
 
-    def _options(self, pages: Tensor, attention: AttentionSpec) -> AttentionOptions:
+    def _options(self, pages: Tensor, attention: AttentionSpec, sinks: Value | None = None) -> AttentionOptions:
         scales = self._scales(pages)
         return AttentionOptions(
-            window=attention.window, is_causal=attention.is_causal, k_scale=scales.k, v_scale=scales.v
+            window=attention.window,
+            is_causal=attention.is_causal,
+            sinks=None if sinks is None else _tensor(sinks).float(),
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
 
 

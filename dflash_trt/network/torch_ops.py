@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network import torch_attention, torch_sampling
 from dflash_trt.network.drafter import context_of_layers
-from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_linear import apply_linear
+from dflash_trt.network.torch_moe import chosen_experts, run_chosen_experts
 from dflash_trt.network.torch_packed import apply_packed
 from dflash_trt.quantize.packed import PackedWeight
 
@@ -72,6 +73,9 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
+        return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
+
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return torch.split(x, list(sizes), dim=-1)
 
@@ -93,8 +97,10 @@ class TorchOps:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def attend_pages(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec) -> Tensor:
-        return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention)
+    def attend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
+        return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention, sinks)
 
     def draft_context(
         self, kv: Tensor, spec: DraftSpec, k_norms: Sequence[Tensor | None], rope: RopeTable

@@ -8,11 +8,11 @@ sampling are plugin nodes or plain layers, as `lowering` says; both have the sam
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
 from dflash_trt.network import trt_attention, trt_sampling
 from dflash_trt.network.drafter import context_of_layers
 from dflash_trt.network.host_tensor import HostTensor
-from dflash_trt.network.ops import Acceptance, DraftBlock, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
 from dflash_trt.network.trt_layers import Dim, Handle, ITensor, Layers
 from dflash_trt.network.trt_quantized import packed_linear
 from dflash_trt.quantize.packed import PackedWeight
@@ -167,7 +167,13 @@ class TrtOps:
         turned = layers.concat((layers.unary("NEG", second), first), 2)
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
-    def attend_pages(self, q: ITensor, k: ITensor, v: ITensor, pages: ITensor, attention: AttentionSpec) -> ITensor:
+    def moe(self, x: ITensor, experts: Experts[Handle], moe: MoeSpec) -> ITensor:
+        raise AssertionError("compile/trt_spec refuses targets with experts")
+
+    def attend_pages(
+        self, q: ITensor, k: ITensor, v: ITensor, pages: ITensor, attention: AttentionSpec, sinks: Handle | None
+    ) -> ITensor:
+        assert sinks is None, "compile/trt_spec refuses targets with sinks"
         attended, written = self._lowering.attend_pages(q, (k, v), pages, attention)
         self._take_written(pages, written)
         return attended

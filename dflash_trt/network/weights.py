@@ -7,10 +7,18 @@ from typing import Any, Generic, TypeVar, cast
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
-from dflash_trt.network.ops import Linear, T
+from dflash_trt.network.ops import Experts, Linear, T
 from dflash_trt.quantize.packed import PackedWeight, slice_packed
 
 _Weights = TypeVar("_Weights")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp(Generic[T]):
+    """A dense gated MLP: gate_up is [gate; up] rows."""
+
+    gate_up: Linear[T]
+    down: Linear[T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +30,7 @@ class LayerWeights(Generic[T]):
     k_norm: T | None
     o: Linear[T]
     mlp_norm: T
-    gate_up: Linear[T]
-    down: Linear[T]
+    mlp: Mlp[T] | Experts[T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +38,7 @@ class TargetWeights(Generic[T]):
     embedding: T
     layers: tuple[LayerWeights[T], ...]
     qkv: tuple[Linear[T], ...]  # one per layer, [q; k; v] rows
+    sinks: tuple[T | None, ...]  # one per layer, [heads]
     norm: T
     lm_head: Linear[T]
 
@@ -64,8 +72,12 @@ def bind_target(
     prefixes = [f"target.layers.{i}" for i in range(spec.num_layers)]
     return TargetWeights(
         embedding=embedding,
-        layers=tuple(_bind_layer(prefix, spec, tensors, packed) for prefix in prefixes),
+        layers=tuple(
+            _bind_layer(prefix, spec, tensors, packed, has_experts=spec.has_experts(i))
+            for i, prefix in enumerate(prefixes)
+        ),
         qkv=tuple(_linear(f"{prefix}.qkv", tensors, packed) for prefix in prefixes),
+        sinks=tuple(tensors.get(f"{prefix}.sinks") for prefix in prefixes),
         norm=tensors["target.norm"],
         lm_head=Linear(weight=embedding) if is_tied else _linear("target.lm_head", tensors, packed),
     )
@@ -106,7 +118,12 @@ def bind_draft(
 
 
 def _bind_layer(
-    prefix: str, spec: DecoderSpec, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]
+    prefix: str,
+    spec: DecoderSpec,
+    tensors: AbcMapping[str, T],
+    packed: AbcMapping[str, PackedWeight[T]],
+    *,
+    has_experts: bool = False,
 ) -> LayerWeights[T]:
     return LayerWeights(
         attention_norm=tensors[f"{prefix}.attention_norm"],
@@ -114,8 +131,21 @@ def _bind_layer(
         k_norm=tensors[f"{prefix}.k_norm"] if spec.has_qk_norm else None,
         o=_linear(f"{prefix}.o", tensors, packed),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
-        gate_up=_linear(f"{prefix}.gate_up", tensors, packed),
-        down=_linear(f"{prefix}.down", tensors, packed),
+        mlp=_experts(prefix, tensors, packed) if has_experts else _mlp(prefix, tensors, packed),
+    )
+
+
+def _mlp(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Mlp[T]:
+    return Mlp(gate_up=_linear(f"{prefix}.gate_up", tensors, packed), down=_linear(f"{prefix}.down", tensors, packed))
+
+
+def _experts(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Experts[T]:
+    return Experts(
+        router=_linear(f"{prefix}.router", tensors, packed),
+        gate_up=tensors[f"{prefix}.experts.gate_up"],
+        down=tensors[f"{prefix}.experts.down"],
+        gate_up_bias=tensors.get(f"{prefix}.experts.gate_up_bias"),
+        down_bias=tensors.get(f"{prefix}.experts.down_bias"),
     )
 
 

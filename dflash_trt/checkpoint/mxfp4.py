@@ -1,0 +1,41 @@
+"""MXFP4 experts, as gpt-oss is published: the config's section, and the numbers behind the codes.
+
+A block is 32 E2M1 values along the input features, two to a byte, low nibble first, with one E8M0 scale (OCP
+Microscaling Formats, v1.0). Same results as `transformers.integrations.mxfp4.convert_moe_packed_tensors`.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.modelopt_config import is_modelopt, require_modelopt
+
+BLOCK_COLUMNS = 32
+BLOCK_BYTES = BLOCK_COLUMNS // 2
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)  # [byte, (low, high)]
+_EXPONENT_BIAS = 127
+
+
+def require_mxfp4(reader: ConfigReader) -> None:
+    """Allow `quantization_config` of MXFP4 beside ModelOpt's; the tensors' names say which weights are in it."""
+    section = reader.value("quantization_config")
+    if is_modelopt(section) or not isinstance(section, dict):
+        require_modelopt(reader)
+        return
+    nested = reader.nested("quantization_config", section)
+    mend = "Use the checkpoint with MXFP4 experts, or an unquantized one."
+    nested.require("quant_method", "mxfp4", default="none", mend=mend)
+    nested.ignore(("modules_to_not_convert", "dequantize"))
+    nested.finish()
+
+
+def dequantize_mxfp4(
+    blocks: Tensor,  # uint8 [rows, G, 16]
+    scales: Tensor,  # uint8 [rows, G]: 127 + the power of two
+) -> Tensor:  # float32 [rows, 32 * G]
+    """Exact, unless the product leaves float32."""
+    values = _PAIRS[blocks.long()].flatten(-2)  # [rows, G, 32]
+    return torch.ldexp(values, scales.int()[..., None] - _EXPONENT_BIAS).flatten(1)

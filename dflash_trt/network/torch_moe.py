@@ -1,0 +1,97 @@
+"""A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
+
+Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. On a CPU the host looks at the choice and runs
+the experts that somebody chose. On a GPU a captured step cannot, so every row goes through every expert and those not
+chosen weigh nothing: the weights are read once either way, as a step of a few dozen rows reaches most experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.core.model_spec import MoeSpec
+from dflash_trt.network.ops import Experts
+
+_MAX_HIDDEN_ELEMENTS = 1 << 28  # of all experts' hidden rows together: half a GiB in bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Per row the experts chosen, best first, and how much of each result it takes."""
+
+    expert_ids: Tensor  # int64 [N, chosen]
+    weights: Tensor  # F [N, chosen]
+
+
+def chosen_experts(logits: Tensor, moe: MoeSpec) -> Choice:  # [N, E]
+    """The router's decision, in the order of operations of `MoeSpec.routing`."""
+    if moe.routing == "top_k_softmax":
+        best, expert_ids = logits.topk(moe.num_experts_per_token, dim=-1)
+        return Choice(expert_ids, best.softmax(dim=-1))
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    weights, expert_ids = probabilities.topk(moe.num_experts_per_token, dim=-1)
+    if moe.normalizes_top_k:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Choice(expert_ids, weights.to(logits.dtype))
+
+
+def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows.
+
+    A row adds up its results in the order of the experts, whoever else is there.
+    """
+    num_chosen = choice.expert_ids.shape[1]
+    places = choice.expert_ids.flatten().argsort(stable=True)  # of (row, rank of the choice), by expert
+    num_rows = choice.expert_ids.flatten().bincount(minlength=moe.num_experts).tolist()
+    weights = choice.weights.flatten()
+    out = torch.zeros_like(x)
+    for expert_id, mine in enumerate(torch.split(places, num_rows)):
+        if len(mine) == 0:
+            continue
+        rows = mine // num_chosen
+        result = _expert(x[rows], experts, moe, expert_id)
+        out.index_add_(0, rows, result * weights[mine, None])
+    return out
+
+
+def run_all_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """The same without a word to the host, for a step that may be captured in a graph."""
+    weights = x.new_zeros(len(x), moe.num_experts).scatter_(1, choice.expert_ids, choice.weights)
+    widest = max(2 * moe.intermediate_size, x.shape[1])
+    rows_at_once = max(1, _MAX_HIDDEN_ELEMENTS // (moe.num_experts * widest))
+    parts = [
+        _all_experts(rows, experts, moe, row_weights)
+        for rows, row_weights in zip(torch.split(x, rows_at_once), torch.split(weights, rows_at_once), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _expert(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, expert_id: int) -> Tensor:
+    gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert_id]
+    down_bias = None if experts.down_bias is None else experts.down_bias[expert_id]
+    hidden = activated(F.linear(x, experts.gate_up[expert_id], gate_up_bias), moe)
+    return F.linear(hidden, experts.down[expert_id], down_bias)
+
+
+def _all_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, weights: Tensor) -> Tensor:
+    gate_up = torch.matmul(x, experts.gate_up.transpose(1, 2))  # [E, N, 2F]
+    if experts.gate_up_bias is not None:
+        gate_up += experts.gate_up_bias[:, None]
+    # Zero where not chosen, so that nothing an expert makes of a row it did not get can reach the sum.
+    hidden = activated(gate_up, moe).masked_fill_((weights.t() == 0)[..., None], 0)
+    results = torch.bmm(hidden, experts.down.transpose(1, 2))  # [E, N, H]
+    if experts.down_bias is not None:
+        results += experts.down_bias[:, None]
+    return torch.einsum("enh,ne->nh", results, weights)
+
+
+def activated(gate_up: Tensor, moe: MoeSpec) -> Tensor:
+    """[..., 2F] -> [..., F]; see `MoeSpec.activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if moe.activation == "silu":
+        return F.silu(gate) * up
+    assert moe.limit is not None and moe.alpha is not None
+    gate, up = gate.clamp(max=moe.limit), up.clamp(-moe.limit, moe.limit)
+    return gate * torch.sigmoid(gate * moe.alpha) * (up + 1)
