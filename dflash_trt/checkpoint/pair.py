@@ -47,6 +47,12 @@ class CheckpointPair:
     _sources: dict[str, WeightSource] = field(repr=False)
     _packed: dict[str, PackedSource] = field(repr=False)
 
+    @property
+    def has_mxfp4_experts(self) -> bool:
+        """Whether `iter_weights` dequantizes experts: they are stored in MXFP4."""
+        layouts = (source.layout for source in self._sources.values())
+        return any(layout is not None and layout.is_mxfp4 for layout in layouts)
+
     def iter_weights(self, *, dtype: torch.dtype, mapping: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical tensors of one rank: fused, cut, cast to `dtype` (integers stay int64), in table order.
 

@@ -136,6 +136,8 @@ def _models_table(report: dict[str, Any]) -> "Table":
     table.add_row("family", *(model.get("family", model.get("source_format")) for model in models))
     for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
         table.add_row(name, *(str(model[name]) for model in models))
+    for name, words in _target_features(report["target"]).items():
+        table.add_row(name, words, *(["none"] if report["draft"] else []))
     table.add_row("vocabulary", *map(str, vocab_sizes))
     table.add_row("rope", *(f"{model['rope']['scaling']}, theta {model['rope']['theta']:g}" for model in models))
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
@@ -143,6 +145,22 @@ def _models_table(report: dict[str, Any]) -> "Table":
     table.add_row("weights", *(decimal(model["weights_bytes"]) for model in models))
     table.add_row("K/V bytes per token", *(f"{model['kv_bytes_per_token']:,}" for model in models))
     return table
+
+
+def _target_features(target: dict[str, Any]) -> dict[str, str]:
+    """Rows that only some targets have."""
+    rows = {}
+    moe, windows = target["moe"], [layer["window"] for layer in target["attention"]]
+    if moe is not None:
+        rows["experts"] = (
+            f"{moe['num_experts']} of {moe['intermediate_size']} features, {moe['num_experts_per_token']} per token, "
+            f"in {len(moe['layer_ids'])} of {target['num_layers']} layers"
+        )
+    for window in sorted({window for window in windows if window is not None}):
+        rows[f"window of {window} tokens"] = f"{windows.count(window)} of {target['num_layers']} layers"
+    if target["has_sinks"]:
+        rows["attention sinks"] = "one per head"
+    return rows
 
 
 def _draft_table(draft: dict[str, Any]) -> "Table":

@@ -97,14 +97,13 @@ def build_engine(
     check_output(output, overwrite=overwrite)
     progress(BuildProgress(stage="checking"))
     options = _plan_options(config, base_dir)
-    roles = (("target", config.target), ("drafter", config.drafter))
-    paths = {role: base_dir / name for role, name in roles if name is not None}
+    paths = _checkpoint_paths(config, base_dir)
     pair = open_pair(paths["target"], paths.get("drafter"))
     limits, notes = resolve_limits(config, pair.target, pair.draft)
     plan = plan_quantization(config, pair, on_plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
-    notes += [] if note is None else [note]
+    notes += _weight_notes(pair, config, note)
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,
@@ -136,6 +135,12 @@ def build_engine(
     return EngineDir.open(output)
 
 
+def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
+    """By role; no drafter where there is none."""
+    roles = (("target", config.target), ("drafter", config.drafter))
+    return {role: base_dir / name for role, name in roles if name is not None}
+
+
 def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
     """None for the backends without a plan; a missing TensorRT is an error now, before any work."""
     if config.backend != "tensorrt":
@@ -143,6 +148,14 @@ def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
     from dflash_trt.compile.trt_engine_files import plan_options
 
     return plan_options(config, base_dir)
+
+
+def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: str | None) -> list[str]:
+    """What a build did with weights that its configuration does not say."""
+    notes = [] if calibration_note is None else [calibration_note]
+    if pair.has_mxfp4_experts:
+        notes.append(f"the target's experts, stored in MXFP4, are dequantized to {config.dtype}")
+    return notes
 
 
 def _refuse_without_lowering(options: "PlanOptions | None", pretrained: PretrainedConfig, limits: EngineLimits) -> None:

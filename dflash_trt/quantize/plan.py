@@ -1,7 +1,7 @@
 """Which linear gets which format: decided and checked before any work, printable as a table.
 
-Knows canonical names and what the user asked for. Embeddings, norms and biases never change; routers stay plain
-unless an override names them.
+Knows canonical names and what the user asked for. Embeddings, norms, biases and experts never change; routers stay
+plain unless an override names them.
 """
 
 import math
@@ -23,7 +23,7 @@ from dflash_trt.core.quantization import (
 )
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable
 
-Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "embeddings and norms"]
+Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
 
 _DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INTEGER_BYTES = 8
@@ -143,7 +143,7 @@ def make_plan(
 def component_of(name: str, spec: WeightSpec) -> Component:
     """Which row of a size table a canonical tensor belongs to."""
     if not is_linear(spec, name):
-        return "embeddings and norms"
+        return "experts" if is_expert(name) else "embeddings and norms"
     if name == "target.lm_head":
         return "lm_head"
     if name == "draft.lm_head":
@@ -153,6 +153,11 @@ def component_of(name: str, spec: WeightSpec) -> Component:
     if name == "draft.fc":
         return "fc"
     return "target" if name.startswith("target.") else "drafter"
+
+
+def is_expert(name: str) -> bool:
+    """Whether a canonical tensor holds the experts of a layer, which no format packs yet."""
+    return ".experts." in name
 
 
 def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, WeightFormat]:
@@ -210,7 +215,13 @@ def _config_problems(
     names = [name for name, spec in table.items() if is_linear(spec, name)]
     names += ["target.lm_head"] if draft is None else ["target.lm_head", "draft.lm_head"]
     for pattern in config.overrides:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        if any(fnmatchcase(name, pattern) for name in table if is_expert(name)):
+            mend = "Remove the override: quantizing experts is not implemented, they stay in the engine's dtype."
+            subject = f"override '{pattern}'"
+            yield problem(subject, expected="a pattern that matches a linear", found="only experts", mend=mend)
+        else:
             nearest = nearest_name(pattern, names)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
             mend = f"{hint}`dflash-trt build` prints the names in its plan."

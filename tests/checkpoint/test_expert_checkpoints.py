@@ -1,0 +1,408 @@
+"""Experts as they are published: configs with the published key sets, every layout of the tensors, what is refused.
+
+The configs are those of the repositories named; no weights of them are here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from dflash_trt.checkpoint.mxfp4 import dequantize_mxfp4
+from dflash_trt.checkpoint.names import target_names
+from dflash_trt.checkpoint.pair import open_pair, read_draft_spec, read_target_spec
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import AttentionSpec, MoeSpec, RopeSpec
+from tests.checkpoint.refusals import draft_refusal, edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
+from tests.engines import make_executor
+from tests.factories import Tensors, edit_json, make_target, read_json, write_json
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_CODER_30B_A3B = QWEN3_30B_A3B | {
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B = GPT_OSS_20B | {
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories `qwen3_moe` and `gpt_oss`; not to be changed."""
+    root = tmp_path_factory.mktemp("experts")
+    make_target(root / "qwen3_moe", family="qwen3_moe", tokenizer=False, num_hidden_layers=2)
+    make_target(root / "gpt_oss", family="gpt_oss", tokenizer=False, num_hidden_layers=2)
+    return root
+
+
+@pytest.fixture
+def copy_of(targets: Path, tmp_path: Path) -> Any:
+    def copy(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / name / file).write_bytes((targets / name / file).read_bytes())
+        return tmp_path / name
+
+    return copy
+
+
+def spec_of(directory: Path, fields: dict[str, Any]) -> Any:
+    (directory / "config.json").write_text(json.dumps(fields))
+    return read_target_spec(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "positions"),
+    [(QWEN3_30B_A3B, 1e6, 40960), (QWEN3_CODER_30B_A3B, 1e7, 262144)],
+    ids=["Qwen3-30B-A3B", "Qwen3-Coder-30B-A3B"],
+)
+def test_a_published_qwen3_moe_config_is_read(tmp_path: Path, fields: Any, theta: float, positions: int) -> None:
+    spec = spec_of(tmp_path, fields)
+    assert (spec.family, spec.num_layers, spec.hidden_size) == ("qwen3_moe", 48, 2048)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.q_size) == (32, 4, 128, 4096)
+    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_sinks, spec.is_embedding_tied) == (True, False, False, False)
+    assert spec.rope == RopeSpec(theta=theta) and spec.max_position_embeddings == positions
+    assert spec.attention == (AttentionSpec(),) * 48
+    assert spec.moe == MoeSpec(
+        layer_ids=tuple(range(48)),
+        num_experts=128,
+        num_experts_per_token=8,
+        intermediate_size=768,
+        routing="softmax_top_k",
+        normalizes_top_k=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_layers", "num_experts"),
+    [(GPT_OSS_20B, 24, 32), (GPT_OSS_120B, 36, 128)],
+    ids=["gpt-oss-20b", "gpt-oss-120b"],
+)
+def test_a_published_gpt_oss_config_is_read(tmp_path: Path, fields: Any, num_layers: int, num_experts: int) -> None:
+    spec = spec_of(tmp_path, fields)
+    assert (spec.family, spec.num_layers, spec.hidden_size) == ("gpt_oss", num_layers, 2880)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.q_size) == (64, 8, 64, 4096)
+    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_sinks) == (False, True, True, True)
+    assert spec.attention == (AttentionSpec(window=128), AttentionSpec()) * (num_layers // 2)
+    assert spec.rope == RopeSpec(
+        theta=150000.0,
+        scaling="yarn",
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncates_correction_range=False,
+    )
+    assert spec.moe == MoeSpec(
+        layer_ids=tuple(range(num_layers)),
+        num_experts=num_experts,
+        num_experts_per_token=4,
+        intermediate_size=2880,
+        routing="top_k_softmax",
+        activation="clamped_swiglu",
+        limit=7.0,
+        alpha=1.702,
+        has_bias=True,
+    )
+    without = {name: value for name, value in fields.items() if name not in ("layer_types", "swiglu_limit")}
+    assert spec_of(tmp_path, without) == spec  # the defaults of transformers
+
+
+def test_the_published_names_of_experts_are_asked_for(tmp_path: Path) -> None:
+    names = target_names(spec_of(tmp_path, QWEN3_30B_A3B))
+    parts = names["target.layers.47.experts.gate_up"].parts
+    prefix = "model.layers.47.mlp.experts"
+    assert len(parts) == 256
+    assert parts[:3] == tuple(f"{prefix}.{x}_proj.weight" for x in ("0.gate", "0.up", "1.gate"))
+    names = target_names(spec_of(tmp_path, GPT_OSS_20B))
+    prefix = "model.layers.23.mlp"
+    assert names["target.layers.23.experts.down"].parts == tuple(
+        f"{prefix}.experts.down_proj_{x}" for x in ("blocks", "scales")
+    )
+    assert names["target.layers.23.router_bias"].parts == (f"{prefix}.router.bias",)
+    assert names["target.layers.23.sinks"].parts == ("model.layers.23.self_attn.sinks",)
+
+
+def test_the_drafter_of_gpt_oss_needs_its_rope_scaling_said(tmp_path: Path) -> None:
+    """Its published config.json has none: readers of it take either none or the target's."""
+    published = Path(__file__).parents[1] / "data/drafter_configs/z-lab__gpt-oss-20b-DFlash.config.json"
+    write_json(tmp_path / "config.json", read_json(published))
+    assert "expected an explicit RoPE scaling, as model_type is gpt_oss" in draft_refusal(tmp_path)
+    edit_json(tmp_path / "config.json", rope_scaling=GPT_OSS_20B["rope_scaling"])
+    target = tmp_path / "target"
+    target.mkdir()
+    spec = read_draft_spec(tmp_path, target=spec_of(target, GPT_OSS_20B))
+    assert (spec.num_layers, spec.head_dim, spec.draft_block_size, spec.num_target_layers) == (8, 64, 8, None)
+    assert (spec.has_qkv_bias, spec.has_o_bias, spec.rope.scaling) == (True, True, "yarn")
+    assert spec.attention == (AttentionSpec(is_causal=False),) * 8
+
+
+def test_experts_lie_gate_above_up_whatever_the_layout(targets: Path, tmp_path: Path) -> None:
+    fused = make_target(
+        tmp_path / "fused", family="qwen3_moe", tokenizer=False, num_hidden_layers=2, save_original_format=False
+    )
+    weights = weights_of(open_pair(targets / "qwen3_moe", None))
+    stored = load_file(targets / "qwen3_moe" / "model.safetensors")
+    prefix = "model.layers.1.mlp.experts.5"
+    gate_up = torch.cat([stored[f"{prefix}.{x}_proj.weight"] for x in ("gate", "up")])
+    assert torch.equal(weights["target.layers.1.experts.gate_up"][5], gate_up)
+    assert torch.equal(weights["target.layers.1.experts.down"][5], stored[f"{prefix}.down_proj.weight"])
+    assert weights.keys() == weights_of(open_pair(fused, None)).keys()
+    for name, tensor in weights_of(open_pair(fused, None)).items():
+        assert torch.equal(tensor, weights[name]), name
+
+    weights = weights_of(open_pair(targets / "gpt_oss", None))
+    stored = load_file(targets / "gpt_oss" / "model.safetensors")
+    interleaved = stored["model.layers.1.mlp.experts.gate_up_proj"][5]  # [in, 2 * F]
+    assert torch.equal(weights["target.layers.1.experts.gate_up"][5, :64], interleaved[:, 0::2].t())
+    assert torch.equal(weights["target.layers.1.experts.gate_up"][5, 64:], interleaved[:, 1::2].t())
+    biases = stored["model.layers.1.mlp.experts.gate_up_proj_bias"][5]
+    assert torch.equal(weights["target.layers.1.experts.gate_up_bias"][5, 64:], biases[1::2])
+    down = stored["model.layers.1.mlp.experts.down_proj"][5]
+    assert torch.equal(weights["target.layers.1.experts.down"][5], down.t())
+
+
+def to_mxfp4(directory: Path) -> Tensors:
+    """Replace the experts of a tiny gpt-oss by random MXFP4 codes; what is now stored."""
+    path = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        codes = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = codes
+        tensors[f"{name}_scales"] = torch.randint(121, 126, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    edit_json(directory / "config.json", quantization_config=GPT_OSS_20B["quantization_config"])
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_experts_are_dequantized_bit_for_bit_as_transformers_does(copy_of: Any, dtype: torch.dtype) -> None:
+    directory = copy_of("gpt_oss")
+    stored = to_mxfp4(directory)
+    pair = open_pair(directory, None)
+    assert pair.has_mxfp4_experts
+    weights = weights_of(pair, dtype)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for name in ("gate_up", "down"):
+            parts = [stored[f"{prefix}.{name}_proj_{kind}"] for kind in ("blocks", "scales")]
+            expected = convert_moe_packed_tensors(*parts, dtype=dtype).transpose(1, 2)  # [experts, out, in]
+            if name == "gate_up":
+                expected = torch.cat((expected[:, 0::2], expected[:, 1::2]), dim=1)
+            found = weights[f"target.layers.{layer}.experts.{name}"]
+            assert found.dtype == dtype
+            assert torch.equal(found, expected)
+            low_nibbles_last = parts[0] // 16 + parts[0] % 16 * 16
+            assert not torch.equal(convert_moe_packed_tensors(low_nibbles_last, parts[1], dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_mxfp4_code_and_scale_means_what_transformers_says(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(254, 16, 16).contiguous()
+    scales = torch.arange(254, dtype=torch.uint8)[:, None].expand(254, 16).contiguous()
+    expected = convert_moe_packed_tensors(codes[None], scales[None], dtype=dtype)[0].t()
+    assert torch.equal(dequantize_mxfp4(codes, scales).to(dtype), expected)
+
+
+def test_an_mxfp4_checkpoint_gives_the_logits_of_transformers_with_the_dequantized_one(
+    copy_of: Any, tmp_path: Path
+) -> None:
+    directory = copy_of("gpt_oss")
+    stored = to_mxfp4(directory)
+    weights = weights_of(open_pair(directory, None))
+    for name in [name for name in stored if name.endswith("_blocks")]:
+        plain = name.removesuffix("_blocks")
+        stored[plain] = convert_moe_packed_tensors(stored[name], stored[f"{plain}_scales"], dtype=torch.float32)
+        del stored[name], stored[f"{plain}_scales"]
+    dequantized = tmp_path / "dequantized"
+    dequantized.mkdir()
+    fields = read_json(directory / "config.json")
+    del fields["quantization_config"]
+    write_json(dequantized / "config.json", fields)
+    save_file(stored, dequantized / "model.safetensors", {"format": "pt"})
+    for name, tensor in weights_of(open_pair(dequantized, None)).items():
+        assert torch.equal(tensor, weights[name]), name
+    model = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32).eval()
+    tokens = list(range(4, 40))
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    found = make_executor(directory).target_logits(tokens)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # measured 1e-5, of logits up to 12
+
+
+REFUSED = [
+    ("qwen3_moe", "shared_expert_intermediate_size", 128),
+    ("qwen3_moe", "n_shared_experts", 1),
+    ("qwen3_moe", "n_group", 4),
+    ("qwen3_moe", "scoring_func", "sigmoid"),
+    ("qwen3_moe", "use_sliding_window", True),
+    ("qwen3_moe", "use_qk_norm", False),
+    ("qwen3_moe", "qkv_bias", True),
+    ("qwen3_moe", "num_local_experts", "eight"),
+    ("qwen3_moe", "num_experts_per_tok", 9),
+    ("qwen3_moe", "num_experts_per_tok", None),
+    ("qwen3_moe", "moe_intermediate_size", None),
+    ("qwen3_moe", "mlp_only_layers", "none"),
+    ("qwen3_moe", "decoder_sparse_step", 0),
+    ("qwen3_moe", "norm_topk_prob", 1),
+    ("qwen3_moe", "quantization_config", {"quant_method": "mxfp4"}),
+    ("gpt_oss", "experts_per_token", 4),
+    ("gpt_oss", "num_local_experts", 10**9),
+    ("gpt_oss", "sliding_window", None),
+    ("gpt_oss", "swiglu_limit", -1.0),
+    ("gpt_oss", "hidden_act", "gelu"),
+    ("gpt_oss", "mlp_bias", True),
+    ("gpt_oss", "layer_types", ["chunked_attention", "full_attention"]),
+    ("gpt_oss", "model_type", "qwen3_moe"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(copy_of: Any, family: str, key: str, value: Any) -> None:
+    target = copy_of(family)
+    read_target_spec(target)
+    edit_json(target / "config.json", **{key: value})
+    assert f"target config.json key '{key}': expected " in target_refusal(target)
+
+
+def test_two_spellings_of_a_key_must_agree(copy_of: Any) -> None:
+    """Published files say num_experts; transformers 5 saves num_local_experts."""
+    target = copy_of("qwen3_moe")
+    before = read_target_spec(target)
+    edit_json(target / "config.json", num_experts=8)
+    assert read_target_spec(target) == before
+    edit_json(target / "config.json", num_experts=9)
+    assert "key 'num_local_experts': expected 9, as target config.json key 'num_experts'" in target_refusal(target)
+
+
+def test_quantization_of_gpt_oss_by_another_tool_is_refused(copy_of: Any) -> None:
+    target = copy_of("gpt_oss")
+    edit_json(target / "config.json", quantization_config={"quant_method": "fp8"})
+    assert "key 'quantization_config.quant_method': expected \"mxfp4\"" in target_refusal(target)
+    edit_json(target / "config.json", quantization_config={"quant_method": "mxfp4", "group_size": 16})
+    assert "key 'quantization_config.group_size'" in target_refusal(target)
+
+
+def test_a_gpt_oss_target_without_its_rope_scaling_is_refused(copy_of: Any) -> None:
+    target = copy_of("gpt_oss")
+    remove_keys(target / "config.json", "rope_parameters")
+    assert "expected an explicit RoPE scaling, as model_type is gpt_oss" in target_refusal(target)
+
+
+def test_a_missing_expert_and_a_block_of_another_size_are_named(copy_of: Any) -> None:
+    target = copy_of("qwen3_moe")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_tensors(target, lambda tensors: tensors.pop(name))
+    assert f"1 missing: '{name}'" in pair_refusal(target, None)
+    target = copy_of("gpt_oss")
+    to_mxfp4(target)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    edit_tensors(target, lambda tensors: tensors.update({name: tensors[name].repeat(1, 1, 2)}))
+    assert f"target tensor '{name}': expected shape [8, 64, 2], found [8, 64, 4]" in pair_refusal(target, None)
+
+
+def test_several_ranks_are_refused_for_a_target_with_experts(targets: Path) -> None:
+    with pytest.raises(ConfigError, match="mapping tp_size: expected 1, found 2, for a target with experts"):
+        open_pair(targets / "gpt_oss", None).iter_weights(dtype=torch.float32, mapping=Mapping(world_size=2, tp_size=2))
