@@ -18,10 +18,12 @@ from dflash_trt.executor.torch_loading import (
     decoders_of,
     limits_of,
     load_network,
+    with_experts,
     with_linears,
 )
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
+from dflash_trt.network.torch_moe import separated
 from dflash_trt.network.torch_ops import TorchOps, make_rope_table
 from dflash_trt.network.torch_packed import prepare_linear
 
@@ -44,7 +46,7 @@ class TorchExecutor:
     ) -> None:
         """`quantization` says which pages are FP8; packed weights are in the network already."""
         self.page_plan = page_plan
-        self.network = with_linears(network, prepare_linear)
+        self.network = with_linears(with_experts(network, separated), prepare_linear)
         self.limits = limits_of(
             network,
             page_plan,

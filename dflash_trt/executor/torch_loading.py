@@ -16,7 +16,7 @@ from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor.page_budget import PagePlan
-from dflash_trt.network.ops import Linear, StepState
+from dflash_trt.network.ops import Experts, Linear, StepState
 from dflash_trt.network.step import Network
 from dflash_trt.network.torch_packed import PackedWeight, split_packed
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears
@@ -62,6 +62,15 @@ def with_linears(
         target_weights=map_linears(network.target_weights, lambda linear: prepare(linear, dtype)),
         draft_weights=map_linears(network.draft_weights, lambda linear: prepare(linear, dtype)),
     )
+
+
+def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
+    """Experts of the target in the form that a back end computes with."""
+    layers = tuple(
+        replace(layer, mlp=prepare(layer.mlp)) if isinstance(layer.mlp, Experts) else layer
+        for layer in network.target_weights.layers
+    )
+    return replace(network, target_weights=replace(network.target_weights, layers=layers))
 
 
 def activation_dtype(network: Network[Tensor]) -> torch.dtype:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, MoeSpec, TargetSpec
+from dflash_trt.core.model_spec import DecoderSpec, TargetSpec
 from dflash_trt.network.ops import Experts, Ops, T
 from dflash_trt.network.weights import LayerWeights, Mlp, TargetWeights
 
@@ -49,7 +49,7 @@ def forward_target(
             spec.attention[i],
             weights.sinks[i],
         )
-        hidden = finish_layer(ops, spec, layer, hidden, attended, moe=spec.moe)
+        hidden = finish_layer(ops, spec, layer, hidden, attended)
         outputs.append(hidden)
     return TargetHidden(last=hidden, taps=[outputs[layer_id] for layer_id in tap_layer_ids])
 
@@ -68,23 +68,15 @@ def rotated_heads(ops: Ops[T], spec: DecoderSpec, norm: T | None, x: T, rope: An
     return ops.rope(heads, rope)
 
 
-def finish_layer(
-    ops: Ops[T],
-    spec: DecoderSpec,
-    layer: LayerWeights[T],
-    hidden: T,
-    attended: T,
-    *,
-    moe: MoeSpec | None = None,
-) -> T:
+def finish_layer(ops: Ops[T], spec: DecoderSpec, layer: LayerWeights[T], hidden: T, attended: T) -> T:
     """Output projection, residual, MLP or experts, residual."""
     hidden = ops.add(hidden, ops.all_reduce(ops.linear(attended, layer.o)))
     x = ops.rms_norm(hidden, layer.mlp_norm, spec.rms_norm_eps)
-    return ops.add(hidden, ops.all_reduce(_feed_forward(ops, layer.mlp, x, moe)))
+    return ops.add(hidden, ops.all_reduce(_feed_forward(ops, spec, layer.mlp, x)))
 
 
-def _feed_forward(ops: Ops[T], mlp: Mlp[T] | Experts[T], x: T, moe: MoeSpec | None) -> T:
+def _feed_forward(ops: Ops[T], spec: DecoderSpec, mlp: Mlp[T] | Experts[T], x: T) -> T:
     if isinstance(mlp, Experts):
-        assert moe is not None
-        return ops.moe(x, mlp, moe)
+        assert isinstance(spec, TargetSpec) and spec.moe is not None, "drafters are dense"
+        return ops.moe(x, mlp, spec.moe)
     return ops.linear(ops.silu_mul(ops.linear(x, mlp.gate_up)), mlp.down)

@@ -25,11 +25,17 @@ class Linear(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(Generic[T]):
-    """The MLP of a layer with E experts of F features: gate_up [E, 2F, H], gate rows above up rows; down [E, H, F]."""
+    """The MLP of a layer with E experts of F features. A back end may hold them in a form of its own."""
 
     router: Linear[T]  # [E, H]
-    gate_up: T
-    down: T
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedExperts(Experts[T]):
+    """As an engine stores them; gate_up has gate rows above up rows."""
+
+    gate_up: T  # [E, 2F, H]
+    down: T  # [E, H, F]
     gate_up_bias: T | None = None  # [E, 2F]
     down_bias: T | None = None  # [E, H]
 

@@ -28,7 +28,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StackedExperts, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_gpu_linear import Plain, apply_device_linear
 from dflash_trt.network.torch_moe import chosen_experts, run_all_experts, run_chosen_experts
@@ -202,6 +202,7 @@ class TorchGpuOps:
         return Gated(_tensor(gate_up))
 
     def moe(self, x: Value, experts: Experts[Any], moe: MoeSpec) -> Tensor:
+        assert isinstance(experts, StackedExperts)
         choice = chosen_experts(self.linear(x, experts.router), moe)
         rows = _tensor(x)
         # A step with more rows than verify blocks can have is never captured, and may ask which experts are chosen.

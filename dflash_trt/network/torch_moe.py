@@ -6,15 +6,25 @@ chosen weigh nothing: the weights are read once either way, as a step of a few d
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.core.model_spec import MoeSpec
-from dflash_trt.network.ops import Experts
+from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from dflash_trt.network.torch_linear import apply_linear
+from dflash_trt.network.weights import Mlp
 
 _MAX_HIDDEN_ELEMENTS = 1 << 28  # of all experts' hidden rows together: half a GiB in bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeparateExperts(Experts[Tensor]):
+    """Experts as linears of their own, which may be in the layout that a CPU computes with (`torch_linear`)."""
+
+    mlps: tuple[Mlp[Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +61,19 @@ def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice
         if len(mine) == 0:
             continue
         rows = mine // num_chosen
-        result = _expert(x[rows], experts, moe, expert_id)
+        mlp = experts.mlps[expert_id] if isinstance(experts, SeparateExperts) else _mlp(experts, expert_id)
+        result = apply_linear(activated(apply_linear(x[rows], mlp.gate_up), moe), mlp.down)
         out.index_add_(0, rows, result * weights[mine, None])
     return out
 
 
-def run_all_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
+    """Views of what is stacked."""
+    assert isinstance(experts, StackedExperts)
+    return SeparateExperts(router=experts.router, mlps=tuple(map(partial(_mlp, experts), range(len(experts.down)))))
+
+
+def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
     """The same without a word to the host, for a step that may be captured in a graph."""
     weights = x.new_zeros(len(x), moe.num_experts).scatter_(1, choice.expert_ids, choice.weights)
     widest = max(2 * moe.intermediate_size, x.shape[1])
@@ -68,14 +85,17 @@ def run_all_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: C
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _expert(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, expert_id: int) -> Tensor:
+def _mlp(experts: Experts[Tensor], expert_id: int) -> Mlp[Tensor]:
+    assert isinstance(experts, StackedExperts)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert_id]
     down_bias = None if experts.down_bias is None else experts.down_bias[expert_id]
-    hidden = activated(F.linear(x, experts.gate_up[expert_id], gate_up_bias), moe)
-    return F.linear(hidden, experts.down[expert_id], down_bias)
+    return Mlp(
+        gate_up=Linear(weight=experts.gate_up[expert_id], bias=gate_up_bias),
+        down=Linear(weight=experts.down[expert_id], bias=down_bias),
+    )
 
 
-def _all_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, weights: Tensor) -> Tensor:
+def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, weights: Tensor) -> Tensor:
     gate_up = torch.matmul(x, experts.gate_up.transpose(1, 2))  # [E, N, 2F]
     if experts.gate_up_bias is not None:
         gate_up += experts.gate_up_bias[:, None]

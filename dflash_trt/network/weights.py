@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
-from dflash_trt.network.ops import Experts, Linear, T
+from dflash_trt.network.ops import Experts, Linear, StackedExperts, T
 from dflash_trt.quantize.packed import PackedWeight, slice_packed
 
 _Weights = TypeVar("_Weights")
@@ -139,8 +139,8 @@ def _mlp(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, Packe
     return Mlp(gate_up=_linear(f"{prefix}.gate_up", tensors, packed), down=_linear(f"{prefix}.down", tensors, packed))
 
 
-def _experts(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Experts[T]:
-    return Experts(
+def _experts(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> StackedExperts[T]:
+    return StackedExperts(
         router=_linear(f"{prefix}.router", tensors, packed),
         gate_up=tensors[f"{prefix}.experts.gate_up"],
         down=tensors[f"{prefix}.experts.down"],

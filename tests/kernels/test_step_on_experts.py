@@ -1,0 +1,78 @@
+"""Targets with experts and sinks over the GPU kernels, against the step over plain PyTorch.
+
+Steps of up to 12 rows (4 requests, 2 drafts) run every expert, as in a captured graph; longer ones the chosen ones.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.core.batch import StepBatch, StepSampling
+from dflash_trt.network import torch_gpu_ops
+from tests.factories import make_target, make_zlab_drafter
+from tests.kernels.test_step_on_kernels import (
+    LOGPROB_TOLERANCE,
+    NUM_DRAFT_TOKENS,
+    assert_same,
+    make_executors,
+    next_batch,
+    prefill,
+    start,
+)
+
+FEW_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp(request.param)
+    target = make_target(root / "target", family=request.param, **FEW_HEADS)
+    drafter = make_zlab_drafter(
+        root / "drafter",
+        target_dir=target,
+        target_layer_ids=(0,),
+        block_size=NUM_DRAFT_TOKENS + 1,
+        attention_bias=request.param == "gpt_oss",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return target, drafter
+
+
+def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
+    pair: tuple[Path, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = []
+    for name in ("run_all_experts", "run_chosen_experts"):
+        way = getattr(torch_gpu_ops, name)
+        monkeypatch.setattr(torch_gpu_ops, name, lambda *args, way=way: ways.append(way.__name__) or way(*args))
+    reference, executor = make_executors(pair, device)
+    batch, expected = start(reference)
+    assert_same(executor.step(batch), expected)
+    batch = next_batch(batch, expected, num_candidates=(2, 1).__getitem__)
+    expected = reference.step(batch)
+    assert_same(executor.step(batch), expected)
+    assert set(ways) == {"run_all_experts"}
+    late = prefill("late", 9, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
+    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+    batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
+    expected = reference.step(batch)
+    assert_same(executor.step(batch), expected)
+    assert set(ways) == {"run_all_experts", "run_chosen_experts"}
+
+
+def test_a_changed_expert_or_sink_is_noticed(pair: tuple[Path, Path], device: torch.device) -> None:
+    """The perturbed twin of the test above."""
+    reference, executor = make_executors(pair, device)
+    layer = executor.network.target_weights.layers[1]
+    sinks = executor.network.target_weights.sinks[1]
+    batch = StepBatch(requests=(prefill("greedy", 5, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
+    expected = reference.step(batch).requests[0].logprobs[0]
+    for perturbed in [layer.mlp.down] + ([] if sinks is None else [sinks]):
+        original = perturbed.clone()
+        perturbed.add_(0.1)
+        assert abs(executor.step(batch).requests[0].logprobs[0] - expected) > 10 * LOGPROB_TOLERANCE
+        perturbed.copy_(original)
+    found = executor.step(batch).requests[0]
+    assert found.logprobs[0] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)

@@ -1,0 +1,130 @@
+"""Experts and sinks as ops: both ways of running experts agree, and a row gets what it gets alone."""
+
+import pytest
+import torch
+
+from dflash_trt.core.model_spec import AttentionSpec, MoeSpec
+from dflash_trt.kernels import reference_attention
+from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
+from dflash_trt.network import torch_moe
+from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from dflash_trt.network.torch_attention import attend_pages, plan_attention
+from dflash_trt.network.torch_moe import Choice, chosen_experts, run_all_experts, run_chosen_experts, separated
+from tests.network.test_attention_batches import PAGE_SIZE, _inputs
+
+SILU = MoeSpec(
+    layer_ids=(0,),
+    num_experts=16,
+    num_experts_per_token=3,
+    intermediate_size=24,
+    routing="softmax_top_k",
+    normalizes_top_k=True,
+)
+CLAMPED = SILU.model_copy(
+    update={
+        "routing": "top_k_softmax",
+        "normalizes_top_k": False,
+        "activation": "clamped_swiglu",
+        "limit": 0.8,
+        "alpha": 1.702,
+        "has_bias": True,
+    }
+)
+SPECS = pytest.mark.parametrize("moe", [SILU, CLAMPED], ids=["silu", "clamped_swiglu"])
+HIDDEN = 64
+
+
+def random_experts(moe: MoeSpec, *, seed: int = 0) -> StackedExperts[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    num_experts, ffn = moe.num_experts, moe.intermediate_size
+    return StackedExperts(
+        router=Linear(weight=randn(num_experts, HIDDEN), bias=randn(num_experts) if moe.has_bias else None),
+        gate_up=randn(num_experts, 2 * ffn, HIDDEN),
+        down=randn(num_experts, HIDDEN, ffn),
+        gate_up_bias=randn(num_experts, 2 * ffn) if moe.has_bias else None,
+        down_bias=randn(num_experts, HIDDEN) if moe.has_bias else None,
+    )
+
+
+def rows_and_choice(moe: MoeSpec, experts: Experts[torch.Tensor], num_rows: int) -> tuple[torch.Tensor, Choice]:
+    x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9))
+    logits = torch.nn.functional.linear(x, experts.router.weight, experts.router.bias)
+    return x, chosen_experts(logits, moe)
+
+
+@SPECS
+def test_running_all_experts_gives_what_running_the_chosen_ones_gives(
+    moe: MoeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, 37)
+    expected = run_chosen_experts(x, experts, moe, choice)
+    torch.testing.assert_close(run_all_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(run_chosen_experts(x, separated(experts), moe, choice), expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr(torch_moe, "_MAX_HIDDEN_ELEMENTS", 10 * moe.num_experts * HIDDEN)  # ten rows at once
+    torch.testing.assert_close(run_all_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
+    other = Choice(choice.expert_ids, choice.weights.flip(1))
+    assert (run_all_experts(x, experts, moe, other) - expected).abs().max() > 0.01
+
+
+@SPECS
+def test_weights_sum_to_one_where_they_should(moe: MoeSpec) -> None:
+    _, choice = rows_and_choice(moe, random_experts(moe), 37)
+    torch.testing.assert_close(choice.weights.sum(1), torch.ones(37))
+    plain = moe.model_copy(update={"normalizes_top_k": False, "routing": "softmax_top_k"})
+    _, choice = rows_and_choice(plain, random_experts(moe), 37)
+    assert (choice.weights.sum(1) < 0.9).all()
+
+
+@SPECS
+def test_experts_that_nobody_chose_are_not_run(moe: MoeSpec) -> None:
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, 2)
+    expected = run_chosen_experts(x, experts, moe, choice)
+    unused = [e for e in range(moe.num_experts) if e not in choice.expert_ids]
+    assert len(unused) >= 10
+    experts.gate_up[unused] = torch.nan
+    assert torch.equal(run_all_experts(x, experts, moe, choice).isfinite(), torch.ones_like(x, dtype=torch.bool))
+    experts.down[unused] = torch.nan
+    assert torch.equal(run_chosen_experts(x, experts, moe, choice), expected)
+
+
+@SPECS
+def test_a_row_gets_the_same_alone_and_among_others(moe: MoeSpec) -> None:
+    """Up to the rounding of GEMMs of another height, which a dense MLP has as well."""
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, 64)
+    among_others = run_chosen_experts(x, experts, moe, choice)
+    alone = torch.cat(
+        [
+            run_chosen_experts(x[i : i + 1], experts, moe, Choice(choice.expert_ids[i][None], choice.weights[i][None]))
+            for i in range(len(x))
+        ]
+    )
+    torch.testing.assert_close(alone, among_others, rtol=0, atol=2e-6)  # measured 6e-7
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_their_share_of_the_softmax(window: int | None) -> None:
+    context_lens, width, heads = [3, 30, 17], 3, 4
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(len(context_lens) * width, heads, 16, generator=generator)
+    k, v = torch.randn(2, len(q), 2, 16, generator=generator)
+    pages = torch.randn(len(context_lens) * 12, 2, PAGE_SIZE, 2, 16, generator=generator)
+    sinks = torch.randn(heads, generator=generator)
+    inputs = _inputs(context_lens, width)
+    plan = plan_attention(inputs, page_size=PAGE_SIZE, num_draft_tokens=width - 1)
+    found = attend_pages(plan, q, k, v, pages, AttentionSpec(window=window), sinks)
+    requests = RequestTensors(
+        token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
+    )
+
+    def reference(sinks: torch.Tensor) -> torch.Tensor:  # the pages are written by now
+        return reference_attention.attend_pages(q, pages, requests, AttentionOptions(window=window, sinks=sinks))
+
+    torch.testing.assert_close(found, reference(sinks).flatten(1), rtol=0, atol=1e-6)
+    assert (found - reference(sinks.roll(1)).flatten(1)).abs().max() > 0.01
