@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.engines import decode, make_executor
-from tests.factories import edit_json, make_target, make_zlab_drafter, read_json
+from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
 
 dflash = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed: scripts/test installs it")
 
@@ -104,6 +104,37 @@ def test_every_draft_block_equals_that_of_the_reference(tmp_path, target, option
     run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
     assert len(run.blocks) > 8
     assert run.blocks == expected_blocks(target, drafter, run.tokens, run.blocks)
+
+
+@pytest.mark.parametrize(("family", "seed"), [("qwen3_moe", 7), ("gpt_oss", 1)])
+def test_every_draft_block_for_a_target_with_experts_equals_that_of_the_reference(tmp_path, family, seed):
+    """The drafter for gpt_oss is like z-lab's: its config says model_type gpt_oss, biases and no layer_types."""
+    target = make_target(tmp_path / "target", family=family, seed=seed, vocab_size=12, tokenizer=False)
+    like_gpt_oss = {
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "initial_context_length": 64,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    }
+    options = like_gpt_oss if family == "gpt_oss" else {}
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
+    if family == "gpt_oss":
+        window_keys = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+        fields = read_json(drafter / "config.json")
+        write_json(drafter / "config.json", {name: value for name, value in fields.items() if name not in window_keys})
+    run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert len(run.blocks) > 8
+    expected = expected_blocks(target, drafter, run.tokens, run.blocks)
+    assert run.blocks == expected
+    _change_weight(drafter)
+    changed = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert changed.tokens[:NUM_NEW] == run.tokens[:NUM_NEW]
+    assert changed.blocks != expected
 
 
 @pytest.mark.parametrize("name", [name for name, options in DRAFTERS.items() if "sliding_window" not in options])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_trt.core.batch import StepBatch
 from tests.engines import Decoding, decode, make_executor
-from tests.factories import edit_json, make_target, make_zlab_drafter
+from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
 from tests.parity.test_transformers import NUM_NEW, PROMPT, SMALL_VOCAB, tiny_target, transformers_tokens
 
 PROMPTS = [PROMPT, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [7], [2, 7, 1, 8, 2, 8, 1]]
@@ -180,12 +180,11 @@ def test_a_drafter_like_that_of_gpt_oss_drafts_for_it(tmp_path):
         block_size=8,
         rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
         initial_context_length=64,
-        layer_types=None,
-        num_target_layers=None,
         rms_norm_eps=1e-5,
     )
-    for key in ("layer_types", "num_target_layers", "sliding_window", "use_sliding_window", "max_window_layers"):
-        edit_json(drafter / "config.json", **{key: None})
+    absent = ("layer_types", "num_target_layers", "sliding_window", "use_sliding_window", "max_window_layers")
+    fields = read_json(drafter / "config.json")
+    write_json(drafter / "config.json", {name: value for name, value in fields.items() if name not in absent})
     expected = transformers_tokens(target)
     executor = make_executor(target, drafter)
     for num_draft_tokens in (0, 7):

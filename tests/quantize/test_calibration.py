@@ -297,3 +297,21 @@ def test_an_unquantized_executor_has_the_logits_of_its_steps(pair: tuple[Path, P
     run = decode(executor, PROMPTS[0], 1, num_draft_tokens=0)
     assert logits[-1].argmax().item() == run.tokens[0]
     assert logits[-1].max().item() == pytest.approx(run.logprobs[0], abs=1e-5)
+
+
+def test_a_target_with_experts_is_calibrated_around_them(tmp_path: Path, prompts_file: Path) -> None:
+    """Experts keep the engine's dtype; a router is a linear, which an override may name."""
+    target = make_target(tmp_path / "target", family="gpt_oss", num_hidden_layers=2)
+    overrides = {"target.layers.1.router": "fp8"}
+    ranges = calibrated((target, None), target="fp8", overrides=overrides).input_amax
+    linears = {f"target.layers.{i}.{kind}" for i in range(2) for kind in ("qkv", "o")}
+    assert set(ranges) == {*linears, "target.layers.1.router"}
+    engine = build((target, None), tmp_path / "engine", prompts_file, target="fp8", overrides=overrides)
+    plain = build((target, None), tmp_path / "plain")
+    stored, unquantized = weights_of(engine), weights_of(plain)
+    assert stored["target.layers.1.router"].dtype == torch.float8_e4m3fn
+    assert torch.equal(stored["target.layers.1.experts.down"], unquantized["target.layers.1.experts.down"])
+    tokens = list(range(4, 24))
+    found, expected = (TorchExecutor.open(each).target_logits(tokens) for each in (engine, plain))
+    difference = (found - expected).norm() / expected.norm()
+    assert 1e-4 < difference < 0.2

@@ -1,0 +1,94 @@
+"""Targets with experts through the commands: what a build, its plan and `inspect` say of them, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_trt.compile.trt_spec import step_network_spec
+from dflash_trt.core.errors import BuildError
+from dflash_trt.engine_dir import EngineDir
+from tests.checkpoint.test_expert_checkpoints import to_mxfp4
+from tests.factories import make_target, make_zlab_drafter
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny gpt-oss with MXFP4 experts, and a drafter."""
+    root = tmp_path_factory.mktemp("gpt_oss")
+    target = make_target(root / "target", family="gpt_oss")
+    to_mxfp4(target)
+    return target, make_zlab_drafter(root / "drafter", target_dir=target, attention_bias=True)
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("qwen3_moe") / "target", family="qwen3_moe", mlp_only_layers=[0])
+
+
+def test_a_build_says_that_it_dequantizes_mxfp4_and_the_engine_runs(gpt_oss, invoke, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    target, drafter = gpt_oss
+    engine = tmp_path / "engine"
+    words = ["--target", target, "--drafter", drafter, "-o", engine, "--dtype", "bfloat16", "--max-seq-len", "96"]
+    result = invoke("build", *words)
+    assert result.exit_code == 0, result.stderr
+    note = "note: the target's experts, stored in MXFP4, are dequantized to bfloat16"
+    assert note in result.stdout
+    assert load_file(engine / "rank0.safetensors")["target.layers.0.experts.down"].dtype == torch.bfloat16
+    described = invoke("inspect", engine).stdout
+    assert note in described
+    for words_of_a_row in (
+        "gpt_oss",
+        "8 of 64 features, 3 per token, in 4 of 4 layers",
+        "window of 6 tokens",
+        "2 of 4 layers",
+        "one per head",
+    ):
+        assert words_of_a_row in described
+    target_report = json.loads(invoke("inspect", engine, "--json").stdout)["target"]
+    assert target_report["moe"]["num_experts_per_token"] == 3 and target_report["has_sinks"] is True
+    run = invoke("run", engine, "--prompt", "def f", "--max-new-tokens", "8")
+    assert run.exit_code == 0, run.stderr
+
+
+def test_experts_keep_the_dtype_while_the_rest_is_quantized(qwen3_moe, invoke, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    engine = tmp_path / "engine"
+    words = ["--target", qwen3_moe, "-o", engine, "--dtype", "float32", "--quantization", "nvfp4_w4a16"]
+    result = invoke("build", *words)
+    assert result.exit_code == 0, result.stderr
+    assert "experts of the target" in result.stderr and "never quantized" in result.stderr
+    linears = EngineDir.open(engine).manifest.pretrained_config.quantization.linears
+    assert {"target.layers.0.gate_up", "target.layers.1.qkv"} <= set(linears)
+    assert not any("experts" in name or "router" in name for name in linears)
+    stored = load_file(engine / "rank0.safetensors")
+    assert stored["target.layers.1.experts.gate_up"].dtype == torch.float32
+    (experts,) = [
+        row for row in EngineDir.open(engine).provenance()["component_bytes"] if row["component"] == "experts"
+    ]
+    assert experts["plain_bytes"] == experts["planned_bytes"] == 3 * 8 * 3 * 32 * 64 * 4
+    assert invoke("run", engine, "--prompt", "def f", "--max-new-tokens", "4").exit_code == 0
+
+
+def test_quantizing_experts_is_refused_by_name(qwen3_moe, invoke, tmp_path) -> None:
+    config = tmp_path / "pair.yaml"
+    config.write_text(
+        f"target: {qwen3_moe}\ndtype: float32\nquantization:\n  overrides:\n    '*.experts.down': nvfp4_w4a16\n"
+    )
+    result = invoke("build", config, "-o", tmp_path / "engine")
+    assert result.exit_code == 2
+    assert "override '*.experts.down': expected a pattern that matches a linear, found only experts" in result.stderr
+
+
+def test_a_tensorrt_engine_is_refused_for_experts_and_sinks(gpt_oss, invoke, tmp_path) -> None:
+    engine = tmp_path / "engine"
+    assert invoke("build", "--target", gpt_oss[0], "-o", engine, "--dtype", "float32").exit_code == 0
+    manifest = EngineDir.open(engine).manifest
+    with pytest.raises(BuildError, match=r"(?s)experts: expected none.*sinks: expected none.*--backend torch"):
+        step_network_spec(manifest.pretrained_config, manifest.build_config)
+    result = invoke("build", "--target", gpt_oss[0], "--check")
+    assert result.exit_code == 1
+    assert "attention sinks: expected none, found a gpt_oss target with them" in result.stderr
