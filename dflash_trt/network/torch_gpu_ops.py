@@ -2,6 +2,7 @@
 
 Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
 they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
+The one exception: a prefill step of a target with experts asks which are chosen (`torch_moe`).
 One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
 interpreter, in float32, for tests.
 """

@@ -17,7 +17,7 @@ from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from dflash_trt.network.torch_linear import apply_linear
 from dflash_trt.network.weights import Mlp
 
-_MAX_HIDDEN_ELEMENTS = 1 << 28  # of all experts' hidden rows together: half a GiB in bfloat16
+_MAX_HIDDEN_ELEMENTS = 1 << 27  # of all experts' hidden rows together: a quarter of a GiB in bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
