@@ -17,10 +17,11 @@ PROMPTS = [SHARED + tail for tail in ([8, 4], [6, 2, 6], [4], [3, 3, 8, 3, 2, 7,
 NUM_NEW = 20
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=[("qwen3", 0), ("gpt_oss", 1)], ids=["dense", "experts, sinks and windows"])
+def pair(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("pair")
-    target = make_target(root / "target", vocab_size=12, tokenizer=False)
+    family, seed = request.param
+    target = make_target(root / "target", family=family, seed=seed, vocab_size=12, tokenizer=False)
     return target, make_zlab_drafter(root / "drafter", target_dir=target, block_size=6)
 
 
