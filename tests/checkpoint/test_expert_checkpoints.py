@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_trt.checkpoint.mxfp4 import dequantize_mxfp4
 from dflash_trt.checkpoint.names import target_names
 from dflash_trt.checkpoint.pair import open_pair, read_draft_spec, read_target_spec
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, MoeSpec, RopeSpec
 from tests.checkpoint.refusals import draft_refusal, edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
-from tests.engines import make_executor
+from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, read_json, write_json
 
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -306,30 +306,35 @@ def test_every_mxfp4_code_and_scale_means_what_transformers_says(dtype: torch.dt
     assert torch.equal(dequantize_mxfp4(codes, scales).to(dtype), expected)
 
 
-def test_an_mxfp4_checkpoint_gives_the_logits_of_transformers_with_the_dequantized_one(
-    copy_of: Any, tmp_path: Path
-) -> None:
+def test_an_mxfp4_checkpoint_gives_the_tokens_and_logits_of_transformers(copy_of: Any) -> None:
+    """transformers reads the same files. It dequantizes to bfloat16, which holds every MXFP4 number exactly."""
     directory = copy_of("gpt_oss")
-    stored = to_mxfp4(directory)
-    weights = weights_of(open_pair(directory, None))
-    for name in [name for name in stored if name.endswith("_blocks")]:
-        plain = name.removesuffix("_blocks")
-        stored[plain] = convert_moe_packed_tensors(stored[name], stored[f"{plain}_scales"], dtype=torch.float32)
-        del stored[name], stored[f"{plain}_scales"]
-    dequantized = tmp_path / "dequantized"
-    dequantized.mkdir()
-    fields = read_json(directory / "config.json")
-    del fields["quantization_config"]
-    write_json(dequantized / "config.json", fields)
-    save_file(stored, dequantized / "model.safetensors", {"format": "pt"})
-    for name, tensor in weights_of(open_pair(dequantized, None)).items():
-        assert torch.equal(tensor, weights[name]), name
-    model = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32).eval()
+    to_mxfp4(directory)
+    options = {"dtype": torch.float32, "quantization_config": Mxfp4Config(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval().float()
     tokens = list(range(4, 40))
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    found = make_executor(directory).target_logits(tokens)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # measured 1e-5, of logits up to 12
+    generated = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    executor = make_executor(directory)
+    # measured 1e-5, of logits up to 12
+    torch.testing.assert_close(executor.target_logits(tokens), expected, rtol=0, atol=1e-4)
+    assert decode(executor, tokens, 20, num_draft_tokens=0).tokens == generated[0, 36:].tolist()
+
+    def one_scale(tensors: Tensors) -> None:
+        tensors["model.layers.1.mlp.experts.gate_up_proj_scales"][:, 5] += 2
+
+    edit_tensors(directory, one_scale)
+    assert (make_executor(directory).target_logits(tokens) - expected).abs().max() > 0.01
+
+
+def test_a_scale_that_is_no_number_is_refused(copy_of: Any) -> None:
+    directory = copy_of("gpt_oss")
+    to_mxfp4(directory)
+    name = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(directory, lambda tensors: tensors[f"{name}_scales"][3, 2].fill_(255))
+    with pytest.raises(CheckpointError, match=f"(?s)target.layers.1.experts.down.*NaN or infinity.*{name}_blocks"):
+        weights_of(open_pair(directory, None))
 
 
 REFUSED = [
