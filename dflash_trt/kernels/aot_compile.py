@@ -25,6 +25,7 @@ SHARED_BYTES: Final = {
     "120a": 99 * _KIB,
 }
 ARCHITECTURES: Final = tuple(SHARED_BYTES)
+WITHOUT_FP8: Final = ("80", "86")  # no conversions from and to it
 DEFAULT_ARCHITECTURES: Final = ("90a", "100a", "103a")
 NUM_SCRATCH_POINTERS: Final = 2  # Triton appends them to the declared arguments; both areas are empty here
 _PTX_TYPES: Final = {"i32": "u32", "i64": "u64", "fp32": "f32"}

@@ -121,7 +121,8 @@ def test_equal_sources_give_equal_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dtypes": ("float8",)}, "dtypes: expected some of bfloat16, float16, float32, found float8"),
+        ({"dtypes": ("float8",)}, "--dtypes: expected some of bfloat16, float16, float32, found float8"),
+        ({"pages": ("fp8",)}, "--pages: expected some of network, float8_e4m3fn, found fp8"),
         ({"head_dims": (64, 72)}, "head_dims: expected multiples of 16 from 16 to 256, found 72"),
         ({"head_dims": (512,)}, "head_dims: expected multiples of 16 from 16 to 256, found 512"),
         ({"tiles": ()}, "--tiles: expected one value or more, found none"),
@@ -160,9 +161,11 @@ def test_the_default_library_serves_every_type_and_head_dim() -> None:
         assert set(variant.types()) == set(variant.kernel.arg_names)
     for dtype in FLOAT_TYPES:
         for head_dim in HEAD_DIMS:
-            for part in ("attention_{0}_{0}_step_d{1}_t16", "attention_{0}_{0}_block_d{1}_t16"):
-                assert any(name.startswith(part.format(dtype, head_dim)) for name in names)
-            assert f"rotate_and_store_{dtype}_{dtype}_pages_limits_d{head_dim}_r256" in names
+            for pages in (dtype, "float8_e4m3fn"):
+                for part in ("attention_{0}_{1}_step_d{2}_t16", "attention_{0}_{1}_block_d{2}_t16"):
+                    assert any(name.startswith(part.format(dtype, pages, head_dim)) for name in names)
+                assert f"rotate_and_store_{dtype}_{pages}_pages_limits_d{head_dim}_r256" in names
+            assert f"attention_reduction_{dtype}_step_d{head_dim}_t16_r256" in names
         assert f"draw_{dtype}_v16_tiles64" in names
 
 
