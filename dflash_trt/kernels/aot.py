@@ -64,7 +64,8 @@ def compile_library(
         note = "" if kernel.fits else f", left out: {kernel.shared_bytes} bytes of shared memory are more than it has"
         progress(
             f"[{len(compiled)}/{len(tasks)}] {kernel.variant} sm_{kernel.architecture}"
-            f" {len(kernel.cubin) / 1024:.0f} KiB, {time.monotonic() - started:.0f} s{note}"
+            f" {len(kernel.cubin) / 1024:.0f} KiB, {kernel.num_registers} registers, {kernel.stack_bytes} B of stack,"
+            f" {kernel.blocks_per_multiprocessor} blocks at once, {time.monotonic() - started:.0f} s{note}"
         )
     return write_kernels(out, [compiled[task] for task in tasks], origin=_origin(architectures, spec))
 

@@ -57,6 +57,29 @@ def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(comp
     assert {kernel["kernel"] for kernel in manifest["kernels"]} == functions
 
 
+def test_no_attention_kernel_spills_registers_and_several_share_a_multiprocessor(compiled: Path) -> None:
+    kernels = read_manifest(compiled / "manifest.json")["kernels"]
+    attention = [kernel for kernel in kernels if kernel["kernel"] == "attention_kernel"]
+    assert len(attention) == 4 * len(DEFAULT_ARCHITECTURES)
+    for kernel in attention:
+        assert kernel["stack_bytes"] == 0, kernel["variant"]
+        assert kernel["blocks_per_multiprocessor"] >= 2, kernel["variant"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        ({"num_registers": 40}, 12),  # 65536 / (40 * 128)
+        ({"num_registers": 41}, 10),  # 48 are taken
+        ({"num_registers": 16}, 16),  # 2048 threads
+        ({"num_registers": 16, "shared_bytes": 75 * 1024}, 3),  # 228 KiB, one of each block CUDA's
+        ({"num_registers": 16, "shared_bytes": 75 * 1024 + 1}, 2),
+    ],
+)
+def test_blocks_of_a_multiprocessor_share_registers_threads_and_memory(changes: dict[str, int], blocks: int) -> None:
+    assert make_kernel(**changes).blocks_per_multiprocessor == blocks
+
+
 def test_the_manifest_describes_the_cubins(compiled: Path) -> None:
     manifest = read_manifest(compiled / "manifest.json")
     image = (compiled / manifest["image"]["file"]).read_bytes()
@@ -178,6 +201,8 @@ def make_kernel(**changes: Any) -> CompiledKernel:
         "num_warps": 4,
         "num_stages": 2,
         "shared_bytes": 1024,
+        "num_registers": 40,
+        "stack_bytes": 0,
         "arguments": (("x", "*fp32", True), ("num_rows", "i32", False)),
         "constants": (("BLOCK", 128),),
         "grid": ("(num_rows + BLOCK - 1) / BLOCK", "num_heads", "1"),
