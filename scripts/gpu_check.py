@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,10 +11,12 @@ from rich.table import Table
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.quantization import PageChoice
 from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.executor.trt_executor import TensorRTExecutor
 from dflash_trt.executor.trt_qualify import Finding, qualify
 
+PAGES: dict[PageChoice, str] = {"none": "pages of float32", "fp8": "FP8 pages"}
 DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 
 
@@ -21,7 +24,7 @@ def main() -> int:
     console = Console(highlight=False)
     library = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else None
     try:
-        findings = check(library, console)
+        findings = [finding for pages in ("none", "fp8") for finding in check(library, pages, console)]
     except DFlashError as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return error.exit_code
@@ -33,17 +36,17 @@ def main() -> int:
     return 0 if all(finding.has_passed for finding in findings) else 1
 
 
-def check(library: Path | None, console: Console) -> list[Finding]:
-    """Every finding, with those of building and opening first."""
+def check(library: Path | None, pages: PageChoice, console: Console) -> list[Finding]:
+    """Every finding with K/V pages of this kind, with those of building and opening first."""
     limits = {"max_batch_size": 4, "max_seq_len": 512, "max_num_tokens": 128, "page_size": 16, "dtype": "float32"}
     models = {"target": str(DEMO / "target"), "drafter": str(DEMO / "drafter")}
     with tempfile.TemporaryDirectory() as root:
         engines = {}
         for backend in ("torch", "tensorrt"):
-            console.print(f"building the demo engine for {backend} ...")
+            console.print(f"building the demo engine for {backend}, {PAGES[pages]} ...")
             options = {"plugins": "plugin" if library else "layers", "plugin_library": library and str(library)}
             engines[backend] = build_engine(
-                BuildConfig(**models, **limits, backend=backend, **options),
+                BuildConfig(**models, **limits, backend=backend, quantization={"kv_cache": pages}, **options),
                 Path(root) / backend,
                 base_dir=DEMO,
                 overwrite=False,
@@ -57,7 +60,8 @@ def check(library: Path | None, console: Console) -> list[Finding]:
         built = f"TensorRT {record.tensorrt_version} on {record.gpu_name}, {record.num_layers} layers, {record.plugins}"
         opened = Finding(name="build, open, inputs and outputs", has_passed=True, detail=built)
         vocab_size = engines["torch"].manifest.target.vocab_size
-        return [opened, *qualify(reference, engine, vocab_size=vocab_size)]
+        findings = [opened, *qualify(reference, engine, vocab_size=vocab_size)]
+        return [replace(finding, name=f"{PAGES[pages]}: {finding.name}") for finding in findings]
 
 
 if __name__ == "__main__":

@@ -9,19 +9,8 @@ from dflash_trt.network.trt_network import StepNetworkSpec
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
-    """Raises BuildError for what neither lowering has yet: FP8 pages, experts, attention sinks."""
-    problems = list(_target_problems(config.target))
-    raise_all(BuildError, "backend tensorrt", problems)
-    quantization = config.quantization
-    if quantization is not None and (quantization.target_kv is not None or quantization.draft_kv is not None):
-        raise BuildError(
-            problem(
-                "K/V pages of a TensorRT engine",
-                expected=f"the engine's dtype ({config.dtype})",
-                found="FP8",
-                mend="Set kv_cache and draft_kv_cache to none, or build with --backend torch.",
-            )
-        )
+    """Raises BuildError for what neither lowering has yet: experts and attention sinks."""
+    raise_all(BuildError, "backend tensorrt", list(_target_problems(config.target)))
     return StepNetworkSpec(
         target=config.target,
         draft=config.draft,
@@ -29,6 +18,7 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
         page_size=limits.page_size,
         max_draft_len=limits.max_draft_len if config.draft else 0,
         mapping=config.mapping,
+        quantization=config.quantization,
     )
 
 

@@ -1,7 +1,7 @@
-"""The torch executor on a GPU: our kernels, CUDA graphs for verify blocks, no word between host and device in a step.
+"""The torch executor on a GPU: our kernels, CUDA graphs, no word between host and device in a step.
 
-A step is one copy in, one graph (or, with a prefill chunk, the same launches one by one), one copy out. On a CPU it
-runs in Triton's interpreter, which is for tests.
+A step is one copy in, one graph (or, with a long prefill chunk, the same launches one by one), one copy out. On a CPU
+it runs in Triton's interpreter, which is for tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor.cuda_graphs import CudaCapture, GraphCache
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.executor.step_inputs import check_batch, sequence_batch
-from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
+from dflash_trt.executor.torch_gpu_staging import (
+    MAX_GRAPH_TOKENS,
+    InputStaging,
+    ResultStaging,
+    StepShape,
+    decode_shapes,
+    mixed_shapes,
+    step_shape,
+)
 from dflash_trt.executor.torch_loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import advance
@@ -67,6 +75,7 @@ class TorchGpuExecutor:
             network.draft,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
+            max_graph_rows=max(max_rows, MAX_GRAPH_TOKENS),
             page_scales=self._pages.scales,
             draft_layers=_draft_layers(self.network, self._pages),
             dtype=activation_dtype(network),
@@ -158,14 +167,17 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape] | None = None) -> None:
-        """Compile kernels and capture graphs ahead, by default for every bucket of requests at the full draft length.
+        """Compile kernels and capture graphs ahead, by default for every bucket at the full draft length.
 
         The steps consist of padding alone, which touches no page, so requests may be alive.
         """
         if shapes is None:
-            shapes = decode_shapes(self.limits, num_draft_tokens=self.limits.max_draft_len)
+            most = self.limits.max_draft_len
+            shapes = decode_shapes(self.limits, num_draft_tokens=most) + mixed_shapes(
+                self.limits, num_draft_tokens=most
+            )
         for shape in shapes:
-            assert shape.is_decode
+            assert shape.has_graph
             for _ in range(2):  # run, capture
                 self.wait()
                 self._staging.stage(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens), shape)
@@ -211,7 +223,7 @@ class TorchGpuExecutor:
             return logits.cpu()
 
     def _run(self, shape: StepShape) -> None:
-        if shape.is_decode:
+        if shape.has_graph:
             self.graphs.run(shape, partial(self._enqueue, shape))
         else:
             self._enqueue(shape)

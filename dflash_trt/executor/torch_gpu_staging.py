@@ -1,9 +1,9 @@
 """Memory through which a step's inputs reach the device and its results come back, allocated once.
 
 Inputs are packed on the host into one pinned block, copied without waiting, and read at addresses that never change,
-so that CUDA graphs stay valid. Padding: a step of verify blocks has as many requests as its bucket, those at the end
-with no tokens at all, and as many token rows as all blocks could have, those at the end of no request. Neither reads
-or writes a page.
+so that CUDA graphs stay valid. Padding: a step has as many requests as its bucket, those at the end with no tokens at
+all, and as many token rows as all its verify blocks could have, or with a prefill chunk as its bucket of tokens, those
+at the end of no request. Neither reads or writes a page.
 """
 
 from dataclasses import dataclass, fields
@@ -20,13 +20,18 @@ from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.step import StepOutputs
 
+# With more tokens a step takes the device longer than the host needs to launch it, and padding would cost more than
+# a graph saves.
+MAX_GRAPH_TOKENS: Final = 768
+_LEAST_TOKENS, _TOKEN_GRAIN = 64, 128
+
 _ALIGNMENT_BYTES = 256
 _DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """What a CUDA graph is made for. `is_decode`: verify blocks only, padded up to the bucket."""
+    """What a CUDA graph is made for. `is_decode`: verify blocks only. Steps of a graph are padded to their bucket."""
 
     num_requests: int
     num_tokens: int
@@ -34,27 +39,39 @@ class StepShape:
     is_decode: bool
 
     @property
+    def has_graph(self) -> bool:
+        return self.is_decode or self.num_tokens <= MAX_GRAPH_TOKENS
+
+    @property
     def width(self) -> int:
         return self.num_draft_tokens + 1
 
 
 def step_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
-    """The shape a batch runs in: that of the next bucket for verify blocks, its own size for others."""
-    width = batch.num_draft_tokens + 1
-    if all(len(request.token_ids) <= width for request in batch.requests):
-        return _decode_shape(_bucket(len(batch.requests), limits), batch.num_draft_tokens)
-    return StepShape(
-        num_requests=len(batch.requests),
-        num_tokens=batch.num_tokens,
-        num_draft_tokens=batch.num_draft_tokens,
-        is_decode=False,
+    """The shape a batch runs in: that of the next bucket, its own size when that is large."""
+    num_requests, num_drafts = len(batch.requests), batch.num_draft_tokens
+    bucket = _bucket(num_requests, limits)
+    if all(len(request.token_ids) <= num_drafts + 1 for request in batch.requests):
+        return _decode_shape(bucket, num_drafts)
+    return _mixed_shape(bucket, batch.num_tokens, num_drafts, limits) or StepShape(
+        num_requests=num_requests, num_tokens=batch.num_tokens, num_draft_tokens=num_drafts, is_decode=False
     )
 
 
 def decode_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
-    """Of every bucket."""
-    buckets = sorted({_bucket(n, limits) for n in range(1, limits.max_batch_size + 1)})
-    return [_decode_shape(bucket, num_draft_tokens) for bucket in buckets]
+    """Verify blocks of every bucket."""
+    return [_decode_shape(bucket, num_draft_tokens) for bucket in _buckets(limits)]
+
+
+def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
+    """Steps with a prefill chunk, of every bucket that has a graph."""
+    sizes = range(1, min(MAX_GRAPH_TOKENS, limits.max_num_tokens) + 1)
+    made = (_mixed_shape(bucket, size, num_draft_tokens, limits) for bucket in _buckets(limits) for size in sizes)
+    return list(dict.fromkeys(shape for shape in made if shape is not None))
+
+
+def _buckets(limits: ExecutorLimits) -> list[int]:
+    return sorted({_bucket(n, limits) for n in range(1, limits.max_batch_size + 1)})
 
 
 def _bucket(num_requests: int, limits: ExecutorLimits) -> int:
@@ -69,6 +86,17 @@ def _decode_shape(num_requests: int, num_draft_tokens: int) -> StepShape:
         num_draft_tokens=num_draft_tokens,
         is_decode=True,
     )
+
+
+def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape | None:
+    """More rows than verify blocks could have, so that prefill chunks get attention of their own; None: no graph."""
+    most = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
+    needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _LEAST_TOKENS)
+    grain = min(1 << (needed - 1).bit_length(), _TOKEN_GRAIN)
+    bucket = min(-(-needed // grain) * grain, most)
+    if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:
+        return None
+    return StepShape(num_requests=num_requests, num_tokens=bucket, num_draft_tokens=num_draft_tokens, is_decode=False)
 
 
 class InputStaging:

@@ -20,6 +20,7 @@ _DATA_TYPES = {
     "float32": "FLOAT",
     "bfloat16": "BF16",
     "float16": "HALF",
+    "float8_e4m3fn": "FP8",
     "int32": "INT32",
     "int64": "INT64",
 }

@@ -79,6 +79,7 @@ def spec_of(engine_dir: EngineDir) -> StepNetworkSpec:
         page_size=manifest.build_config.page_size,
         max_draft_len=manifest.build_config.max_draft_len if config.draft else 0,
         mapping=config.mapping,
+        quantization=config.quantization,
     )
 
 

@@ -19,6 +19,7 @@ from dflash_trt.core.errors import ConfigError, DFlashError, problem
 from dflash_trt.kernels.aot_compile import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURES,
+    WITHOUT_FP8,
     CompiledKernel,
     compile_variant,
     prepare_compiler,
@@ -40,7 +41,7 @@ def compile_library(
     num_jobs: int = 1,
     progress: Progress = lambda line: None,
 ) -> Path:
-    """Compile every variant for every architecture and return the manifest's path.
+    """Compile every variant for every architecture that can run it, and return the manifest's path.
 
     Raises:
         ConfigError: an unknown architecture, or Triton would interpret.
@@ -50,7 +51,12 @@ def compile_library(
     out.mkdir(parents=True, exist_ok=True)
     prepare_compiler(str((out / CACHE).resolve()))
     variants = library_variants(spec)
-    tasks = [(i, architecture) for architecture in architectures for i in range(len(variants))]
+    tasks = [
+        (i, architecture)
+        for architecture in architectures
+        for i, variant in enumerate(variants)
+        if not (variant.has_fp8 and architecture in WITHOUT_FP8)
+    ]
     compiled: dict[Task, CompiledKernel] = {}
     started = time.monotonic()
     for task, kernel in _compile_all(variants, tasks, spec=spec, num_jobs=num_jobs):
@@ -58,7 +64,8 @@ def compile_library(
         note = "" if kernel.fits else f", left out: {kernel.shared_bytes} bytes of shared memory are more than it has"
         progress(
             f"[{len(compiled)}/{len(tasks)}] {kernel.variant} sm_{kernel.architecture}"
-            f" {len(kernel.cubin) / 1024:.0f} KiB, {time.monotonic() - started:.0f} s{note}"
+            f" {len(kernel.cubin) / 1024:.0f} KiB, {kernel.num_registers} registers, {kernel.stack_bytes} B of stack,"
+            f" {kernel.blocks_per_multiprocessor} blocks at once, {time.monotonic() - started:.0f} s{note}"
         )
     return write_kernels(out, [compiled[task] for task in tasks], origin=_origin(architectures, spec))
 

@@ -7,6 +7,8 @@ launch: other entry parameters than declared, scratch memory, clusters, more sha
 import hashlib
 import os
 import re
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +26,11 @@ SHARED_BYTES: Final = {
     "103a": 227 * _KIB,
     "120a": 99 * _KIB,
 }
+_SYSTEM_BYTES: Final = _KIB  # of shared memory, taken by CUDA, per block
+_NUM_REGISTERS: Final = 65536  # of a multiprocessor; a thread's come in eights
+_NUM_THREADS: Final = {"86": 1536, "89": 1536, "120a": 1536}  # of a multiprocessor; 2048 of the others
 ARCHITECTURES: Final = tuple(SHARED_BYTES)
+WITHOUT_FP8: Final = ("80", "86")  # no conversions from and to it
 DEFAULT_ARCHITECTURES: Final = ("90a", "100a", "103a")
 NUM_SCRATCH_POINTERS: Final = 2  # Triton appends them to the declared arguments; both areas are empty here
 _PTX_TYPES: Final = {"i32": "u32", "i64": "u64", "fp32": "f32"}
@@ -41,6 +47,8 @@ class CompiledKernel:
     num_warps: int
     num_stages: int
     shared_bytes: int
+    num_registers: int  # of a thread
+    stack_bytes: int  # of a thread: what did not fit into registers
     arguments: tuple[tuple[str, str, bool], ...]
     constants: tuple[tuple[str, int], ...]
     grid: tuple[str, str, str]
@@ -53,6 +61,14 @@ class CompiledKernel:
     @property
     def fits(self) -> bool:
         return self.shared_bytes <= SHARED_BYTES[self.architecture]
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """How many run on one at once, by registers, threads and shared memory."""
+        threads = 32 * self.num_warps
+        by_registers = _NUM_REGISTERS // (-(-self.num_registers // 8) * 8 * threads)
+        by_shared = (SHARED_BYTES[self.architecture] + _SYSTEM_BYTES) // (self.shared_bytes + _SYSTEM_BYTES)
+        return min(by_registers, by_shared, _NUM_THREADS.get(self.architecture, 2048) // threads)
 
 
 def prepare_compiler(cache_dir: str) -> None:
@@ -93,6 +109,7 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
             problem(where, expected="a cubin", found=str(error).strip(), mend="Fix the kernel.")
         ) from error
     _check(where, variant, architecture, compiled)
+    num_registers, stack_bytes = _registers_and_stack(compiled.asm["cubin"])
     return CompiledKernel(
         variant=variant.name,
         kernel=variant.kernel.__name__,
@@ -101,11 +118,27 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
         num_warps=compiled.metadata.num_warps,
         num_stages=variant.num_stages,
         shared_bytes=compiled.metadata.shared,
+        num_registers=num_registers,
+        stack_bytes=stack_bytes,
         arguments=tuple((name, word.split(":")[0], word.endswith(":16")) for name, word in variant.signature.items()),
         constants=tuple((name, int(value)) for name, value in variant.constexprs.items()),
         grid=variant.grid,
         cubin=compiled.asm["cubin"],
     )
+
+
+def _registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """As NVIDIA's own tool reads them; it is in Triton's package."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]), int(found[2])
 
 
 def _check(where: str, variant: KernelVariant, architecture: str, compiled: Any) -> None:

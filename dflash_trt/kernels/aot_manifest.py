@@ -75,6 +75,9 @@ def _entry(kernel: CompiledKernel, offset: int) -> dict[str, Any]:
         "num_warps": kernel.num_warps,
         "num_stages": kernel.num_stages,
         "shared_bytes": kernel.shared_bytes,
+        "num_registers": kernel.num_registers,
+        "stack_bytes": kernel.stack_bytes,
+        "blocks_per_multiprocessor": kernel.blocks_per_multiprocessor,
         "arguments": [
             {"name": name, "type": type_, "is_multiple_of_16": is_multiple}
             for name, type_, is_multiple in kernel.arguments

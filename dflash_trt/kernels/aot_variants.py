@@ -17,6 +17,7 @@ from dflash_trt.kernels.sampling_launch import sampling_variants
 from dflash_trt.kernels.variant import ELEMENT_TYPES, KernelVariant
 
 FLOAT_TYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PAGE_TYPES: Final = {"network": None, "float8_e4m3fn": torch.float8_e4m3fn}  # None: the network's own
 HEAD_DIMS: Final = (64, 128, 256)
 MAX_REQUESTS: Final = (256,)
 TILES: Final = (16, 32, 64, 128)
@@ -35,6 +36,7 @@ class LibrarySpec:
     """
 
     dtypes: tuple[str, ...] = tuple(FLOAT_TYPES)
+    pages: tuple[str, ...] = tuple(PAGE_TYPES)
     head_dims: tuple[int, ...] = HEAD_DIMS
     max_requests: tuple[int, ...] = MAX_REQUESTS
     tiles: tuple[int, ...] = TILES
@@ -46,10 +48,11 @@ class LibrarySpec:
             if not getattr(self, item.name):
                 name = "--" + item.name.replace("_", "-")
                 raise ConfigError(problem(name, expected="one value or more", found="none", mend="Leave it out."))
-        for dtype in self.dtypes:
-            if dtype not in FLOAT_TYPES:
-                known = ", ".join(FLOAT_TYPES)
-                raise ConfigError(problem("dtypes", expected=f"some of {known}", found=dtype, mend="Name those."))
+        for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES)):
+            for value in getattr(self, name):
+                if value not in known:
+                    expected = f"some of {', '.join(known)}"
+                    raise ConfigError(problem(f"--{name}", expected=expected, found=value, mend="Name those."))
         for head_dim in self.head_dims:
             if head_dim % 16 or not 16 <= head_dim <= 256:
                 raise ConfigError(
@@ -76,11 +79,15 @@ def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
         dtype = FLOAT_TYPES[name]
         yield from _sampling(dtype, spec)
         for head_dim in spec.head_dims:
-            yield from _attention(dtype, head_dim, spec)
-            yield from _page_writes(dtype, head_dim, spec)
+            for pages in spec.pages:
+                page_dtype = PAGE_TYPES[pages] or dtype
+                yield from _attention(dtype, page_dtype, head_dim, spec)
+                yield from _page_writes(dtype, page_dtype, head_dim, spec)
 
 
-def _attention(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator[KernelVariant]:
+def _attention(
+    dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, spec: LibrarySpec
+) -> Iterator[KernelVariant]:
     tiles = spec.tiles
     if dtype == torch.float32:
         tiles = tuple(tile for tile in tiles if tile in FLOAT32_TILES) or tiles
@@ -88,7 +95,7 @@ def _attention(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator
         for num_requests in spec.max_requests:
             yield from attention_variants(
                 dtype=dtype,
-                page_dtype=dtype,
+                page_dtype=page_dtype,
                 head_dim=head_dim,
                 has_block=has_block,
                 max_requests=num_requests,
@@ -96,12 +103,14 @@ def _attention(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator
             )
 
 
-def _page_writes(dtype: torch.dtype, head_dim: int, spec: LibrarySpec) -> Iterator[KernelVariant]:
+def _page_writes(
+    dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, spec: LibrarySpec
+) -> Iterator[KernelVariant]:
     for has_limits in (False, True):  # a target's rows, a drafter's accepted rows
         for num_requests in spec.max_requests:
             yield rotate_and_store_variant(
                 dtype=dtype,
-                page_dtype=dtype,
+                page_dtype=page_dtype,
                 head_dim=head_dim,
                 has_norm=False,
                 has_rope=False,

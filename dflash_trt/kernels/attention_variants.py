@@ -31,11 +31,12 @@ def attention_variants(
         constants = attention_constants(
             tile=tile, head_dim=head_dim, dtype=dtype, max_requests=max_requests, has_block=has_block
         )
-        names = (str(dtype), str(page_dtype), "block" if has_block else "step", "softcap" if has_softcap else "")
-        suffix = "_".join(name.removeprefix("torch.") for name in names if name)
-        suffix = f"{suffix}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
-        variants.append(_attention_variant(suffix, dtype, page_dtype, constants, has_softcap))
-        variants.append(_reduction_variant(suffix, dtype, constants))
+        geometry = f"{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
+        types = "_".join(str(name).removeprefix("torch.") for name in (dtype, page_dtype))
+        name = f"{types}_{'softcap_' if has_softcap else ''}{geometry}"
+        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap))
+        # Partial results are the same whatever the pages hold.
+        variants.append(_reduction_variant(f"{str(dtype).removeprefix('torch.')}_{geometry}", dtype, constants))
     return tuple(variants)
 
 

@@ -49,6 +49,10 @@ class KernelVariant:
     def options(self) -> dict[str, int | bool]:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
+    @property
+    def has_fp8(self) -> bool:
+        return any(word.startswith(f"*{ELEMENT_TYPES[torch.float8_e4m3fn]}") for word in self.signature.values())
+
     def types(self) -> dict[str, str]:
         """Of all arguments, constants included, as `triton.compiler.ASTSource` wants its `signature`."""
         names = cast("list[str]", self.kernel.arg_names)

@@ -2,7 +2,7 @@
 
 Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
 they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
-The one exception: a prefill step of a target with experts asks which are chosen (`torch_moe`).
+The one exception: a long prefill step of a target with experts asks which are chosen (`torch_moe`).
 One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
 interpreter, in float32, for tests.
 """
@@ -128,7 +128,7 @@ class GpuResources:
     sampling_workspace: Mapping[str, Tensor]
     page_scales: Mapping[int, LayerKvScales]
     draft_layers: DraftLayers | None  # their k_norms and pages
-    max_rows: int  # of verify blocks: a step with more is never captured
+    max_graph_rows: int  # a step with more is never captured
 
     @classmethod
     def allocate(
@@ -138,6 +138,7 @@ class GpuResources:
         *,
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
+        max_graph_rows: int,
         page_scales: Mapping[int, LayerKvScales],
         draft_layers: DraftLayers | None,
         dtype: torch.dtype,
@@ -156,7 +157,7 @@ class GpuResources:
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             page_scales=page_scales,
             draft_layers=draft_layers,
-            max_rows=max_rows,
+            max_graph_rows=max_graph_rows,
         )
 
 
@@ -206,8 +207,8 @@ class TorchGpuOps:
         assert isinstance(experts, StackedExperts)
         choice = chosen_experts(self.linear(x, experts.router), moe)
         rows = _tensor(x)
-        # A step with more rows than verify blocks can have is never captured, and may ask which experts are chosen.
-        is_never_captured = len(rows) > self._resources.max_rows
+        # A step that no graph can hold may ask which experts are chosen.
+        is_never_captured = len(rows) > self._resources.max_graph_rows
         run_experts = run_chosen_experts if is_never_captured else run_all_experts
         return run_experts(rows, experts, moe, choice)
 

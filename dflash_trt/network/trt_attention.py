@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dflash_trt.core.model_spec import AttentionSpec
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.trt_layers import Dim, ITensor, Layers
+from dflash_trt.network.trt_pages import Pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +56,14 @@ def attend_pages(
     index: StepIndex,
     q: ITensor,  # [T, heads, D]
     kv: tuple[ITensor, ITensor],  # [T, kv_heads, D]
-    pages: ITensor,  # [pages, 2, page_size, kv_heads, D]
+    pages: Pages,
     attention: AttentionSpec,
-) -> tuple[ITensor, ITensor]:
+) -> tuple[ITensor, Pages]:
     """([T, heads * D], pages with k and v written). See `Ops.attend_pages`."""
     assert attention.is_causal  # targets are; the reader of their config refuses others
-    written = layers.scatter_nd(pages, index.kv_slots, layers.concat(kv, 0))
-    keys, values = read_pages(layers, written, index.page_table_of_row)  # [T, kv_heads, S, D]
+    codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
+    written = pages.with_codes(layers, codes)
+    keys, values = read_pages(layers, written, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_heads = q.shape[1]
     grouped = layers.reshape(q, (-1, kv_heads, num_heads // kv_heads, head_dim))
@@ -76,14 +78,16 @@ def attend_pages(
 
 
 def write_draft_context(
-    layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
-) -> ITensor:
+    layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
+) -> Pages:
     """Pages with the rows at positions < next_context_lens written; every other slot keeps what it held."""
     context_len_of_row = layers.gather(acceptance.next_context_lens, index.request_of_row)
     is_kept = layers.binary("LESS", index.positions, context_len_of_row)
     is_kept = layers.reshape(layers.concat((is_kept, is_kept), 0), (-1, 1, 1))  # for K, then for V
-    old = layers.gather_nd(pages, index.kv_slots)
-    return layers.scatter_nd(pages, index.kv_slots, layers.where(is_kept, layers.concat(kv, 0), old))
+    codes = pages.codes(layers)
+    old = layers.gather_nd(codes, index.kv_slots)
+    rows = layers.where(is_kept, pages.rows(layers, kv), old)
+    return pages.with_codes(layers, layers.scatter_nd(codes, index.kv_slots, rows))
 
 
 def attend_draft(
@@ -91,7 +95,7 @@ def attend_draft(
     index: StepIndex,
     q: ITensor,  # [R*S, heads, D]
     block: tuple[ITensor, ITensor],  # k, v of the block slots, [R*S, kv_heads, D]
-    pages: ITensor,
+    pages: Pages,
     acceptance: Acceptance[ITensor],
     attention: AttentionSpec,
     *,
@@ -100,7 +104,7 @@ def attend_draft(
     """The reading half of `Ops.attend_draft`: [R*S, heads * D]."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = block[0].shape[1]
-    stored = read_pages(layers, pages, index.page_table)  # [R, kv_heads, keys, D] each
+    stored = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
 
     num_keys = _sum(layers, index.num_keys, block_width)
 
@@ -117,14 +121,14 @@ def attend_draft(
     return layers.reshape(attended, (-1, num_heads * head_dim))
 
 
-def read_pages(layers: Layers, pages: ITensor, page_ids: ITensor) -> tuple[ITensor, ITensor]:
-    """K and V [N, kv_heads, P * page_size, D] of the pages that `page_ids` int32 [N, P] name."""
-    kv_heads, head_dim = pages.shape[3:]
-    gathered = layers.gather(pages, page_ids)  # [N, P, 2, page_size, kv_heads, D]
+def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor) -> tuple[ITensor, ITensor]:
+    """K and V [N, kv_heads, P * page_size, D], in the type of `like`; `page_ids` int32 [N, P] name the pages."""
+    kv_heads, head_dim = pages.tensor.shape[3:]
+    gathered = layers.gather(pages.codes(layers), page_ids)  # [N, P, 2, page_size, kv_heads, D]
     rows = layers.dim(page_ids, 0)
 
     def half(which: int) -> ITensor:
-        part = layers.slice(gathered, 2, which, 1)
+        part = pages.values(layers, layers.slice(gathered, 2, which, 1), is_value=which == 1, like=like)
         return layers.transpose(layers.reshape(part, (rows, -1, kv_heads, head_dim)), (0, 2, 1, 3))
 
     return half(0), half(1)

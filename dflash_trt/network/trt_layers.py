@@ -107,6 +107,14 @@ class Layers:
     def where(self, condition: ITensor, a: ITensor, b: ITensor) -> ITensor:
         return self._add("add_select", condition, a, b)
 
+    def quantize_fp8(self, x: ITensor) -> ITensor:
+        """To FP8 without a scale: rounded to nearest even, saturating."""
+        return self._add("add_quantize", x, self.floats([1.0]), self.trt.DataType.FP8)
+
+    def dequantize_fp8(self, codes: ITensor) -> ITensor:
+        """The float32 values of FP8 codes."""
+        return self._add("add_dequantize", codes, self.floats([1.0]), self.trt.DataType.FLOAT)
+
     # -- reductions and products
 
     def reduce(self, op: str, x: ITensor, axis: int, *, keep_dims: bool = True) -> ITensor:

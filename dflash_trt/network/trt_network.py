@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.network.host_tensor import HostTensor
 from dflash_trt.network.ops import StepInputs, StepState
@@ -26,7 +27,10 @@ NEXT_PREFIX = "next_"  # of a state tensor's output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNetworkSpec:
-    """What decides the network apart from its weights. `max_draft_len` 0 drops the drafter's block."""
+    """What decides the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
+
+    `quantization` says which pages are FP8; which linears are packed, the weights say themselves.
+    """
 
     target: TargetSpec
     draft: DraftSpec | None
@@ -34,10 +38,18 @@ class StepNetworkSpec:
     page_size: int
     max_draft_len: int
     mapping: Mapping = field(default_factory=Mapping)
+    quantization: QuantizationSpec | None = None
 
     @property
     def has_drafts(self) -> bool:
         return self.draft is not None and self.max_draft_len > 0
+
+    @property
+    def page_scales(self) -> dict[str, LayerKvScales]:
+        """Of the FP8 pages, by state tensor."""
+        quantization = self.quantization or QuantizationSpec()
+        kinds = (("target", quantization.target_kv), ("draft", quantization.draft_kv if self.draft else None))
+        return {f"{role}_kv.{i}": scales for role, layers in kinds for i, scales in enumerate(layers or ())}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +78,11 @@ def state_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     decoders: list[tuple[str, DecoderSpec]] = [("target", spec.target)]
     if spec.draft is not None:
         decoders.append(("draft", spec.draft))
+    scales = spec.page_scales
     return tuple(
         IoTensor(
             name=f"{role}_kv.{i}",
-            dtype=spec.dtype,
+            dtype="float8_e4m3fn" if f"{role}_kv.{i}" in scales else spec.dtype,
             shape=(-1, 2, spec.page_size, decoder.num_kv_heads // spec.mapping.tp_size, decoder.head_dim),
             axes=("pages", "2", "page_size", "kv_heads", "D"),
         )
@@ -101,7 +114,7 @@ def define_step_network(
         if plugins == "plugin"
         else LayersLowering(layers, inputs, page_size=spec.page_size)
     )
-    ops = TrtOps(layers, lowering, inputs, rope_tables, tp_size=spec.mapping.tp_size)
+    ops = TrtOps(layers, lowering, inputs, rope_tables, page_scales=spec.page_scales, tp_size=spec.mapping.tp_size)
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, packed or {}),

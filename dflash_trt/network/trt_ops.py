@@ -5,15 +5,17 @@ them; pages are values, and the op that writes them hands the written ones to th
 sampling are plugin nodes or plain layers, as `lowering` says; both have the same inputs and outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
+from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network import trt_attention, trt_sampling
 from dflash_trt.network.drafter import context_of_layers
 from dflash_trt.network.host_tensor import HostTensor
 from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
 from dflash_trt.network.trt_layers import Dim, Handle, ITensor, Layers
+from dflash_trt.network.trt_pages import Pages
 from dflash_trt.network.trt_quantized import packed_linear
 from dflash_trt.quantize.packed import PackedWeight
 
@@ -22,10 +24,13 @@ RopeTables = Sequence[tuple[DecoderSpec, tuple[HostTensor, HostTensor]]]  # cos,
 
 
 class StatefulLowering(Protocol):
-    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
+    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute.
+
+    Those that write pages give the written ones back, last.
+    """
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: ITensor, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
     ) -> tuple[ITensor, ITensor]: ...
 
     def attend_draft(
@@ -33,13 +38,13 @@ class StatefulLowering(Protocol):
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: ITensor,
+        pages: Pages,
         acceptance: Acceptance[ITensor],
         attention: AttentionSpec,
     ) -> tuple[ITensor, ITensor]: ...
 
     def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
+        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
     ) -> ITensor: ...
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
@@ -54,30 +59,31 @@ class LayersLowering:
         self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: ITensor, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
     ) -> tuple[ITensor, ITensor]:
-        return trt_attention.attend_pages(self._layers, self._index, q, kv, pages, attention)
+        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, pages, attention)
+        return attended, written.tensor
 
     def attend_draft(
         self,
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: ITensor,
+        pages: Pages,
         acceptance: Acceptance[ITensor],
         attention: AttentionSpec,
     ) -> tuple[ITensor, ITensor]:
-        written = self.write_draft_context(context, pages, acceptance)
+        written = trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance)
         width = self._layers.dim(self._inputs.logit_rows, 1)
         attended = trt_attention.attend_draft(
             self._layers, self._index, q, block, written, acceptance, attention, block_width=width
         )
-        return attended, written
+        return attended, written.tensor
 
     def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
+        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
     ) -> ITensor:
-        return trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance)
+        return trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance).tensor
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
@@ -93,12 +99,15 @@ class TrtOps:
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
         *,
+        page_scales: Mapping[str, LayerKvScales] | None = None,
         tp_size: int = 1,
     ) -> None:
+        """`page_scales` belong to the FP8 pages among the state, by the input's name."""
         self._layers = layers
         self._lowering = lowering
         self._inputs = inputs
         self._rope_tables = rope_tables
+        self._page_scales = page_scales or {}
         self._tp_size = tp_size
         self.written_pages: dict[str, ITensor] = {}  # by name of the state input
 
@@ -174,7 +183,7 @@ class TrtOps:
         self, q: ITensor, k: ITensor, v: ITensor, pages: ITensor, attention: AttentionSpec, sinks: Handle | None
     ) -> ITensor:
         assert sinks is None, "compile/trt_spec refuses targets with sinks"
-        attended, written = self._lowering.attend_pages(q, (k, v), pages, attention)
+        attended, written = self._lowering.attend_pages(q, (k, v), self._pages(pages), attention)
         self._take_written(pages, written)
         return attended
 
@@ -192,14 +201,14 @@ class TrtOps:
         acceptance: Acceptance[ITensor],
         attention: AttentionSpec,
     ) -> ITensor:
-        attended, written = self._lowering.attend_draft(context, q, block, pages, acceptance, attention)
+        attended, written = self._lowering.attend_draft(context, q, block, self._pages(pages), acceptance, attention)
         self._take_written(pages, written)
         return attended
 
     def write_draft_context(
         self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
     ) -> None:
-        self._take_written(pages, self._lowering.write_draft_context(context, pages, acceptance))
+        self._take_written(pages, self._lowering.write_draft_context(context, self._pages(pages), acceptance))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return self._lowering.sample_and_accept(logits)
@@ -253,6 +262,9 @@ class TrtOps:
     def _num_drafts(self) -> Dim:
         width = self._layers.dim(self._inputs.logit_rows, 1)
         return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
+
+    def _pages(self, pages: ITensor) -> Pages:
+        return Pages(pages, self._page_scales.get(str(pages.name)))
 
     def _take_written(self, pages: ITensor, written: ITensor) -> None:
         name = str(pages.name)

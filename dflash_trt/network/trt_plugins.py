@@ -11,22 +11,28 @@ from typing import Any, Final
 
 from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.trt_layers import ITensor, Layers
+from dflash_trt.network.trt_pages import Pages
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "1"
 NO_WINDOW: Final = 0
+PAGE_SCALES: Final = ("k_scale", "v_scale")  # 1 for pages that are not FP8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginContract:
-    """One plugin. `fields` are int32 scalars; `aliased` pairs an output with the input it shares its memory with."""
+    """One plugin. `fields` are int32 scalars, `real_fields` float32; `aliased` pairs an output with the input whose
+    memory it shares.
+    """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     fields: tuple[str, ...]
+    real_fields: tuple[str, ...] = ()
     aliased: tuple[tuple[str, str], ...] = ()
 
 
@@ -35,6 +41,7 @@ ATTEND_PAGES: Final = PluginContract(
     inputs=("q", "k", "v", "pages", "positions", "token_offsets", "context_lens", "page_table"),
     outputs=("attended", "next_pages"),
     fields=("page_size", "window"),
+    real_fields=PAGE_SCALES,
     aliased=(("next_pages", "pages"),),
 )
 ATTEND_DRAFT: Final = PluginContract(
@@ -53,6 +60,7 @@ ATTEND_DRAFT: Final = PluginContract(
     ),
     outputs=("attended", "next_pages"),
     fields=("page_size", "window", "is_causal"),
+    real_fields=PAGE_SCALES,
     aliased=(("next_pages", "pages"),),
 )
 WRITE_DRAFT_CONTEXT: Final = PluginContract(
@@ -60,6 +68,7 @@ WRITE_DRAFT_CONTEXT: Final = PluginContract(
     inputs=("context_k", "context_v", "pages", "positions", "token_offsets", "page_table", "next_context_lens"),
     outputs=("next_pages",),
     fields=("page_size",),
+    real_fields=PAGE_SCALES,
     aliased=(("next_pages", "pages"),),
 )
 SAMPLE_AND_ACCEPT: Final = PluginContract(
@@ -94,11 +103,11 @@ class PluginLowering:
         self._num_nodes = 0
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: ITensor, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
     ) -> tuple[ITensor, ITensor]:
         assert attention.is_causal  # targets are; the reader of their config refuses others
-        given = {"q": q, "k": kv[0], "v": kv[1], "pages": pages}
-        attended, written = self._node(ATTEND_PAGES, given, {"window": _window(attention)})
+        given = {"q": q, "k": kv[0], "v": kv[1]}
+        attended, written = self._page_node(ATTEND_PAGES, given, pages, {"window": _window(attention)})
         return attended, written
 
     def attend_draft(
@@ -106,42 +115,44 @@ class PluginLowering:
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: ITensor,
+        pages: Pages,
         acceptance: Acceptance[ITensor],
         attention: AttentionSpec,
     ) -> tuple[ITensor, ITensor]:
-        given = _context(context, pages, acceptance) | {"q": q, "block_k": block[0], "block_v": block[1]}
+        given = _context(context, acceptance) | {"q": q, "block_k": block[0], "block_v": block[1]}
         fields = {"window": _window(attention), "is_causal": int(attention.is_causal)}
-        attended, written = self._node(ATTEND_DRAFT, given, fields)
+        attended, written = self._page_node(ATTEND_DRAFT, given, pages, fields)
         return attended, written
 
     def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
+        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
     ) -> ITensor:
-        return self._node(WRITE_DRAFT_CONTEXT, _context(context, pages, acceptance), {})[0]
+        return self._page_node(WRITE_DRAFT_CONTEXT, _context(context, acceptance), pages, {})[0]
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         outputs = self._node(SAMPLE_AND_ACCEPT, {"logits": logits}, {})
         return Acceptance(**dict(zip(SAMPLE_AND_ACCEPT.outputs, outputs, strict=True)))
 
-    def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, int]) -> list[ITensor]:
-        """Inputs that are not `given` are the step's, by name; so is the field page_size."""
+    def _page_node(
+        self, contract: PluginContract, given: dict[str, ITensor], pages: Pages, fields: dict[str, int]
+    ) -> list[ITensor]:
+        scales = pages.scales or LayerKvScales()
+        own = {"page_size": self._page_size, "k_scale": scales.k, "v_scale": scales.v}
+        return self._node(contract, given | {"pages": pages.tensor}, own | fields)
+
+    def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:
+        """Inputs that are not `given` are the step's, by name."""
         inputs = [given[name] if name in given else getattr(self._inputs, name) for name in contract.inputs]
-        known = {"page_size": self._page_size} | fields
-        plugin = make_plugin(
-            self._layers.trt,
-            contract,
-            name=f"{contract.name}.{self._num_nodes}",
-            fields={name: known[name] for name in contract.fields},
-        )
+        name = f"{contract.name}.{self._num_nodes}"
+        plugin = make_plugin(self._layers.trt, contract, name=name, fields=fields)
         self._num_nodes += 1
         layer = self._layers.add_layer("add_plugin_v3", inputs, [], plugin)
-        layer.name = f"{contract.name}.{self._num_nodes - 1}"
+        layer.name = name
         return [self._layers.output_of(layer, i) for i in range(len(contract.outputs))]
 
 
-def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[str, int]) -> Any:
-    """A build-phase instance from the registry.
+def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[str, float]) -> Any:
+    """A build-phase instance from the registry. `fields` are all of the contract's.
 
     Raises:
         BuildError: no loaded library has the plugin, or it refused the fields.
@@ -157,9 +168,11 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
                 mend="Make it with scripts/build_plugin and pass it, or build with plugins='layers' (slow).",
             )
         )
-    values = {key: (ctypes.c_int32 * 1)(value) for key, value in fields.items()}  # alive until the plugin is made
-    collection = trt.PluginFieldCollection(
-        [trt.PluginField(key, value, trt.PluginFieldType.INT32) for key, value in values.items()]
+    integers = {key: (ctypes.c_int32 * 1)(int(fields[key])) for key in contract.fields}
+    reals = {key: (ctypes.c_float * 1)(fields[key]) for key in contract.real_fields}
+    collection = trt.PluginFieldCollection(  # of pointers: the values live until the plugin is made
+        [trt.PluginField(key, value, trt.PluginFieldType.INT32) for key, value in integers.items()]
+        + [trt.PluginField(key, value, trt.PluginFieldType.FLOAT32) for key, value in reals.items()]
     )
     plugin = creator.create_plugin(name, collection, trt.TensorRTPhase.BUILD)
     if plugin is None:
@@ -181,13 +194,8 @@ def missing_plugins(registry: Any) -> Sequence[str]:
     ]
 
 
-def _context(context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]) -> dict[str, ITensor]:
-    return {
-        "context_k": context[0],
-        "context_v": context[1],
-        "pages": pages,
-        "next_context_lens": acceptance.next_context_lens,
-    }
+def _context(context: tuple[ITensor, ITensor], acceptance: Acceptance[ITensor]) -> dict[str, ITensor]:
+    return {"context_k": context[0], "context_v": context[1], "next_context_lens": acceptance.next_context_lens}
 
 
 def _window(attention: AttentionSpec) -> int:

@@ -32,9 +32,19 @@ extern "C"
         DFLASH_TRT_BFLOAT16 = 2
     };
 
+    /* What K/V pages hold. */
+    enum
+    {
+        DFLASH_TRT_PAGES_OF_F = 0,
+        DFLASH_TRT_PAGES_OF_FP8 = 1 /* float8_e4m3fn of K / k_scale and V / v_scale */
+    };
+
     typedef struct
     {
         int32_t float_type;
+        int32_t page_type;
+        float k_scale; /* 1 for pages of F */
+        float v_scale;
         int32_t heads; /* not read by dflash_trt_write_draft_context */
         int32_t kv_heads;
         int32_t head_dim;

@@ -51,9 +51,19 @@ FloatType float_type(int32_t type)
     return static_cast<FloatType>(type);
 }
 
+PageType page_type(int32_t type)
+{
+    if (type < DFLASH_TRT_PAGES_OF_F || type > DFLASH_TRT_PAGES_OF_FP8)
+    {
+        throw Problem("page_type", "0 (of F) or 1 (FP8)", std::to_string(type), "Convert the pages.");
+    }
+    return static_cast<PageType>(type);
+}
+
 PageGeometry geometry_of(dflash_trt_attention_shape const& shape)
 {
-    return {float_type(shape.float_type), shape.kv_heads, shape.head_dim, shape.page_size};
+    ElementTypes const types{float_type(shape.float_type), page_type(shape.page_type)};
+    return {types, shape.kv_heads, shape.head_dim, shape.page_size, shape.k_scale, shape.v_scale};
 }
 
 StepShape step_of(dflash_trt_attention_shape const& shape)

@@ -17,15 +17,21 @@ using nvinfer1::TensorRTPhase;
 constexpr int32_t kNumDataTypes = nvinfer1::EnumMax<DataType>();
 constexpr int32_t kNumFormats = nvinfer1::EnumMax<TensorFormat>();
 
+nvinfer1::PluginFieldType type_of(std::variant<int32_t, float> const& value)
+{
+    return value.index() == 0 ? nvinfer1::PluginFieldType::kINT32 : nvinfer1::PluginFieldType::kFLOAT32;
+}
+
 /// Fields as TensorRT passes them.
 class Fields
 {
 public:
-    explicit Fields(std::vector<std::pair<std::string, int32_t>> fields) : mFields(std::move(fields))
+    explicit Fields(std::vector<Field> fields) : mFields(std::move(fields))
     {
-        for (auto const& field : mFields)
+        for (auto const& [name, value] : mFields)
         {
-            mViews.emplace_back(field.first.c_str(), &field.second, nvinfer1::PluginFieldType::kINT32, 1);
+            std::visit([&, &name = name, &value = value](auto const& number)
+                { mViews.emplace_back(name.c_str(), &number, type_of(value), 1); }, value);
         }
         mCollection = {static_cast<int32_t>(mViews.size()), mViews.data()};
     }
@@ -36,7 +42,7 @@ public:
 
 private:
     nvinfer1::PluginFieldCollection mCollection{};
-    std::vector<std::pair<std::string, int32_t>> mFields;
+    std::vector<Field> mFields;
     std::vector<nvinfer1::PluginField> mViews;
 };
 
@@ -56,9 +62,9 @@ void check_fields(nvinfer1::IPluginCreatorV3One& creator, Node const& node)
     for (int32_t i = 0; i < names->nbFields; ++i)
     {
         nvinfer1::PluginField const& field = names->fields[i];
-        expect(field.name == node.fields[static_cast<size_t>(i)].first, node.name + ": field " + field.name);
-        expect(field.type == nvinfer1::PluginFieldType::kINT32 && field.length == 1,
-            node.name + ": type of " + field.name);
+        auto const& [name, value] = node.fields[static_cast<size_t>(i)];
+        expect(field.name == name, node.name + ": field " + field.name);
+        expect(field.type == type_of(value) && field.length == 1, node.name + ": type of " + field.name);
     }
     for (size_t left_out = 0; left_out < node.fields.size(); ++left_out)
     {
@@ -110,7 +116,9 @@ Plugin travelled(nvinfer1::IPluginCreatorV3One& creator, Node const& node)
     {
         auto const& [name, value] = node.fields[static_cast<size_t>(i)];
         nvinfer1::PluginField const& field = serialized->fields[i];
-        expect(field.name == name && *static_cast<int32_t const*>(field.data) == value, node.name + ": keeps " + name);
+        bool const is_kept =
+            std::visit([&](auto number) { return *static_cast<decltype(number) const*>(field.data) == number; }, value);
+        expect(field.name == name && field.type == type_of(value) && is_kept, node.name + ": keeps " + name);
     }
     return attached;
 }
@@ -195,10 +203,14 @@ void check_formats(Plugin const& plugin, Node const& node)
             bool const is_free = position == 0; // the first tensor decides what F is
             bool const is_float =
                 desc.type == DataType::kFLOAT || desc.type == DataType::kHALF || desc.type == DataType::kBF16;
+            bool const is_pages = all[static_cast<size_t>(position)].name == "pages"; // of F or FP8, as they like
+            bool const is_right = is_free ? is_float
+                : is_pages                ? desc.type == all[0].type || desc.type == DataType::kFP8
+                                          : desc.type == right;
             for (int32_t format = 0; format < kNumFormats; ++format)
             {
                 desc.format = static_cast<TensorFormat>(format);
-                bool const wanted = desc.format == TensorFormat::kLINEAR && (is_free ? is_float : desc.type == right);
+                bool const wanted = desc.format == TensorFormat::kLINEAR && is_right;
                 bool const found = build(plugin)->supportsFormatCombination(
                     position, descs.data(), count(node.inputs), count(node.outputs));
                 expect(found == wanted,
@@ -212,7 +224,7 @@ void check_formats(Plugin const& plugin, Node const& node)
         node.name + ": refuses a missing input");
 }
 
-void check_configuration(Plugin const& plugin, Node const& node)
+void check_configuration(Plugin const& plugin, Node node)
 {
     expect(configure(plugin, node) == 0, node.name + ": accepts its configuration");
     auto const inputs = dynamic(node.inputs);
@@ -232,6 +244,13 @@ void check_configuration(Plugin const& plugin, Node const& node)
         refuses("logits", 1, int64_t{1} << 30, "TILES");
         refuses("logit_rows", 1, 1000, "WIDTH");
         return;
+    }
+    if (node.input("pages").type == DataType::kFP8)
+    {
+        Node scaled = node;
+        scaled.input("pages").type = node.inputs[0].type;
+        expect(configure(plugin, scaled) != 0, node.name + ": refuses scales of pages that are not FP8");
+        expect_logged("k_scale: expected 1", node.name);
     }
     refuses("pages", 2, 8, "page_size");
     refuses("pages", 1, 3, "pages");

@@ -92,7 +92,7 @@ void check_shapes(Plugin const& plugin, Node const& node);
 void check_types(Plugin const& plugin, Node const& node);
 /// Exactly the contract's combinations: each tensor with every type and every format there is.
 void check_formats(Plugin const& plugin, Node const& node);
-void check_configuration(Plugin const& plugin, Node const& node);
+void check_configuration(Plugin const& plugin, Node node);
 
 // run_checks.cpp
 

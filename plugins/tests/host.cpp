@@ -99,10 +99,13 @@ int check_library(char const* path, bool has_driver)
     for (nvinfer1::DataType const type :
         {nvinfer1::DataType::kFLOAT, nvinfer1::DataType::kHALF, nvinfer1::DataType::kBF16})
     {
-        for (Node const& node : make_nodes(type))
+        for (nvinfer1::DataType const page_type : {type, nvinfer1::DataType::kFP8})
         {
-            // The library of the tests has kernels of float32 alone.
-            check_node(library, node, has_driver, type == nvinfer1::DataType::kFLOAT);
+            for (Node const& node : make_nodes(type, page_type))
+            {
+                // The library of the tests has kernels of float32 alone.
+                check_node(library, node, has_driver, type == nvinfer1::DataType::kFLOAT);
+            }
         }
     }
     std::printf("TensorRT headers %d.%d\n", NV_TENSORRT_MAJOR, NV_TENSORRT_MINOR);

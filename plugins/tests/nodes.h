@@ -5,15 +5,18 @@
 
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace host
 {
 
+using Field = std::pair<std::string, std::variant<int32_t, float>>;
+
 struct Node
 {
     std::string name;
-    std::vector<std::pair<std::string, int32_t>> fields;
+    std::vector<Field> fields;
     std::vector<Tensor> inputs;
     std::vector<Tensor> outputs;
     std::vector<int32_t> aliases; // of the outputs: an input's index, or -1
@@ -36,13 +39,16 @@ struct Node
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kPages = 20, kPageSize = 4;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
 
-inline std::vector<Node> make_nodes(nvinfer1::DataType f)
+inline std::vector<Node> make_nodes(nvinfer1::DataType f, nvinfer1::DataType page_type)
 {
     auto const i32 = nvinfer1::DataType::kINT32;
     auto const i64 = nvinfer1::DataType::kINT64;
     auto const f32 = nvinfer1::DataType::kFLOAT;
-    Tensor const pages{"pages", {kPages, 2, kPageSize, kKvHeads, kHeadDim}, f};
-    Tensor const next_pages{"next_pages", pages.sizes, f};
+    Tensor const pages{"pages", {kPages, 2, kPageSize, kKvHeads, kHeadDim}, page_type};
+    Tensor const next_pages{"next_pages", pages.sizes, page_type};
+    bool const is_fp8 = page_type == nvinfer1::DataType::kFP8;
+    Field const k_scale{"k_scale", is_fp8 ? 0.02F : 1.0F};
+    Field const v_scale{"v_scale", is_fp8 ? 0.3F : 1.0F};
     Tensor const positions{"positions", {kTokens}, i32};
     Tensor const token_offsets{"token_offsets", {kRequests + 1}, i32};
     Tensor const page_table{"page_table", {kRequests, kPagesPerRequest}, i32};
@@ -53,16 +59,16 @@ inline std::vector<Node> make_nodes(nvinfer1::DataType f)
     auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
     int64_t const block = kRequests * kWidth;
     return {
-        {"AttendPages", {{"page_size", 4}, {"window", 0}},
+        {"AttendPages", {{"page_size", 4}, {"window", 0}, k_scale, v_scale},
             {rows("q", kTokens, kHeads), rows("k", kTokens, kKvHeads), rows("v", kTokens, kKvHeads), pages, positions,
                 token_offsets, per_request("context_lens", i32), page_table},
             {attended(kTokens), next_pages}, {-1, 3}, 3},
-        {"AttendDraft", {{"page_size", 4}, {"window", 8}, {"is_causal", 0}},
+        {"AttendDraft", {{"page_size", 4}, {"window", 8}, {"is_causal", 0}, k_scale, v_scale},
             {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), rows("q", block, kHeads),
                 rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pages, positions, token_offsets,
                 page_table, next_context_lens},
             {attended(block), next_pages}, {-1, 5}, 3},
-        {"WriteDraftContext", {{"page_size", 4}},
+        {"WriteDraftContext", {{"page_size", 4}, k_scale, v_scale},
             {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), pages, positions,
                 token_offsets, page_table, next_context_lens},
             {next_pages}, {2}, 1},

@@ -57,6 +57,29 @@ def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(comp
     assert {kernel["kernel"] for kernel in manifest["kernels"]} == functions
 
 
+def test_no_attention_kernel_spills_registers_and_several_share_a_multiprocessor(compiled: Path) -> None:
+    kernels = read_manifest(compiled / "manifest.json")["kernels"]
+    attention = [kernel for kernel in kernels if kernel["kernel"] == "attention_kernel"]
+    assert len(attention) == 4 * len(DEFAULT_ARCHITECTURES)
+    for kernel in attention:
+        assert kernel["stack_bytes"] == 0, kernel["variant"]
+        assert kernel["blocks_per_multiprocessor"] >= 2, kernel["variant"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        ({"num_registers": 40}, 12),  # 65536 / (40 * 128)
+        ({"num_registers": 41}, 10),  # 48 are taken
+        ({"num_registers": 16}, 16),  # 2048 threads
+        ({"num_registers": 16, "shared_bytes": 75 * 1024}, 3),  # 228 KiB, one of each block CUDA's
+        ({"num_registers": 16, "shared_bytes": 75 * 1024 + 1}, 2),
+    ],
+)
+def test_blocks_of_a_multiprocessor_share_registers_threads_and_memory(changes: dict[str, int], blocks: int) -> None:
+    assert make_kernel(**changes).blocks_per_multiprocessor == blocks
+
+
 def test_the_manifest_describes_the_cubins(compiled: Path) -> None:
     manifest = read_manifest(compiled / "manifest.json")
     image = (compiled / manifest["image"]["file"]).read_bytes()
@@ -121,7 +144,8 @@ def test_equal_sources_give_equal_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dtypes": ("float8",)}, "dtypes: expected some of bfloat16, float16, float32, found float8"),
+        ({"dtypes": ("float8",)}, "--dtypes: expected some of bfloat16, float16, float32, found float8"),
+        ({"pages": ("fp8",)}, "--pages: expected some of network, float8_e4m3fn, found fp8"),
         ({"head_dims": (64, 72)}, "head_dims: expected multiples of 16 from 16 to 256, found 72"),
         ({"head_dims": (512,)}, "head_dims: expected multiples of 16 from 16 to 256, found 512"),
         ({"tiles": ()}, "--tiles: expected one value or more, found none"),
@@ -160,9 +184,11 @@ def test_the_default_library_serves_every_type_and_head_dim() -> None:
         assert set(variant.types()) == set(variant.kernel.arg_names)
     for dtype in FLOAT_TYPES:
         for head_dim in HEAD_DIMS:
-            for part in ("attention_{0}_{0}_step_d{1}_t16", "attention_{0}_{0}_block_d{1}_t16"):
-                assert any(name.startswith(part.format(dtype, head_dim)) for name in names)
-            assert f"rotate_and_store_{dtype}_{dtype}_pages_limits_d{head_dim}_r256" in names
+            for pages in (dtype, "float8_e4m3fn"):
+                for part in ("attention_{0}_{1}_step_d{2}_t16", "attention_{0}_{1}_block_d{2}_t16"):
+                    assert any(name.startswith(part.format(dtype, pages, head_dim)) for name in names)
+                assert f"rotate_and_store_{dtype}_{pages}_pages_limits_d{head_dim}_r256" in names
+            assert f"attention_reduction_{dtype}_step_d{head_dim}_t16_r256" in names
         assert f"draw_{dtype}_v16_tiles64" in names
 
 
@@ -175,6 +201,8 @@ def make_kernel(**changes: Any) -> CompiledKernel:
         "num_warps": 4,
         "num_stages": 2,
         "shared_bytes": 1024,
+        "num_registers": 40,
+        "stack_bytes": 0,
         "arguments": (("x", "*fp32", True), ("num_rows", "i32", False)),
         "constants": (("BLOCK", 128),),
         "grid": ("(num_rows + BLOCK - 1) / BLOCK", "num_heads", "1"),

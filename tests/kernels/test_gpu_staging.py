@@ -1,6 +1,6 @@
 """Shapes, padding, staging memory and the graph cache: everything of the GPU executor that is not a kernel."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -8,7 +8,15 @@ import torch
 from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.executor.cuda_graphs import GraphCache
 from dflash_trt.executor.step_inputs import step_inputs
-from dflash_trt.executor.torch_gpu_staging import InputStaging, ResultStaging, StepShape, decode_shapes, step_shape
+from dflash_trt.executor.torch_gpu_staging import (
+    MAX_GRAPH_TOKENS,
+    InputStaging,
+    ResultStaging,
+    StepShape,
+    decode_shapes,
+    mixed_shapes,
+    step_shape,
+)
 
 CPU = torch.device("cpu")
 LIMITS = ExecutorLimits(max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96)
@@ -37,12 +45,49 @@ def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
     assert shape == StepShape(num_requests=bucket, num_tokens=bucket * 4, num_draft_tokens=3, is_decode=True)
 
 
-def test_blocks_with_fewer_candidates_share_the_shape_and_a_prefill_chunk_has_its_own():
+def test_blocks_with_fewer_candidates_share_the_shape():
     full, some, none = (request(n + 1, context_len=9, num_candidates=n, first_page=n) for n in (3, 1, 0))
     assert step_shape(batch_of(full, some), LIMITS) == step_shape(batch_of(none, none), LIMITS)
-    mixed = step_shape(batch_of(full, request(7)), LIMITS)
-    assert mixed == StepShape(num_requests=2, num_tokens=11, num_draft_tokens=3, is_decode=False)
     assert step_shape(batch_of(none, num_draft_tokens=0), LIMITS).num_tokens == 1
+
+
+LARGE = replace(LIMITS, max_num_tokens=2048, max_seq_len=2048, max_batch_size=64)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "chunk", "num_requests", "num_tokens"),
+    [
+        (0, 5, 1, 64),
+        (1, 60, 2, 64),
+        (1, 61, 2, 128),
+        (2, 300, 4, 384),
+        (63, 8, 64, 384),  # more rows than 64 verify blocks of 4 could have
+        (0, 768, 1, 768),
+        (3, 800, 4, 812),  # long enough for the host to keep ahead: its own size
+    ],
+)
+def test_a_step_with_a_prefill_chunk_runs_in_a_bucket_of_tokens(num_blocks, chunk, num_requests, num_tokens):
+    blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_blocks)]
+    shape = step_shape(batch_of(*blocks, request(chunk)), LARGE)
+    assert shape == StepShape(num_requests=num_requests, num_tokens=num_tokens, num_draft_tokens=3, is_decode=False)
+    assert shape.has_graph == (num_tokens <= MAX_GRAPH_TOKENS)
+
+
+def test_no_bucket_has_more_tokens_than_a_step_may_have():
+    shape = step_shape(batch_of(request(4, context_len=9, num_candidates=3), request(7)), LIMITS)
+    assert shape == StepShape(num_requests=2, num_tokens=40, num_draft_tokens=3, is_decode=False)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, LARGE])
+def test_every_short_step_with_a_prefill_chunk_has_a_shape_that_can_be_made_ahead(limits):
+    shapes = mixed_shapes(limits, num_draft_tokens=3)
+    assert len(shapes) == len(set(shapes)) < 50
+    for num_blocks in range(limits.max_batch_size):
+        blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_blocks)]
+        for chunk in range(5, limits.max_num_tokens - 4 * num_blocks + 1, 37):
+            shape = step_shape(batch_of(*blocks, request(chunk)), limits)
+            assert shape in shapes or not shape.has_graph
+            assert shape.num_tokens >= 4 * num_blocks + chunk
 
 
 def test_every_batch_of_verify_blocks_has_a_shape_that_can_be_made_ahead():

@@ -21,7 +21,7 @@ from dflash_trt.executor.page_budget import plan_pages
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.executor.torch_gpu import TorchGpuExecutor
-from dflash_trt.executor.torch_gpu_staging import decode_shapes
+from dflash_trt.executor.torch_gpu_staging import decode_shapes, mixed_shapes
 from dflash_trt.executor.torch_loading import bind_network
 from dflash_trt.network.torch_packed import split_packed
 from dflash_trt.quantize.pack import engine_tensors, pack, segment_amax
@@ -244,6 +244,22 @@ def test_steps_are_captured_once_then_replayed_and_may_follow_on_the_device(
     assert_same(executor.follow(2), expected)
     assert executor.graphs.num_graphs == 1
     assert device.type == "cuda" or len(captured) == 1
+
+
+def test_prefill_chunks_of_one_bucket_share_a_graph(pair: tuple[Path, Path], device: torch.device) -> None:
+    reference, executor = make_executors(pair, device)
+    if device.type == "cpu":
+        executor.graphs = GraphCache(lambda enqueue: enqueue)
+    for pool in executor.pages:
+        pool.fill_(7.0)
+    [shape] = [s for s in mixed_shapes(executor.limits, num_draft_tokens=NUM_DRAFT_TOKENS) if s.num_requests == 2]
+    executor.warm_up([shape])
+    assert all(bool((pool == 7.0).all()) for pool in executor.pages)
+    for length in (9, 5):
+        requests = [prefill(name, length, SAMPLED, first_page=at) for name, at in (("a", 0), ("b", 10))]
+        batch = StepBatch(requests=tuple(requests), num_draft_tokens=NUM_DRAFT_TOKENS)
+        assert_same(executor.step(batch), reference.step(batch))
+    assert executor.graphs.num_graphs == 1
 
 
 def test_the_logits_of_a_sequence_are_those_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:

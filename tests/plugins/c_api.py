@@ -11,9 +11,7 @@ from torch import Tensor
 from dflash_trt.network.trt_plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_ATTENTION = (
-    "float_type heads kv_heads head_dim page_size window is_causal num_tokens num_requests block_rows pages_per_request"
-)
+_ATTENTION = "heads kv_heads head_dim page_size window is_causal num_tokens num_requests block_rows pages_per_request"
 _PAGES = "q k v pages positions token_offsets context_lens page_table attended"
 _DRAFT = "context_k context_v q block_k block_v pages positions token_offsets page_table next_context_lens attended"
 _SAMPLING = (
@@ -26,7 +24,14 @@ def _structure(name: str, fields: str, type_: Any) -> Any:
     return type(name, (ctypes.Structure,), {"_fields_": [(field, type_) for field in fields.split()]})
 
 
-AttentionShape = _structure("AttentionShape", _ATTENTION, ctypes.c_int32)
+class AttentionShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("float_type", "page_type")),
+        *((name, ctypes.c_float) for name in ("k_scale", "v_scale")),
+        *((name, ctypes.c_int32) for name in _ATTENTION.split()),
+    )
+
+
 SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size", ctypes.c_int32)
 PagesBuffers = _structure("PagesBuffers", _PAGES, ctypes.c_void_p)
 DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
@@ -45,9 +50,9 @@ class PluginLibrary:
         for name in ("last_error", "architectures", "manifest_sha256", "contract"):
             getattr(self._library, f"dflash_trt_{name}").restype = ctypes.c_char_p
 
-    def __call__(self, name: str, inputs: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+    def __call__(self, name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         contract = next(plugin for plugin in PLUGINS if plugin.name == name)
-        assert set(inputs) == set(contract.inputs) and set(fields) == set(contract.fields)
+        assert set(inputs) == set(contract.inputs) and set(fields) == {*contract.fields, *contract.real_fields}
         run = {"AttendPages": self.attend_pages, "SampleAndAccept": self.sample_and_accept}.get(name, self._draft)
         return run(inputs, fields)
 
@@ -64,14 +69,14 @@ class PluginLibrary:
         contract: dict[str, Any] = json.loads(self._text("contract"))
         return contract
 
-    def attend_pages(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+    def attend_pages(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         shape = _attention_shape(x, fields, x["q"])
         attended = torch.empty_like(x["q"])
         workspace = self._workspace("attend_pages", shape, x["q"].device)
         self._call("attend_pages", shape, _buffers(PagesBuffers, x | {"attended": attended}), _address(workspace))
         return [attended.flatten(1), x["pages"]]
 
-    def sample_and_accept(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+    def sample_and_accept(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         num_requests, width = x["logit_rows"].shape
         shape = SamplingShape(FLOAT_TYPES[x["logits"].dtype], num_requests, width, x["logits"].shape[1])
 
@@ -89,7 +94,7 @@ class PluginLibrary:
         self._call("sample_and_accept", shape, _buffers(SamplingBuffers, x | outputs), _address(workspace))
         return list(outputs.values())
 
-    def _draft(self, x: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+    def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:
             shape = _attention_shape(x, fields, None)
             self._call("write_draft_context", shape, _buffers(DraftBuffers, x))
@@ -121,18 +126,21 @@ class PluginLibrary:
         return text.decode()
 
 
-def _attention_shape(x: dict[str, Tensor], fields: dict[str, int], q: Tensor | None) -> Any:
+def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor | None) -> Any:
     num_requests, pages_per_request = x["page_table"].shape
     _, _, page_size, kv_heads, head_dim = x["pages"].shape
     assert fields["page_size"] == page_size
     return AttentionShape(
-        float_type=FLOAT_TYPES[x["pages"].dtype],
+        float_type=FLOAT_TYPES[next(iter(x.values())).dtype],  # by contract the first input is of F
+        page_type=int(x["pages"].dtype == torch.float8_e4m3fn),
+        k_scale=fields["k_scale"],
+        v_scale=fields["v_scale"],
         heads=kv_heads if q is None else q.shape[1],
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        window=fields.get("window", 0),
-        is_causal=fields.get("is_causal", 1),
+        window=int(fields.get("window", 0)),
+        is_causal=int(fields.get("is_causal", 1)),
         num_tokens=len(x["positions"]),
         num_requests=num_requests,
         block_rows=0 if q is None else len(q) // num_requests,

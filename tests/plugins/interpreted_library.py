@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
+from dflash_trt.kernels.variant import ELEMENT_TYPES
+from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.node_inputs import CASES, NODES, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
-POINTED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+POINTED = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
 SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
@@ -103,8 +105,10 @@ def _value(type_: str, address: int) -> Any:
     return torch.frombuffer(memory, dtype=POINTED[type_[1:]])
 
 
-def compare(library: Any, node: str, case: StepCase, *, spoil: bool = False) -> float:
-    """The largest difference of any output from PyTorch's. `spoil` changes one input of the library's only."""
+def compare(library: Any, node: str, case: StepCase, *, spoil: bool = False, scale_factor: float = 1.0) -> float:
+    """The largest difference of any output from PyTorch's. `spoil` changes one input of the library's only, and
+    `scale_factor` its scale of K.
+    """
     make = NODES[node]
     inputs, fields = getattr(NodeInputs(case, torch.device("cpu")), make)()
     expected = reference(node, inputs, fields)
@@ -112,11 +116,13 @@ def compare(library: Any, node: str, case: StepCase, *, spoil: bool = False) -> 
     if spoil:
         name = {"AttendPages": "k", "SampleAndAccept": "logits"}.get(node, "context_v")
         given[name][0] = given[name][0].flip(-1)
+    if "k_scale" in fields:
+        fields = fields | {"k_scale": fields["k_scale"] * scale_factor}
     found = library(node, given, fields)
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
-def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, int]) -> list[Tensor]:
+def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
     node_ = type("Node", (), {"name": name, "fields": fields})
     contracts = PluginReference().contracts
     return PluginReference()(node_, [inputs[key].clone() for key in contracts[name].inputs])
@@ -126,6 +132,7 @@ def main() -> dict[str, Any]:
     library_path, driver_path, manifest_path = (Path(argument) for argument in sys.argv[1:])
     driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
     library = PluginLibrary(library_path)
+    round_fp8_as_hardware()
     results: dict[str, Any] = {"differences": {}, "spoilt": {}, "launches": {}}
     for case_name, case in CASES.items():
         for node in NODES:
@@ -134,6 +141,9 @@ def main() -> dict[str, Any]:
             results["launches"][f"{node}, {case_name}"] = list(driver.launched)
     for node in NODES:
         results["spoilt"][node] = compare(library, node, CASES["verify"], spoil=True)
+        if node != "SampleAndAccept":
+            spoilt = compare(library, node, CASES["FP8 pages"], scale_factor=1.1)
+            results["spoilt"][f"{node}, scale"] = spoilt
     results["errors"] = driver.errors
     results["refusals"] = refusals(library, driver)
     return results

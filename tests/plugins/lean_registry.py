@@ -62,14 +62,14 @@ def report(trt: Any, library: Path) -> dict[str, Any]:
 
 def _valid(trt: Any, contract: Any) -> list[str]:
     """As the network makes it; what the registry's object says it is."""
-    plugin = make_plugin(trt, contract, name="node", fields=dict.fromkeys(contract.fields, 1))
+    plugin = make_plugin(trt, contract, name="node", fields=dict.fromkeys((*contract.fields, *contract.real_fields), 1))
     capability = plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
     return [capability.plugin_name, capability.plugin_version, capability.plugin_namespace]
 
 
 def _refused(trt: Any, creator: Any, name: str) -> dict[str, bool]:
     contract = next(plugin for plugin in PLUGINS if plugin.name == name)
-    int32 = trt.PluginFieldType.INT32
+    int32, float32 = trt.PluginFieldType.INT32, trt.PluginFieldType.FLOAT32
 
     def is_refused(*fields: tuple[str, Any, Any]) -> bool:
         collection = trt.PluginFieldCollection([trt.PluginField(*field) for field in fields])
@@ -81,18 +81,29 @@ def _refused(trt: Any, creator: Any, name: str) -> dict[str, bool]:
     def one(value: int) -> Any:
         return (ctypes.c_int32 * 1)(value)
 
+    def real(value: float) -> Any:
+        return (ctypes.c_float * 1)(value)
+
     valid = [(field, one(1), int32) for field in contract.fields]
+    valid += [(field, real(1.0), float32) for field in contract.real_fields]
     answers = {"unknown": is_refused(*valid, ("colour", one(1), int32))}
     if contract.fields:
         first = contract.fields[0]
         answers |= {
             "missing": is_refused(*valid[1:]),
             "twice": is_refused(*valid, valid[0]),
-            "float32": is_refused((first, (ctypes.c_float * 1)(1.0), trt.PluginFieldType.FLOAT32), *valid[1:]),
+            "float32": is_refused((first, real(1.0), float32), *valid[1:]),
             "int64": is_refused((first, (ctypes.c_int64 * 1)(1), trt.PluginFieldType.INT64), *valid[1:]),
             "two values": is_refused((first, (ctypes.c_int32 * 2)(1, 1), int32), *valid[1:]),
             "out of range": is_refused((first, one(-1), int32), *valid[1:]),
         }
+    if contract.real_fields:
+        last = contract.real_fields[-1]
+        answers |= {
+            f"a scale of {value}": is_refused(*valid[:-1], (last, real(value), float32))
+            for value in (0.0, -1.0, float("inf"), float("nan"))
+        }
+        answers["an int32 scale"] = is_refused(*valid[:-1], (last, one(1), int32))
     return answers
 
 

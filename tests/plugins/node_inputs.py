@@ -23,6 +23,13 @@ class StepCase:
     is_causal: int = 0
     vocab_size: int = 5000
     dtype: torch.dtype = torch.float32
+    page_dtype: torch.dtype | None = None  # None: dtype
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 CASES = {
@@ -31,6 +38,14 @@ CASES = {
     "long prefill": StepCase(num_tokens=(3, 61, 3), context_lens=(14, 5, 2), width=3, heads=2),
     "window": StepCase(num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1),
     "one head": StepCase(num_tokens=(2, 2), context_lens=(6, 30), width=2, heads=8, kv_heads=1, window=3),
+    "FP8 pages": StepCase(
+        num_tokens=(3, 37, 3),
+        context_lens=(14, 5, 2),
+        width=3,
+        page_dtype=torch.float8_e4m3fn,
+        k_scale=0.02,
+        v_scale=0.3,
+    ),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
 # Plugin names, and the methods that make their inputs.
@@ -52,20 +67,21 @@ class NodeInputs:
         self._pages_per_request = -(-(total + case.width) // case.page_size)
         self._num_pages = len(case.num_tokens) * self._pages_per_request + 3
 
-    def attend_pages(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def attend_pages(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
         kv = (rows, case.kv_heads, case.head_dim)
         inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
         inputs |= {"pages": self._pages(), "context_lens": self._integers(case.context_lens)}
-        return inputs | self._layout(), {"page_size": case.page_size, "window": case.window}
+        return inputs | self._layout(), {"page_size": case.page_size, "window": case.window} | case.scales
 
-    def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
         kv = (rows, case.kv_heads, case.head_dim)
         inputs = {"context_k": self._floats(*kv), "context_v": self._floats(*kv), "pages": self._pages()}
-        return inputs | self._layout() | {"next_context_lens": self._next()}, {"page_size": case.page_size}
+        inputs |= self._layout() | {"next_context_lens": self._next()}
+        return inputs, {"page_size": case.page_size} | case.scales
 
-    def attend_draft(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def attend_draft(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, len(self.case.num_tokens) * self.case.width
         inputs, fields = self.write_draft_context()
         kv = (rows, case.kv_heads, case.head_dim)
@@ -73,7 +89,7 @@ class NodeInputs:
         inputs |= {"block_k": self._floats(*kv), "block_v": self._floats(*kv)}
         return inputs, fields | {"window": case.window, "is_causal": case.is_causal}
 
-    def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Requests of at least `width` rows verify; drafts agree with the largest logit two times in three."""
         case, requests = self.case, len(self.case.num_tokens)
         layout = self._layout()
@@ -132,7 +148,8 @@ class NodeInputs:
 
     def _pages(self) -> Tensor:
         case = self.case
-        return self._floats(self._num_pages, 2, case.page_size, case.kv_heads, case.head_dim)
+        pages = self._floats(self._num_pages, 2, case.page_size, case.kv_heads, case.head_dim)
+        return pages if case.page_dtype is None else pages.to(case.page_dtype)
 
     def _floats(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._random).to(self.case.dtype).to(self._device)

@@ -40,6 +40,7 @@ def same_contract(ours: tuple[PluginContract, ...], library: dict[str, Any]) -> 
             inputs=tuple(plugin["inputs"]),
             outputs=tuple(plugin["outputs"]),
             fields=tuple(plugin["fields"]),
+            real_fields=tuple(plugin["real_fields"]),
             aliased=tuple(
                 (output, shared)
                 for output, shared in zip(plugin["outputs"], plugin["aliased"], strict=True)
@@ -61,6 +62,7 @@ def test_the_library_and_the_network_know_the_same_contract(built: BuiltLibrary)
         lambda plugin: replace(plugin, inputs=(plugin.inputs[1], plugin.inputs[0], *plugin.inputs[2:])),
         lambda plugin: replace(plugin, outputs=plugin.outputs[::-1]),
         lambda plugin: replace(plugin, fields=("page_length", *plugin.fields[1:])),
+        lambda plugin: replace(plugin, real_fields=plugin.real_fields[::-1]),
         lambda plugin: replace(plugin, aliased=()),
         lambda plugin: replace(plugin, name="AttendPage"),
     ],
@@ -114,7 +116,13 @@ def test_the_real_registry_finds_every_plugin_in_its_namespace_alone(registry: d
 
 def test_the_real_registry_makes_every_plugin(registry: dict[str, Any]) -> None:
     assert registry["made"] == {plugin.name: [plugin.name, PLUGIN_VERSION, PLUGIN_NAMESPACE] for plugin in PLUGINS}
-    assert registry["fields"] == {plugin.name: [[name, "INT32", 1] for name in plugin.fields] for plugin in PLUGINS}
+    assert registry["fields"] == {
+        plugin.name: [
+            *([name, "INT32", 1] for name in plugin.fields),
+            *([name, "FLOAT32", 1] for name in plugin.real_fields),
+        ]
+        for plugin in PLUGINS
+    }
 
 
 def test_the_real_registry_gets_no_plugin_for_wrong_fields(registry: dict[str, Any]) -> None:
@@ -177,8 +185,8 @@ WRONG_EXPECTATIONS = {
         '{"emitted_tokens", {kWidth, kRequests}, i32}',
         "SampleAndAccept: shape of emitted_tokens",
     ),
-    '{"WriteDraftContext", {{"page_size", 4}}': (
-        '{"WriteDraftContext", {{"page_length", 4}}',
+    '{"WriteDraftContext", {{"page_size", 4},': (
+        '{"WriteDraftContext", {{"page_length", 4},',
         "WriteDraftContext: made",
     ),
 }

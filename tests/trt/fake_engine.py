@@ -15,7 +15,14 @@ from dflash_trt.network.trt_network import NEXT_PREFIX, IoTensor
 from tests.trt.interpreter import NetworkInterpreter, Plugins
 from tests.trt.networks import DefinedStep
 
-_NAMES = {"float32": "FLOAT", "bfloat16": "BF16", "float16": "HALF", "int32": "INT32", "int64": "INT64"}
+_NAMES = {
+    "float32": "FLOAT",
+    "bfloat16": "BF16",
+    "float16": "HALF",
+    "float8_e4m3fn": "FP8",
+    "int32": "INT32",
+    "int64": "INT64",
+}
 
 
 class FakeEngine:

@@ -12,6 +12,7 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.trt_weights import TORCH_DTYPES, host_packed, host_rope_tables, host_tensors
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.executor.step_inputs import step_inputs, step_result
 from dflash_trt.network.host_tensor import HostTensor
 from dflash_trt.network.ops import Acceptance
@@ -60,9 +61,13 @@ def define_pair(
     wrap: Callable[[Any], Any] = lambda thing: thing,
     packed: Mapping[str, PackedWeight[Tensor]] | None = None,
     mapping: RankMapping | None = None,
+    pages: QuantizationSpec | None = None,
 ) -> DefinedStep:
-    """The step network of two checkpoints. `wrap` may put something between us and the TensorRT module."""
+    """The step network of two checkpoints. `wrap` may put something between us and the TensorRT module, `pages` says
+    which are FP8.
+    """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
+    spec = replace(spec, quantization=pages)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
     logger = make_logger(trt)
@@ -128,7 +133,7 @@ class InterpretedExecutor:
         self._spec = spec
         self._interpreter = defined.interpreter(plugins)
         self.state = {
-            tensor.name: torch.zeros(num_pages, *tensor.shape[1:], dtype=TORCH_DTYPES[tensor.dtype])
+            tensor.name: torch.zeros(num_pages, *tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
             for tensor in state_of(spec)
         }
 

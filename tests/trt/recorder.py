@@ -8,6 +8,7 @@ real network as inputs of the dtypes and shapes that plugins/README.md promises.
 
 import json
 import re
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class PluginNode:
     """One plugin layer: its creator's name, its fields, and the real tensors around it, which may be renamed."""
 
     name: str
-    fields: dict[str, int]
+    fields: dict[str, float]
     given: list[Any] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
 
@@ -166,7 +167,8 @@ class _Creator:
 
     def create_plugin(self, name: str, field_collection: list[Any], phase: Any) -> PluginNode:
         assert phase == "BUILD"
-        fields = {item.name: int.from_bytes(bytes(item.data), "little", signed=True) for item in field_collection}
+        formats = {"INT32": "<i", "FLOAT32": "<f"}
+        fields = {item.name: struct.unpack(formats[item.type], bytes(item.data))[0] for item in field_collection}
         return PluginNode(name=self.name, fields=fields)
 
 

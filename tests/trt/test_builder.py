@@ -1,6 +1,7 @@
 """The whole step through TensorRT-RTX's real ahead-of-time builder, and what surrounds a build."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,16 +10,14 @@ from click.testing import CliRunner
 from dflash_trt.cli.main import cli
 from dflash_trt.compile.trt_builder import PlanOptions, build_plan
 from dflash_trt.compile.trt_profiles import profile_inputs, step_profiles
-from dflash_trt.compile.trt_spec import step_network_spec
 from dflash_trt.compile.trt_timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.compile.trt_weights import host_rope_tables, host_tensors
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.engine_dir import EngineLimits
 from tests.engines import PAGE_SIZE
 from tests.trt.networks import MAX_SEQ_LEN, define_pair, open_spec
-from tests.trt.test_step_tokens import PAIRS, make_pair
+from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
 LIMITS = EngineLimits(
     max_batch_size=4, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE
@@ -43,8 +42,9 @@ BUILDS = {
 }
 
 
-def build(root, options, dtype, *, limits=LIMITS, plan_options=CHECK, **more):
+def build(root, options, dtype, *, pages=None, limits=LIMITS, plan_options=CHECK, **more):
     spec, tensors = open_spec(*make_pair(root, **options), dtype=dtype)
+    spec = replace(spec, quantization=pages)
     limits = limits.model_copy(update={"max_draft_len": spec.max_draft_len})
     rope_tables = host_rope_tables(spec, max_seq_len=limits.max_seq_len)
     return build_plan(spec, limits, host_tensors(tensors), rope_tables=rope_tables, options=plan_options, **more)
@@ -59,6 +59,13 @@ def test_the_whole_step_compiles_with_both_profiles(trt, tmp_path, name):
     assert built.num_layers == sum(built.layer_counts.values())
     assert {done for _, done in phases} == {False, True}  # the progress monitor saw beginnings and ends
     assert "TF32" not in built.flags
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_whole_step_compiles_with_fp8_pages(trt, tmp_path, dtype):
+    built = build(tmp_path, {}, dtype, pages=FP8_PAGES)
+    assert [line for line in built.inputs if "_kv." in line and "FP8" not in line] == []
+    assert [line for line in built.outputs if "_kv." in line and "FP8" not in line] == []
 
 
 def test_the_network_of_one_of_two_ranks_sums_and_gathers_where_it_must(trt, tmp_path):
@@ -93,14 +100,6 @@ def test_an_unknown_builder_flag_is_refused(trt, tmp_path):
                 flavor="tensorrt_rtx", plugins="layers", compute_capability="SM120", flags=("FASTER",)
             ),
         )
-
-
-def test_fp8_pages_are_refused_with_what_to_use_instead(tmp_path):
-    spec, _ = open_spec(*make_pair(tmp_path), dtype="float32")
-    quantization = QuantizationSpec(target_kv=(LayerKvScales(),) * spec.target.num_layers)
-    config = PretrainedConfig(target=spec.target, draft=spec.draft, dtype="float32", quantization=quantization)
-    with pytest.raises(BuildError, match=r"expected the engine's dtype \(float32\), found FP8.*kv_cache"):
-        step_network_spec(config, LIMITS)
 
 
 class FakeCacheConfig:

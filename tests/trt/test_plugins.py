@@ -11,13 +11,15 @@ from torch import Tensor
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network import torch_attention, torch_sampling
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.trt_plugins import NO_WINDOW, PLUGINS, PluginLowering
+from dflash_trt.quantize.pack import e4m3
 from tests.engines import PAGE_SIZE, make_executor
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
-from tests.trt.test_step_tokens import GREEDY, PAIRS, integers, make_pair, trace
+from tests.trt.test_step_tokens import FP8_PAGES, GREEDY, PAIRS, integers, make_pair, trace
 
 README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()
 
@@ -41,7 +43,7 @@ class PluginReference:
 
     def __call__(self, node, given: list[Tensor]) -> list[Tensor]:
         contract = self.contracts[node.name]
-        assert set(node.fields) == set(contract.fields)
+        assert set(node.fields) == {*contract.fields, *contract.real_fields}
         named = dict(zip(contract.inputs, given, strict=True))
         return getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', node.name).lower()}")(named, node.fields)
 
@@ -49,7 +51,8 @@ class PluginReference:
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
         pages = x["pages"].clone()
         attention = AttentionSpec(window=_window(settings))
-        return [torch_attention.attend_pages(plan, x["q"], x["k"], x["v"], pages, attention), pages]
+        given = (x["q"], x["k"], x["v"], _scaled(pages, settings))
+        return [torch_attention.attend_pages(plan, *given, attention), pages]
 
     def _attend_draft(self, x, settings):
         [pages] = self._write_draft_context(x, settings)
@@ -59,17 +62,22 @@ class PluginReference:
         attention = AttentionSpec(window=_window(settings), is_causal=bool(settings["is_causal"]))
         acceptance = _acceptance(x["next_context_lens"])
         block = (x["block_k"], x["block_v"])
-        return [torch_attention.attend_draft(plan, x["q"], block, pages, acceptance, attention), pages]
+        stored = _scaled(pages, settings)
+        return [torch_attention.attend_draft(plan, x["q"], block, stored, acceptance, attention), pages]
 
     def _write_draft_context(self, x, settings):
         page_size, pages = settings["page_size"], x["pages"].clone()
+        context_k, context_v = x["context_k"], x["context_v"]
+        if pages.dtype == torch.float8_e4m3fn:
+            scaled = ((context_k, settings["k_scale"]), (context_v, settings["v_scale"]))
+            context_k, context_v = (e4m3(rows.float() / scale) for rows, scale in scaled)
         for r in range(len(x["next_context_lens"])):
             for t in range(int(x["token_offsets"][r]), int(x["token_offsets"][r + 1])):
                 position = int(x["positions"][t])
                 if position < x["next_context_lens"][r]:
                     page = int(x["page_table"][r, position // page_size])
-                    pages[page, 0, position % page_size] = x["context_k"][t]
-                    pages[page, 1, position % page_size] = x["context_v"][t]
+                    pages[page, 0, position % page_size] = context_k[t]
+                    pages[page, 1, position % page_size] = context_v[t]
         return [pages]
 
     def _sample_and_accept(self, x, settings):
@@ -79,6 +87,12 @@ class PluginReference:
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+
+
+def _scaled(pages, settings):
+    if pages.dtype != torch.float8_e4m3fn:
+        return pages
+    return torch_attention.ScaledPages(pages, LayerKvScales(k=settings["k_scale"], v=settings["v_scale"]))
 
 
 def _window(settings):
@@ -100,10 +114,10 @@ def _inputs(named):
     return StepInputs(**{item.name: named.get(item.name, torch.empty(0)) for item in fields(StepInputs)})
 
 
-def make_executors(trt, root, **options):
+def make_executors(trt, root, *, pages=None, **options):
     target, drafter = make_pair(root, **options)
-    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
-    defined, nodes = define_with_plugins(trt, target, drafter)
+    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN, quantization=pages)
+    defined, nodes = define_with_plugins(trt, target, drafter, pages=pages)
     return InterpretedExecutor(defined, num_pages=theirs.limits.num_pages, plugins=(nodes, PluginReference())), theirs
 
 
@@ -116,6 +130,20 @@ def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(trt, tmp_path,
     expected, _ = trace(theirs, samplings, num_draft_tokens=(3, 3, 1))
     found, _ = trace(ours, samplings, num_draft_tokens=(3, 3, 1))
     assert integers(found) == integers(expected)
+
+
+def test_nodes_over_fp8_pages_give_torchs_tokens(trt, tmp_path):
+    ours, theirs = make_executors(trt, tmp_path, pages=FP8_PAGES)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3, 3, 1))
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(3, 3, 1))
+    assert integers(found) == integers(expected)
+
+
+def test_every_node_has_its_layers_scales(trt, tmp_path):
+    _, nodes = define_with_plugins(trt, *make_pair(tmp_path), pages=FP8_PAGES)
+    scales = [(node.fields["k_scale"], node.fields["v_scale"]) for node in nodes if "k_scale" in node.fields]
+    expected = [(layer.k, layer.v) for layer in (*FP8_PAGES.target_kv, *FP8_PAGES.draft_kv)]
+    assert scales == [pytest.approx(pair) for pair in expected]
 
 
 def test_an_input_in_the_wrong_place_of_a_node_is_noticed(trt, tmp_path, monkeypatch):
@@ -156,7 +184,8 @@ def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path
     target, drafter = make_pair(tmp_path)
     _, nodes = define_with_plugins(trt, target, drafter, max_draft_len=0)
     assert [node.name for node in nodes if "Draft" in node.name] == ["WriteDraftContext"] * 2
-    assert all(node.fields == {"page_size": PAGE_SIZE} for node in nodes if node.name == "WriteDraftContext")
+    fields = {"page_size": PAGE_SIZE, "k_scale": 1.0, "v_scale": 1.0}
+    assert all(node.fields == fields for node in nodes if node.name == "WriteDraftContext")
 
 
 def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
@@ -168,7 +197,7 @@ def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 def test_the_readme_lists_every_input_and_output_in_order(plugin):
     section = README.split(f"## `{plugin.name}`")[1].split("\n## ")[0]
-    for name in plugin.fields:
+    for name in (*plugin.fields, *plugin.real_fields):
         assert f"`{name}`" in section
     rows = re.findall(r"^\| \d+ \| (\w+) \|", section, flags=re.MULTILINE)
     if rows:

@@ -9,7 +9,8 @@ import torch
 
 import dflash_trt
 from dflash_trt.core.batch import StepBatch, StepSampling
-from dflash_trt.network import trt_attention, trt_ops, trt_sampling
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.network import trt_attention, trt_ops, trt_pages, trt_sampling
 from tests.engines import Decoding, make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
@@ -57,12 +58,18 @@ def make_pair(root, *, family="qwen3", target=None, speculators=False, has_draft
     return path, make(root / "drafter", target_dir=path, **({"block_size": 4} | options))
 
 
-def make_executors(trt, root, **options):
+FP8_PAGES = QuantizationSpec(
+    target_kv=tuple(LayerKvScales(k=0.02 + 0.01 * i, v=0.01) for i in range(4)),
+    draft_kv=(LayerKvScales(k=0.03, v=0.007), LayerKvScales()),
+)
+
+
+def make_executors(trt, root, *, pages=None, **options):
     """Ours, over the interpreted network, and torch's."""
     target, drafter = make_pair(root, **options)
-    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN)
-    ours = InterpretedExecutor(define_pair(trt, target, drafter), num_pages=theirs.limits.num_pages)
-    return ours, theirs
+    theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN, quantization=pages)
+    defined = define_pair(trt, target, drafter, pages=pages)
+    return InterpretedExecutor(defined, num_pages=theirs.limits.num_pages), theirs
 
 
 def trace(executor, samplings, *, num_draft_tokens, chunk=4, num_new=8):
@@ -132,6 +139,40 @@ def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
         torch.testing.assert_close(pages, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("pages", [FP8_PAGES, FP8_PAGES.model_copy(update={"draft_kv": None})])
+def test_fp8_pages_hold_torchs_codes_and_give_torchs_tokens(trt, tmp_path, pages):
+    ours, theirs = make_executors(trt, tmp_path, pages=pages)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3, 0, 3))
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(3, 0, 3))
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    kinds = {name: codes.dtype for name, codes in ours.state.items()}
+    assert [name for name, dtype in kinds.items() if dtype == torch.float8_e4m3fn] == list(ours._spec.page_scales)
+    differing = torch.cat([_codes(ours, name) != _codes(theirs, name) for name in ours._spec.page_scales])
+    assert differing.float().mean() < 1e-3  # values on the edge between two codes
+
+
+def _codes(executor, name):
+    if isinstance(executor, InterpretedExecutor):
+        return executor.state[name].view(torch.uint8).flatten()
+    role, layer = name.split("_kv.")
+    return getattr(executor._pages.state, f"{role}_kv")[int(layer)].view(torch.uint8).flatten()
+
+
+def test_keys_written_with_another_scale_are_noticed(trt, tmp_path, monkeypatch):
+    honest = trt_pages.Pages.rows
+
+    def rescaled(self, layers, kv):
+        scales = self.scales.model_copy(update={"k": 2 * self.scales.k})
+        return honest(replace(self, scales=scales), layers, kv)
+
+    monkeypatch.setattr(trt_pages.Pages, "rows", rescaled)
+    ours, theirs = make_executors(trt, tmp_path, pages=FP8_PAGES)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,))
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(3,))
+    assert (logprobs(found[:1]) - logprobs(expected[:1])).abs().max() > 1e-3  # the first step has the same inputs
+
+
 def test_one_network_serves_every_k_of_a_wide_drafter(trt, tmp_path):
     ours, theirs = make_executors(trt, tmp_path, block_size=16)
     ks = (15, 1, 7, 0, 15)
@@ -160,7 +201,7 @@ def _shift_pages(monkeypatch):
 
 def _swap_keys_and_values(monkeypatch):
     honest = trt_attention.read_pages
-    monkeypatch.setattr(trt_attention, "read_pages", lambda *given: honest(*given)[::-1])
+    monkeypatch.setattr(trt_attention, "read_pages", lambda *given, **options: honest(*given, **options)[::-1])
 
 
 def _group_heads_the_other_way(monkeypatch):

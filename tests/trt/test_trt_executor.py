@@ -21,7 +21,7 @@ from tests.engines import PAGE_SIZE, Decoding, make_executor
 from tests.trt.fake_engine import FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
 from tests.trt.test_plugins import PluginReference, define_with_plugins
-from tests.trt.test_step_tokens import GREEDY, SAMPLED, integers, make_pair, trace
+from tests.trt.test_step_tokens import FP8_PAGES, GREEDY, SAMPLED, integers, make_pair, trace
 
 LIMITS = EngineLimits(
     max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE
@@ -43,15 +43,15 @@ def pair(tmp_path):
     return make_pair(tmp_path)
 
 
-def make_engine(trt, pair, plugins):
+def make_engine(trt, pair, plugins, pages=None):
     if plugins == "layers":
-        return FakeEngine(defined := define_pair(trt, *pair), LIMITS), defined.spec
-    defined, nodes = define_with_plugins(trt, *pair)
+        return FakeEngine(defined := define_pair(trt, *pair, pages=pages), LIMITS), defined.spec
+    defined, nodes = define_with_plugins(trt, *pair, pages=pages)
     return FakeEngine(defined, LIMITS, plugins=(nodes, PluginReference())), defined.spec
 
 
-def make_ours(trt, pair, plugins="layers"):
-    engine, spec = make_engine(trt, pair, plugins)
+def make_ours(trt, pair, plugins="layers", pages=None):
+    engine, spec = make_engine(trt, pair, plugins, pages)
     limits = ExecutorLimits(
         max_batch_size=8,
         max_seq_len=MAX_SEQ_LEN,
@@ -63,10 +63,11 @@ def make_ours(trt, pair, plugins="layers"):
     return TensorRTExecutor(engine, spec, limits, plugins=plugins, device=torch.device("cpu")), engine
 
 
+@pytest.mark.parametrize("pages", [None, FP8_PAGES], ids=["pages of float32", "FP8 pages"])
 @pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pair, plugins):
-    ours, engine = make_ours(trt, pair, plugins)
-    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pair, plugins, pages):
+    ours, engine = make_ours(trt, pair, plugins, pages)
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     ks = (3, 3, 0, 2)
     for samplings in (GREEDY, SAMPLED):
         expected, _ = trace(theirs, samplings, num_draft_tokens=ks)

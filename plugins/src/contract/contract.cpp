@@ -8,26 +8,31 @@ namespace
 {
 
 constexpr TensorType kF = TensorType::kFloat;
+constexpr TensorType kPagesType = TensorType::kPages;
 constexpr TensorType kInt = TensorType::kInt32;
 constexpr TensorType kLong = TensorType::kInt64;
 constexpr TensorType kReal = TensorType::kFloat32;
 
-constexpr FieldRule kPageSize{"page_size", 1, 1 << 16};
-constexpr FieldRule kWindow{"window", 0, std::numeric_limits<int32_t>::max()};
-constexpr FieldRule kIsCausal{"is_causal", 0, 1};
+constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
+constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
+constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
+constexpr double kLeastReal = std::numeric_limits<float>::min();
+constexpr double kMostReal = std::numeric_limits<float>::max();
+constexpr FieldRule kKScale{"k_scale", FieldType::kFloat32, kLeastReal, kMostReal};
+constexpr FieldRule kVScale{"v_scale", FieldType::kFloat32, kLeastReal, kMostReal};
 
 constexpr InputRule kAttendPagesInputs[] = {
     {"q", kF, 3},
     {"k", kF, 3},
     {"v", kF, 3},
-    {"pages", kF, 5},
+    {"pages", kPagesType, 5},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"context_lens", kInt, 1},
     {"page_table", kInt, 2},
 };
-constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kF, 3}};
-constexpr FieldRule kAttendPagesFields[] = {kPageSize, kWindow};
+constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kPagesType, 3}};
+constexpr FieldRule kAttendPagesFields[] = {kPageSize, kWindow, kKScale, kVScale};
 
 constexpr InputRule kAttendDraftInputs[] = {
     {"context_k", kF, 3},
@@ -35,26 +40,26 @@ constexpr InputRule kAttendDraftInputs[] = {
     {"q", kF, 3},
     {"block_k", kF, 3},
     {"block_v", kF, 3},
-    {"pages", kF, 5},
+    {"pages", kPagesType, 5},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"page_table", kInt, 2},
     {"next_context_lens", kInt, 1},
 };
-constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kF, 5}};
-constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal};
+constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kPagesType, 5}};
+constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal, kKScale, kVScale};
 
 constexpr InputRule kWriteDraftContextInputs[] = {
     {"context_k", kF, 3},
     {"context_v", kF, 3},
-    {"pages", kF, 5},
+    {"pages", kPagesType, 5},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"page_table", kInt, 2},
     {"next_context_lens", kInt, 1},
 };
-constexpr OutputRule kWriteDraftContextOutputs[] = {{"next_pages", kF, 2}};
-constexpr FieldRule kWriteDraftContextFields[] = {kPageSize};
+constexpr OutputRule kWriteDraftContextOutputs[] = {{"next_pages", kPagesType, 2}};
+constexpr FieldRule kWriteDraftContextFields[] = {kPageSize, kKScale, kVScale};
 
 constexpr InputRule kSampleAndAcceptInputs[] = {
     {"logits", kF, 2},
@@ -83,6 +88,7 @@ char const* type_name(TensorType type)
     switch (type)
     {
     case TensorType::kFloat: return "F";
+    case TensorType::kPages: return "pages";
     case TensorType::kInt32: return "int32";
     case TensorType::kInt64: return "int64";
     case TensorType::kFloat32: return "float32";
@@ -93,6 +99,20 @@ char const* type_name(TensorType type)
 std::string quoted(char const* text)
 {
     return std::string("\"") + text + '"';
+}
+
+/// A JSON list of the fields of one type, by name.
+std::string fields_of(Rules<FieldRule> const& rules, FieldType type)
+{
+    std::string items;
+    for (FieldRule const& rule : rules)
+    {
+        if (rule.type == type)
+        {
+            items += (items.empty() ? "" : ", ") + quoted(rule.name);
+        }
+    }
+    return "[" + items + "]";
 }
 
 /// A JSON list of what `describe` says of each rule.
@@ -117,7 +137,9 @@ std::string describe_plugin(PluginContract const& plugin)
     return "{\"name\": " + quoted(plugin.name) + ", \"inputs\": " + list(plugin.inputs, named)
         + ", \"input_types\": " + list(plugin.inputs, typed) + ", \"input_ranks\": " + list(plugin.inputs, ranked)
         + ", \"outputs\": " + list(plugin.outputs, named) + ", \"output_types\": " + list(plugin.outputs, typed)
-        + ", \"aliased\": " + list(plugin.outputs, aliased) + ", \"fields\": " + list(plugin.fields, named) + "}";
+        + ", \"aliased\": " + list(plugin.outputs, aliased)
+        + ", \"fields\": " + fields_of(plugin.fields, FieldType::kInt32)
+        + ", \"real_fields\": " + fields_of(plugin.fields, FieldType::kFloat32) + "}";
 }
 
 } // namespace

@@ -16,6 +16,7 @@ constexpr int32_t kNotAliased = -1;
 enum class TensorType : int32_t
 {
     kFloat, // F: float32, float16 or bfloat16, the same for all of a node
+    kPages, // F or float8_e4m3fn
     kInt32,
     kInt64,
     kFloat32,
@@ -31,16 +32,23 @@ struct InputRule
 struct OutputRule
 {
     char const* name;
-    TensorType type;
+    TensorType type;       // of an aliased output: its input's
     int32_t aliased_input; // whose memory it shares, or kNotAliased
 };
 
-/// An int32 scalar.
+enum class FieldType : int32_t
+{
+    kInt32,
+    kFloat32,
+};
+
+/// A scalar.
 struct FieldRule
 {
     char const* name;
-    int32_t min;
-    int32_t max;
+    FieldType type;
+    double min;
+    double max;
 };
 
 /// A view of a constant array.

@@ -38,13 +38,13 @@ struct Pass
 KernelChoice choice(char const* kernel, PageGeometry const& geometry, bool has_block, int64_t num_requests)
 {
     KernelChoice chosen(kernel);
-    chosen.type("attended", pointer_type(geometry.type))
+    chosen.type("attended", pointer_type(geometry.types.network))
         .equal("HEAD_DIM", geometry.head_dim)
         .equal("HAS_BLOCK", has_block ? 1 : 0)
         .at_least("REQUESTS", num_requests);
     if (kernel == kKernels.front())
     {
-        chosen.type("pages", pointer_type(geometry.type)).equal("HAS_SOFTCAP", 0);
+        chosen.type("pages", page_pointer_type(geometry.types)).equal("HAS_SOFTCAP", 0);
     }
     return chosen;
 }
@@ -109,8 +109,8 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("max_lead", mask.max_lead())
         .integer("has_sinks", 0);
     values.real("score_scale", static_cast<float>(1.0 / std::sqrt(static_cast<double>(geometry.head_dim))))
-        .real("k_scale", 1.0F)
-        .real("v_scale", 1.0F)
+        .real("k_scale", geometry.k_scale)
+        .real("v_scale", geometry.v_scale)
         .real("softcap", 1.0F);
     return values;
 }

@@ -1,4 +1,4 @@
-// The network's float type F.
+// The network's float type F, and what K/V pages hold.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,19 @@ enum class FloatType : int32_t
     kBFloat16 = 2,
 };
 
+enum class PageType : int32_t
+{
+    kNetwork = 0, // F
+    kFloat8 = 1,  // float8_e4m3fn, with a scale for K and one for V
+};
+
+/// Of one node.
+struct ElementTypes
+{
+    FloatType network;
+    PageType pages;
+};
+
 /// As kernel signatures say it: "*bf16".
 constexpr std::string_view pointer_type(FloatType type) noexcept
 {
@@ -25,6 +38,11 @@ constexpr std::string_view pointer_type(FloatType type) noexcept
     case FloatType::kBFloat16: return "*bf16";
     }
     return {};
+}
+
+constexpr std::string_view page_pointer_type(ElementTypes types) noexcept
+{
+    return types.pages == PageType::kFloat8 ? "*fp8e4nv" : pointer_type(types.network);
 }
 
 } // namespace dflash_trt

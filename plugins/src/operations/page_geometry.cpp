@@ -2,7 +2,9 @@
 
 #include "runtime/problem.h"
 
+#include <cmath>
 #include <string>
+#include <utility>
 
 namespace dflash_trt
 {
@@ -13,6 +15,14 @@ void PageGeometry::check() const
     {
         throw Problem(
             "kv_heads", "1 or more", std::to_string(kv_heads), "Pages are [pages, 2, page_size, kv_heads, D].");
+    }
+    for (auto const& [name, scale] : {std::pair{"k_scale", k_scale}, std::pair{"v_scale", v_scale}})
+    {
+        if (!(scale > 0.0F) || !std::isfinite(scale) || (types.pages == PageType::kNetwork && scale != 1.0F))
+        {
+            throw Problem(name, types.pages == PageType::kNetwork ? "1" : "a positive number", std::to_string(scale),
+                "Only FP8 pages are scaled.");
+        }
     }
     if (page_size < 1 || (page_size & (page_size - 1)) != 0)
     {

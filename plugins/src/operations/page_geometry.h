@@ -8,15 +8,17 @@
 namespace dflash_trt
 {
 
-/// Pages are F [pages, 2, page_size, kv_heads, head_dim].
+/// Pages are [pages, 2, page_size, kv_heads, head_dim], of F or of FP8 codes: K / k_scale and V / v_scale.
 struct PageGeometry
 {
-    FloatType type;
+    ElementTypes types;
     int64_t kv_heads;
     int64_t head_dim;
     int64_t page_size;
+    float k_scale; // 1 for pages of F
+    float v_scale;
 
-    /// Throws Problem for a size that no kernel serves.
+    /// Throws Problem for a size that no kernel serves, and for scales that pages of F cannot have.
     void check() const;
     [[nodiscard]] int64_t row_size() const noexcept { return kv_heads * head_dim; }
     [[nodiscard]] int64_t page_shift() const noexcept; // page_size == 1 << page_shift

@@ -13,8 +13,8 @@ namespace
 KernelChoice choice(PageGeometry const& geometry, bool has_limits, int64_t num_requests)
 {
     return KernelChoice("rotate_and_store_kernel")
-        .type("k", pointer_type(geometry.type))
-        .type("pages", pointer_type(geometry.type))
+        .type("k", pointer_type(geometry.types.network))
+        .type("pages", page_pointer_type(geometry.types))
         .equal("HEAD_DIM", geometry.head_dim)
         .equal("HAS_NORM", 0)
         .equal("HAS_ROPE", 0)
@@ -57,7 +57,7 @@ void write_pages(PageGeometry const& geometry, PageWrite const& write, Device co
         .integer("k_stride", geometry.row_size())
         .integer("v_stride", geometry.row_size())
         .integer("page_shift", geometry.page_shift());
-    values.real("k_scale", 1.0F).real("v_scale", 1.0F);
+    values.real("k_scale", geometry.k_scale).real("v_scale", geometry.v_scale);
     // Not part of a plain write: no query heads, no norm, no rotation.
     for (char const* unused : {"q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})
     {

@@ -42,9 +42,9 @@ void AttendDraftPlugin::set_output_shapes(
     outputs[1] = inputs[input_index("pages")];
 }
 
-void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
+void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, ElementTypes types) const
 {
-    PageGeometry const pages = geometry(max, type);
+    PageGeometry const pages = geometry(max, types);
     check_rows(max, "q", pages, 0);
     for (char const* name : {"context_k", "context_v", "block_k", "block_v"})
     {
@@ -55,23 +55,23 @@ void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     require_attention(pages, true, max_requests);
 }
 
-size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
+size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const
 {
-    return attention_workspace_bytes(geometry(max, type), true);
+    return attention_workspace_bytes(geometry(max, types), true);
 }
 
-void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const
 {
-    PageGeometry const pages = geometry(inputs, type);
+    PageGeometry const pages = geometry(inputs, types);
     int64_t const num_requests = step_shape(inputs).num_requests;
     prepare_page_write(pages, true, num_requests, device);
     prepare_attention(pages, true, num_requests, device);
 }
 
-void AttendDraftPlugin::run(Call const& call, FloatType type, Device const& device) const
+void AttendDraftPlugin::run(Call const& call, ElementTypes types, Device const& device) const
 {
     InputDims const dims(contract(), call.descs);
-    PageGeometry const pages = geometry(dims.data(), type);
+    PageGeometry const pages = geometry(dims.data(), types);
     int64_t const heads = check_rows(dims.data(), "q", pages, 0);
     StepShape shape = step_shape(dims.data());
     shape.block_rows = block_rows(dims.data()[input_index("q")].d[0], shape.num_requests);
@@ -80,7 +80,7 @@ void AttendDraftPlugin::run(Call const& call, FloatType type, Device const& devi
         call.input("next_context_lens")};
     DraftBlockBuffers const block{
         call.input("q"), call.input("block_k"), call.input("block_v"), call.output("attended"), call.workspace};
-    AttentionMask const mask{fields()["window"], fields()["is_causal"] != 0};
+    AttentionMask const mask{fields().integer("window"), fields().integer("is_causal") != 0};
     attend_draft(pages, heads, mask, shape, context, block, device, call.stream);
 }
 

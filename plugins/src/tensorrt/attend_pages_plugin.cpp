@@ -25,9 +25,9 @@ void AttendPagesPlugin::set_output_shapes(
     outputs[1] = inputs[input_index("pages")];
 }
 
-void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
+void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, ElementTypes types) const
 {
-    PageGeometry const pages = geometry(max, type);
+    PageGeometry const pages = geometry(max, types);
     check_rows(max, "q", pages, 0);
     check_rows(max, "k", pages, pages.kv_heads);
     check_rows(max, "v", pages, pages.kv_heads);
@@ -36,28 +36,28 @@ void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     require_attention(pages, false, max_requests);
 }
 
-size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
+size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const
 {
-    return attention_workspace_bytes(geometry(max, type), false);
+    return attention_workspace_bytes(geometry(max, types), false);
 }
 
-void AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+void AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const
 {
-    PageGeometry const pages = geometry(inputs, type);
+    PageGeometry const pages = geometry(inputs, types);
     int64_t const num_requests = step_shape(inputs).num_requests;
     prepare_page_write(pages, false, num_requests, device);
     prepare_attention(pages, false, num_requests, device);
 }
 
-void AttendPagesPlugin::run(Call const& call, FloatType type, Device const& device) const
+void AttendPagesPlugin::run(Call const& call, ElementTypes types, Device const& device) const
 {
     InputDims const dims(contract(), call.descs);
-    PageGeometry const pages = geometry(dims.data(), type);
+    PageGeometry const pages = geometry(dims.data(), types);
     int64_t const heads = check_rows(dims.data(), "q", pages, 0);
     AttendPagesBuffers const buffers{call.input("q"), call.input("k"), call.input("v"), call.output("next_pages"),
         call.input("positions"), call.input("token_offsets"), call.input("context_lens"), call.input("page_table"),
         call.output("attended"), call.workspace};
-    attend_pages(pages, heads, fields()["window"], step_shape(dims.data()), buffers, device, call.stream);
+    attend_pages(pages, heads, fields().integer("window"), step_shape(dims.data()), buffers, device, call.stream);
 }
 
 } // namespace dflash_trt

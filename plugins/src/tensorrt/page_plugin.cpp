@@ -21,16 +21,17 @@ std::string shape_of(nvinfer1::Dims const& dims)
 
 } // namespace
 
-PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, FloatType type) const
+PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, ElementTypes types) const
 {
     nvinfer1::Dims const& pages = inputs[input_index("pages")];
-    int32_t const page_size = fields()["page_size"];
+    int32_t const page_size = fields().integer("page_size");
     if (pages.nbDims != 5 || pages.d[1] != 2 || pages.d[2] != page_size)
     {
         throw Problem("pages", "[pages, 2, " + std::to_string(page_size) + ", kv_heads, D]", shape_of(pages),
             "The field page_size and the pages must agree.");
     }
-    PageGeometry const found{type, pages.d[3], pages.d[4], page_size};
+    PageGeometry const found{
+        types, pages.d[3], pages.d[4], page_size, fields().real("k_scale"), fields().real("v_scale")};
     found.check();
     return found;
 }

@@ -15,7 +15,7 @@ public:
 
 protected:
     /// Of the pages input. Throws Problem when pages contradict the page_size field.
-    [[nodiscard]] PageGeometry geometry(nvinfer1::Dims const* inputs, FloatType type) const;
+    [[nodiscard]] PageGeometry geometry(nvinfer1::Dims const* inputs, ElementTypes types) const;
     /// T, R and P; block_rows is left 0.
     [[nodiscard]] StepShape step_shape(nvinfer1::Dims const* inputs) const;
     /// Throws Problem unless rows are [any, heads, D], of the pages' kv_heads when `heads` is 0; returns the heads.

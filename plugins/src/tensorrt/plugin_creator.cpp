@@ -9,7 +9,7 @@ PluginCreator::PluginCreator(PluginContract const& contract, Make make) : mContr
 {
     for (FieldRule const& rule : contract.fields)
     {
-        mFields.emplace_back(rule.name, nullptr, nvinfer1::PluginFieldType::kINT32, 1);
+        mFields.emplace_back(rule.name, nullptr, field_type(rule.type), 1);
     }
     mCollection = {static_cast<int32_t>(mFields.size()), mFields.data()};
 }

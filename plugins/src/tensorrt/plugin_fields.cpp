@@ -3,7 +3,10 @@
 #include "runtime/problem.h"
 
 #include <cassert>
+#include <iomanip>
+#include <limits>
 #include <optional>
+#include <sstream>
 #include <string>
 
 namespace dflash_trt
@@ -23,22 +26,6 @@ std::string names_of(Rules<FieldRule> const& rules)
     return names.empty() ? "none" : names;
 }
 
-int32_t value_of(FieldRule const& rule, nvinfer1::PluginField const& field)
-{
-    if (field.type != nvinfer1::PluginFieldType::kINT32 || field.length != 1 || field.data == nullptr)
-    {
-        throw Problem(std::string("field ") + rule.name, "one int32",
-            std::to_string(field.length) + " of type " + std::to_string(static_cast<int32_t>(field.type)), kMend);
-    }
-    int32_t const value = *static_cast<int32_t const*>(field.data);
-    if (value < rule.min || value > rule.max)
-    {
-        throw Problem(std::string("field ") + rule.name, std::to_string(rule.min) + " to " + std::to_string(rule.max),
-            std::to_string(value), kMend);
-    }
-    return value;
-}
-
 int32_t index_of(Rules<FieldRule> const& rules, char const* name)
 {
     for (int32_t i = 0; name != nullptr && i < rules.count; ++i)
@@ -51,12 +38,50 @@ int32_t index_of(Rules<FieldRule> const& rules, char const* name)
     throw Problem("fields", names_of(rules), name != nullptr ? name : "a field without a name", kMend);
 }
 
+/// 0.02, where std::to_string would say 0.020000 and nothing of what is smaller.
+std::string shown(double number)
+{
+    std::ostringstream text;
+    text << std::setprecision(std::numeric_limits<float>::max_digits10) << number;
+    return text.str();
+}
+
 } // namespace
+
+nvinfer1::PluginFieldType field_type(FieldType type) noexcept
+{
+    return type == FieldType::kInt32 ? nvinfer1::PluginFieldType::kINT32 : nvinfer1::PluginFieldType::kFLOAT32;
+}
+
+PluginFields::Value PluginFields::value_of(FieldRule const& rule, nvinfer1::PluginField const& field)
+{
+    if (field.type != field_type(rule.type) || field.length != 1 || field.data == nullptr)
+    {
+        throw Problem(std::string("field ") + rule.name, rule.type == FieldType::kInt32 ? "one int32" : "one float32",
+            std::to_string(field.length) + " of type " + std::to_string(static_cast<int32_t>(field.type)), kMend);
+    }
+    Value value{};
+    double number = 0.0;
+    if (rule.type == FieldType::kInt32)
+    {
+        number = value.integer = *static_cast<int32_t const*>(field.data);
+    }
+    else
+    {
+        number = value.real = *static_cast<float const*>(field.data);
+    }
+    if (!(number >= rule.min && number <= rule.max)) // NaN is refused, too
+    {
+        throw Problem(
+            std::string("field ") + rule.name, shown(rule.min) + " to " + shown(rule.max), shown(number), kMend);
+    }
+    return value;
+}
 
 PluginFields::PluginFields(PluginContract const& contract, nvinfer1::PluginFieldCollection const* given)
     : mRules(contract.fields)
 {
-    std::vector<std::optional<int32_t>> values(static_cast<size_t>(mRules.count));
+    std::vector<std::optional<Value>> values(static_cast<size_t>(mRules.count));
     for (int32_t i = 0; given != nullptr && i < given->nbFields; ++i)
     {
         nvinfer1::PluginField const& field = given->fields[i];
@@ -79,17 +104,21 @@ PluginFields::PluginFields(PluginContract const& contract, nvinfer1::PluginField
     }
 }
 
-int32_t PluginFields::operator[](std::string_view name) const
+int32_t PluginFields::integer(std::string_view name) const
 {
-    for (int32_t i = 0; i < mRules.count; ++i)
-    {
-        if (name == mRules[i].name)
-        {
-            return mValues[static_cast<size_t>(i)];
-        }
-    }
-    assert(false && "a field outside the contract");
-    return 0;
+    return find(name, FieldType::kInt32).integer;
+}
+
+float PluginFields::real(std::string_view name) const
+{
+    return find(name, FieldType::kFloat32).real;
+}
+
+PluginFields::Value const& PluginFields::find(std::string_view name, [[maybe_unused]] FieldType type) const
+{
+    int32_t const index = index_of(mRules, name.data());
+    assert(mRules[index].type == type);
+    return mValues[static_cast<size_t>(index)];
 }
 
 std::vector<nvinfer1::PluginField> PluginFields::serialized() const
@@ -97,7 +126,8 @@ std::vector<nvinfer1::PluginField> PluginFields::serialized() const
     std::vector<nvinfer1::PluginField> fields;
     for (int32_t i = 0; i < mRules.count; ++i)
     {
-        fields.emplace_back(mRules[i].name, &mValues[static_cast<size_t>(i)], nvinfer1::PluginFieldType::kINT32, 1);
+        // A union starts where its members do.
+        fields.emplace_back(mRules[i].name, &mValues[static_cast<size_t>(i)], field_type(mRules[i].type), 1);
     }
     return fields;
 }

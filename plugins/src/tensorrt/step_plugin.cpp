@@ -32,6 +32,31 @@ int32_t index_in(Rules<T> const& rules, char const* name)
     return 0;
 }
 
+nvinfer1::DataType type_of(nvinfer1::PluginTensorDesc const& desc) noexcept
+{
+    return desc.type;
+}
+
+nvinfer1::DataType type_of(nvinfer1::DynamicPluginTensorDesc const& desc) noexcept
+{
+    return desc.desc.type;
+}
+
+/// By contract the first input is of F.
+template <typename Desc>
+ElementTypes element_types(PluginContract const& contract, Desc const* inputs)
+{
+    ElementTypes types{float_type_of(type_of(inputs[0])), PageType::kNetwork};
+    for (int32_t i = 0; i < contract.inputs.count; ++i)
+    {
+        if (contract.inputs[i].type == TensorType::kPages)
+        {
+            types.pages = page_type_of(type_of(inputs[i]));
+        }
+    }
+    return types;
+}
+
 void check_rank(InputRule const& rule, int32_t rank)
 {
     if (rank != rule.rank)
@@ -124,7 +149,9 @@ int32_t StepPlugin::getOutputDataTypes(nvinfer1::DataType* types, int32_t num_ou
             }
             for (int32_t i = 0; i < num_outputs; ++i)
             {
-                types[i] = data_type(mContract->outputs[i].type, float_type);
+                OutputRule const& rule = mContract->outputs[i];
+                types[i] = rule.aliased_input == kNotAliased ? data_type(rule.type, float_type)
+                                                             : input_types[rule.aliased_input];
             }
             return kSuccess;
         });
@@ -155,9 +182,17 @@ bool StepPlugin::supportsFormatCombination(int32_t position, nvinfer1::DynamicPl
         return false;
     }
     nvinfer1::PluginTensorDesc const& tensor = tensors[position].desc;
-    TensorType const rule =
-        position < num_inputs ? mContract->inputs[position].type : mContract->outputs[position - num_inputs].type;
-    return tensor.format == nvinfer1::TensorFormat::kLINEAR && has_type(rule, tensor.type, tensors[0].desc.type);
+    if (tensor.format != nvinfer1::TensorFormat::kLINEAR)
+    {
+        return false;
+    }
+    if (position < num_inputs)
+    {
+        return has_type(mContract->inputs[position].type, tensor.type, tensors[0].desc.type);
+    }
+    OutputRule const& rule = mContract->outputs[position - num_inputs];
+    return rule.aliased_input == kNotAliased ? has_type(rule.type, tensor.type, tensors[0].desc.type)
+                                             : tensor.type == tensors[rule.aliased_input].desc.type;
 }
 
 int32_t StepPlugin::configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
@@ -167,7 +202,7 @@ int32_t StepPlugin::configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inp
         [&]
         {
             auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            check_build(dims.data(), float_type_of(inputs[0].desc.type));
+            check_build(dims.data(), element_types(*mContract, inputs));
             return kSuccess;
         });
 }
@@ -180,7 +215,7 @@ size_t StepPlugin::getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inp
         [&]
         {
             auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            return workspace_bytes(dims.data(), float_type_of(inputs[0].desc.type));
+            return workspace_bytes(dims.data(), element_types(*mContract, inputs));
         });
 }
 
@@ -201,7 +236,7 @@ int32_t StepPlugin::onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int3
             {
                 dims.push_back(inputs[i].dims);
             }
-            prepare(dims.data(), float_type_of(inputs[0].type), Device::current());
+            prepare(dims.data(), element_types(*mContract, inputs), Device::current());
             return kSuccess;
         });
 }
@@ -219,7 +254,7 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
         {
             check_aliases(*mContract, inputs, outputs);
             Call const call{*mContract, input_descs, inputs, outputs, workspace, stream};
-            run(call, float_type_of(input_descs[0].type), Device::current());
+            run(call, element_types(*mContract, input_descs), Device::current());
             return kSuccess;
         });
 }

@@ -79,11 +79,11 @@ protected:
         nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const = 0;
     /// Throws Problem for sizes that contradict each other, or that no kernel serves. `max` are the largest shapes,
     /// `types` the inputs' own.
-    virtual void check_build(nvinfer1::Dims const* max, FloatType type) const = 0;
-    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const = 0;
+    virtual void check_build(nvinfer1::Dims const* max, ElementTypes types) const = 0;
+    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const = 0;
     /// Make ready the kernels that steps of such shapes need.
-    virtual void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
-    virtual void run(Call const& call, FloatType type, Device const& device) const = 0;
+    virtual void prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const = 0;
+    virtual void run(Call const& call, ElementTypes types, Device const& device) const = 0;
 
     [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
     [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }
