@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from dflash_trt.compile.trt_spec import step_network_spec
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineDir
-from tests.checkpoint.test_expert_checkpoints import to_mxfp4
+from tests.checkpoint.expert_files import to_mxfp4
 from tests.factories import make_target, make_zlab_drafter
 
 
