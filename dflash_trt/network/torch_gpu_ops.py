@@ -2,7 +2,7 @@
 
 Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
 they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
-The one exception: a long prefill step of a target with experts asks which are chosen (`torch_moe`).
+The one exception: without a grouped GEMM, a long prefill step of a target with experts asks which are chosen.
 One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
 interpreter, in float32, for tests.
 """
@@ -32,7 +32,13 @@ from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StackedExperts, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_gpu_linear import Plain, apply_device_linear
-from dflash_trt.network.torch_moe import chosen_experts, run_all_experts, run_chosen_experts
+from dflash_trt.network.torch_moe import (
+    chosen_experts,
+    has_grouped_gemm,
+    run_all_experts,
+    run_chosen_experts,
+    run_grouped_experts,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +213,8 @@ class TorchGpuOps:
         assert isinstance(experts, StackedExperts)
         choice = chosen_experts(self.linear(x, experts.router), moe)
         rows = _tensor(x)
+        if has_grouped_gemm(rows):
+            return run_grouped_experts(rows, experts, moe, choice)
         # A step that no graph can hold may ask which experts are chosen.
         is_never_captured = len(rows) > self._resources.max_graph_rows
         run_experts = run_chosen_experts if is_never_captured else run_all_experts

@@ -1,8 +1,8 @@
 """A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
 
 Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. On a CPU the host looks at the choice and runs
-the experts that somebody chose. On a GPU a captured step cannot, so every row goes through every expert and those not
-chosen weigh nothing: the weights are read once either way, as a step of a few dozen rows reaches most experts.
+the experts that somebody chose. On a GPU a captured step cannot: PyTorch's grouped GEMM reads the choice on the device.
+Where there is none, every row goes through every expert and those not chosen weigh nothing.
 """
 
 from dataclasses import dataclass
@@ -83,6 +83,34 @@ def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, ch
         for rows, row_weights in zip(torch.split(x, rows_at_once), torch.split(weights, rows_at_once), strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def has_grouped_gemm(x: Tensor) -> bool:
+    """Whether PyTorch has one for these rows that never asks the host: its own kernels are for bfloat16 on SM90 and
+    SM100, and what it does elsewhere on a GPU reads the groups back. A CPU takes any type.
+    """
+    if not hasattr(F, "grouped_mm"):  # from PyTorch 2.10 on
+        return False
+    return not x.is_cuda or (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10))
+
+
+def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """The same: the rows of all experts in one GEMM. A row adds up its results in the order of its choice."""
+    num_chosen = choice.expert_ids.shape[1]
+    chosen = choice.expert_ids.flatten()
+    places = chosen.argsort(stable=True)
+    expert_ids = chosen[places]
+    ones = torch.ones_like(expert_ids, dtype=torch.int32)
+    num_rows = ones.new_zeros(moe.num_experts).index_add_(0, expert_ids, ones)  # bincount would ask the device
+    ends = num_rows.cumsum(0, dtype=torch.int32)
+    gate_up = F.grouped_mm(x[places // num_chosen], experts.gate_up.transpose(1, 2), offs=ends)
+    if experts.gate_up_bias is not None:
+        gate_up += experts.gate_up_bias[expert_ids]
+    results = F.grouped_mm(activated(gate_up, moe), experts.down.transpose(1, 2), offs=ends)
+    if experts.down_bias is not None:
+        results += experts.down_bias[expert_ids]
+    by_row = torch.empty_like(results).index_copy_(0, places, results * choice.weights.flatten()[places, None])
+    return by_row.view(len(x), num_chosen, -1).sum(dim=1)
 
 
 def _mlp(experts: Experts[Tensor], expert_id: int) -> Mlp[Tensor]:

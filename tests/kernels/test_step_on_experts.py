@@ -1,6 +1,7 @@
 """Targets with experts and sinks over the GPU kernels, against the step over plain PyTorch.
 
-A step that may be captured in a graph runs every expert, a longer one the chosen ones: here one of more than 12 rows.
+Experts run in a grouped GEMM. Without it, a step that may be captured in a graph runs every expert, a longer one the
+chosen ones: here one of more than 12 rows.
 """
 
 from dataclasses import replace
@@ -40,11 +41,14 @@ def make_pair(root: Path, family: Family) -> tuple[Path, Path]:
     return target, drafter
 
 
+@pytest.mark.parametrize("has_grouped_gemm", [True, False], ids=["grouped GEMM", "no grouped GEMM"])
 def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, has_grouped_gemm: bool
 ) -> None:
+    if device.type == "cpu":  # in float32 a GPU has none
+        monkeypatch.setattr(torch_gpu_ops, "has_grouped_gemm", lambda x: has_grouped_gemm)
     ways = []
-    for name in ("run_all_experts", "run_chosen_experts"):
+    for name in ("run_all_experts", "run_chosen_experts", "run_grouped_experts"):
         way = getattr(torch_gpu_ops, name)
         monkeypatch.setattr(torch_gpu_ops, name, lambda *args, way=way: ways.append(way.__name__) or way(*args))
     reference, executor = make_executors(make_pair(tmp_path, "gpt_oss"), device)
@@ -54,14 +58,15 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     batch = next_batch(batch, expected, num_candidates=(2, 1).__getitem__)
     expected = reference.step(batch)
     assert_same(executor.step(batch), expected)
-    assert set(ways) == {"run_all_experts"}
+    is_grouped = has_grouped_gemm and device.type == "cpu"
+    assert set(ways) == {"run_grouped_experts" if is_grouped else "run_all_experts"}
     executor._resources = replace(executor._resources, max_graph_rows=12)
     late = prefill("late", 9, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = reference.step(batch)
     assert_same(executor.step(batch), expected)
-    assert set(ways) == {"run_all_experts", "run_chosen_experts"}
+    assert set(ways) == ({"run_grouped_experts"} if is_grouped else {"run_all_experts", "run_chosen_experts"})
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -9,7 +9,15 @@ from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.network import torch_moe
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from dflash_trt.network.torch_attention import attend_pages, plan_attention
-from dflash_trt.network.torch_moe import Choice, chosen_experts, run_all_experts, run_chosen_experts, separated
+from dflash_trt.network.torch_moe import (
+    Choice,
+    chosen_experts,
+    has_grouped_gemm,
+    run_all_experts,
+    run_chosen_experts,
+    run_grouped_experts,
+    separated,
+)
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
 SILU = MoeSpec(
@@ -54,6 +62,18 @@ def rows_and_choice(moe: MoeSpec, experts: Experts[torch.Tensor], num_rows: int)
     x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9))
     logits = torch.nn.functional.linear(x, experts.router.weight, experts.router.bias)
     return x, chosen_experts(logits, moe)
+
+
+@SPECS
+@pytest.mark.parametrize("num_rows", [1, 37])
+def test_a_grouped_gemm_gives_what_running_the_chosen_ones_gives(moe: MoeSpec, num_rows: int) -> None:
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, num_rows)
+    assert has_grouped_gemm(x)
+    expected = run_chosen_experts(x, experts, moe, choice)
+    torch.testing.assert_close(run_grouped_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
+    other = Choice((choice.expert_ids + 1) % moe.num_experts, choice.weights)
+    assert (run_grouped_experts(x, experts, moe, other) - expected).abs().max() > 0.01
 
 
 @SPECS
