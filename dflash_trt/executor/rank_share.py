@@ -53,7 +53,7 @@ class ShareExecutor(Protocol):
 
 
 def join(options: ShareOptions, rank: int) -> ProcessRanks:
-    """Meet the others; a rank has the GPU of its number. Raises RuntimeError when they do not come."""
+    """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
     device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -67,7 +67,7 @@ def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Share
 
     Raises:
         ConfigError, CapacityError: see the executors' `open`.
-        RuntimeError: another rank failed.
+        ExchangeError: another rank failed.
     """
     if options.device == "cuda":
         from dflash_trt.executor.torch_gpu import TorchGpuExecutor

@@ -13,6 +13,7 @@ from weakref import finalize
 
 from dflash_trt.core.errors import DFlashError, RankError, problem
 from dflash_trt.executor.rank_process import OpenShare, Order, Raised, RankGoneError, RankProcess, Report, Stop
+from dflash_trt.network.torch_ranks import ExchangeError
 
 Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 
@@ -78,7 +79,7 @@ def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
         rank = min(raised, key=lambda rank: raised[rank].num_calls)
         _LOG.error("rank %d of %d failed:\n%s", rank, num_ranks, raised[rank].traceback)
         return _rank_error(rank, num_ranks, found=raised[rank].reason)
-    if error is not None:
+    if error is not None and not (gone and isinstance(error, ExchangeError)):
         return _rank_error(0, num_ranks, found=f"{type(error).__name__}: {error}")
     for rank, silence in gone.items():
         return _rank_error(rank, num_ranks, found=str(silence))

@@ -4,6 +4,8 @@ Knows `torch.distributed`'s process groups and what it takes to make one; who st
 business. Every rank makes the same calls in the same order, and every rank gets the same bits.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +15,10 @@ from torch import Tensor, distributed
 
 _LOOPBACK = "127.0.0.1"
 _DIST: Any = distributed  # its groups and stores are untyped in PyTorch
+
+
+class ExchangeError(RuntimeError):
+    """Another rank is gone, or late."""
 
 
 class RankGroup(Protocol):
@@ -71,7 +77,7 @@ class ProcessRanks:
     ) -> "ProcessRanks":
         """Returns when all ranks have joined; they meet through a file that is not there before.
 
-        Raises RuntimeError when they do not come, and later when one is gone or late.
+        Raises ExchangeError when they do not come, and so does every exchange when one is gone or late.
         """
         store = _DIST.FileStore(str(store_path), num_ranks)
         if device.type == "cuda":
@@ -82,31 +88,43 @@ class ProcessRanks:
             options = _DIST.ProcessGroupGloo._Options()
             options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=timeout_s)
-        ranks = cls(make_group(store, rank, num_ranks, options), num_ranks, device)
+        with _named_errors():
+            ranks = cls(make_group(store, rank, num_ranks, options), num_ranks, device)
         ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
         return ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        self._group.allreduce([x]).wait()
+        self._exchange(self._group.allreduce, [x])
         return x
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
         num_rows, num_columns = x.shape
         gathered = x.new_empty(self.num_ranks * num_rows, num_columns)
-        self._group._allgather_base(gathered, x.contiguous()).wait()
+        self._exchange(self._group._allgather_base, gathered, x.contiguous())
         by_rank = gathered.view(self.num_ranks, num_rows, num_columns)
         return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks beside each other
 
     def smallest(self, number: int) -> int:
-        self.num_calls += 1
         tensor = torch.tensor([number], device=self.device)
         options = _DIST.AllreduceOptions()
         options.reduceOp = _DIST.ReduceOp.MIN
-        self._group.allreduce([tensor], options).wait()
+        self._exchange(self._group.allreduce, [tensor], options)
         return int(tensor.item())
 
     def abort(self) -> None:
         """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""
         self._group.abort()
+
+    def _exchange(self, start: Callable[..., Any], *arguments: Any) -> None:
+        """Start it and wait for it: on a GPU, only the stream does."""
+        self.num_calls += 1
+        with _named_errors():
+            start(*arguments).wait()
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(str(error).splitlines()[0]) from error
