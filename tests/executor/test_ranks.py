@@ -53,10 +53,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "packed":
         if not _has_modelopt():
             pytest.skip("modelopt is not installed: scripts/test installs it")
-        os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         write_calibration_prompts(root)
         fields["quantization"] = PACKED
-    engines = [build(root, tp_size=tp_size, **fields) for tp_size in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        engines = [build(root, tp_size=tp_size, **fields) for tp_size in (1, 2)]
     with opened(engines[0]) as one, opened(engines[1]) as two:
         yield Pair(one, two, engines[1])
 
