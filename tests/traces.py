@@ -32,12 +32,13 @@ def trace(
 ) -> tuple[Steps, list[Decoding]]:
     """Every step's results and all requests, on 12 pages each; the K of the steps come in turn.
 
-    `proposals` are texts, one per prompt, whose tokens take the place of the drafter's.
+    There are as many requests as `samplings`. `proposals` are texts, one per prompt, whose tokens take the place of
+    the drafter's.
     """
     pages = iter(range(executor.limits.num_pages))
     runs = [
         Decoding(executor, prompt, tuple(itertools.islice(pages, 12)), sampling)
-        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+        for prompt, sampling in zip(PROMPTS, samplings, strict=False)
     ]
     steps: Steps = []
     for step, k in enumerate(itertools.cycle(num_draft_tokens)):

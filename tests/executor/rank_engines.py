@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.engine_dir import EngineDir
@@ -63,3 +65,31 @@ def opened(engine: EngineDir, **options: Any) -> Iterator[Any]:
         yield executor
     finally:
         executor.close()
+
+
+@contextmanager
+def skipping(local: Any, skipped: int) -> Iterator[None]:
+    """A rank's executor takes part in all exchanges, but ignores what comes of number `skipped`."""
+    ranks = local._ranks
+    local._ranks = _Skips(ranks, skipped)
+    yield
+    local._ranks = ranks
+
+
+class _Skips:
+    """A RankGroup that gives back its own part of exchange number `skipped`."""
+
+    def __init__(self, ranks: Any, skipped: int) -> None:
+        self._ranks, self._skipped, self._num_calls = ranks, skipped, 0
+        self.num_ranks = ranks.num_ranks
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.clone()
+        return self._own_or(own, self._ranks.all_reduce(x))
+
+    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
+        return self._own_or(torch.cat([x, x], dim=-1), self._ranks.all_gather_columns(x))
+
+    def _own_or(self, own: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
+        self._num_calls += 1
+        return own if self._num_calls == self._skipped + 1 else exchanged

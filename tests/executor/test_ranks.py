@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.executor.rank_engines import (
     make_speculators_pair,
     make_zlab_pair,
     opened,
+    skipping,
     write_calibration_prompts,
 )
 from tests.traces import GREEDY, PROMPTS, SAMPLED, integers, logprobs, trace
@@ -127,45 +127,17 @@ def test_a_lost_weight_of_one_rank_changes_the_tokens(engine: EngineDir) -> None
 def test_a_rank_that_skips_a_sum_changes_the_logits(pair: Pair, skipped: int) -> None:
     """Another perturbed twin: rank 0 takes part, but ignores what came of it. The ranks exchange wrong logits then."""
     expected = pair.one.target_logits(PROMPTS[1])
-    with _skipping(pair.two, skipped):
+    with skipping(pair.two._local, skipped):
         found = pair.two.target_logits(PROMPTS[1])
     assert (found - expected).abs().max() > 0.1  # those of all ranks are within 1e-4
 
 
 def test_ranks_that_come_to_different_logits_are_found_out(engine: EngineDir) -> None:
     """The perturbed twin of equal bits: rank 0 ignores the other's half of the vocabulary."""
-    with opened(engine) as two, _skipping(two, 8):
+    with opened(engine) as two, skipping(two._local, 8):
         with pytest.raises(RankError, match="2 ranks: expected the same tokens and log-probabilities"):
             two.target_logits(PROMPTS[1])
         assert not _alive(two.worker_process_ids)
-
-
-@contextmanager
-def _skipping(executor: Any, skipped: int) -> Iterator[None]:
-    local = executor._local
-    ranks = local._ranks
-    local._ranks = _Skips(ranks, skipped)
-    yield
-    local._ranks = ranks
-
-
-class _Skips:
-    """A RankGroup that gives back its own part of exchange number `skipped`."""
-
-    def __init__(self, ranks: Any, skipped: int) -> None:
-        self._ranks, self._skipped, self._num_calls = ranks, skipped, 0
-        self.num_ranks = ranks.num_ranks
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        own = x.clone()
-        return self._own_or(own, self._ranks.all_reduce(x))
-
-    def all_gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        return self._own_or(torch.cat([x, x], dim=-1), self._ranks.all_gather_columns(x))
-
-    def _own_or(self, own: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
-        self._num_calls += 1
-        return own if self._num_calls == self._skipped + 1 else exchanged
 
 
 def test_ranks_agree_on_the_fewest_pages(engine: EngineDir) -> None:
