@@ -132,6 +132,9 @@ class RankProcess:
         """Until the process has ended."""
         self._process.wait()
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def end(self, timeout_s: float) -> None:
         """Wait so long for the process to end by itself, then end it."""
         try:

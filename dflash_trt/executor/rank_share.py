@@ -108,4 +108,5 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
 
 def threads_per_rank(num_ranks: int) -> int:
     """The cores this process may use, shared evenly."""
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)

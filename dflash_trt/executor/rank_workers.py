@@ -58,6 +58,13 @@ class RankWorkers:
                 reports.append(error)
         return reports
 
+    def kill(self) -> None:
+        """`close` for workers that may wait for a rank that is gone."""
+        self._is_closing.set()
+        for process in self._processes:
+            process.kill()
+        self.close()
+
     def when_one_ends(self, act: Callable[[], None]) -> None:
         """Call `act` from a thread as soon as a worker ends that was not told to."""
         for process in self._processes:

@@ -95,9 +95,10 @@ class RankedExecutor:
 
     def close(self) -> None:
         """End the workers. Calling it again does nothing."""
-        self._give_up(
-            problem("engine of several ranks", expected="an open one", found="a closed one", mend="Open it again.")
+        self._failure = self._failure or problem(
+            "engine of several ranks", expected="an open one", found="a closed one", mend="Open it again."
         )
+        self._workers.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
         if self._failure is not None:
@@ -114,7 +115,8 @@ class RankedExecutor:
                 raise
             raise self._given_up(reports, error) from error
         except BaseException:  # an interrupt: the ranks are no longer at the same place
-            self.close()
+            self._failure = problem("step", expected="its end", found="an interrupt", mend="Open the engine again.")
+            self._workers.kill()
             raise
         expected = Ran(fingerprint=fingerprint(outcome))
         reports = self._workers.hear(TIMEOUTS_S[self._ranks.device.type])
@@ -130,12 +132,9 @@ class RankedExecutor:
 
     def _given_up(self, reports: Reports, error: Exception | None) -> DFlashError:
         explained = explained_failure(reports, error)
-        self._give_up(str(explained))
+        self._failure = str(explained)
+        self._workers.kill()
         return explained
-
-    def _give_up(self, reason: str) -> None:
-        self._failure = self._failure or reason
-        self._workers.close()
 
 
 def open_ranks(
@@ -171,11 +170,11 @@ def open_ranks(
     try:
         return _open(engine, options, workers)
     except (DFlashError, KeyboardInterrupt):
-        workers.close()
+        workers.kill()
         raise
     except Exception as error:
         explained = explained_failure(workers.hear(_FAILURE_TIMEOUT_S), error)
-        workers.close()
+        workers.kill()
         raise explained from error
 
 

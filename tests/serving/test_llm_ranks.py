@@ -54,7 +54,7 @@ def test_a_worker_lost_in_the_middle_ends_every_request_with_its_name(engines: l
         threading.Thread(target=os.kill, args=(process_id, signal.SIGKILL)).start()
         started = time.monotonic()
         outputs = llm.generate(PROMPTS, [long] * 4)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 15
         assert all("rank 1 of 2" in (output.error or "") and "SIGKILL" in (output.error or "") for output in outputs)
         assert "rank 1 of 2" in (llm.generate(PROMPTS[:1])[0].error or "")  # and every later one
 
