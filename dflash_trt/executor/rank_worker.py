@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # So long a worker whose step failed waits to hear that all ranks failed alike. Then it ends, which ends the waiting of
 # a rank that did not.
-FAILED_ALONE_S = 1.0
+FAILED_ALONE_S = 2.0
 _PARENT_POLL_S = 0.5
 
 
@@ -42,6 +42,8 @@ def main() -> None:
         exit_code = 0
     except (EOFError, OSError):
         pass  # rank 0 is gone
+    except BaseException:  # noqa: BLE001 - a bug of ours, which `_exit` would not show
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(exit_code)  # libraries would wait for ranks that are gone

@@ -37,6 +37,7 @@ from dflash_trt.executor.rank_share import (
 )
 from dflash_trt.executor.rank_workers import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.step_inputs import check_batch
+from dflash_trt.network.torch_ranks import ExchangeError
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -110,7 +111,7 @@ class RankedExecutor:
             outcome = run()
         except Exception as error:
             reports = self._workers.hear(_FAILURE_TIMEOUT_S)
-            if self._has_failed_alike(reports):
+            if self._has_failed_alike(reports, error):
                 self._workers.tell(GoOn())
                 raise
             raise self._given_up(reports, error) from error
@@ -124,11 +125,12 @@ class RankedExecutor:
             raise self._given_up(reports, None)
         return outcome
 
-    def _has_failed_alike(self, reports: Reports) -> bool:
+    def _has_failed_alike(self, reports: Reports, error: Exception) -> bool:
         """Every rank raised at the same place, with no exchange left half done. Not known of a GPU's."""
+        if isinstance(error, ExchangeError) or self._ranks.device.type != "cpu":
+            return False
         num_calls = self._ranks.num_calls
-        is_alike = all(isinstance(report, Raised) and report.num_calls == num_calls for report in reports)
-        return is_alike and self._ranks.device.type == "cpu"
+        return all(isinstance(report, Raised) and report.num_calls == num_calls for report in reports)
 
     def _given_up(self, reports: Reports, error: Exception | None) -> DFlashError:
         explained = explained_failure(reports, error)
