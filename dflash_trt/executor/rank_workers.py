@@ -58,6 +58,10 @@ class RankWorkers:
                 reports.append(error)
         return reports
 
+    def forget_directory(self) -> None:
+        """All ranks have met. What is left in it would stay behind if this program were killed."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def kill(self) -> None:
         """`close` for workers that may wait for a rank that is gone."""
         self._is_closing.set()

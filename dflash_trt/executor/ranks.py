@@ -185,8 +185,10 @@ def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> Ran
         workers.start(OpenShare(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
-    if options.device == "cuda":
+    if options.device == "cuda":  # NCCL keeps asking its store
         workers.when_one_ends(ranks.abort)
+    else:
+        workers.forget_directory()
     local = open_share(engine, 0, ranks, options)
     _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
     return RankedExecutor(local, ranks, workers, num_threads=options.num_threads)
