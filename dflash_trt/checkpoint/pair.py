@@ -4,7 +4,7 @@ Knows the order of the proof: configs, tensor headers, names and shapes, then on
 a pair come in one error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,8 +53,12 @@ class CheckpointPair:
         layouts = (source.layout for source in self._sources.values())
         return any(layout is not None and layout.is_mxfp4 for layout in layouts)
 
-    def iter_weights(self, *, dtype: torch.dtype, mapping: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_weights(
+        self, *, dtype: torch.dtype, mapping: Mapping, whole_names: Collection[str] = ()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical tensors of one rank: fused, cut, cast to `dtype` (integers stay int64), in table order.
+
+        `whole_names` come uncut all the same: packing a weight needs the ranges of all of it.
 
         A linear that is stored packed comes as its packed tensors, as `packed_weights.read_packed` says.
 
@@ -65,7 +69,9 @@ class CheckpointPair:
             CheckpointError: while iterating, a tensor with values that are not finite.
         """
         raise_all(ConfigError, "tensor parallelism", mapping_problems(self.target, self.draft, mapping))
-        return read_weights(self.table, self._sources, dtype=dtype, mapping=mapping, packed=self._packed)
+        return read_weights(
+            self.table, self._sources, dtype=dtype, mapping=mapping, packed=self._packed, whole_names=whole_names
+        )
 
 
 def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:

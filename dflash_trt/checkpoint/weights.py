@@ -74,10 +74,11 @@ def read_weights(
     dtype: torch.dtype,
     mapping: Mapping,
     packed: AbcMapping[str, PackedSource] | None = None,
+    whole_names: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical tensors of one rank in table order, one in memory at a time; integers stay int64.
 
-    A linear in `packed` comes as its packed tensors; see `packed_weights.read_packed`.
+    A linear in `packed` comes as its packed tensors; see `packed_weights.read_packed`. `whole_names` are not cut.
 
     Raises:
         CheckpointError: a value is not finite, as stored or in `dtype`.
@@ -85,14 +86,15 @@ def read_weights(
     with ExitStack() as stack:
         opened = OpenFiles(stack)
         for name, spec in table.items():
+            cut = Mapping() if name in whole_names else mapping
             if packed is not None and name in packed:
-                yield from read_packed(name, spec, packed[name], opened.slice_of, dtype=dtype, mapping=mapping)
+                yield from read_packed(name, spec, packed[name], opened.slice_of, dtype=dtype, mapping=cut)
                 continue
             source = sources[name]
             if spec.is_integer:
-                yield name, shard(_read_integers(spec, source), spec, mapping)
+                yield name, shard(_read_integers(spec, source), spec, cut)
                 continue
-            tensor = _read_floats(spec, source, opened, dtype=dtype, mapping=mapping)
+            tensor = _read_floats(spec, source, opened, dtype=dtype, mapping=cut)
             _require_finite(name, tensor, source)
             yield name, tensor
 

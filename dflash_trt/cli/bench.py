@@ -137,7 +137,7 @@ def serving(
 @_LONGEST
 @_PER_CLIENT
 @_ROUNDS
-@click.option("--num-threads", type=_POSITIVE, help="CPU threads of a step; PyTorch's default unless told.")
+@click.option("--num-threads", type=_POSITIVE, help="CPU threads of a step, per rank; PyTorch's default unless told.")
 @_JSON
 def draft_length(
     engine_dir: Path,

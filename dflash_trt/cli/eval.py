@@ -100,13 +100,14 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job]) -> "Compariso
     outputs = {name: _generate(engine, jobs) for name, engine in engines.items()}
     prompts = _token_ids(engines["baseline"], jobs)
     click.echo("scoring ...", err=True)
-    return compare(
-        prompts,
-        outputs["baseline"],
-        outputs["candidate"],
-        baseline_logits=_logits_of(engines["baseline"]),
-        candidate_logits=_logits_of(engines["candidate"]),
-    )
+    with ExitStack() as stack:
+        return compare(
+            prompts,
+            outputs["baseline"],
+            outputs["candidate"],
+            baseline_logits=_logits_of(engines["baseline"], stack),
+            candidate_logits=_logits_of(engines["candidate"], stack),
+        )
 
 
 def _generate(engine: "EngineDir", jobs: Sequence[Job]) -> list[GenerationOutput]:
@@ -136,11 +137,13 @@ def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
     return [list(reader.read(job.prompt)) for job in jobs]
 
 
-def _logits_of(engine: "EngineDir") -> "LogitsOf":
-    """On the device that generated."""
+def _logits_of(engine: "EngineDir", stack: ExitStack) -> "LogitsOf":
+    """On the device that generated; the stack closes it."""
     from dflash_trt.executor.opening import open_executor
 
-    target_logits = getattr(open_executor(engine, use_drafter=False), "target_logits", None)
+    executor = open_executor(engine, use_drafter=False)
+    stack.callback(executor.close)
+    target_logits = getattr(executor, "target_logits", None)
     if target_logits is None:
         found, mend = engine.manifest.backend, "Compare engines built with --backend torch."
         raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 
 import dflash_trt
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
+from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import (
     PlanCallback,
@@ -26,6 +27,7 @@ from dflash_trt.compile.quantized import (
     plan_quantization,
 )
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
@@ -35,6 +37,7 @@ from dflash_trt.engine_dir import (
     PretrainedConfig,
     check_output,
     needed_bytes_for,
+    tensor_headers,
     write_engine_dir,
 )
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -89,7 +92,7 @@ def build_engine(
     `command` goes into provenance.json, so that errors about the engine can say how to build it again.
 
     Raises:
-        ConfigError: a limit or a foreign config is wrong.
+        ConfigError: a limit, a foreign config or the number of ranks is wrong.
         CheckpointError: the tensors or tokenizers are.
         BuildError: the output cannot be written.
     """
@@ -99,6 +102,8 @@ def build_engine(
     options = _plan_options(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
     pair = open_pair(paths["target"], paths.get("drafter"))
+    mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
+    raise_all(ConfigError, "tensor parallelism", mapping_problems(pair.target, pair.draft, mapping))
     limits, notes = resolve_limits(config, pair.target, pair.draft)
     plan = plan_quantization(config, pair, on_plan)
     inputs = _hash_inputs(pair, progress)
@@ -108,15 +113,13 @@ def build_engine(
         target=pair.target,
         draft=pair.draft,
         dtype=config.dtype,
-        mapping=Mapping(),
+        mapping=mapping,
         quantization=engine_quantization(plan, calibration),
     )
     _refuse_without_lowering(options, pretrained, limits)
     num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
     with write_engine_dir(output, needed_bytes=num_bytes, overwrite=overwrite) as writer:
-        writer.add_weights(0, pretrained, _weights(pair, plan, calibration, pretrained, progress))
-        for path in pair.tokenizer_files:
-            writer.add_tokenizer_file(path)
+        _add_files(writer, pair, plan, calibration, pretrained, progress)
         record = _add_plan(writer, options, pretrained, limits, progress)
         provenance = {
             "command": list(command),
@@ -211,23 +214,32 @@ def _calibration(
     return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
 
 
-def _weights(
+def _add_files(
+    writer: EngineDirWriter,
     pair: CheckpointPair,
     plan: QuantizationPlan,
     calibration: Calibration,
     config: PretrainedConfig,
     progress: ProgressCallback,
-) -> Iterator[tuple[str, memoryview]]:
-    """The engine's tensors as bytes, reported one by one."""
+) -> None:
+    """The weights of all ranks, one file after the other and reported byte by byte, and the tokenizer."""
     dtype = _TORCH_DTYPES[config.dtype]
-    total_bytes = sum(size.planned_bytes for size in plan.sizes(config.dtype))
-    done_bytes = 0
+    rank_bytes = sum(header.num_bytes for header in tensor_headers(config).values())
+    total_bytes, done_bytes = rank_bytes * config.mapping.world_size, 0
+
+    def contents(mapping: Mapping) -> Iterator[tuple[str, memoryview]]:
+        nonlocal done_bytes
+        for name, tensor in engine_weights(pair, plan, calibration, dtype=dtype, mapping=mapping):
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield name, content
+            done_bytes += content.nbytes
+            progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+
     progress(BuildProgress(stage="writing weights", total_bytes=total_bytes))
-    for name, tensor in engine_weights(pair, plan, calibration, dtype=dtype, mapping=config.mapping):
-        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        yield name, content
-        done_bytes += content.nbytes
-        progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+    for rank in range(config.mapping.world_size):
+        writer.add_weights(rank, config, contents(config.mapping.of_rank(rank)))
+    for path in pair.tokenizer_files:
+        writer.add_tokenizer_file(path)
 
 
 def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, dict[str, Any]]:

@@ -119,16 +119,15 @@ class _PairWeights:
     def network(self) -> Network[Tensor]:
         """Bound to the weights as they are; the drafter has a head of its own where the plan makes it a copy."""
         target, draft = self._plan.target, self._plan.draft
-        target_weights = bind_target(target, self._plain, self._packed)
+
+        def rows(x: Tensor, start: int, stop: int) -> Tensor:
+            return x[start:stop]
+
+        target_weights = bind_target(target, self._plain, Mapping(), slice_rows=rows, packed=self._packed)
         draft_weights = None
         if draft is not None:
             draft_weights = bind_draft(
-                draft,
-                target_weights,
-                self._plain,
-                Mapping(),
-                slice_rows=lambda x, start, stop: x[start:stop],
-                packed=self._packed,
+                draft, target_weights, self._plain, Mapping(), slice_rows=rows, packed=self._packed
             )
             if "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
                 draft_weights = replace(draft_weights, lm_head=Linear(weight=self.plain("draft.lm_head")))

@@ -14,14 +14,15 @@ from torch import Tensor
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration import Advance, calibrate_pair
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
 from dflash_trt.quantize.calibrate import modelopt_version
 from dflash_trt.quantize.calibrate_prompts import calibration_prompts
 from dflash_trt.quantize.calibration_cache import cache_key, read_cached, write_cached
 from dflash_trt.quantize.hardware import require_hardware
-from dflash_trt.quantize.plan import QuantizationPlan, make_plan
-from dflash_trt.quantize.stream import engine_stream
+from dflash_trt.quantize.plan import QuantizationPlan, make_plan, sharding_problems
+from dflash_trt.quantize.stream import engine_stream, whole_weights
 
 PlanCallback = Callable[[QuantizationPlan], None]
 
@@ -35,6 +36,7 @@ def plan_quantization(
         ConfigError: a choice that cannot be; all of them in one error.
     """
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
+    raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, tp_size=config.tp_size))
     if torch.cuda.is_available():
         require_hardware(plan.formats, torch.cuda.get_device_capability())
     if on_plan is not None:
@@ -94,9 +96,9 @@ def engine_quantization(plan: QuantizationPlan, calibration: Calibration) -> Qua
 def engine_weights(
     pair: CheckpointPair, plan: QuantizationPlan, calibration: Calibration, *, dtype: torch.dtype, mapping: RankMapping
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the engine, in the order of its file, one weight in memory at a time."""
-    tensors = pair.iter_weights(dtype=dtype, mapping=mapping)
-    return engine_stream(tensors, plan, calibration, dtype=dtype)
+    """The tensors of one rank, in the order of its file, one weight in memory at a time."""
+    tensors = pair.iter_weights(dtype=dtype, mapping=mapping, whole_names=whole_weights(plan))
+    return engine_stream(tensors, plan, calibration, dtype=dtype, mapping=mapping)
 
 
 def component_sizes(plan: QuantizationPlan, config: BuildConfig) -> list[dict[str, Any]]:

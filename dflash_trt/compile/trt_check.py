@@ -19,6 +19,7 @@ from dflash_trt.compile.trt_builder import BuiltPlan, PlanOptions, StepsCallback
 from dflash_trt.compile.trt_spec import step_network_spec
 from dflash_trt.compile.trt_weights import host_packed, host_rope_tables, host_tensors
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.manifest import tensor_headers
@@ -55,6 +56,9 @@ def check_config(
         CheckpointError: the tensors or tokenizers are.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
+    if config.tp_size > 1:
+        mend = "Leave tp_size out, or leave --check out."
+        raise ConfigError(problem("--check", expected="tp_size 1", found=str(config.tp_size), mend=mend))
     pair = open_pair(base_dir / config.target, base_dir / config.drafter if config.drafter is not None else None)
     limits, notes = resolve_limits(config, pair.target, pair.draft)
     quantization = plan_quantization(config, pair).spec()

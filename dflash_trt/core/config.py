@@ -29,6 +29,7 @@ class BuildConfig(Frozen):
     max_num_tokens: int = Field(default=2048, ge=1)
     max_draft_len: int | None = Field(default=None, ge=0)
     page_size: int = Field(default=32, ge=1)
+    tp_size: int = Field(default=1, ge=1)  # ranks that share every layer, each with a process (and a GPU) of its own
     quantization: QuantizationConfig | None = None
     plugins: PluginMode = "plugin"  # of backend tensorrt: the plugin library, or plain layers (slow, for checks)
     plugin_library: str | None = None  # of backend tensorrt
@@ -37,6 +38,8 @@ class BuildConfig(Frozen):
     def _check(self) -> Self:
         if self.dtype == "float16" and self.backend != "tensorrt":
             raise ValueError("dtype float16 needs backend tensorrt; the torch backend has float32 and bfloat16")
+        if self.tp_size > 1 and self.backend != "torch":
+            raise ValueError(f"tp_size {self.tp_size} needs backend torch; backend {self.backend} runs one rank")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "

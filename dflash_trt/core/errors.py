@@ -6,6 +6,7 @@ DFlashError
 |-- BuildError        the engine cannot be built
 |-- EngineDirError    wrong version, GPU, hash
 |-- CapacityError     does not fit: memory, pages, max_seq_len
+|-- RankError         one of several ranks ended, or left the others' step
 `-- RequestError      this request only; the others go on
     `-- QueueFullError    too many requests wait already; try again later
 """
@@ -36,6 +37,10 @@ class EngineDirError(DFlashError):
 
 
 class CapacityError(DFlashError):
+    pass
+
+
+class RankError(DFlashError):
     pass
 
 

@@ -23,6 +23,10 @@ class Mapping(Frozen):
             raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
         return self
 
+    def of_rank(self, rank: int) -> "Mapping":
+        """The same cut, seen by another rank."""
+        return Mapping(world_size=self.world_size, tp_size=self.tp_size, pp_size=self.pp_size, rank=rank)
+
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp_size

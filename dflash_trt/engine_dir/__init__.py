@@ -10,6 +10,7 @@ from dflash_trt.engine_dir.manifest import (
     EngineLimits,
     EngineManifest,
     PretrainedConfig,
+    tensor_headers,
     weights_name,
 )
 from dflash_trt.engine_dir.opening import EngineDir, is_hashed
@@ -28,6 +29,7 @@ __all__ = [
     "check_output",
     "is_hashed",
     "needed_bytes_for",
+    "tensor_headers",
     "weights_name",
     "write_engine_dir",
 ]

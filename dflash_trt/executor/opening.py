@@ -18,10 +18,12 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class EngineExecutor(StepExecutor, Protocol):
-    """An executor that owns pages."""
+    """An executor that owns pages, and perhaps processes, which `close` ends."""
 
     @property
     def page_plan(self) -> PagePlan: ...
+
+    def close(self) -> None: ...
 
 
 def open_executor(
@@ -33,18 +35,33 @@ def open_executor(
     num_threads: int | None = None,
     device: Device = "auto",
 ) -> EngineExecutor:
-    """Rank 0, ready to step. `num_threads` and `device` are the torch backend's; "auto" is the GPU where there is one.
+    """Rank 0, ready to step, with a process for each other rank of the engine, which `close` ends.
+
+    `num_threads` and `device` are the torch backend's; "auto" is the GPU where there is one. With several ranks,
+    threads and memory are those of each: by default the ranks share the cores, and on a CPU the memory, evenly.
 
     Raises:
-        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton.
+        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton, or fewer GPUs than ranks.
         EngineDirError: this machine cannot run the engine; the message names what is missing.
         CapacityError: the pages of one max_seq_len sequence do not fit.
+        RankError: a rank's process did not start.
     """
     if engine.manifest.backend == "tensorrt":
         from dflash_trt.executor.trt_executor import TensorRTExecutor
 
         return TensorRTExecutor.open(
             engine,
+            use_drafter=use_drafter,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+        )
+    if engine.manifest.pretrained_config.mapping.world_size > 1:
+        from dflash_trt.executor.ranks import open_ranks
+
+        return open_ranks(
+            engine,
+            device="cuda" if _runs_on_gpu(device) else "cpu",
+            num_threads=num_threads,
             use_drafter=use_drafter,
             kv_cache_bytes=kv_cache_bytes,
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,

@@ -30,6 +30,7 @@ class PagePlan:
     target_bytes_per_token: int
     draft_bytes_per_token: int
     max_seq_len: int
+    num_ranks: int = 1  # each with pages like these
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,8 +51,9 @@ class PagePlan:
 
     def __str__(self) -> str:
         draft = f" + {self.draft_bytes_per_token} (drafter)" if self.draft_bytes_per_token else ""
+        ranks = f"on each of {self.num_ranks} ranks " if self.num_ranks > 1 else ""
         return (
-            f"{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
+            f"{ranks}{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
             f"{self.target_bytes_per_token} (target){draft} bytes per token, "
             f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
         )
@@ -72,13 +74,14 @@ def plan_engine_pages(
     use_drafter: bool = True,
     kv_cache_bytes: int | None = None,
     kv_cache_free_memory_fraction: float | None = None,
-    free_bytes: Callable[[], int] = free_host_memory_bytes,
+    free_bytes: Callable[[], int] | None = None,
     default_fraction: float = DEFAULT_FREE_MEMORY_FRACTION,
     num_pools: int = 1,
 ) -> PagePlan:
-    """The pages an engine gets on this machine: so many bytes, or a fraction of the memory that is free.
+    """The pages that each rank of an engine gets on this machine: so many bytes, or a fraction of the free memory.
 
-    `free_bytes` asks the device, where that is not the host. `num_pools` share the memory, each as large as the plan.
+    `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. `num_pools`
+    share the memory, each as large as the plan.
 
     Raises:
         ConfigError: both are given, or the fraction is not in (0, 1].
@@ -87,6 +90,10 @@ def plan_engine_pages(
     config, build = manifest.pretrained_config, manifest.build_config
     quantization = config.quantization
     element_bytes = _ELEMENT_BYTES[config.dtype]
+
+    def share_of_host() -> int:
+        return free_host_memory_bytes() // config.mapping.world_size
+
     has_fp8_target_kv = quantization is not None and quantization.target_kv is not None
     has_fp8_draft_kv = quantization is not None and quantization.draft_kv is not None
     return plan_pages(
@@ -98,7 +105,9 @@ def plan_engine_pages(
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        budget_bytes=_budget_bytes(kv_cache_bytes, kv_cache_free_memory_fraction, free_bytes, default_fraction)
+        budget_bytes=_budget_bytes(
+            kv_cache_bytes, kv_cache_free_memory_fraction, free_bytes or share_of_host, default_fraction
+        )
         // num_pools,
     )
 
@@ -166,6 +175,7 @@ def plan_pages(
         target_bytes_per_token=target_bytes,
         draft_bytes_per_token=draft_bytes,
         max_seq_len=max_seq_len,
+        num_ranks=mapping.world_size,
     )
 
 

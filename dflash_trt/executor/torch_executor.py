@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_moe import separated
 from dflash_trt.network.torch_ops import TorchOps, make_rope_table
 from dflash_trt.network.torch_packed import prepare_linear
+from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -43,8 +45,14 @@ class TorchExecutor:
         max_num_tokens: int,
         max_draft_len: int,
         quantization: QuantizationSpec | None = None,
+        ranks: RankGroup = ONE_RANK,
     ) -> None:
-        """`quantization` says which pages are FP8; packed weights are in the network already."""
+        """`quantization` says which pages are FP8; packed weights are in the network already.
+
+        `ranks` are those that have the other shares of the network; all of them make the same steps.
+        """
+        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        self._ranks = ranks
         self.page_plan = page_plan
         self.network = with_linears(with_experts(network, separated), prepare_linear)
         self.limits = limits_of(
@@ -66,12 +74,14 @@ class TorchExecutor:
         cls,
         engine: EngineDir,
         *,
+        rank: int = 0,
+        ranks: RankGroup = ONE_RANK,
         use_drafter: bool = True,
         kv_cache_bytes: int | None = None,
         kv_cache_free_memory_fraction: float | None = None,
         num_threads: int | None = None,
     ) -> TorchExecutor:
-        """Load rank 0's weights and plan the pages.
+        """Load one rank's weights and plan the pages, as many as every rank has room for.
 
         `num_threads` sets PyTorch's intra-op threads for the whole process. Pages are touched, and so cost memory,
         only when a request reaches them.
@@ -83,7 +93,7 @@ class TorchExecutor:
             torch.set_num_threads(num_threads)
         manifest = engine.manifest
         build = manifest.build_config
-        network = load_network(engine, use_drafter=use_drafter)
+        network = load_network(engine, rank=rank, use_drafter=use_drafter)
         page_plan = plan_engine_pages(
             manifest,
             use_drafter=use_drafter,
@@ -92,11 +102,12 @@ class TorchExecutor:
         )
         return cls(
             network,
-            page_plan=page_plan,
+            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
             max_batch_size=build.max_batch_size,
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,
             quantization=manifest.pretrained_config.quantization,
+            ranks=ranks,
         )
 
     @torch.inference_mode()
@@ -115,6 +126,9 @@ class TorchExecutor:
         inputs = step_inputs(sequence_batch(token_ids, page_size=self.limits.page_size))
         return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._pages.state)
 
+    def close(self) -> None:
+        """Nothing runs on its own."""
+
     def _ops(self, inputs: StepInputs[Tensor], *, num_draft_tokens: int) -> TorchOps:
         return TorchOps(
             inputs,
@@ -122,4 +136,5 @@ class TorchExecutor:
             page_size=self.limits.page_size,
             num_draft_tokens=num_draft_tokens,
             page_scales=self._pages.scales,
+            ranks=self._ranks,
         )

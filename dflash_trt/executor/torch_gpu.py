@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from dflash_trt.kernels.variant import MAX_REQUESTS
 from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_gpu_linear import prepare_device_linear
 from dflash_trt.network.torch_gpu_ops import GpuResources, TorchGpuOps
+from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -56,8 +58,14 @@ class TorchGpuExecutor:
         max_draft_len: int,
         device: torch.device,
         quantization: QuantizationSpec | None = None,
+        ranks: RankGroup = ONE_RANK,
     ) -> None:
-        """Raises ConfigError when the engine is larger than the kernels are made for."""
+        """`ranks` are those that have the other shares of the network; all of them make the same steps.
+
+        Raises ConfigError when the engine is larger than the kernels are made for.
+        """
+        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        self._ranks = ranks
         _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len)
         self.page_plan = page_plan
         self.network = with_linears(network, prepare_device_linear)
@@ -73,6 +81,7 @@ class TorchGpuExecutor:
         self._resources = GpuResources.allocate(
             network.target,
             network.draft,
+            tp_size=network.mapping.tp_size,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
             max_graph_rows=max(max_rows, MAX_GRAPH_TOKENS),
@@ -92,12 +101,16 @@ class TorchGpuExecutor:
         cls,
         engine: EngineDir,
         *,
+        rank: int = 0,
+        ranks: RankGroup = ONE_RANK,
         use_drafter: bool = True,
         kv_cache_bytes: int | None = None,
         kv_cache_free_memory_fraction: float | None = None,
         device: torch.device | None = None,
     ) -> TorchGpuExecutor:
-        """Load rank 0's weights to the GPU (the current one) and plan the pages in what it has free then.
+        """Load one rank's weights to the GPU (the current one) and plan the pages in what it has free then.
+
+        Every rank gets as many pages as all of them have room for.
 
         Raises:
             ConfigError, CapacityError: see `plan_engine_pages`.
@@ -105,7 +118,7 @@ class TorchGpuExecutor:
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         manifest = engine.manifest
         build = manifest.build_config
-        network = load_network(engine, use_drafter=use_drafter, device=str(device))
+        network = load_network(engine, rank=rank, use_drafter=use_drafter, device=str(device))
         page_plan = plan_engine_pages(
             manifest,
             use_drafter=use_drafter,
@@ -116,12 +129,13 @@ class TorchGpuExecutor:
         )
         executor = cls(
             network,
-            page_plan=page_plan,
+            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
             max_batch_size=build.max_batch_size,
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,
             device=device,
             quantization=manifest.pretrained_config.quantization,
+            ranks=ranks,
         )
         if device.type == "cuda":
             executor.warm_up()
@@ -218,7 +232,7 @@ class TorchGpuExecutor:
         with self.on_stream():
             self._staging.upload(shape)
             inputs = self._staging.inputs(shape)
-            ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0)
+            ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._pages.state)
             return logits.cpu()
 
@@ -231,10 +245,15 @@ class TorchGpuExecutor:
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
-        ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs)
+        ops: Any = TorchGpuOps(
+            inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs, ranks=self._ranks
+        )
         result = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
+
+    def close(self) -> None:
+        """Nothing runs on its own."""
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
-from dflash_trt.core.packed_spec import engine_table
+from dflash_trt.core.packed_spec import engine_table, rank_share
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor.page_budget import PagePlan
 from dflash_trt.network.ops import Experts, Linear, StepState
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
-def load_network(engine: EngineDir, *, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
-    """Rank 0's weights; its packed linears as they are stored."""
+def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
+    """One rank's weights; its packed linears as they are stored."""
     manifest = engine.manifest
+    mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
-    table = engine_table(manifest.target, manifest.draft, quantization)
-    plain, packed = split_packed(load_file(engine.weights_path(0), device=device), table, quantization.linears)
-    return bind_network(manifest.target, manifest.draft if use_drafter else None, plain, packed)
+    whole = engine_table(manifest.target, manifest.draft, quantization)
+    table = {name: rank_share(spec, mapping.tp_size) for name, spec in whole.items()}
+    plain, packed = split_packed(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
+    return bind_network(manifest.target, manifest.draft if use_drafter else None, plain, packed, mapping=mapping)
 
 
 def bind_network(
@@ -39,16 +41,21 @@ def bind_network(
     draft: DraftSpec | None,
     tensors: dict[str, Tensor],
     packed: dict[str, PackedWeight[Tensor]] | None = None,
+    *,
+    mapping: Mapping | None = None,
 ) -> Network[Tensor]:
     """Canonical tensors of one rank, and its packed linears -> the network; slices are views."""
-    target_weights = bind_target(target, tensors, packed)
+    mapping = mapping or Mapping()
+
+    def rows(x: Tensor, start: int, stop: int) -> Tensor:
+        return x[start:stop]
+
+    target_weights = bind_target(target, tensors, mapping, slice_rows=rows, packed=packed)
     draft_weights = None
     if draft is not None:
-        draft_weights = bind_draft(
-            draft, target_weights, tensors, Mapping(), slice_rows=lambda x, start, stop: x[start:stop], packed=packed
-        )
+        draft_weights = bind_draft(draft, target_weights, tensors, mapping, slice_rows=rows, packed=packed)
     return Network(
-        target=target, target_weights=target_weights, draft=draft, draft_weights=draft_weights, mapping=Mapping()
+        target=target, target_weights=target_weights, draft=draft, draft_weights=draft_weights, mapping=mapping
     )
 
 

@@ -152,6 +152,9 @@ class TensorRTExecutor:
             outputs = self._buffers.read(num_requests=last.num_requests, width=last.width)
         return _result(outputs, num_requests=last.num_real, has_drafts=True)
 
+    def close(self) -> None:
+        """Nothing runs on its own."""
+
     def pages(self) -> dict[str, Tensor]:
         """The pages as they are now, by state name; the last one is the scratch page of padding requests."""
         return dict(self._buffers.state)

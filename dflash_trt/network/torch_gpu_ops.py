@@ -39,6 +39,7 @@ from dflash_trt.network.torch_moe import (
     run_chosen_experts,
     run_grouped_experts,
 )
+from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class GpuResources:
         target: TargetSpec,
         draft: DraftSpec | None,
         *,
+        tp_size: int = 1,
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
         max_graph_rows: int,
@@ -153,13 +155,15 @@ class GpuResources:
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
         frequencies = [(decoder, rope_frequencies(decoder)) for decoder in decoders]
         workspaces = [
-            attention_launch.allocate_workspace(kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim, device=device)
+            attention_launch.allocate_workspace(
+                kv_heads=decoder.num_kv_heads // tp_size, head_dim=decoder.head_dim, device=device
+            )
             for decoder in decoders
         ]
         return cls(
             rope=tuple((decoder, torch.tensor(f.inv_freq, device=device), f.amplitude) for decoder, f in frequencies),
             attention_workspace=max(workspaces, key=len),
-            attended=torch.zeros(max_tokens * target.q_size, dtype=dtype, device=device),
+            attended=torch.zeros(max_tokens * target.q_size // tp_size, dtype=dtype, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             page_scales=page_scales,
             draft_layers=draft_layers,
@@ -177,12 +181,14 @@ class TorchGpuOps:
         *,
         num_draft_tokens: int,
         outputs: SamplingOutputs | None = None,
+        ranks: RankGroup = ONE_RANK,
     ) -> None:
         """`outputs` is where sampling writes, when the caller wants it at a fixed place."""
         self._inputs = inputs
         self._resources = resources
         self._num_draft_tokens = num_draft_tokens
         self._outputs = outputs
+        self._ranks = ranks
         self._requests = RequestTensors(
             token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
         )
@@ -346,11 +352,11 @@ class TorchGpuOps:
         tokens = _tensor(token_ids)
         return _tensor(draft_to_target).index_select(0, tokens.flatten()).view(tokens.shape).int()
 
-    def all_reduce(self, x: Value) -> Value:
-        return x  # one rank
+    def all_reduce(self, x: Value) -> Tensor:
+        return self._ranks.all_reduce(_tensor(x))
 
-    def all_gather_vocab(self, logits: Value) -> Value:
-        return logits  # one rank
+    def all_gather_vocab(self, logits: Value) -> Tensor:
+        return self._ranks.all_gather_columns(_tensor(logits))
 
     @property
     def _device(self) -> torch.device:

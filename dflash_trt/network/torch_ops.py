@@ -18,6 +18,7 @@ from dflash_trt.network.rope import rope_frequencies
 from dflash_trt.network.torch_linear import apply_linear
 from dflash_trt.network.torch_moe import chosen_experts, run_chosen_experts
 from dflash_trt.network.torch_packed import apply_packed
+from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 from dflash_trt.quantize.packed import PackedWeight
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
@@ -44,8 +45,10 @@ class TorchOps:
         page_size: int,
         num_draft_tokens: int,
         page_scales: Mapping[int, LayerKvScales] | None = None,
+        ranks: RankGroup = ONE_RANK,
     ) -> None:
         """`page_scales` belong to the FP8 pages among the state, by `id` of the tensor."""
+        self._ranks = ranks
         self._page_scales = page_scales or {}
         self._inputs = inputs
         self._rope_tables = rope_tables
@@ -153,7 +156,7 @@ class TorchOps:
         return pages if scales is None else torch_attention.ScaledPages(pages, scales)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x  # one rank
+        return self._ranks.all_reduce(x)
 
     def all_gather_vocab(self, logits: Tensor) -> Tensor:
-        return logits  # one rank
+        return self._ranks.all_gather_columns(logits)

@@ -135,17 +135,13 @@ def define_step_network(
 def _bind(
     spec: StepNetworkSpec, tensors: AbcMapping[str, HostTensor], packed: AbcMapping[str, PackedWeight[HostTensor]]
 ) -> Network[Any]:
-    target_weights = bind_target(spec.target, tensors, packed)
+    def rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+        return tensor.rows(start, stop)
+
+    target_weights = bind_target(spec.target, tensors, spec.mapping, slice_rows=rows, packed=packed)
     draft_weights = None
     if spec.draft is not None:
-        draft_weights = bind_draft(
-            spec.draft,
-            target_weights,
-            tensors,
-            spec.mapping,
-            slice_rows=lambda tensor, start, stop: tensor.rows(start, stop),
-            packed=packed,
-        )
+        draft_weights = bind_draft(spec.draft, target_weights, tensors, spec.mapping, slice_rows=rows, packed=packed)
     return Network(
         target=spec.target,
         target_weights=target_weights,

@@ -60,26 +60,35 @@ class DraftWeights(Generic[T]):
 
 
 def bind_target(
-    spec: TargetSpec, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]] | None = None
+    spec: TargetSpec,
+    tensors: AbcMapping[str, T],
+    mapping: Mapping,
+    *,
+    slice_rows: Callable[[T, int, int], T],
+    packed: AbcMapping[str, PackedWeight[T]] | None = None,
 ) -> TargetWeights[T]:
     """`packed` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
 
-    Raises KeyError on a missing tensor: the engine directory has proven the table before.
+    `slice_rows(tensor, start, stop)` should not copy. Raises KeyError on a missing tensor: the engine directory has
+    proven the table before.
     """
     packed = packed or {}
     embedding = tensors["target.embedding"]
-    is_tied = spec.is_embedding_tied and "target.lm_head" not in packed
     prefixes = [f"target.layers.{i}" for i in range(spec.num_layers)]
+    if spec.is_embedding_tied and "target.lm_head" not in packed:
+        lm_head = Linear(weight=_tied_head(spec, embedding, mapping, slice_rows))
+    else:
+        lm_head = _linear("target.lm_head", tensors, packed)
     return TargetWeights(
         embedding=embedding,
         layers=tuple(
-            _bind_layer(prefix, spec, tensors, packed, has_experts=spec.has_experts(i))
+            _bind_layer(prefix, spec, tensors, packed, mapping, has_experts=spec.has_experts(i))
             for i, prefix in enumerate(prefixes)
         ),
         qkv=tuple(_linear(f"{prefix}.qkv", tensors, packed) for prefix in prefixes),
         sinks=tuple(tensors.get(f"{prefix}.sinks") for prefix in prefixes),
         norm=tensors["target.norm"],
-        lm_head=Linear(weight=embedding) if is_tied else _linear("target.lm_head", tensors, packed),
+        lm_head=lm_head,
     )
 
 
@@ -107,7 +116,7 @@ def bind_draft(
         embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
         fc=_linear("draft.fc", tensors, packed),
         context_norm=tensors["draft.context_norm"],
-        layers=tuple(_bind_layer(prefix, spec, tensors, packed) for prefix in prefixes),
+        layers=tuple(_bind_layer(prefix, spec, tensors, packed, mapping) for prefix in prefixes),
         q=tuple(_linear(f"{prefix}.q", tensors, packed) for prefix in prefixes),
         context_kv=context_kv,
         block_kv=block_kv,
@@ -117,11 +126,20 @@ def bind_draft(
     )
 
 
+def _tied_head(spec: TargetSpec, embedding: T, mapping: Mapping, slice_rows: Callable[[T, int, int], T]) -> T:
+    """Every rank holds the whole embedding; its rows of it are its head."""
+    if mapping.tp_size == 1:
+        return embedding
+    num_rows = spec.vocab_size // mapping.tp_size
+    return slice_rows(embedding, mapping.tp_rank * num_rows, (mapping.tp_rank + 1) * num_rows)
+
+
 def _bind_layer(
     prefix: str,
     spec: DecoderSpec,
     tensors: AbcMapping[str, T],
     packed: AbcMapping[str, PackedWeight[T]],
+    mapping: Mapping,
     *,
     has_experts: bool = False,
 ) -> LayerWeights[T]:
@@ -129,14 +147,19 @@ def _bind_layer(
         attention_norm=tensors[f"{prefix}.attention_norm"],
         q_norm=tensors[f"{prefix}.q_norm"] if spec.has_qk_norm else None,
         k_norm=tensors[f"{prefix}.k_norm"] if spec.has_qk_norm else None,
-        o=_linear(f"{prefix}.o", tensors, packed),
+        o=_summed(_linear(f"{prefix}.o", tensors, packed), mapping),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
-        mlp=_experts(prefix, tensors, packed) if has_experts else _mlp(prefix, tensors, packed),
+        mlp=_experts(prefix, tensors, packed) if has_experts else _mlp(prefix, tensors, packed, mapping),
     )
 
 
-def _mlp(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Mlp[T]:
-    return Mlp(gate_up=_linear(f"{prefix}.gate_up", tensors, packed), down=_linear(f"{prefix}.down", tensors, packed))
+def _mlp(
+    prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]], mapping: Mapping
+) -> Mlp[T]:
+    return Mlp(
+        gate_up=_linear(f"{prefix}.gate_up", tensors, packed),
+        down=_summed(_linear(f"{prefix}.down", tensors, packed), mapping),
+    )
 
 
 def _experts(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> StackedExperts[T]:
@@ -147,6 +170,11 @@ def _experts(prefix: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, P
         gate_up_bias=tensors.get(f"{prefix}.experts.gate_up_bias"),
         down_bias=tensors.get(f"{prefix}.experts.down_bias"),
     )
+
+
+def _summed(linear: Linear[T], mapping: Mapping) -> Linear[T]:
+    """A linear whose results the ranks add up: the bias must be added once, so only rank 0 keeps it."""
+    return linear if mapping.tp_rank == 0 else replace(linear, bias=None)
 
 
 def _linear(name: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Linear[T]:

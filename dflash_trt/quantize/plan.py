@@ -41,6 +41,10 @@ class PlannedLinear:
     is_stored: bool = False
 
     @property
+    def is_to_be_packed(self) -> bool:
+        return self.format is not None and not self.is_stored
+
+    @property
     def needs_activations(self) -> bool:
         return not self.is_stored and self.format in ("fp8", "nvfp4")
 
@@ -138,6 +142,22 @@ def make_plan(
         target=target,
         draft=draft,
     )
+
+
+def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
+    """Why packed linears cannot be cut for so many ranks; empty when they can."""
+    problems = []
+    for linear in plan.linears:
+        if linear.spec.sharding != "columns" or linear.format not in ("nvfp4", "nvfp4_w4a16"):
+            continue
+        columns = linear.spec.shape[1] // tp_size
+        if columns % BLOCK_COLUMNS:
+            override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
+            expected = f"input features per rank in blocks of {BLOCK_COLUMNS} for {linear.format}"
+            found = f"{columns} with tp_size {tp_size}"
+            mend = f"Choose a smaller tp_size{override}."
+            problems.append(problem(linear.name, expected=expected, found=found, mend=mend))
+    return problems
 
 
 def component_of(name: str, spec: WeightSpec) -> Component:

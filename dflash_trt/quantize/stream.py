@@ -4,11 +4,14 @@ Packs what the plan says, keeps what a checkpoint holds packed, and adds the pac
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from dflash_trt.checkpoint.sharding import shard
+from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.packed_spec import engine_table, segments_of
 from dflash_trt.core.quantization import Calibration, WeightFormat
 from dflash_trt.core.weight_spec import WeightSpec
@@ -20,28 +23,66 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def engine_stream(
-    tensors: NamedTensors, plan: QuantizationPlan, calibration: Calibration, *, dtype: torch.dtype
+    tensors: NamedTensors,
+    plan: QuantizationPlan,
+    calibration: Calibration,
+    *,
+    dtype: torch.dtype,
+    mapping: RankMapping | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """`CheckpointPair.iter_weights` as the tensors of `engine_dir`, in the same order; one weight in memory at a time.
+
+    With a `mapping` of several ranks, `tensors` are that rank's, but for `whole_weights`, which are cut here: every
+    rank then holds its part of the same codes.
 
     Raises:
         CheckpointError: a weight without a usable range.
     """
+    mapping = mapping or RankMapping()
     planned = {linear.name: linear for linear in plan.linears}
-    models = engine_table(plan.target, plan.draft, None)
-    copies = [linear for linear in plan.linears if linear.name not in models]  # of the head; last in the file
-    head = "target.embedding" if plan.target.is_embedding_tied else "target.lm_head"
-    packed_copies: dict[str, Tensor] = {}
+    copies = _copies(plan)
+    head, uncut = _head(plan), whole_weights(plan)
+    table, packed_copies = plan.table(), dict[str, Tensor]()
     for name, tensor in joined(tensors, dtype=dtype):
         if name == head:
             for linear in copies:
-                packed_copies |= engine_tensors(linear.name, pack_linear(linear, tensor, calibration))
+                packed_copies |= _packed_share(linear, tensor, calibration, mapping)
         known = planned.get(name)
-        if known is None or known.format is None or known.is_stored:
-            yield name, tensor
+        if known is not None and known.is_to_be_packed:
+            yield from _packed_share(known, tensor, calibration, mapping).items()
         else:
-            yield from engine_tensors(name, pack_linear(known, tensor, calibration)).items()
+            yield name, shard(tensor, table[name], mapping) if name in uncut else tensor
     yield from packed_copies.items()
+
+
+def whole_weights(plan: QuantizationPlan) -> frozenset[str]:
+    """What has to be read whole on every rank: the ranges of a weight are those of all of it."""
+    names = {linear.name for linear in plan.linears if linear.is_to_be_packed}
+    return frozenset(names | ({_head(plan)} if _copies(plan) else set()))
+
+
+def _copies(plan: QuantizationPlan) -> list[PlannedLinear]:
+    """Of the head; last in the file."""
+    models = engine_table(plan.target, plan.draft, None)
+    return [linear for linear in plan.linears if linear.name not in models]
+
+
+def _head(plan: QuantizationPlan) -> str:
+    return "target.embedding" if plan.target.is_embedding_tied else "target.lm_head"
+
+
+def _packed_share(
+    linear: PlannedLinear, weight: Tensor, calibration: Calibration, mapping: RankMapping
+) -> dict[str, Tensor]:
+    """A whole weight, packed, then cut: codes and block scales as the weight is, the other scales kept."""
+    whole = engine_tensors(linear.name, pack_linear(linear, weight, calibration))
+    if mapping.tp_size == 1:
+        return whole
+    cut = replace(linear.spec, segments=segments_of(linear.spec))
+    return {
+        name: shard(tensor, replace(cut, shape=tuple(tensor.shape)), mapping) if tensor.dim() == 2 else tensor
+        for name, tensor in whole.items()
+    }
 
 
 def pack_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> PackedWeight[Tensor]:

@@ -6,6 +6,7 @@ with LLM("engine") as llm:
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,9 @@ class LLM(Generator):
         unless told); `page_plan` says what it came to.
 
         `device` is where an engine of the torch backend runs: "cpu", "cuda", or "auto", the GPU where there is one.
+        An engine of several ranks starts a process for each rank but one, and ends them with `close`; threads and
+        memory are then those of each rank. `num_threads` None: PyTorch's choice, and its even share of the cores for
+        each of several ranks.
 
         `seed` makes requests without a seed of their own reproducible. More than `max_queue_len` waiting requests are
         refused; None: any number may wait.
@@ -63,6 +67,7 @@ class LLM(Generator):
         Raises:
             EngineDirError: the directory is not an engine this version can run.
             CapacityError: the engine does not fit into memory.
+            RankError: a rank's process did not start.
             ConfigError: num_draft_tokens is beyond what the engine can draft, the K/V budget is no budget, or the
                 device is not there.
         """
@@ -77,20 +82,28 @@ class LLM(Generator):
             num_threads=num_threads,
             device=device,
         )
-        self.page_plan = executor.page_plan
-        if draft_length is None:
-            most = checked_draft_length(num_draft_tokens, executor.limits.max_draft_len)
-            draft_length = AdaptiveDraftLength(most) if adapts_draft_length else FixedDraftLength(most)
-        config = scheduler_config or SchedulerConfig(reuses_prefixes=reuses_prefixes, max_queue_len=max_queue_len)
-        scheduler = Scheduler(executor.limits, config, draft_length)
-        target = self.engine.manifest.target
-        super().__init__(
-            EngineLoop(executor, scheduler, overlaps=overlaps_steps),
-            vocab_size=target.vocab_size,
-            codec=open_codec(self.engine),
-            eos_token_ids=target.eos_token_ids,
-            seed=seed,
-        )
+        with ExitStack() as stack:  # until everything is well
+            stack.callback(executor.close)
+            self.page_plan = executor.page_plan
+            if draft_length is None:
+                most = checked_draft_length(num_draft_tokens, executor.limits.max_draft_len)
+                draft_length = AdaptiveDraftLength(most) if adapts_draft_length else FixedDraftLength(most)
+            config = scheduler_config or SchedulerConfig(reuses_prefixes=reuses_prefixes, max_queue_len=max_queue_len)
+            scheduler = Scheduler(executor.limits, config, draft_length)
+            target = self.engine.manifest.target
+            super().__init__(
+                EngineLoop(executor, scheduler, overlaps=overlaps_steps),
+                vocab_size=target.vocab_size,
+                codec=open_codec(self.engine),
+                eos_token_ids=target.eos_token_ids,
+                seed=seed,
+            )
+            stack.pop_all()
+        self._executor = executor
+
+    def close(self, *, drains: bool = False) -> None:
+        super().close(drains=drains)
+        self._executor.close()
 
 
 def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> int:

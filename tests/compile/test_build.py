@@ -10,8 +10,13 @@ from safetensors.torch import load_file
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import BuildProgress, build_engine
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.packed_spec import engine_table
+from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.core.weight_spec import WeightSpec
 from dflash_trt.engine_dir import EngineDir
+from tests.checkpoint.joining import join, ranks
 from tests.factories import make_target, make_zlab_drafter
 
 
@@ -37,6 +42,50 @@ def test_the_engine_holds_exactly_the_pairs_canonical_tensors(base_dir: Path, tm
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(stored[name], tensor), name
+
+
+def test_an_engine_of_two_ranks_holds_each_ranks_share(base_dir: Path, tmp_path: Path) -> None:
+    engine = _build(base_dir, tmp_path / "engine", tp_size=2)
+    assert engine.manifest.pretrained_config.mapping == Mapping(world_size=2, tp_size=2)
+    pair = open_pair(base_dir / "target", base_dir / "drafter")
+    for mapping in ranks(2):
+        stored = load_file(engine.weights_path(mapping.rank))
+        expected = dict(pair.iter_weights(dtype=torch.float32, mapping=mapping))
+        assert list(stored) and stored.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(stored[name], tensor), name
+
+
+def test_the_packed_shares_of_two_ranks_are_those_of_the_packed_whole(base_dir: Path, tmp_path: Path) -> None:
+    """The same codes and scales: what a format rounds does not depend on the number of ranks."""
+    quantization = QuantizationConfig(
+        target="nvfp4_w4a16", drafter="none", lm_head="nvfp4_w4a16", draft_lm_head="nvfp4_w4a16"
+    )
+    whole = _build(base_dir, tmp_path / "whole", quantization=quantization)
+    cut = _build(base_dir, tmp_path / "cut", quantization=quantization, tp_size=2)
+    config = whole.manifest.pretrained_config
+    table = engine_table(config.target, config.draft, config.quantization)
+    expected = load_file(whole.weights_path(0))
+    shares = [load_file(cut.weights_path(rank)) for rank in range(2)]
+    assert shares[0].keys() == shares[1].keys() == expected.keys()
+    for name, tensor in expected.items():
+        spec = table[name.removesuffix(".block_scale").removesuffix(".weight_scale")]
+        sharding = spec.sharding if tensor.dim() == len(spec.shape) else "replicated"
+        spec = WeightSpec(shape=tuple(tensor.shape), sharding=sharding, segments=spec.segments or (spec.shape[0],))
+        pieces = [share[name].view(torch.uint8) if tensor.itemsize == 1 else share[name] for share in shares]
+        assert torch.equal(join(pieces, spec), tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor), name
+
+
+def test_a_number_of_ranks_that_does_not_divide_is_refused_before_any_work(base_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a divisor of target num_kv_heads 2, found 4"):
+        _build(base_dir, tmp_path / "engine", tp_size=4)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_blocks_that_ranks_would_share_are_refused_by_name(base_dir: Path, tmp_path: Path) -> None:
+    """40 of the drafter's 80 columns are two and a half blocks."""
+    with pytest.raises(ConfigError, match=r"draft.layers.0.down: expected input features per rank in blocks of 16"):
+        _build(base_dir, tmp_path / "engine", tp_size=2, quantization=QuantizationConfig(drafter="nvfp4_w4a16"))
 
 
 def test_provenance_holds_the_hash_of_every_input_file(base_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""One rank's share of an engine, opened: what rank 0 and its workers have in common.
+
+Knows which device and how many threads a rank gets; refuses to know who starts the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.executor.page_budget import PagePlan
+from dflash_trt.executor.torch_executor import TorchExecutor
+from dflash_trt.network.torch_ranks import ProcessRanks
+
+if TYPE_CHECKING:
+    from dflash_trt.core.batch import ExecutorLimits
+    from dflash_trt.engine_dir import EngineDir
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareOptions:
+    """What every rank is told alike. `num_threads` and `kv_cache_bytes` are those of one rank."""
+
+    num_ranks: int
+    store_path: Path  # a file that does not exist yet, through which the ranks meet
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    timeout_s: float  # of one exchange between ranks
+    use_drafter: bool
+    kv_cache_bytes: int | None
+    kv_cache_free_memory_fraction: float | None
+
+
+class ShareExecutor(Protocol):
+    """What a rank runs: the torch executor of its device."""
+
+    limits: ExecutorLimits
+    page_plan: PagePlan
+
+    def step(self, batch: StepBatch) -> StepResult: ...
+
+    def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
+
+
+def join(options: ShareOptions, rank: int) -> ProcessRanks:
+    """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
+    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return ProcessRanks.join(
+        options.store_path, rank=rank, num_ranks=options.num_ranks, device=device, timeout_s=options.timeout_s
+    )
+
+
+def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShareOptions) -> ShareExecutor:
+    """Load the rank's weights and agree on the pages; every rank calls it.
+
+    Raises:
+        ConfigError, CapacityError: see the executors' `open`.
+        ExchangeError: another rank failed.
+    """
+    if options.device == "cuda":
+        from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+
+        torch.set_num_threads(options.num_threads)  # the CPU still packs and reads steps
+        return TorchGpuExecutor.open(
+            engine,
+            rank=rank,
+            ranks=ranks,
+            use_drafter=options.use_drafter,
+            kv_cache_bytes=options.kv_cache_bytes,
+            kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
+            device=ranks.device,
+        )
+    with ThreadPoolExecutor(max_workers=1) as opener:  # see `opening.open_executor`
+        return opener.submit(
+            TorchExecutor.open,
+            engine,
+            rank=rank,
+            ranks=ranks,
+            use_drafter=options.use_drafter,
+            kv_cache_bytes=options.kv_cache_bytes,
+            kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
+            num_threads=options.num_threads,
+        ).result()
+
+
+def fingerprint(outcome: StepResult | Tensor) -> bytes:
+    """Equal for ranks that computed the same bits, in practice for no others."""
+    if isinstance(outcome, Tensor):
+        return hashlib.sha256(outcome.cpu().contiguous().view(torch.uint8).numpy().data).digest()
+    integers, logprobs = array("q"), array("d")
+    for row in outcome.requests:
+        integers.extend((*row.emitted_tokens, row.num_accepted, *row.draft_tokens, row.next_context_len))
+        logprobs.extend(row.logprobs)
+    return hashlib.sha256(integers.tobytes() + logprobs.tobytes()).digest()
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """The cores this process may use, shared evenly."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // num_ranks)

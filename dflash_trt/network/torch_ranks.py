@@ -1,0 +1,130 @@
+"""What tensor-parallel ranks exchange inside a step, in PyTorch: sums and vocabulary shards.
+
+Knows `torch.distributed`'s process groups and what it takes to make one; who starts the other ranks is not its
+business. Every rank makes the same calls in the same order, and every rank gets the same bits.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+
+_LOOPBACK = "127.0.0.1"
+_DIST: Any = distributed  # its groups and stores are untyped in PyTorch
+
+
+class ExchangeError(RuntimeError):
+    """Another rank is gone, or late."""
+
+
+class RankGroup(Protocol):
+    """The ranks that share one network."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks; may be written into `x`."""
+        ...
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        """[N, C] of each rank -> [N, ranks * C], rank 0's first."""
+        ...
+
+    def smallest(self, number: int) -> int:
+        """Of the numbers that the ranks have."""
+        ...
+
+
+class OneRank:
+    """Implements RankGroup without anybody else."""
+
+    num_ranks = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        return x
+
+    def smallest(self, number: int) -> int:
+        return number
+
+
+ONE_RANK = OneRank()
+
+
+class ProcessRanks:
+    """Implements RankGroup over processes: gloo for tensors on the CPU, NCCL for those on a GPU.
+
+    The group is this object's own, so that a program's default group, and other engines, are left alone.
+    `num_calls` counts what was exchanged: ranks with the same count are at the same place.
+    """
+
+    def __init__(self, group: Any, num_ranks: int, device: torch.device) -> None:
+        self.num_ranks = num_ranks
+        self.device = device
+        self.num_calls = 0
+        self._group = group
+
+    @classmethod
+    def join(
+        cls, store_path: Path, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+    ) -> "ProcessRanks":
+        """Returns when all ranks have joined; they meet through a file that is not there before.
+
+        Raises ExchangeError when they do not come, and so does every exchange when one is gone or late.
+        """
+        store = _DIST.FileStore(str(store_path), num_ranks)
+        if device.type == "cuda":
+            make_group = _DIST.ProcessGroupNCCL
+            options = _DIST.ProcessGroupNCCL.Options()
+        else:
+            make_group = _DIST.ProcessGroupGloo
+            options = _DIST.ProcessGroupGloo._Options()
+            options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = timedelta(seconds=timeout_s)
+        with _named_errors():
+            ranks = cls(make_group(store, rank, num_ranks, options), num_ranks, device)
+        ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
+        return ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._exchange(self._group.allreduce, [x])
+        return x
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        num_rows, num_columns = x.shape
+        gathered = x.new_empty(self.num_ranks * num_rows, num_columns)
+        self._exchange(self._group._allgather_base, gathered, x.contiguous())
+        by_rank = gathered.view(self.num_ranks, num_rows, num_columns)
+        return by_rank.transpose(0, 1).reshape(num_rows, self.num_ranks * num_columns)  # ranks beside each other
+
+    def smallest(self, number: int) -> int:
+        tensor = torch.tensor([number], device=self.device)
+        options = _DIST.AllreduceOptions()
+        options.reduceOp = _DIST.ReduceOp.MIN
+        self._exchange(self._group.allreduce, [tensor], options)
+        return int(tensor.item())
+
+    def abort(self) -> None:
+        """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""
+        self._group.abort()
+
+    def _exchange(self, start: Callable[..., Any], *arguments: Any) -> None:
+        """Start it and wait for it: on a GPU, only the stream does."""
+        self.num_calls += 1
+        with _named_errors():
+            start(*arguments).wait()
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(str(error).splitlines()[0]) from error

@@ -1,0 +1,290 @@
+"""Two ranks compute what one computes, and whatever happens to one of them is told and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor import opening, rank_workers, ranks
+from dflash_trt.executor.rank_process import RunStep
+from dflash_trt.executor.ranks import RankedExecutor
+from dflash_trt.executor.torch_executor import TorchExecutor
+from dflash_trt.network.ops import Linear
+from tests.executor.rank_engines import (
+    PACKED,
+    build,
+    make_speculators_pair,
+    make_zlab_pair,
+    opened,
+    skipping,
+    write_calibration_prompts,
+)
+from tests.traces import GREEDY, PROMPTS, SAMPLED, integers, logprobs, trace
+
+K = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    one: TorchExecutor
+    two: RankedExecutor
+    engine: EngineDir  # of two ranks
+
+
+@pytest.fixture(scope="module", params=["the target's head", "a reduced vocabulary", "packed"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    root = tmp_path_factory.mktemp("pair")
+    fields: dict[str, Any] = {}
+    if request.param == "a reduced vocabulary":
+        make_speculators_pair(root)
+    else:
+        make_zlab_pair(root)
+    if request.param == "packed":
+        if not _has_modelopt():
+            pytest.skip("modelopt is not installed: scripts/test installs it")
+        write_calibration_prompts(root)
+        fields["quantization"] = PACKED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        engines = [build(root, tp_size=tp_size, **fields) for tp_size in (1, 2)]
+    with opened(engines[0]) as one, opened(engines[1]) as two:
+        yield Pair(one, two, engines[1])
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> EngineDir:
+    make_zlab_pair(tmp_path)
+    return build(tmp_path, tp_size=2)
+
+
+def _has_modelopt() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("modelopt") is not None
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize(
+    ("samplings", "ks"),
+    [(GREEDY, (K,)), (GREEDY, (0,)), (SAMPLED, (K,)), (SAMPLED, (K, 0, 1))],
+    ids=["greedy", "greedy without drafts", "sampled", "sampled, K changing"],
+)
+def test_every_step_of_a_mixed_trace_equals_that_of_one_rank(pair: Pair, samplings: Any, ks: tuple[int, ...]) -> None:
+    expected, _ = trace(pair.one, samplings, num_draft_tokens=ks)
+    found, _ = trace(pair.two, samplings, num_draft_tokens=ks)
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)  # measured 4e-6
+
+
+def test_accepted_and_rejected_drafts_are_those_of_one_rank(pair: Pair) -> None:
+    """Drafts that are right but for every fifth token."""
+    _, runs = trace(pair.one, SAMPLED, num_draft_tokens=(0,), num_new=16)
+    texts = [[(token + 1) % 12 if i % 5 == 4 else token for i, token in enumerate(run.tokens)] for run in runs]
+    expected, runs = trace(pair.one, SAMPLED, num_draft_tokens=(K,), proposals=texts)
+    found, _ = trace(pair.two, SAMPLED, num_draft_tokens=(K,), proposals=texts)
+    assert integers(found) == integers(expected)
+    accepted = [count for run in runs for count in run.num_accepted]
+    assert {0, K} <= set(accepted)
+
+
+def test_all_ranks_have_the_same_logits_bit_for_bit(pair: Pair) -> None:
+    """`target_logits` compares the hashes of all ranks; see the perturbed twin below."""
+    prompt = list(PROMPTS[1])
+    torch.testing.assert_close(pair.two.target_logits(prompt), pair.one.target_logits(prompt), rtol=0, atol=1e-4)
+
+
+def test_both_ranks_have_the_pages_of_half_the_heads(pair: Pair) -> None:
+    assert pair.two.page_plan.bytes_per_token * 2 == pair.one.page_plan.bytes_per_token
+    assert str(pair.two.page_plan).startswith("on each of 2 ranks ")
+    assert pair.two.limits == replace(pair.one.limits, num_pages=pair.two.limits.num_pages)
+
+
+def test_a_lost_weight_of_one_rank_changes_the_tokens(pair: Pair) -> None:
+    """The perturbed twin of the traces: the ranks still agree with each other."""
+    expected, _ = trace(pair.one, GREEDY, num_draft_tokens=(K,))
+    local = pair.two._local
+    network = local.network
+    layers = list(network.target_weights.layers)
+    layers[2] = replace(layers[2], down=Linear(weight=torch.zeros(64, 48)))
+    local.network = replace(network, target_weights=replace(network.target_weights, layers=tuple(layers)))
+    found, _ = trace(pair.two, GREEDY, num_draft_tokens=(K,))
+    local.network = network
+    assert integers(found) != integers(expected)
+
+
+@pytest.mark.parametrize("skipped", [0, 7], ids=["first layer", "last layer"])
+def test_a_rank_that_skips_a_sum_changes_the_logits(pair: Pair, skipped: int) -> None:
+    """Another perturbed twin: rank 0 takes part, but ignores what came of it. The ranks exchange wrong logits then."""
+    expected = pair.one.target_logits(PROMPTS[1])
+    with skipping(pair.two._local, skipped):
+        found = pair.two.target_logits(PROMPTS[1])
+    assert (found - expected).abs().max() > 0.1  # those of all ranks are within 1e-4
+
+
+def test_ranks_that_come_to_different_logits_are_found_out(engine: EngineDir) -> None:
+    """The perturbed twin of equal bits: rank 0 ignores the other's half of the vocabulary."""
+    with opened(engine) as two, skipping(two._local, 8):
+        with pytest.raises(RankError, match="2 ranks: expected the same tokens and log-probabilities"):
+            two.target_logits(PROMPTS[1])
+        assert not _alive(two.worker_process_ids)
+
+
+def test_ranks_agree_on_the_fewest_pages(engine: EngineDir) -> None:
+    class Poor:
+        num_ranks = 2
+
+        def smallest(self, number: int) -> int:
+            return min(number, 17)
+
+    executor = TorchExecutor.open(engine, ranks=Poor(), kv_cache_bytes=1 << 20)  # type: ignore[arg-type]
+    assert executor.limits.num_pages == executor.page_plan.num_pages == 17
+
+
+# What happens to processes
+
+
+def test_closing_ends_the_workers(engine: EngineDir) -> None:
+    with opened(engine) as two:
+        trace(two, GREEDY, num_draft_tokens=(K,))
+        process_ids = two.worker_process_ids
+        assert len(_alive(process_ids)) == 1
+    assert not _alive(process_ids)
+    with pytest.raises(RankError, match="expected an open one, found a closed one"):
+        two.step(_batch(5))
+
+
+def test_a_worker_that_is_killed_is_named_within_seconds(engine: EngineDir) -> None:
+    with opened(engine) as two:
+        two.step(_batch(5))
+        os.kill(two.worker_process_ids[0], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found a process ended by SIGKILL\. .*open the engine"):
+            two.step(_batch(5))
+        with pytest.raises(RankError, match="rank 1 of 2"):  # from then on
+            two.step(_batch(5))
+        assert time.monotonic() - started < 15
+
+
+def test_four_ranks_give_the_tokens_of_one_and_the_lost_one_is_named(tmp_path: Path) -> None:
+    make_zlab_pair(tmp_path, num_key_value_heads=4)
+    engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 4)]
+    with opened(engines[0]) as one, opened(engines[1]) as four:
+        expected, _ = trace(one, GREEDY, num_draft_tokens=(K,), num_new=6)
+        found, _ = trace(four, GREEDY, num_draft_tokens=(K,), num_new=6)
+        assert integers(found) == integers(expected)
+        os.kill(four.worker_process_ids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 2 of 4: .* found a process ended by SIGKILL"):
+            four.step(_batch(5))
+        assert time.monotonic() - started < 15
+        assert not _alive(four.worker_process_ids)
+
+
+def test_a_rank_that_fails_alone_is_named_with_its_error(engine: EngineDir) -> None:
+    with opened(engine) as two:
+        tell, started = two._workers.tell, time.monotonic()
+        two._workers.tell = lambda order: tell(RunStep(batch=_batch(99)) if isinstance(order, RunStep) else order)
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found IndexError: index out of range"):
+            two.step(_batch(5))
+        assert time.monotonic() - started < 15
+        assert not _alive(two.worker_process_ids)
+
+
+def test_a_step_that_fails_on_every_rank_costs_only_the_step(pair: Pair) -> None:
+    """The engine loop runs it again in parts."""
+    expected = pair.two.step(_batch(5))
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            pair.two.step(_batch(99))
+    assert pair.two.step(_batch(5)) == expected
+
+
+def test_a_worker_that_hangs_is_named_in_time(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ranks.TIMEOUTS_S, "cpu", 3.0)
+    monkeypatch.setattr(ranks, "_FAILURE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(rank_workers, "_END_TIMEOUT_S", 0.5)
+    with opened(engine) as two:
+        os.kill(two.worker_process_ids[0], signal.SIGSTOP)
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found no answer within"):
+            two.step(_batch(5))
+        assert not _alive(two.worker_process_ids)
+
+
+def test_memory_that_is_too_small_is_refused_and_leaves_nothing(engine: EngineDir) -> None:
+    with (
+        pytest.raises(CapacityError, match="K/V pages: expected room for one sequence"),
+        opened(engine, kv_cache_bytes=10),
+    ):
+        pass
+
+
+def test_an_engine_that_a_worker_cannot_open_is_told(engine: EngineDir) -> None:
+    (engine.path / "rank1.safetensors").unlink()  # rank 0 has checked the directory before
+    found = "rank1.safetensors: expected a file, found none"
+    with pytest.raises(EngineDirError, match=f"rank 1 of 2: .*{found}"), opened(engine):
+        pass
+
+
+def test_fewer_gpus_than_ranks_are_refused(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_runs_on_gpu", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="ranks: expected at most 1, the number of GPUs, found 2"):
+        opening.open_executor(engine, device="cuda")
+
+
+def test_workers_end_with_rank_0_whatever_ends_it(engine: EngineDir) -> None:
+    """The program has no `if __name__ == "__main__"`, and is killed."""
+    program = (
+        "from dflash_trt.engine_dir import EngineDir\n"
+        "from dflash_trt.executor.opening import open_executor\n"
+        f"executor = open_executor(EngineDir.open({str(engine.path)!r}), device='cpu', kv_cache_bytes=1 << 20)\n"
+        "print(*executor.worker_process_ids, flush=True)\n"
+        "input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process_ids = tuple(map(int, process.stdout.readline().split()))
+        assert len(_alive(process_ids)) == 1
+        process.kill()
+    deadline = time.monotonic() + 10
+    while _alive(process_ids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(process_ids)
+
+
+def _batch(token: int) -> StepBatch:
+    request = ScheduledRequest(
+        request_id="request",
+        token_ids=(token,),
+        context_len=0,
+        num_candidates=0,
+        page_ids=(0,),
+        sampling=StepSampling(),
+    )
+    return StepBatch(requests=(request,), num_draft_tokens=K)
+
+
+def _alive(process_ids: tuple[int, ...]) -> list[int]:
+    alive = []
+    for process_id in process_ids:
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            continue
+        alive.append(process_id)
+    return alive

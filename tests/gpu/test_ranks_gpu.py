@@ -1,0 +1,40 @@
+"""Two ranks on two GPUs: NCCL, and exchanges inside CUDA graphs. Written without a GPU, and not yet run on one."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.core.errors import RankError
+from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.traces import GREEDY, SAMPLED, integers, trace
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs: NCCL, exchanges in CUDA graphs"),
+]
+
+
+@pytest.mark.parametrize("samplings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_two_gpus_give_the_tokens_of_one_rank_on_a_cpu(tmp_path: Path, samplings: list) -> None:
+    make_zlab_pair(tmp_path)
+    engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
+    with opened(engines[0]) as one, opened(engines[1], device="cuda") as two:
+        expected, _ = trace(one, samplings, num_draft_tokens=(3,))
+        for _ in range(3):  # run, capture, replay
+            found, _ = trace(two, samplings, num_draft_tokens=(3,))
+            assert integers(found) == integers(expected)
+
+
+def test_a_killed_worker_does_not_leave_the_other_gpu_waiting(tmp_path: Path) -> None:
+    make_zlab_pair(tmp_path)
+    with opened(build(tmp_path, tp_size=2), device="cuda") as two:
+        trace(two, GREEDY, num_draft_tokens=(3,))
+        os.kill(two.worker_process_ids[0], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of 2"):
+            trace(two, GREEDY, num_draft_tokens=(3,))
+        assert time.monotonic() - started < 60

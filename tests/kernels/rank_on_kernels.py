@@ -1,0 +1,33 @@
+"""One rank of two that runs the GPU's ops under Triton's interpreter. As a program, it is rank 1: ENGINE STORE."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from dflash_trt.network.torch_ranks import ProcessRanks
+from tests.executor.rank_engines import KV_CACHE_BYTES, skipping
+from tests.traces import GREEDY, PROMPTS, Steps, trace
+
+REQUESTS: dict[str, Any] = {"samplings": GREEDY[:1], "num_draft_tokens": (3,), "num_new": 2, "chunk": 7}
+
+
+def run_rank(rank: int, engine: Path, store: Path) -> tuple[Steps, torch.Tensor]:
+    """A trace, then the logits of a prompt when rank 0 ignores what came of the first sum."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    ranks = ProcessRanks.join(store, rank=rank, num_ranks=2, device=cpu, timeout_s=300.0)
+    executor = TorchGpuExecutor.open(
+        EngineDir.open(engine), rank=rank, ranks=ranks, kv_cache_bytes=KV_CACHE_BYTES, device=cpu
+    )
+    steps, _ = trace(executor, **REQUESTS)
+    with skipping(executor, 0) if rank == 0 else nullcontext():
+        return steps, executor.target_logits(PROMPTS[0])
+
+
+if __name__ == "__main__":
+    run_rank(1, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,32 @@
+"""The GPU's ops among two ranks, under Triton's interpreter and over gloo: what a GPU and NCCL run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.kernels.rank_on_kernels import REQUESTS, run_rank
+from tests.traces import PROMPTS, integers, logprobs, trace
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    make_zlab_pair(tmp_path)
+    engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
+    with opened(engines[0]) as one:
+        expected, _ = trace(one, **REQUESTS)
+        expected_logits = one.target_logits(PROMPTS[0])
+    words = [sys.executable, "-m", "tests.kernels.rank_on_kernels", engines[1].path, tmp_path / "store"]
+    with subprocess.Popen([str(word) for word in words], cwd=Path(__file__).parents[2]) as other:
+        try:
+            found, perturbed = run_rank(0, engines[1].path, tmp_path / "store")
+        except BaseException:
+            other.kill()
+            raise
+    assert other.returncode == 0
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    assert (perturbed - expected_logits).abs().max() > 0.1
