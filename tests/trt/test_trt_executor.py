@@ -126,9 +126,10 @@ def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
         assert not (pages[-1] == 42.0).all()
 
 
-def test_qualification_passes_an_exact_engine(trt, pair):
-    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
-    findings = list(qualify(theirs, make_ours(trt, pair)[0], vocab_size=12))
+@pytest.mark.parametrize("pages", [None, FP8_PAGES], ids=["pages of float32", "FP8 pages"])
+def test_qualification_passes_an_exact_engine(trt, pair, pages):
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
+    findings = list(qualify(theirs, make_ours(trt, pair, pages=pages)[0], vocab_size=12))
     assert len(findings) == 5
     assert [finding.detail for finding in findings if not finding.has_passed] == []
 
