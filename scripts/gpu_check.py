@@ -23,11 +23,12 @@ DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 def main() -> int:
     console = Console(highlight=False)
     library = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else None
-    try:
-        findings = [finding for pages in ("none", "fp8") for finding in check(library, pages, console)]
-    except DFlashError as error:
-        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return error.exit_code
+    findings: list[Finding] = []
+    for pages, name in PAGES.items():
+        try:
+            findings += check(library, pages, console)
+        except DFlashError as error:
+            findings.append(Finding(name=f"{name}: build and open", has_passed=False, detail=str(error)))
     table = Table("check", "result", "detail")
     for finding in findings:
         style = "green" if finding.has_passed else "red"

@@ -86,23 +86,23 @@ def compare_policies(
         ConfigError: the engine cannot draft that many.
     """
     engine = EngineDir.open(engine_dir)
-    executor = open_executor(engine, num_threads=num_threads)
-    reader = prompt_reader(engine)
-    most = executor.limits.max_draft_len
-    lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
-    fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
-    reports = []
-    for concurrency in concurrencies:
-        policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
-        policies[_ADAPTIVE] = AdaptiveDraftLength(most)
-        work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
-        with closing(Lockstep(executor, policies, reader)) as sides:
-            runs = []
-            for index in range(num_rounds + 1):
-                runs.append(sides.run(work, concurrency=concurrency))
-                speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
-                progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
-        reports.append(_report(concurrency, runs[1:]))
+    with closing(open_executor(engine, num_threads=num_threads)) as executor:
+        reader = prompt_reader(engine)
+        most = executor.limits.max_draft_len
+        lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
+        fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
+        reports = []
+        for concurrency in concurrencies:
+            policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}
+            policies[_ADAPTIVE] = AdaptiveDraftLength(most)
+            work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
+            with closing(Lockstep(executor, policies, reader)) as sides:
+                runs = []
+                for index in range(num_rounds + 1):
+                    runs.append(sides.run(work, concurrency=concurrency))
+                    speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
+                    progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
+            reports.append(_report(concurrency, runs[1:]))
     return reports
 
 

@@ -4,7 +4,7 @@ the overlapped loop against the plain one.
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,10 +70,13 @@ def _batching(
 ) -> tuple[float, ...]:
     """In-flight over whole batches by round, in lockstep over one executor."""
     engine = EngineDir.open(engine_dir)
-    executor = open_executor(engine)
-    policies = {name: AdaptiveDraftLength(executor.limits.max_draft_len) for name in (_IN_FLIGHT, _WHOLE)}
     ratios = []
-    with closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE})) as sides:
+    with ExitStack() as stack:
+        executor = stack.enter_context(closing(open_executor(engine)))
+        policies = {name: AdaptiveDraftLength(executor.limits.max_draft_len) for name in (_IN_FLIGHT, _WHOLE)}
+        sides = stack.enter_context(
+            closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE}))
+        )
         for index in range(num_rounds + 1):
             run = sides.run(work, concurrency=concurrency)
             speeds = {name: run[name].output_tok_per_s for name in policies}

@@ -41,8 +41,12 @@ Emit = Callable[[InputRow, GenerationOutput | None], None]
 @click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance.")
 @click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding of the same engine.")
 @click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token.")
-@click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together.")
-@click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory.  [default: 0.5]")
+@click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together, on each rank.")
+@click.option(
+    "--kv-cache-free-memory-fraction",
+    type=float,
+    help="The same as a part of free memory.  [default: 0.5; on a GPU 0.8]",
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),

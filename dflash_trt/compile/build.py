@@ -102,6 +102,7 @@ def build_engine(
     options = _plan_options(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
     pair = open_pair(paths["target"], paths.get("drafter"))
+    _refuse_without_lowering(options, pair)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
     raise_all(ConfigError, "tensor parallelism", mapping_problems(pair.target, pair.draft, mapping))
     limits, notes = resolve_limits(config, pair.target, pair.draft)
@@ -116,7 +117,6 @@ def build_engine(
         mapping=mapping,
         quantization=engine_quantization(plan, calibration),
     )
-    _refuse_without_lowering(options, pretrained, limits)
     num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
     with write_engine_dir(output, needed_bytes=num_bytes, overwrite=overwrite) as writer:
         _add_files(writer, pair, plan, calibration, pretrained, progress)
@@ -161,13 +161,13 @@ def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: s
     return notes
 
 
-def _refuse_without_lowering(options: "PlanOptions | None", pretrained: PretrainedConfig, limits: EngineLimits) -> None:
-    """Before the weights are written, not when they are compiled."""
+def _refuse_without_lowering(options: "PlanOptions | None", pair: CheckpointPair) -> None:
+    """Before any work, not when the weights are compiled."""
     if options is None:
         return
-    from dflash_trt.compile.trt_spec import step_network_spec
+    from dflash_trt.compile.trt_spec import require_lowering
 
-    step_network_spec(pretrained, limits)
+    require_lowering(pair.target)
 
 
 def _add_plan(

@@ -10,7 +10,7 @@ from dflash_trt.network.trt_network import StepNetworkSpec
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
     """Raises BuildError for what neither lowering has yet: experts and attention sinks."""
-    raise_all(BuildError, "backend tensorrt", list(_target_problems(config.target)))
+    require_lowering(config.target)
     return StepNetworkSpec(
         target=config.target,
         draft=config.draft,
@@ -20,6 +20,11 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
         mapping=config.mapping,
         quantization=config.quantization,
     )
+
+
+def require_lowering(target: TargetSpec) -> None:
+    """Raises BuildError for a target that neither lowering knows: one with experts or attention sinks."""
+    raise_all(BuildError, "backend tensorrt", list(_target_problems(target)))
 
 
 def _target_problems(target: TargetSpec) -> Iterator[str]:

@@ -24,13 +24,16 @@ class GraphCache:
         self._warm: set[Hashable] = set()
         self._graphs: dict[Hashable, Enqueue] = {}
 
-    def run(self, key: Hashable, enqueue: Enqueue) -> None:
-        """The first run compiles kernels and fills caches, which a capture must not; the second one captures."""
+    def run(self, key: Hashable, enqueue: Enqueue, *, num_reserved: int = 0) -> None:
+        """The first run compiles kernels and fills caches, which a capture must not; the second one captures.
+
+        So many of the places are left to keys that matter more.
+        """
         replay = self._graphs.get(key)
         if replay is not None:
             replay()
             return
-        can_capture = self._capture is not None and len(self._graphs) < self._max_graphs
+        can_capture = self._capture is not None and len(self._graphs) < self._max_graphs - num_reserved
         if key not in self._warm or not can_capture:
             self._warm.add(key)
             enqueue()

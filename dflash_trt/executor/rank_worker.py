@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from dflash_trt.core.batch import StepResult
     from dflash_trt.network.torch_ranks import ProcessRanks
 
-# So long a worker whose step failed waits to hear that all ranks failed alike. Then it ends, which ends the waiting of
-# a rank that did not.
-FAILED_ALONE_S = 2.0
+# So long a worker whose step failed waits to hear that all ranks failed alike: longer than rank 0 listens to others.
+# Then it ends, which ends the waiting of a rank that did not fail.
+FAILED_ALONE_S = 6.0
 _PARENT_POLL_S = 0.5
 
 

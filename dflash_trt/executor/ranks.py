@@ -23,6 +23,7 @@ from dflash_trt.executor.rank_process import (
     Order,
     Raised,
     Ran,
+    RankGoneError,
     Report,
     RunLogits,
     RunStep,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from dflash_trt.network.torch_ranks import ProcessRanks
 
 # Of one exchange, and of a worker's answer; a GPU's kernels are compiled in the first steps.
-TIMEOUTS_S = {"cpu": 120.0, "cuda": 900.0}
+TIMEOUTS_S = {"cpu": 300.0, "cuda": 900.0}
 _START_TIMEOUT_S = 120.0  # of a process, until it has imported everything
 _LOAD_TIMEOUT_S = 1800.0  # of weights that lie on a slow disk
 _FAILURE_TIMEOUT_S = 5.0  # in which the other ranks say what happened to them
@@ -112,7 +113,7 @@ class RankedExecutor:
         except Exception as error:
             reports = self._workers.hear(_FAILURE_TIMEOUT_S)
             if self._has_failed_alike(reports, error):
-                self._workers.tell(GoOn())
+                self._tell_to_go_on(error)
                 raise
             raise self._given_up(reports, error) from error
         except BaseException:  # an interrupt: the ranks are no longer at the same place
@@ -124,6 +125,12 @@ class RankedExecutor:
         if any(report != expected for report in reports):
             raise self._given_up(reports, None)
         return outcome
+
+    def _tell_to_go_on(self, error: Exception) -> None:
+        try:
+            self._workers.tell(GoOn())
+        except RankGoneError as gone:
+            raise self._given_up([gone], error) from error
 
     def _has_failed_alike(self, reports: Reports, error: Exception) -> bool:
         """Every rank raised at the same place, with no exchange left half done. Not known of a GPU's."""
@@ -171,13 +178,16 @@ def open_ranks(
     )
     try:
         return _open(engine, options, workers)
-    except (DFlashError, KeyboardInterrupt):
+    except DFlashError:
         workers.kill()
         raise
     except Exception as error:
         explained = explained_failure(workers.hear(_FAILURE_TIMEOUT_S), error)
         workers.kill()
         raise explained from error
+    except BaseException:  # an interrupt, or SIGTERM
+        workers.kill()
+        raise
 
 
 def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> RankedExecutor:

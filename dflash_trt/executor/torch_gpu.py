@@ -22,7 +22,6 @@ from dflash_trt.executor.cuda_graphs import CudaCapture, GraphCache
 from dflash_trt.executor.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.executor.step_inputs import check_batch, sequence_batch
 from dflash_trt.executor.torch_gpu_staging import (
-    MAX_GRAPH_TOKENS,
     InputStaging,
     ResultStaging,
     StepShape,
@@ -37,11 +36,13 @@ from dflash_trt.kernels.variant import MAX_REQUESTS
 from dflash_trt.network.step import Network, run_step, sequence_logits
 from dflash_trt.network.torch_gpu_linear import prepare_device_linear
 from dflash_trt.network.torch_gpu_ops import GpuResources, TorchGpuOps
+from dflash_trt.network.torch_moe import has_grouped_gemm
 from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
+DECODE_GRAPHS = 128  # places kept for verify blocks, which are most steps: every bucket with every K is fewer
 FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 
 
@@ -84,12 +85,13 @@ class TorchGpuExecutor:
             tp_size=network.mapping.tp_size,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
-            max_graph_rows=max(max_rows, MAX_GRAPH_TOKENS),
             page_scales=self._pages.scales,
             draft_layers=_draft_layers(self.network, self._pages),
             dtype=activation_dtype(network),
             device=device,
         )
+        # Experts without a grouped GEMM: a prefill step had better ask the host which are chosen than run all.
+        self._asks_host = network.target.moe is not None and not has_grouped_gemm(network.target_weights.embedding)
         self._staging = InputStaging(self.limits, device)
         self._results = ResultStaging(self.limits, device)
         self._stream = _new_stream(device)
@@ -191,7 +193,8 @@ class TorchGpuExecutor:
                 self.limits, num_draft_tokens=most
             )
         for shape in shapes:
-            assert shape.has_graph
+            if not self._is_captured(shape):
+                continue
             for _ in range(2):  # run, capture
                 self.wait()
                 self._staging.stage(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens), shape)
@@ -227,26 +230,34 @@ class TorchGpuExecutor:
         """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
         num_tokens = len(token_ids)
         assert 0 < num_tokens <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
-        shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False)
+        shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False, has_graph=False)
         self._staging.stage(sequence_batch(token_ids, page_size=self.limits.page_size), shape)
         with self.on_stream():
             self._staging.upload(shape)
             inputs = self._staging.inputs(shape)
-            ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
+            ops: Any = TorchGpuOps(inputs, self._resources, may_ask_host=True, num_draft_tokens=0, ranks=self._ranks)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._pages.state)
             return logits.cpu()
 
     def _run(self, shape: StepShape) -> None:
-        if shape.has_graph:
-            self.graphs.run(shape, partial(self._enqueue, shape))
+        if self._is_captured(shape):
+            self.graphs.run(shape, partial(self._enqueue, shape), num_reserved=0 if shape.is_decode else DECODE_GRAPHS)
         else:
             self._enqueue(shape)
+
+    def _is_captured(self, shape: StepShape) -> bool:
+        return shape.has_graph and (shape.is_decode or not self._asks_host)
 
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
         ops: Any = TorchGpuOps(
-            inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs, ranks=self._ranks
+            inputs,
+            self._resources,
+            num_draft_tokens=shape.num_draft_tokens,
+            outputs=outputs,
+            ranks=self._ranks,
+            may_ask_host=not self._is_captured(shape),
         )
         result = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:

@@ -31,16 +31,13 @@ _DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """What a CUDA graph is made for. `is_decode`: verify blocks only. Steps of a graph are padded to their bucket."""
+    """What a step runs in. `is_decode`: verify blocks only. `has_graph`: of a bucket, to which steps are padded."""
 
     num_requests: int
     num_tokens: int
     num_draft_tokens: int
     is_decode: bool
-
-    @property
-    def has_graph(self) -> bool:
-        return self.is_decode or self.num_tokens <= MAX_GRAPH_TOKENS
+    has_graph: bool
 
     @property
     def width(self) -> int:
@@ -54,7 +51,11 @@ def step_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
     if all(len(request.token_ids) <= num_drafts + 1 for request in batch.requests):
         return _decode_shape(bucket, num_drafts)
     return _mixed_shape(bucket, batch.num_tokens, num_drafts, limits) or StepShape(
-        num_requests=num_requests, num_tokens=batch.num_tokens, num_draft_tokens=num_drafts, is_decode=False
+        num_requests=num_requests,
+        num_tokens=batch.num_tokens,
+        num_draft_tokens=num_drafts,
+        is_decode=False,
+        has_graph=False,
     )
 
 
@@ -85,18 +86,27 @@ def _decode_shape(num_requests: int, num_draft_tokens: int) -> StepShape:
         num_tokens=num_requests * (num_draft_tokens + 1),
         num_draft_tokens=num_draft_tokens,
         is_decode=True,
+        has_graph=True,
     )
 
 
 def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape | None:
-    """More rows than verify blocks could have, so that prefill chunks get attention of their own; None: no graph."""
+    """With more rows than verify blocks could have, where a step may have so many: then prefill chunks get attention
+    tiles of their own. None: too long for a graph.
+    """
     most = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
     needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _LEAST_TOKENS)
     grain = min(1 << (needed - 1).bit_length(), _TOKEN_GRAIN)
     bucket = min(-(-needed // grain) * grain, most)
     if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:
         return None
-    return StepShape(num_requests=num_requests, num_tokens=bucket, num_draft_tokens=num_draft_tokens, is_decode=False)
+    return StepShape(
+        num_requests=num_requests,
+        num_tokens=bucket,
+        num_draft_tokens=num_draft_tokens,
+        is_decode=False,
+        has_graph=True,
+    )
 
 
 class InputStaging:
@@ -195,6 +205,7 @@ class ResultStaging:
             num_tokens=limits.max_num_tokens,
             num_draft_tokens=limits.max_draft_len,
             is_decode=True,
+            has_graph=True,
         )
         size = _sections(most)[-1][2]
         is_cuda = device.type == "cuda"

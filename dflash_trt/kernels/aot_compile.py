@@ -29,6 +29,7 @@ SHARED_BYTES: Final = {
 _SYSTEM_BYTES: Final = _KIB  # of shared memory, taken by CUDA, per block
 _NUM_REGISTERS: Final = 65536  # of a multiprocessor; a thread's come in eights
 _NUM_THREADS: Final = {"86": 1536, "89": 1536, "120a": 1536}  # of a multiprocessor; 2048 of the others
+_NUM_BLOCKS: Final = {"86": 16, "89": 24, "120a": 24}  # of a multiprocessor; 32 of the others
 ARCHITECTURES: Final = tuple(SHARED_BYTES)
 WITHOUT_FP8: Final = ("80", "86")  # no conversions from and to it
 DEFAULT_ARCHITECTURES: Final = ("90a", "100a", "103a")
@@ -64,11 +65,12 @@ class CompiledKernel:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """How many run on one at once, by registers, threads and shared memory."""
+        """How many run on one at once, by registers, threads, shared memory and the hardware's own limit."""
         threads = 32 * self.num_warps
         by_registers = _NUM_REGISTERS // (-(-self.num_registers // 8) * 8 * threads)
         by_shared = (SHARED_BYTES[self.architecture] + _SYSTEM_BYTES) // (self.shared_bytes + _SYSTEM_BYTES)
-        return min(by_registers, by_shared, _NUM_THREADS.get(self.architecture, 2048) // threads)
+        by_threads = _NUM_THREADS.get(self.architecture, 2048) // threads
+        return min(by_registers, by_shared, by_threads, _NUM_BLOCKS.get(self.architecture, 32))
 
 
 def prepare_compiler(cache_dir: str) -> None:

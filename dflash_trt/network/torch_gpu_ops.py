@@ -2,7 +2,7 @@
 
 Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
 they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
-The one exception: without a grouped GEMM, a long prefill step of a target with experts asks which are chosen.
+The one exception: without a grouped GEMM, a prefill step of a target with experts asks which are chosen.
 One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
 interpreter, in float32, for tests.
 """
@@ -135,7 +135,6 @@ class GpuResources:
     sampling_workspace: Mapping[str, Tensor]
     page_scales: Mapping[int, LayerKvScales]
     draft_layers: DraftLayers | None  # their k_norms and pages
-    max_graph_rows: int  # a step with more is never captured
 
     @classmethod
     def allocate(
@@ -146,7 +145,6 @@ class GpuResources:
         tp_size: int = 1,
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
-        max_graph_rows: int,
         page_scales: Mapping[int, LayerKvScales],
         draft_layers: DraftLayers | None,
         dtype: torch.dtype,
@@ -167,7 +165,6 @@ class GpuResources:
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             page_scales=page_scales,
             draft_layers=draft_layers,
-            max_graph_rows=max_graph_rows,
         )
 
 
@@ -182,13 +179,17 @@ class TorchGpuOps:
         num_draft_tokens: int,
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
+        may_ask_host: bool = False,
     ) -> None:
-        """`outputs` is where sampling writes, when the caller wants it at a fixed place."""
+        """`outputs` is where sampling writes, when the caller wants it at a fixed place. A step that is never captured
+        in a graph `may_ask_host` which experts are chosen, where the device cannot go on without.
+        """
         self._inputs = inputs
         self._resources = resources
         self._num_draft_tokens = num_draft_tokens
         self._outputs = outputs
         self._ranks = ranks
+        self._may_ask_host = may_ask_host
         self._requests = RequestTensors(
             token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
         )
@@ -221,9 +222,7 @@ class TorchGpuOps:
         rows = _tensor(x)
         if has_grouped_gemm(rows):
             return run_grouped_experts(rows, experts, moe, choice)
-        # A step that no graph can hold may ask which experts are chosen.
-        is_never_captured = len(rows) > self._resources.max_graph_rows
-        run_experts = run_chosen_experts if is_never_captured else run_all_experts
+        run_experts = run_chosen_experts if self._may_ask_host else run_all_experts
         return run_experts(rows, experts, moe, choice)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from dflash_trt.core.errors import DFlashError, EngineDirError, problem
+from dflash_trt.core.errors import DFlashError
 from dflash_trt.triton_server.environment import check_numpy, explained, select_gpu
 from dflash_trt.triton_server.metrics import MetricBook, Series
 from dflash_trt.triton_server.responses import Arrays
@@ -88,19 +88,10 @@ class TritonPythonModel:
 
 def _open_llm(settings: ModelSettings, version_dir: Path, *, device: Literal["cpu", "cuda"]) -> Any:
     """`device` is that of the instance group; a TensorRT engine runs on a GPU whatever it says."""
-    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.triton_server.served_engine import open_served_engine
 
     path = settings.engine_path(version_dir)
-    world_size = EngineDir.open(path).manifest.pretrained_config.mapping.world_size
-    if world_size != 1:
-        raise EngineDirError(
-            problem(
-                str(path),
-                expected="an engine of one rank, which is what this server model runs",
-                found=f"world_size {world_size}",
-                mend="Build the engine with tp_size 1 and pp_size 1.",
-            )
-        )
+    open_served_engine(path)
     from dflash_trt.serving.llm import LLM
 
     return LLM(

@@ -15,6 +15,7 @@ from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, pro
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.triton_server.environment import check_numpy
 from dflash_trt.triton_server.pbtxt import Message, Value, Word, read, write
+from dflash_trt.triton_server.served_engine import open_served_engine
 from dflash_trt.triton_server.settings import ENVIRONMENT_PARAMETER, ModelSettings
 from dflash_trt.triton_server.tensors import INPUTS, OUTPUTS, InputTensor, OutputTensor
 
@@ -78,7 +79,7 @@ def write_model(repository: Path, deployment: Deployment) -> Path:
             )
         )
     engine_dir = Path(deployment.settings.engine_dir)
-    EngineDir.open(engine_dir)
+    open_served_engine(engine_dir)
     version_dir = model_dir / VERSION
     version_dir.mkdir(parents=True, exist_ok=True)
     if deployment.copies_engine:
@@ -136,7 +137,7 @@ def check_model(model_dir: Path) -> ModelSettings:
     try:
         parameters = _parameters(config)
         settings = ModelSettings.from_parameters(parameters)
-        EngineDir.open(settings.engine_path(model_dir / VERSION))
+        open_served_engine(settings.engine_path(model_dir / VERSION))
         if ENVIRONMENT_PARAMETER in parameters:
             check_environment(Path(parameters[ENVIRONMENT_PARAMETER]), accepts_numpy_2=settings.accepts_numpy_2)
     except DFlashError as error:

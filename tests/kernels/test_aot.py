@@ -72,6 +72,7 @@ def test_no_attention_kernel_spills_registers_and_several_share_a_multiprocessor
         ({"num_registers": 40}, 12),  # 65536 / (40 * 128)
         ({"num_registers": 41}, 10),  # 48 are taken
         ({"num_registers": 16}, 16),  # 2048 threads
+        ({"num_registers": 16, "num_warps": 1}, 32),  # no more blocks, however small
         ({"num_registers": 16, "shared_bytes": 75 * 1024}, 3),  # 228 KiB, one of each block CUDA's
         ({"num_registers": 16, "shared_bytes": 75 * 1024 + 1}, 2),
     ],

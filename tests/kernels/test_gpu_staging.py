@@ -42,7 +42,9 @@ def batch_of(*requests, num_draft_tokens=3):
 def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
     blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_requests)]
     shape = step_shape(batch_of(*blocks), LIMITS)
-    assert shape == StepShape(num_requests=bucket, num_tokens=bucket * 4, num_draft_tokens=3, is_decode=True)
+    assert shape == StepShape(
+        num_requests=bucket, num_tokens=bucket * 4, num_draft_tokens=3, is_decode=True, has_graph=True
+    )
 
 
 def test_blocks_with_fewer_candidates_share_the_shape():
@@ -52,6 +54,7 @@ def test_blocks_with_fewer_candidates_share_the_shape():
 
 
 LARGE = replace(LIMITS, max_num_tokens=2048, max_seq_len=2048, max_batch_size=64)
+WIDE = replace(LARGE, max_batch_size=128, max_draft_len=7)
 
 
 @pytest.mark.parametrize(
@@ -69,24 +72,30 @@ LARGE = replace(LIMITS, max_num_tokens=2048, max_seq_len=2048, max_batch_size=64
 def test_a_step_with_a_prefill_chunk_runs_in_a_bucket_of_tokens(num_blocks, chunk, num_requests, num_tokens):
     blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_blocks)]
     shape = step_shape(batch_of(*blocks, request(chunk)), LARGE)
-    assert shape == StepShape(num_requests=num_requests, num_tokens=num_tokens, num_draft_tokens=3, is_decode=False)
-    assert shape.has_graph == (num_tokens <= MAX_GRAPH_TOKENS)
+    assert shape == StepShape(
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_draft_tokens=3,
+        is_decode=False,
+        has_graph=num_tokens <= MAX_GRAPH_TOKENS,
+    )
 
 
 def test_no_bucket_has_more_tokens_than_a_step_may_have():
     shape = step_shape(batch_of(request(4, context_len=9, num_candidates=3), request(7)), LIMITS)
-    assert shape == StepShape(num_requests=2, num_tokens=40, num_draft_tokens=3, is_decode=False)
+    assert shape == StepShape(num_requests=2, num_tokens=40, num_draft_tokens=3, is_decode=False, has_graph=True)
 
 
-@pytest.mark.parametrize("limits", [LIMITS, LARGE])
-def test_every_short_step_with_a_prefill_chunk_has_a_shape_that_can_be_made_ahead(limits):
-    shapes = mixed_shapes(limits, num_draft_tokens=3)
+# The last two: verify blocks of a full bucket alone could have more rows than a graph.
+@pytest.mark.parametrize(("limits", "k"), [(LIMITS, 3), (LARGE, 3), (replace(LARGE, max_draft_len=15), 15), (WIDE, 7)])
+def test_every_step_of_a_graph_with_a_prefill_chunk_has_a_shape_that_can_be_made_ahead(limits, k):
+    shapes = mixed_shapes(limits, num_draft_tokens=k)
     assert len(shapes) == len(set(shapes)) < 50
     for num_blocks in range(limits.max_batch_size):
         blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_blocks)]
         for chunk in range(5, limits.max_num_tokens - 4 * num_blocks + 1, 37):
-            shape = step_shape(batch_of(*blocks, request(chunk)), limits)
-            assert shape in shapes or not shape.has_graph
+            shape = step_shape(batch_of(*blocks, request(chunk), num_draft_tokens=k), limits)
+            assert shape in shapes or shape.is_decode or not shape.has_graph
             assert shape.num_tokens >= 4 * num_blocks + chunk
 
 
@@ -165,7 +174,11 @@ def test_a_growing_request_rewrites_only_its_new_pages():
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3])
 def test_results_come_back_without_the_padding(num_draft_tokens):
     shape = StepShape(
-        num_requests=4, num_tokens=4 * (num_draft_tokens + 1), num_draft_tokens=num_draft_tokens, is_decode=True
+        num_requests=4,
+        num_tokens=4 * (num_draft_tokens + 1),
+        num_draft_tokens=num_draft_tokens,
+        is_decode=True,
+        has_graph=True,
     )
     results = ResultStaging(LIMITS, CPU)
     outputs, drafts = results.outputs(shape)
@@ -208,6 +221,17 @@ def test_a_shape_runs_then_is_captured_then_replayed():
     assert recorder.events == ["run", "capture", "replay", "replay", "replay"]
     graphs.run("b", recorder.enqueue)
     assert recorder.events[5:] == ["run"] and graphs.num_graphs == 1
+
+
+def test_some_places_are_kept_for_the_shapes_that_matter_most():
+    recorder = Recorder()
+    graphs = GraphCache(recorder.capture, max_graphs=2)
+    for key in ("a", "a", "b", "b"):
+        graphs.run(key, recorder.enqueue, num_reserved=1)
+    assert graphs.num_graphs == 1 and recorder.events[-1] == "run"
+    for _ in range(2):
+        graphs.run("c", recorder.enqueue)
+    assert graphs.num_graphs == 2 and recorder.events[-2:] == ["capture", "replay"]
 
 
 def test_without_a_capture_or_with_too_many_shapes_steps_run_as_they_are():

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.triton_server.environment import check_numpy, explained, select_gpu
 from dflash_trt.triton_server.pbtxt import Message, Word, read, write
 from dflash_trt.triton_server.repository import Deployment, check_model, config_text, write_model
 from dflash_trt.triton_server.settings import ModelSettings
 from dflash_trt.triton_server.tensors import INPUTS, OUTPUTS, documentation_tables
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
+from tests.engine_dir.building import build
+from tests.factories import make_target
 from tests.triton_server.conftest import ROOT
 
 
@@ -190,3 +192,11 @@ def test_the_documentation_lists_the_tensors_of_the_model() -> None:
     page = (ROOT / "docs" / "deployment.md").read_text()
     for table in documentation_tables():
         assert table in page, "replace the table in docs/deployment.md by documentation_tables()"
+
+
+def test_an_engine_of_several_ranks_is_not_deployed(tmp_path) -> None:
+    target = make_target(tmp_path / "target")
+    engine = build(tmp_path, tmp_path / "engine", target=str(target), tp_size=2).path
+    with pytest.raises(EngineDirError, match=r"expected an engine of one rank.*found world_size 2"):
+        write_model(tmp_path / "models", deployment(engine))
+    assert not (tmp_path / "models" / "dflash" / "config.pbtxt").exists()
