@@ -149,7 +149,10 @@ class NodeInputs:
     def _pages(self) -> Tensor:
         case = self.case
         pages = self._floats(self._num_pages, 2, case.page_size, case.kv_heads, case.head_dim)
-        return pages if case.page_dtype is None else pages.to(case.page_dtype)
+        if case.page_dtype is None:
+            return pages
+        scales = torch.tensor([case.k_scale, case.v_scale], device=self._device).view(1, 2, 1, 1, 1)
+        return (pages.float() / scales).clamp(-448, 448).to(case.page_dtype)
 
     def _floats(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._random).to(self.case.dtype).to(self._device)
