@@ -42,7 +42,7 @@ from dflash_trt.network.torch_ranks import ONE_RANK, RankGroup
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
-DECODE_GRAPHS = 128  # places kept for verify blocks, which are most steps: every bucket with every K is fewer
+DECODE_GRAPHS = 128  # places kept for verify blocks, most of all steps: every bucket and K up to 64 requests
 FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 
 

@@ -17,9 +17,10 @@ from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.trt_plugins import NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.quantize.pack import e4m3
 from tests.engines import PAGE_SIZE, make_executor
+from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
-from tests.trt.test_step_tokens import FP8_PAGES, GREEDY, PAIRS, integers, make_pair, trace
+from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
 README = (Path(__file__).parents[2] / "plugins" / "README.md").read_text()
 

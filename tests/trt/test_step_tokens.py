@@ -1,6 +1,5 @@
 """What TensorRT understood computes what torch computes: the network is read back and run, over whole traces."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,23 +7,14 @@ import pytest
 import torch
 
 import dflash_trt
-from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.network import trt_attention, trt_ops, trt_pages, trt_sampling
-from tests.engines import Decoding, make_executor
+from tests.engines import make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 
 DEMO = Path(dflash_trt.__file__).parent / "demo"
-PROMPTS = [[5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14]
-GREEDY = [StepSampling()] * len(PROMPTS)
-BIG_SEED = (1 << 61) + 7  # both words of the key
-SAMPLED = [
-    StepSampling(temperature=0.8, top_k=9, top_p=0.95, seed=BIG_SEED),
-    StepSampling(temperature=1.3, top_p=0.7, seed=BIG_SEED + 1),
-    StepSampling(),
-    StepSampling(temperature=2.0, top_k=3, min_p=0.05, seed=3),
-]
 
 PAIRS = {
     "Qwen3, two taps for two layers": {},
@@ -70,37 +60,6 @@ def make_executors(trt, root, *, pages=None, **options):
     theirs = make_executor(target, drafter, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     defined = define_pair(trt, target, drafter, pages=pages)
     return InterpretedExecutor(defined, num_pages=theirs.limits.num_pages), theirs
-
-
-def trace(executor, samplings, *, num_draft_tokens, chunk=4, num_new=8):
-    """All prompts, each entering a step after the last: prefill chunks beside verify blocks; every step's results.
-
-    `num_draft_tokens` are the K of the steps, in turn.
-    """
-    pages = iter(range(executor.limits.num_pages))
-    runs = [
-        Decoding(executor, prompt, tuple(itertools.islice(pages, 12)), sampling)
-        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
-    ]
-    steps = []
-    for step, k in enumerate(itertools.cycle(num_draft_tokens)):
-        live = [run for i, run in enumerate(runs) if i <= step and len(run.tokens) < num_new]
-        if not live:
-            return steps, runs
-        parts = [run.verify_part(min(k, len(run.drafts))) if run.tokens else run.prefill_part(chunk) for run in live]
-        results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=k)).requests
-        steps.append(results)
-        for run, part, result in zip(live, parts, results, strict=True):
-            run.take(part, result)
-    raise AssertionError
-
-
-def integers(steps):
-    return [[(r.emitted_tokens, r.num_accepted, r.draft_tokens, r.next_context_len) for r in row] for row in steps]
-
-
-def logprobs(steps):
-    return torch.tensor([value for row in steps for result in row for value in result.logprobs])
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -18,10 +18,11 @@ from dflash_trt.network import trt_attention
 from dflash_trt.network.trt_door import load_tensorrt
 from dflash_trt.network.trt_plugin_library import load_plugin_library
 from tests.engines import PAGE_SIZE, Decoding, make_executor
+from tests.traces import GREEDY, SAMPLED, integers, trace
 from tests.trt.fake_engine import FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
 from tests.trt.test_plugins import PluginReference, define_with_plugins
-from tests.trt.test_step_tokens import FP8_PAGES, GREEDY, SAMPLED, integers, make_pair, trace
+from tests.trt.test_step_tokens import FP8_PAGES, make_pair
 
 LIMITS = EngineLimits(
     max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE
