@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTALLATION = ROOT / ".triton_server"
 MODEL = "dflash"
 AIPERF = "aiperf==0.13.0"
+READ_TIMEOUT_S = 120  # between two lines of a stream: a server whose model has died says nothing more
 _SHOWN_METRICS = ("requests_total", "output_tokens_total", "verify_blocks_total", "draft_tokens_total")
 _SHOWN_METRICS += ("accepted_tokens_total", "accepted_tokens_at_position_total", "time_to_first_token_seconds_")
 _SHOWN_METRICS += ("pages_in_use",)
@@ -66,8 +67,10 @@ def serving(engine: Path, *, num_threads: int, reuses_prefixes: bool) -> Iterato
 
 def demonstrate(server: ServerProcess, prompt: str, max_tokens: int) -> None:
     body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
-    print(f"\n$ curl -sN {server.url}/v2/models/{MODEL}/generate_stream -d '{json.dumps(body)}'\n")
-    connection = http.client.HTTPConnection(HOST, server.http_port, timeout=120)
+    print(
+        f"\n$ curl -sN --speed-limit 1 --speed-time 30 {server.url}/v2/models/{MODEL}/generate_stream -d '{json.dumps(body)}'\n"
+    )
+    connection = http.client.HTTPConnection(HOST, server.http_port, timeout=READ_TIMEOUT_S)
     connection.request("POST", f"/v2/models/{MODEL}/generate_stream", json.dumps(body))
     response = connection.getresponse()
     last: dict[str, Any] = {}
@@ -155,7 +158,7 @@ async def ask(server: ServerProcess, prompt: str, max_tokens: int) -> list[int]:
     writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
     token_ids: list[int] = []
     is_last = False
-    while not is_last and (line := await reader.readline()):
+    while not is_last and (line := await asyncio.wait_for(reader.readline(), READ_TIMEOUT_S)):
         if line.startswith(b"data: "):
             fields = json.loads(line[6:])
             ids = fields["output_ids"]

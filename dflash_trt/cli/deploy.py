@@ -1,5 +1,6 @@
 """`dflash-trt deploy`: what other servers need to serve an engine."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +81,29 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
         raise ConfigError(problem("deploy triton", expected="an ENGINE_DIR", found="none", mend=mend))
     from dflash_trt.triton_server.repository import write_model
 
-    model_dir = write_model(repository, _deployment(engine_dir, options))
-    click.echo(f"model {model_dir.name} in {repository}; serve it with")
-    click.echo(f"    tritonserver --model-repository={repository.resolve()}")
+    deployment = _deployment(engine_dir, options)
+    model_dir = write_model(repository, deployment)
+    click.echo(f"model {model_dir.name} in {repository}; serve it, to this machine alone, with")
+    _print_command(repository, deployment)
+
+
+def _print_command(repository: Path, deployment: "Deployment") -> None:
+    """A command line to copy, and what its process needs around it."""
+    from dflash_trt.triton_server.launcher import server_options
+
+    click.echo(f"    {shlex.join(['tritonserver', *server_options(repository)])}")
+    if deployment.environment is not None:
+        click.echo(f"Python environment of the model: {deployment.environment.resolve()}, activated by the server.")
+    else:
+        click.echo(
+            "Python environment of the model: that of the first python3 on the server's PATH, with dflash-trt, PyTorch "
+            "and 'numpy<2' in it and its libpython on LD_LIBRARY_PATH; --environment DIR names one instead."
+        )
+    if deployment.gpus:
+        click.echo(
+            f"CUDA_VISIBLE_DEVICES: GPUs {', '.join(map(str, deployment.gpus))} are counted among those it lists."
+        )
+    click.echo("Before other machines may reach it: docs/deployment.md, Security.")
 
 
 def _check(engine_dir: Path | None, repository: Path, model_name: str | None) -> None:

@@ -1,6 +1,7 @@
 """A tritonserver of our own on free loopback ports, for the demo and the tests; leaves nothing behind when it ends.
 
-Knows the installation that scripts/install_triton_server makes. A production server is started by its own means.
+Knows the installation that scripts/install_triton_server makes. A production server is started by its own means, with
+the same `server_options`.
 """
 
 import contextlib
@@ -27,6 +28,15 @@ _NUM_TRIES = 3  # another process may take a port that was free a moment ago
 _KILL_AFTER_S = 5.0  # beyond the server's own exit timeout
 _ERROR = re.compile(r"E\d{4} |error:")
 _NUM_LAST_LINES = 20
+
+
+def server_options(repository: Path) -> list[str]:
+    """What every server of a repository is started with: loopback addresses, and the config as it was written."""
+    return [
+        f"--model-repository={repository.resolve()}",
+        "--disable-auto-complete-config",
+        *(f"--{name}-address={HOST}" for name in ("http", "grpc", "metrics")),
+    ]
 
 
 class ServerError(DFlashError):
@@ -163,14 +173,12 @@ class ServerProcess:
         self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
         command = [
             str(binary),
-            f"--model-repository={self._repository}",
+            *server_options(self._repository),
             f"--backend-directory={self._installation / 'backends'}",
-            *(f"--{name}-address={HOST}" for name in ("http", "grpc", "metrics")),
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
             "--allow-gpu-metrics=false",
-            "--disable-auto-complete-config",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--backend-config=python,shm-region-prefix-name={self.region}",
             *self._options,

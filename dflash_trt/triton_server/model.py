@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.errors import DFlashError, RequestError, problem
 from dflash_trt.triton_server.environment import check_numpy, explained, select_gpu
 from dflash_trt.triton_server.metrics import MetricBook, Series
 from dflash_trt.triton_server.responses import Arrays
@@ -43,7 +43,12 @@ class TritonPythonModel:
         for request in requests:
             channel = _TritonChannel(request, has_batch_dimension=self._has_batch_dimension)
             arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            self._service.take(arrays, request.parameters(), request.request_id(), channel)
+            try:
+                parameters, request_id = _texts(request)
+            except RequestError as error:
+                self._service.refuse(channel, error)
+            else:
+                self._service.take(arrays, parameters, request_id, channel)
 
     def finalize(self) -> None:
         pb_utils.Logger.log_info(f"{self._name} closes")
@@ -108,6 +113,20 @@ def _open_llm(settings: ModelSettings, version_dir: Path, *, device: Literal["cp
         seed=settings.seed,
         max_queue_len=settings.max_queue_len,
     )
+
+
+def _texts(request: Any) -> tuple[str, str]:
+    """Parameters and id. The server takes any bytes for them; the first reading of them decodes.
+
+    Raises:
+        RequestError: they are not UTF-8.
+    """
+    try:
+        return request.parameters(), request.request_id()
+    except UnicodeDecodeError as error:
+        found = repr(error.object[max(0, error.start - 8) : error.end + 8])
+        hint = "Send the id and the names of parameters as UTF-8."
+        raise RequestError(problem("request", expected="UTF-8 text", found=found, mend=hint)) from None
 
 
 def _is_server_ready() -> bool:

@@ -5,6 +5,7 @@ A repository is a directory of models; this module owns the one model it is told
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,7 @@ def write_model(repository: Path, deployment: Deployment) -> Path:
         EngineDirError: the engine cannot be opened.
         ConfigError: another model stands there, or the deployment cannot work.
     """
-    _check(deployment)
+    _check(repository, deployment)
     model_dir = repository / deployment.model_name
     config_path = model_dir / CONFIG_NAME
     if model_dir.exists() and not _is_ours(config_path):
@@ -180,8 +181,8 @@ def model_dirs(repository: Path) -> list[Path]:
     return sorted(path for path in repository.iterdir() if _is_ours(path / CONFIG_NAME))
 
 
-def _check(deployment: Deployment) -> None:
-    problems = []
+def _check(repository: Path, deployment: Deployment) -> None:
+    problems = [*_shell_problems(repository, deployment)]
     name = deployment.model_name
     if not name or name in (".", "..") or "/" in name:
         problems.append(problem("model name", expected="a file name", found=repr(name), mend="Choose another."))
@@ -201,6 +202,15 @@ def _check(deployment: Deployment) -> None:
     raise_all(ConfigError, "deployment", problems)
     if deployment.environment is not None:
         check_environment(deployment.environment, accepts_numpy_2=deployment.settings.accepts_numpy_2)
+
+
+def _shell_problems(repository: Path, deployment: Deployment) -> Iterator[str]:
+    """The server's Python backend writes these into a shell command as they are; a space hangs its start."""
+    named = {"model repository": repository.resolve() / deployment.model_name, "environment": deployment.environment}
+    for subject, path in named.items():
+        if path is not None and shlex.quote(str(path)) != str(path):
+            hint = "Use letters, digits and @%+=:,./-_ alone."
+            yield problem(subject, expected="a path without spaces or quotes", found=repr(str(path)), mend=hint)
 
 
 def _parameter(name: str, text: str) -> Message:

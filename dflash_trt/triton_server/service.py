@@ -123,6 +123,10 @@ class EngineService:
         except RequestError as error:
             self._refuse(channel, str(error), "INVALID_ARG")
 
+    def refuse(self, channel: Channel, error: RequestError) -> None:
+        """Answer a request that could not be read so far as to be taken."""
+        self._refuse(channel, str(error), "INVALID_ARG")
+
     def drain(self) -> None:
         """Refuse new requests; those that run get `drain_timeout_s`, then they end as cancelled."""
         with self._lock:

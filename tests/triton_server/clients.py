@@ -50,11 +50,13 @@ def generate(server: ServerProcess, model: str = "dflash", **fields: Any) -> dic
 
 
 @contextmanager
-def sse(server: ServerProcess, model: str = "dflash", **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
+def sse(
+    server: ServerProcess, model: str = "dflash", *, read_timeout_s: float = WAIT_S, **fields: Any
+) -> Iterator[Iterator[dict[str, Any]]]:
     """A stream of responses over HTTP; leaving the block closes the connection."""
     url = f"{server.url}/v2/models/{model}/generate_stream"
     with (
-        httpx.Client(timeout=WAIT_S) as client,
+        httpx.Client(timeout=httpx.Timeout(WAIT_S, read=read_timeout_s)) as client,
         client.stream("POST", url, json=fields, headers={"Connection": "close"}) as response,
     ):
         lines = response.iter_lines()

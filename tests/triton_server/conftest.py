@@ -92,10 +92,12 @@ def repository(engines: tuple[Path, Path], installation: Path, tmp_path_factory:
     return path
 
 
-def deploy(engine_dir: Path, repository: Path, name: str, *options: object) -> None:
+def deploy(engine_dir: Path, repository: Path, name: str, *options: object) -> str:
+    """What the command prints."""
     words = ["deploy", "triton", engine_dir, "-o", repository, "--model-name", name, *options]
     result = CliRunner().invoke(cli, list(map(str, words)))
     assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 """Loading, reloading, dying and stopping of a real server."""
 
+import ipaddress
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -8,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from dflash_trt.triton_server.launcher import ServerProcess
 from tests.factories import edit_json
 from tests.triton_server.clients import GrpcStream, generate, load, sse, unload, until
-from tests.triton_server.conftest import ENVIRONMENT, deploy
+from tests.triton_server.conftest import ENVIRONMENT, ROOT, deploy
 
 
 @pytest.fixture
@@ -38,6 +43,44 @@ def own_repository(engine_dir: Path, tmp_path: Path, installation: Path) -> Path
 
 def make_server(repository: Path, installation: Path, tmp_path: Path, *options: str, **more: Any) -> ServerProcess:
     return ServerProcess(repository, installation, tmp_path / "log", options=options, **more)
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections("inet")]
+    return {(socket.laddr.ip, socket.laddr.port) for socket in sockets if socket.status == psutil.CONN_LISTEN}
+
+
+def is_loopback(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def test_what_deploy_prints_listens_on_loopback_alone_and_the_documented_restrictions_close_its_apis(
+    engine_dir, installation, tmp_path, tritonclient
+) -> None:
+    repository = tmp_path / "models"
+    printed = deploy(engine_dir, repository, "dflash", "--environment", ENVIRONMENT, "--num-threads", 1)
+    assert f"Python environment of the model: {ENVIRONMENT.resolve()}" in printed
+    command = shlex.split(next(line for line in printed.splitlines() if "tritonserver " in line))
+    documented = re.findall(r"^ +(--\S+)=\$ADMIN_KEY$", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE)
+    assert len(documented) == 2
+    restricted = [f"{option}=secret" for option in documented]
+    with make_server(repository, installation, tmp_path, *restricted, exit_timeout_s=5) as server:
+        words = psutil.Process(server.pid).cmdline()
+        assert (Path(words[0]).name, *words[1 : len(command)]) == tuple(command), "the server runs what was printed"
+        assert "--disable-auto-complete-config" in command
+        found = listening(server.members())
+        assert {port for _, port in found} == {server.http_port, server.grpc_port, server.metrics_port}
+        assert all(is_loopback(host) for host, _ in found), found
+        assert generate(server, text_input="x", max_tokens=2)["num_output_tokens"] == 2
+        for path in ("systemsharedmemory/status", "models/dflash/config", "logging"):
+            assert httpx.get(f"{server.url}/v2/{path}", timeout=10).status_code == 403
+            assert httpx.get(f"{server.url}/v2/{path}", timeout=10, headers={"admin-key": "secret"}).status_code == 200
+        client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+        with pytest.raises(Exception, match="restricted"):
+            client.get_system_shared_memory_status()
+        client.get_system_shared_memory_status(headers={"triton-grpc-protocol-admin-key": "secret"})
+        client.close()
 
 
 def test_a_reload_leaves_nothing_and_a_failed_one_says_why_while_the_old_model_goes_on(
@@ -116,10 +159,16 @@ def test_the_server_stops_cleanly_while_a_stream_runs(
         assert not server.shared_memory()
 
 
-def test_a_dead_model_process_is_found_by_a_request_and_leaves_nothing(own_repository, installation, tmp_path) -> None:
+def test_a_dead_model_process_is_found_by_a_request_or_a_read_timeout_and_leaves_nothing(
+    own_repository, installation, tmp_path
+) -> None:
     with make_server(own_repository, installation, tmp_path, exit_timeout_s=2) as server:
         (stub,) = [pid for pid in server.members() if pid != server.pid]
-        os.kill(stub, signal.SIGKILL)
+        with sse(server, read_timeout_s=2, text_input="x", max_tokens=2000, stream=True, end_id=-1) as responses:
+            next(responses)
+            os.kill(stub, signal.SIGKILL)
+            with pytest.raises(httpx.ReadTimeout):  # otherwise Triton ends such streams: change docs/deployment.md
+                list(responses)
         until(lambda: generate(server, text_input="x", max_tokens=1)["status"] >= 400, "a request says so")
         assert server.is_ready(), "if this fails, Triton has learned to notice: say so in docs/deployment.md"
         server.stop()

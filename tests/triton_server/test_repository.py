@@ -104,6 +104,9 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
         ([engine_dir, "-o", repository, "--no-drafter", "--adaptive"], "use_drafter"),
         ([engine_dir, "-o", repository, "--system", "x"], "Deploy with --chat"),
         ([engine_dir, "-o", repository, "--environment", tmp_path], "expected a virtual environment"),
+        ([engine_dir, "-o", tmp_path / "the models"], "model repository: expected a path without spaces"),
+        ([engine_dir, "-o", repository, "--model-name", "$(id)"], "model repository: expected a path without spaces"),
+        ([engine_dir, "-o", repository, "--environment", "$HOME"], "environment: expected a path without spaces"),
         ([tmp_path, "-o", repository], "dflash-trt build"),
     ):
         ran = invoke("deploy", "triton", *words)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import islice
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -232,6 +233,25 @@ def test_a_wrong_request_is_refused_by_name_and_alone(server, fields, said) -> N
         assert 400 <= answer["status"] < 500
         assert said in answer["error"]
         assert next(running)["output_ids"]
+    until(lambda: counter(server, "requests_total", finish_reason="refused") == refused + 1, "the refusal is counted")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"id": "\xff", "text_input": "x"}', "request: expected UTF-8 text, found b'{"),
+        (b'{"id": "\xff", "stop": true}', "request: expected UTF-8 text"),
+        (b'{"text_input": "x", "\xff": 1}', "request: expected UTF-8 text"),
+        (b'{"text_input": "\xff"}', "input 'text_input': expected UTF-8 text"),
+        (b'{"text_input": "x", "parameters": {"cache_salt": "\xed\xa0\x80"}}', "input 'cache_salt': expected UTF-8"),
+    ],
+)
+def test_bytes_that_are_no_text_are_a_refusal_and_no_failure_of_the_model(server, body, said) -> None:
+    refused = counter(server, "requests_total", finish_reason="refused")
+    answer = httpx.post(f"{server.url}/v2/models/dflash/generate", content=body, timeout=30)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]
+    assert "Traceback" not in answer.text and "model.py" not in answer.text
     until(lambda: counter(server, "requests_total", finish_reason="refused") == refused + 1, "the refusal is counted")
 
 
