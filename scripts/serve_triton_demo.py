@@ -67,9 +67,8 @@ def serving(engine: Path, *, num_threads: int, reuses_prefixes: bool) -> Iterato
 
 def demonstrate(server: ServerProcess, prompt: str, max_tokens: int) -> None:
     body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
-    print(
-        f"\n$ curl -sN --speed-limit 1 --speed-time 30 {server.url}/v2/models/{MODEL}/generate_stream -d '{json.dumps(body)}'\n"
-    )
+    curl = "curl -sN --speed-limit 1 --speed-time 30"
+    print(f"\n$ {curl} {server.url}/v2/models/{MODEL}/generate_stream -d '{json.dumps(body)}'\n")
     connection = http.client.HTTPConnection(HOST, server.http_port, timeout=READ_TIMEOUT_S)
     connection.request("POST", f"/v2/models/{MODEL}/generate_stream", json.dumps(body))
     response = connection.getresponse()

@@ -1,18 +1,24 @@
 """The service between a server and the engine, without a server: steps, cancellations, draining, metrics."""
 
+import inspect
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.generator import Generator
-from dflash_trt.triton_server.metrics import METRICS, REFUSED, MetricBook
+from dflash_trt.triton_server.metrics import REFUSED, MetricBook
 from dflash_trt.triton_server.service import EngineService
 from dflash_trt.triton_server.settings import ModelSettings
+from dflash_trt.triton_server.tensors import INPUTS_BY_NAME
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_codec, make_executor, make_generator, until
+from tests.triton_server.fake_series import FakeSeries
 
 
 class Client:
@@ -23,11 +29,13 @@ class Client:
         self.error: tuple[str, str] | None = None
         self.ended = threading.Event()
         self.leaves = threading.Event()
+        self.on_end: Callable[[], None] = lambda: None
 
     def send(self, arrays: dict[str, Any], *, is_last: bool) -> None:
         assert not self.ended.is_set(), "nothing comes after the last response"
         self.responses.append(arrays)
         if is_last:
+            self.on_end()
             self.ended.set()
 
     def fail(self, message: str, code: str) -> None:
@@ -40,33 +48,6 @@ class Client:
     @property
     def token_ids(self) -> list[int]:
         return [int(token_id) for response in self.responses for token_id in response["output_ids"]]
-
-
-class FakeSeries:
-    """What Triton would show."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, str], float] = {}
-        self.observed: list[str] = []
-        self.is_closed = False
-
-    def open(self, label_values: Any) -> None:
-        for metric in METRICS:
-            for value in label_values.get(metric, ("",)):
-                self.values[metric.name.removeprefix("dflash_trt_"), value] = 0.0
-
-    def increment(self, name: str, label: str, count: float) -> None:
-        assert count > 0
-        self.values[name.removeprefix("dflash_trt_"), label] += count
-
-    def set(self, name: str, value: float) -> None:
-        self.values[name.removeprefix("dflash_trt_"), ""] = value
-
-    def observe(self, name: str, value: float) -> None:
-        self.observed.append(name.removeprefix("dflash_trt_"))
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 @pytest.fixture
@@ -98,8 +79,9 @@ def serving(generator: Generator, series: FakeSeries, **settings: Any) -> Iterat
 
 
 def inputs(**fields: Any) -> dict[str, Any]:
-    dtypes = {"stream": np.bool_, "stop": np.bool_, "input_ids": np.int32, "max_tokens": np.int32}
-    return {name: np.atleast_1d(np.array(value, dtype=dtypes[name])) for name, value in fields.items()}
+    dtypes = {"STRING": np.object_, "BOOL": np.bool_, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64}
+    types = {name: dtypes[INPUTS_BY_NAME[name].type] for name in fields}
+    return {name: np.atleast_1d(np.array(value, dtype=types[name])) for name, value in fields.items()}
 
 
 def ask(service: EngineService, *, client_id: str = "", **fields: Any) -> Client:
@@ -184,6 +166,104 @@ def test_a_step_that_fails_fails_its_request_alone(series) -> None:
         assert bad.error[1] == "INTERNAL"
 
 
+def test_what_a_request_asks_for_is_what_the_engine_is_asked_for(series, monkeypatch) -> None:
+    generator = make_generator(make_executor())
+    submit, asked = generator.submit, []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(submit).bind(*args, **kwargs)
+        call.apply_defaults()
+        asked.append(dict(call.arguments))
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(generator, "submit", recording)
+    fields = {"input_ids": [5, 6], "max_tokens": 3, "seed": 11, "priority": -3, "queue_timeout_s": 7.5}
+    for service, _ in serving(generator, series):
+        assert ask(service, client_id="mine", cache_salt=b"tenant", **fields).ended.wait(30)
+    (call,) = asked
+    assert callable(call.pop("on_chunk"))
+    assert call == {
+        "prompt": {"prompt_token_ids": (5, 6)},
+        "sampling": SamplingParams(max_new_tokens=3, seed=11),
+        "priority": -3,
+        "queue_timeout_s": 7.5,
+        "cache_salt": "tenant",
+        "request_id": None,  # a client's id need not be unique
+        "max_pending_tokens": None,  # responses are sent, never kept
+    }
+
+
+def test_prefixes_are_shared_within_a_tenant_alone(series) -> None:
+    prompt = list(range(5, 25))
+    hits = []
+    for service, generator in serving(make_generator(make_executor()), series):
+        for salt in (b"a", b"b", b"", b"a"):
+            assert ask(service, input_ids=prompt, max_tokens=2, cache_salt=salt).ended.wait(30)
+            hits.append(generator.statistics.scheduler.num_prefix_hit_tokens)
+    assert hits[:3] == [0, 0, 0]
+    assert hits[3] > 0
+
+
+def test_requests_of_higher_priority_go_first(series) -> None:
+    executor = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE)
+    for service, _ in serving(make_generator(executor), series):
+        ask(service, input_ids=[5], max_tokens=1)
+        assert executor.entered.wait(30)
+        ended: list[int] = []
+        clients = [ask(service, input_ids=[6], max_tokens=1, priority=priority) for priority in (-1, 2, 1)]
+        for index, client in enumerate(clients):
+            client.on_end = partial(ended.append, index)
+        executor.open()
+        for client in clients:
+            assert client.ended.wait(30)
+        assert ended == [1, 2, 0]
+
+
+def test_a_request_that_waits_too_long_is_told_to_come_back(series) -> None:
+    executor = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE)
+    for service, _ in serving(make_generator(executor, clock=time.monotonic), series):
+        running = ask(service, input_ids=[5], max_tokens=1)
+        assert executor.entered.wait(30)
+        patient = ask(service, input_ids=[6], max_tokens=1, queue_timeout_s=60.0)
+        hasty = ask(service, input_ids=[6], max_tokens=1, queue_timeout_s=0.01)
+        time.sleep(0.02)
+        executor.open()
+        for client in (running, patient, hasty):
+            assert client.ended.wait(30)
+        assert running.error is None and patient.error is None
+        assert hasty.error is not None and hasty.responses == []
+        assert hasty.error[1] == "UNAVAILABLE"
+        assert "time" in hasty.error[0]
+    assert series.values["requests_total", "timeout"] == 1
+    assert series.values["requests_total", "error"] == 0
+
+
+def test_a_full_queue_and_a_wrong_request_have_different_codes(series) -> None:
+    executor = GatedExecutor(make_limits(max_batch_size=1), vocab_size=VOCAB_SIZE)
+    for service, _ in serving(make_generator(executor, max_queue_len=1), series):
+        ask(service, input_ids=[5], max_tokens=1)
+        assert executor.entered.wait(30)
+        ask(service, input_ids=[5], max_tokens=1)
+        refused, wrong = ask(service, input_ids=[5], max_tokens=1), ask(service, input_ids=[5], max_tokens=0)
+        assert refused.error is not None and refused.error[1] == "UNAVAILABLE"
+        assert wrong.error is not None and wrong.error[1] == "INVALID_ARG"
+    assert series.values["requests_total", REFUSED] == 2
+    assert series.values["responses_total", ""] == 4
+
+
+def test_requests_that_run_and_wait_are_published_while_they_do(gated, executor, series) -> None:
+    service, _ = gated
+    clients = [ask(service, input_ids=[5, 6], max_tokens=30) for _ in range(7)]
+    executor.gate.release(1)
+    until(lambda: (series.values["requests_running", ""], series.values["requests_waiting", ""]) == (4, 3))
+    assert series.values["pages_in_use", ""] > 0
+    assert series.values["pages", ""] == make_limits().num_pages
+    executor.open()
+    for client in clients:
+        assert client.ended.wait(30)
+    until(lambda: (series.values["requests_running", ""], series.values["requests_waiting", ""]) == (0, 0))
+
+
 def test_metrics_are_the_sum_of_what_was_answered(series) -> None:
     for service, _ in serving(make_generator(make_executor()), series):
         clients = [ask(service, input_ids=[5, 6, i], max_tokens=20, stream=True) for i in range(6)]
@@ -204,7 +284,7 @@ def test_metrics_are_the_sum_of_what_was_answered(series) -> None:
     at = {name: [count for (each, _), count in value.items() if each == name] for name, _ in value}
     assert sum(at["draft_tokens_at_position_total"]) == value["draft_tokens_total", ""]
     assert sum(at["accepted_tokens_at_position_total"]) == value["accepted_tokens_total", ""]
-    assert series.observed.count("time_to_first_token_seconds") == 6
+    assert [name for name, _ in series.observed].count("time_to_first_token_seconds") == 6
     assert value["pages_in_use", ""] == 0
     assert value["steps_total", ""] > 0
 
