@@ -1,0 +1,280 @@
+"""Every option of a command, set to something else than its default, arrives where the work is done.
+
+The tests compare all arguments of that call, and fail for an option of the command that they do not set.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from dflash_trt.cli.bench import bench
+from dflash_trt.cli.build import build
+from dflash_trt.cli.eval import evaluate
+from dflash_trt.cli.inspect import inspect
+from dflash_trt.cli.run import run
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.llm import LLM
+from tests.cli.calls import RecordedError, Recorder, options_never_set
+
+DRAFTING = ["--num-draft-tokens", "2", "--adaptive", "--no-prefix-reuse", "--kv-cache-bytes", "4096", "--device", "cpu"]
+DRAFTING += ["--kv-cache-free-memory-fraction", "0.25"]
+SAMPLING = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75", "--min-p", "0.125"]
+SAMPLING += ["--seed", "6", "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--logprobs"]
+LLM_DEFAULTS = {
+    "use_drafter": True,
+    "num_draft_tokens": None,
+    "adapts_draft_length": False,
+    "reuses_prefixes": True,
+    "overlaps_steps": False,
+    "kv_cache_bytes": None,
+    "kv_cache_free_memory_fraction": None,
+    "num_threads": None,
+    "device": "auto",
+    "seed": None,
+    "max_queue_len": None,
+    "scheduler_config": None,
+    "draft_length": None,
+}
+
+
+class RecordingLLM:
+    """Records how it is opened and what it is asked for."""
+
+    opened: Recorder
+    asked: Recorder
+    page_plan = "no pages"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(RecordedError):
+            type(self).opened(self, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self).asked(self, *args, **kwargs)
+
+    def __enter__(self) -> "RecordingLLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+@pytest.fixture
+def llm(monkeypatch) -> type[RecordingLLM]:
+    recording = type("Recording", (RecordingLLM,), {"opened": Recorder(LLM.__init__), "asked": Recorder(LLM.generate)})
+    monkeypatch.setattr("dflash_trt.serving.llm.LLM", recording)
+    return recording
+
+
+def opened(llm: type[RecordingLLM]) -> dict[str, Any]:
+    return {name: value for name, value in llm.opened.arguments.items() if name != "self"}
+
+
+def test_every_option_of_run_reaches_the_engine(llm, invoke) -> None:
+    prompts = ["--prompt", "x", "--prompt", "y", "--chat", "--system", "Be brief."]
+    result = invoke("run", "dir", *prompts, *DRAFTING, *SAMPLING, "--json")
+    assert (result.exit_code, result.stderr) == (1, "error: recorded\n")
+    assert opened(llm) == LLM_DEFAULTS | {
+        "engine_dir": Path("dir"),
+        "num_draft_tokens": 2,
+        "adapts_draft_length": True,
+        "reuses_prefixes": False,
+        "kv_cache_bytes": 4096,
+        "kv_cache_free_memory_fraction": 0.25,
+        "device": "cpu",
+    }
+    system = {"role": "system", "content": "Be brief."}
+    conversations = [{"messages": [system, {"role": "user", "content": text}]} for text in ("x", "y")]
+    sampling = SamplingParams(
+        max_new_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.75,
+        min_p=0.125,
+        seed=6,
+        stop=("a", "b"),
+        stop_token_ids=(7,),
+        ignore_eos=True,
+        logprobs=True,
+    )
+    assert all(getattr(sampling, name) != getattr(SamplingParams(), name) for name in sampling.__dataclass_fields__)
+    arguments = llm.asked.arguments
+    assert callable(arguments.pop("on_output"))
+    assert arguments.pop("self") is not None
+    assert arguments == {"prompts": conversations, "sampling": [sampling, sampling]}
+
+
+def test_run_without_a_drafter_opens_the_engine_without_one(llm, invoke) -> None:
+    assert invoke("run", "dir", "--prompt", "x", "--no-drafter").stderr == "K/V: no pages\nerror: recorded\n"
+    assert opened(llm) == LLM_DEFAULTS | {"engine_dir": Path("dir"), "use_drafter": False}
+
+
+def test_no_option_of_run_is_left_out_here() -> None:
+    """What concerns files and the terminal is for test_run.py."""
+    cases = (["dir", "--prompt", "x", "--chat", "--system", "s", *DRAFTING, *SAMPLING], ["dir", "--no-drafter"])
+    files = {"input_file", "output_file", "trace", "stream", "as_json"}
+    assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
+
+
+PROMPTS = [{"prompt": text} for text in ("x", "y", "z")]
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(prompt | {"max_new_tokens": 99}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def recorded(monkeypatch, module: str, name: str) -> Recorder:
+    function = getattr(__import__(module, fromlist=[name]), name)
+    recorder = Recorder(function)
+    monkeypatch.setattr(f"{module}.{name}", recorder)
+    return recorder
+
+
+LOAD = ["--concurrency", "2", "--concurrency", "3", "--max-new-tokens", "9", "--requests-per-client", "5"]
+LOAD += ["--rounds", "7"]
+LOAD_ARGUMENTS = {"concurrencies": (2, 3), "max_new_tokens": 9, "requests_per_client": 5, "num_rounds": 7}
+MEASUREMENTS = [
+    (
+        ("speedup", "dflash_trt.bench.speculation", "compare"),
+        ["--max-new-tokens", "9", "--num-draft-tokens", "2", "--concurrency", "3", "--rounds", "7"],
+        {
+            "sampling": SamplingParams(max_new_tokens=9, ignore_eos=True),
+            "num_draft_tokens": 2,
+            "concurrency": 3,
+            "num_rounds": 7,
+        },
+    ),
+    (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS),
+    (
+        ("draft-length", "dflash_trt.bench.lockstep", "compare_policies"),
+        [*LOAD, "--fixed", "0", "--fixed", "3", "--num-threads", "4"],
+        LOAD_ARGUMENTS | {"fixed_lengths": (0, 3), "num_threads": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "words", "expected"), MEASUREMENTS, ids=[names[0] for names, *_ in MEASUREMENTS])
+def test_every_option_of_a_measurement_reaches_it(names, words, expected, rows, invoke, monkeypatch) -> None:
+    subcommand, module, function = names
+    measurement = recorded(monkeypatch, module, function)
+    assert invoke("bench", subcommand, "dir", "--input-file", rows, *words).stderr == "error: recorded\n"
+    assert callable(measurement.arguments.pop("progress"))
+    assert measurement.arguments == expected | {"engine_dir": Path("dir"), "prompts": PROMPTS}
+    minimal = ["dir", "--input-file", "rows"]
+    never_set = options_never_set(bench.commands[subcommand], minimal, [*minimal, *words])
+    assert never_set == {"engine_dir", "input_file", "as_json"}
+
+
+def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> None:
+    from dflash_trt.bench.soak import Traffic
+
+    soak = recorded(monkeypatch, "dflash_trt.bench.soak", "soak")
+    words = ["--duration", "2.5", "--seed", "7"]
+    assert invoke("bench", "soak", engine_dir, *words).stderr == "error: recorded\n"
+    assert soak.arguments.pop("llm").limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
+    assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
+    assert options_never_set(bench.commands["soak"], ["dir"], ["dir", *words]) == {"engine_dir", "as_json"}
+
+
+BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
+BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
+BUILD += ["--kv-cache", "fp8"]
+TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
+TENSORRT += ["--plugin-library", "/p"]
+QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
+BUILT = BuildConfig(
+    target="t",
+    drafter="d",
+    max_batch_size=3,
+    max_seq_len=77,
+    max_num_tokens=55,
+    max_draft_len=2,
+    page_size=4,
+    tp_size=2,
+    quantization=QUANTIZATION,
+)
+BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugins="layers", plugin_library="/p")
+
+
+def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
+    builder = recorded(monkeypatch, "dflash_trt.compile.build", "build_engine")
+    words = ["build", *BUILD, "--tp-size", "2", "-o", "out"]
+    for more, overwrite in (([], False), (["--overwrite"], True)):
+        assert invoke(*words, *more).stderr == "error: recorded\n"
+        assert callable(builder.arguments.pop("progress")) and callable(builder.arguments.pop("on_plan"))
+        assert builder.arguments == {
+            "config": BUILT,
+            "output": Path("out"),
+            "base_dir": Path.cwd(),
+            "overwrite": overwrite,
+            "command": ["dflash-trt", *words, *more],
+        }
+
+
+def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
+    checker = recorded(monkeypatch, "dflash_trt.compile.trt_check", "check_config")
+    assert invoke("build", *TENSORRT, "--check").stderr == "error: recorded\n"
+    assert callable(checker.arguments.pop("progress"))
+    assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd()}
+
+
+def test_no_option_of_build_is_left_out_here() -> None:
+    cases = ([*BUILD, "--tp-size", "2", "-o", "out", "--overwrite"], [*TENSORRT, "--check"])
+    assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
+    fields = BuildConfig(target="default")
+    for name in BuildConfig.model_fields:
+        values = [getattr(config, name) for config in (BUILT, BUILT_BY_TENSORRT)]
+        assert any(value != getattr(fields, name) for value in values), name
+
+
+def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, monkeypatch) -> None:
+    measurement = recorded(monkeypatch, "dflash_trt.cli.eval", "_measure")
+    words = [engine_dir, "--against", engine_dir, "--prompts", rows]
+    assert invoke("eval", *words, "--num-prompts", "2").stderr == "error: recorded\n"
+    jobs = measurement.arguments["jobs"]
+    assert [job.prompt for job in jobs] == PROMPTS[:2]
+    assert [job.sampling.max_new_tokens for job in jobs] == [99, 99], "rows win"
+    rows.write_text('{"prompt": "x"}\n')
+    assert invoke("eval", *words, "--max-new-tokens", "5").stderr == "error: recorded\n"
+    assert [job.sampling.max_new_tokens for job in measurement.arguments["jobs"]] == [5]
+    gates = {"max_kl", "min_acceptance_ratio", "min_agreement"}  # test_eval.py has them
+    cases = [*map(str, words), "--num-prompts", "2", "--max-new-tokens", "5"]
+    never_set = options_never_set(evaluate, ["dir", "--against", "x", "--prompts", "y"], cases)
+    assert never_set == gates | {"as_json"}
+
+
+def test_verify_hashes_reaches_the_reader_and_the_report(engine_dir, tmp_path, invoke, monkeypatch) -> None:
+    """Every file counts as large here."""
+    monkeypatch.setattr("dflash_trt.engine_dir.opening.MAX_ALWAYS_HASHED_BYTES", 0)
+    for words, is_verified in (([], False), (["--verify-hashes"], True)):
+        result = invoke("inspect", engine_dir, "--json", *words)
+        files = json.loads(result.stdout)["files"]
+        assert {entry["is_hash_verified"] for entry in files.values()} == {is_verified}
+        text = invoke("inspect", engine_dir, *words).stdout
+        assert ("size and sha256" in text, "size (--verify-hashes" in text) == (is_verified, not is_verified)
+    corrupted = shutil.copytree(engine_dir, tmp_path / "corrupted")
+    weights = bytearray((corrupted / "rank0.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (corrupted / "rank0.safetensors").write_bytes(weights)
+    assert invoke("inspect", corrupted).exit_code == 0
+    refused = invoke("inspect", corrupted, "--verify-hashes")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "rank0.safetensors: expected sha256" in refused.stderr
+    assert options_never_set(inspect, ["dir"], ["dir", "--verify-hashes", "--json"]) == {"engine_dir"}
+
+
+def test_every_command_with_options_is_here() -> None:
+    """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py."""
+    from dflash_trt.cli.main import cli
+
+    assert set(cli.commands) == {"bench", "build", "deploy", "eval", "inspect", "run"}
+    assert set(bench.commands) == {"draft-length", "serving", "soak", "speedup"}
+    assert isinstance(cli.commands["deploy"], click.Group)
+    assert set(cli.commands["deploy"].commands) == {"triton"}

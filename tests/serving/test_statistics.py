@@ -1,0 +1,68 @@
+"""What the engine says about its times: which percentile is which, and which requests count."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_trt.core.request import GenerationOutput, RequestStatistics
+from dflash_trt.serving.statistics import Recorder, Samples
+from tests.serving.engines import make_loop
+
+OUTPUT = GenerationOutput(
+    request_id="r",
+    text=None,
+    token_ids=(1, 2, 3),
+    logprobs=(),
+    finish_reason="stop",
+    num_prompt_tokens=7,
+    num_verify_steps=0,
+    num_draft_tokens=0,
+    num_accepted_tokens=0,
+    num_emitted_by_verify=0,
+    time_to_first_token_s=1.5,
+    total_s=9.5,
+    statistics=RequestStatistics(queue_time_s=0.25),
+)
+
+
+def test_a_percentile_is_the_value_that_so_many_do_not_exceed() -> None:
+    samples = Samples()
+    for value in range(1000, 0, -1):
+        samples.add(value)
+    found = samples.distribution()
+    assert (found.p50, found.p90, found.p99, found.max) == (500, 900, 990, 1000)
+    assert (found.count, found.mean) == (1000, 500.5)
+
+
+def test_percentiles_are_of_recent_values_and_the_rest_is_of_all() -> None:
+    samples = Samples()
+    samples.add(1e6)
+    for _ in range(4096):
+        samples.add(1.0)
+    found = samples.distribution()
+    assert (found.p99, found.max, found.count) == (1.0, 1e6, 4097)
+    assert found.mean == pytest.approx((1e6 + 4096) / 4097)
+
+
+def test_each_time_goes_to_its_own_distribution() -> None:
+    recorder = Recorder(100.0)
+    recorder.add(OUTPUT)
+    recorder.add_step(0.125, has_failed=True)
+    recorder.add_step(None, has_failed=False)
+    found = recorder.statistics(103.0, make_loop().statistics().scheduler)
+    means = {name: getattr(found, name).mean for name in found.__dataclass_fields__ if name.endswith("_time_s")}
+    assert means == {"queue_time_s": 0.25, "request_time_s": 9.5, "step_time_s": 0.125}
+    assert found.time_to_first_token_s.mean == 1.5
+    assert found.inter_token_latency_s.mean == 4.0
+    assert (found.uptime_s, found.num_failed_steps, found.step_time_s.count) == (3.0, 1, 1)
+    assert (found.num_requests, found.num_emitted_tokens) == (1, 3)
+    assert found.num_requests_by_finish_reason == {"stop": 1}
+
+
+def test_a_request_without_tokens_has_no_time_to_first_token() -> None:
+    recorder = Recorder(0.0)
+    recorder.add(replace(OUTPUT, token_ids=(), time_to_first_token_s=0.0, finish_reason="timeout"))
+    recorder.add(OUTPUT)
+    found = recorder.statistics(1.0, make_loop().statistics().scheduler)
+    assert (found.time_to_first_token_s.count, found.time_to_first_token_s.mean) == (1, 1.5)
+    assert (found.inter_token_latency_s.count, found.queue_time_s.count) == (1, 2)

@@ -1,0 +1,222 @@
+"""The model as Triton calls it, without Triton: every option of `deploy triton` arrives in config, engine and service.
+
+The tests compare all arguments, and fail for an option or a setting that they do not set.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dflash_trt.cli.deploy import deploy
+from dflash_trt.serving.llm import LLM
+from dflash_trt.triton_server.pbtxt import Message, read
+from dflash_trt.triton_server.settings import ModelSettings
+from tests.cli.calls import Recorder, options_never_set
+from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
+from tests.cli.test_options_arrive import LLM_DEFAULTS
+
+DRAFTING = ["--num-draft-tokens", "2", "--adaptive", "--no-prefix-reuse", "--overlap", "--kv-cache-bytes", "4096"]
+DRAFTING += ["--kv-cache-free-memory-fraction", "0.25", "--num-threads", "3", "--seed", "7", "--max-queue-len", "9"]
+DRAFTING += ["--default-max-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]
+DRAFTING += ["--accept-parameter", "a", "--accept-parameter", "b", "--accept-numpy-2", "--model-name", "other"]
+DRAFTING += ["--environment", sys.prefix, "--copy-engine", "--instances", "2", "--batch-dimension"]
+ON_GPUS = ["--no-drafter", "--gpus", "3,1", "--accept-numpy-2"]
+
+SETTINGS = ModelSettings(
+    engine_dir="engine",
+    num_draft_tokens=2,
+    adapts_draft_length=True,
+    reuses_prefixes=False,
+    overlaps_steps=True,
+    kv_cache_bytes=4096,
+    kv_cache_free_memory_fraction=0.25,
+    num_threads=3,
+    seed=7,
+    max_queue_len=9,
+    default_max_tokens=11,
+    wraps_in_chat=True,
+    system="Be brief.",
+    drain_timeout_s=2.5,
+    accepted_request_parameters=("a", "b"),
+    accepts_numpy_2=True,
+)
+
+
+@pytest.fixture
+def pb_utils(monkeypatch) -> ModuleType:
+    module = ModuleType("triton_python_backend_utils")
+    module.TritonModelException = type("TritonModelException", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
+    monkeypatch.delitem(sys.modules, "dflash_trt.triton_server.model", raising=False)
+    return module
+
+
+@pytest.fixture
+def model(pb_utils) -> Iterator[Any]:
+    from dflash_trt.triton_server.model import TritonPythonModel
+
+    yield TritonPythonModel()
+    del sys.modules["dflash_trt.triton_server.model"]
+
+
+def written(model_dir: Path) -> Message:
+    return read((model_dir / "config.pbtxt").read_text(), subject="config.pbtxt")
+
+
+def parameters_of(config: Message) -> dict[str, str]:
+    entries = [entry for entry in config.all("parameters") if isinstance(entry, Message)]
+    values = {str(entry.one("key")): entry.one("value") for entry in entries}
+    return {name: str(value.one("string_value")) for name, value in values.items() if isinstance(value, Message)}
+
+
+def instances_of(config: Message) -> list[tuple[str, object]]:
+    group = config.one("instance_group")
+    assert isinstance(group, Message)
+    return group.fields
+
+
+def load(model: Any, pb_utils: Any, model_dir: Path, *, kind: str, device_id: str, monkeypatch: Any) -> dict[str, Any]:
+    """What LLM is asked for when the server loads the model on an instance."""
+    opening = Recorder(LLM)
+    monkeypatch.setattr("dflash_trt.serving.llm.LLM", opening)
+    config = written(model_dir)
+    parameters = {name: {"string_value": text} for name, text in parameters_of(config).items()}
+    args = {
+        "model_config": json.dumps({"parameters": parameters, "max_batch_size": config.one("max_batch_size")}),
+        "model_instance_kind": kind,
+        "model_instance_device_id": device_id,
+        "model_repository": str(model_dir),
+        "model_version": "1",
+        "model_name": model_dir.name,
+        "model_instance_name": f"{model_dir.name}_0_0",
+    }
+    with pytest.raises(pb_utils.TritonModelException, match="recorded"):
+        model.initialize(args)
+    return opening.arguments
+
+
+def test_every_option_reaches_the_config_and_the_engine(
+    engine_dir,
+    tmp_path,
+    invoke,  # noqa: F811
+    model,
+    pb_utils,
+    monkeypatch,
+) -> None:
+    result = invoke("deploy", "triton", engine_dir, "-o", tmp_path, *DRAFTING)
+    assert result.exit_code == 0, result.stderr
+    config = written(tmp_path / "other")
+    parameters = parameters_of(config)
+    assert parameters.pop("EXECUTION_ENV_PATH") == str(Path(sys.prefix).resolve())
+    assert ModelSettings.from_parameters(parameters) == SETTINGS
+    assert config.one("max_batch_size") == 1
+    assert instances_of(config) == [("count", 2), ("kind", "KIND_CPU")]
+    asked = load(model, pb_utils, tmp_path / "other", kind="CPU", device_id="0", monkeypatch=monkeypatch)
+    assert asked == LLM_DEFAULTS | {
+        "engine_dir": tmp_path / "other" / "1" / "engine",
+        "num_draft_tokens": 2,
+        "adapts_draft_length": True,
+        "reuses_prefixes": False,
+        "overlaps_steps": True,
+        "kv_cache_bytes": 4096,
+        "kv_cache_free_memory_fraction": 0.25,
+        "num_threads": 3,
+        "device": "cpu",
+        "seed": 7,
+        "max_queue_len": 9,
+    }
+
+
+def test_an_instance_on_a_gpu_runs_there_and_sees_no_other(
+    engine_dir,
+    tmp_path,
+    invoke,  # noqa: F811
+    model,
+    pb_utils,
+    monkeypatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4")
+    result = invoke("deploy", "triton", engine_dir, "-o", tmp_path, *ON_GPUS)
+    assert result.exit_code == 0, result.stderr
+    assert "CUDA_VISIBLE_DEVICES: GPUs 3, 1 are counted among those it lists" in result.stdout
+    assert "first python3 on the server's PATH" in result.stdout
+    config = written(tmp_path / "dflash")
+    assert parameters_of(config) == {
+        "engine_dir": str(engine_dir),
+        "use_drafter": "false",
+        "accepts_numpy_2": "true",
+    }
+    assert config.one("max_batch_size") == 0
+    assert instances_of(config) == [("count", 1), ("kind", "KIND_GPU"), ("gpus", [3, 1])]
+    asked = load(model, pb_utils, tmp_path / "dflash", kind="GPU", device_id="3", monkeypatch=monkeypatch)
+    assert asked == LLM_DEFAULTS | {"engine_dir": engine_dir, "use_drafter": False, "device": "cuda"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+
+
+def test_no_option_and_no_setting_is_left_out_here() -> None:
+    minimal = ["dir", "-o", "out"]
+    cases = ([*minimal, *DRAFTING], [*minimal, *ON_GPUS])
+    never_set = options_never_set(deploy.commands["triton"], minimal, *cases)
+    assert never_set == {"engine_dir", "repository", "check_only"}
+    default = ModelSettings(engine_dir="")
+    alike = {field.name for field in fields(default) if getattr(SETTINGS, field.name) == getattr(default, field.name)}
+    assert alike == {"use_drafter"}, "the test on a GPU has it"
+
+
+class Request:
+    """A request of Triton's whose id or parameters are no UTF-8."""
+
+    def __init__(self, *, parameters: bytes = b"", request_id: bytes = b"") -> None:
+        self._parameters = parameters
+        self._request_id = request_id
+
+    def get_response_sender(self) -> object:
+        return object()
+
+    def requested_output_names(self) -> list[str]:
+        return []
+
+    def inputs(self) -> list[Any]:
+        return []
+
+    def parameters(self) -> str:
+        return self._parameters.decode()
+
+    def request_id(self) -> str:
+        return self._request_id.decode()
+
+
+class Service:
+    """Remembers what became of each request."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def take(self, arrays: object, parameters: str, client_id: str, channel: object) -> None:
+        self.found.append(client_id)
+
+    def refuse(self, channel: object, error: Exception) -> None:
+        self.found.append(str(error))
+
+
+def test_a_request_that_is_no_text_leaves_the_others_of_its_batch_alone(model) -> None:
+    model._service, model._has_batch_dimension = service, _ = Service(), False
+    model.execute(
+        [
+            Request(request_id=b"a"),
+            Request(request_id=b"b\xff"),
+            Request(parameters=b'{"\xed\xa0\x80": 1}'),
+            Request(request_id=b"c"),
+        ]
+    )
+    first, second, third, fourth = service.found
+    assert (first, fourth) == ("a", "c")
+    assert second.startswith(r"request: expected UTF-8 text, found b'b\xff'")
+    assert "request: expected UTF-8 text" in third
