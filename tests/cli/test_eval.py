@@ -1,10 +1,12 @@
 """`dflash-trt eval` and the quantization half of `dflash-trt build`, as a user meets them."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from dflash_trt.bench.comparison import Acceptance, Comparison
 from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_target
@@ -124,3 +126,92 @@ def test_an_unknown_format_is_a_usage_error(target, tmp_path, invoke) -> None:
     result = invoke("build", "--target", target, "-o", tmp_path / "engine", "--quantization", "int4")
     assert result.exit_code == 2
     assert "key 'quantization.target'" in result.stderr and "'nvfp4_w4a16'" in result.stderr
+
+
+COMPARISON = Comparison(
+    num_prompts=7,
+    num_generated_positions=11,
+    token_agreement_fraction=0.75,
+    kl_nats=0.0625,
+    kl_nats_p99=0.5,
+    identical_texts_fraction=0.375,
+    num_prompt_positions=13,
+    baseline_perplexity=20.5,
+    candidate_perplexity=21.5,
+    baseline_acceptance=Acceptance(acceptance_length=4.0, num_verify_steps=17),
+    candidate_acceptance=Acceptance(acceptance_length=3.5, num_verify_steps=19),
+)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "passing", "failing"),
+    [
+        ("max_kl", 0.0625, "0.07", "0.06"),
+        ("min_acceptance_ratio", 0.875, "0.87", "0.88"),
+        ("min_agreement", 0.75, "0.74", "0.76"),
+    ],
+)
+def test_each_gate_bounds_its_own_number_from_its_own_side(
+    engine_dir, prompts_file, invoke, monkeypatch, option, value, passing, failing
+) -> None:
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: COMPARISON)
+    words = [engine_dir, "--against", engine_dir, "--prompts", prompts_file]
+    flag = f"--{option.replace('_', '-')}"
+    for bound, exit_code, verdict in ((passing, 0, "passed"), (failing, 1, "FAILED")):
+        exit_code_of_json, report = evaluated(invoke, *words, flag, bound)
+        gate = {"name": option, "bound": float(bound), "value": value, "has_passed": exit_code == 0}
+        assert (exit_code_of_json, report["gates"]) == (exit_code, [gate])
+        result = invoke("eval", *words, flag, bound)
+        side = "at most" if option == "max_kl" else "at least"
+        assert (result.exit_code, f"gate {option} ({side} {bound}): {value:g} {verdict}" in result.stdout) == (
+            exit_code,
+            True,
+        )
+
+
+def test_the_table_has_each_number_in_its_row_and_column(engine_dir, prompts_file, invoke, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: COMPARISON)
+    monkeypatch.setenv("COLUMNS", "160")
+    stdout = invoke("eval", engine_dir, "--against", engine_dir, "--prompts", prompts_file).stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in stdout.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["token agreement", "", "0.7500", "11 generated positions"],
+        ["KL divergence, mean (nats)", "", "0.0625", "11 generated positions"],
+        ["KL divergence, 99th percentile", "", "0.5", "11 generated positions"],
+        ["identical texts", "", "0.3750", "7 prompts"],
+        ["perplexity", "20.5", "21.5", "13 prompt positions"],
+        ["acceptance length, bonus included", "4", "3.5", "17 and 19 verify steps"],
+        ["acceptance ratio", "", "0.875", ""],
+    ]
+
+
+def test_the_baseline_is_the_engine_of_against(engine_dir, weight_only, prompts_file, invoke, monkeypatch) -> None:
+    measured = {}
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: measured.update(engines) or COMPARISON)
+    _, report = evaluated(invoke, weight_only, "--against", engine_dir, "--prompts", prompts_file)
+    assert {name: engine.path for name, engine in measured.items()} == {
+        "candidate": weight_only,
+        "baseline": engine_dir,
+    }
+    assert (report["candidate"], report["baseline"]) == (str(weight_only), str(engine_dir))
+
+
+def test_each_engine_generates_and_scores_for_its_own_side(
+    engine_dir, weight_only, prompts_file, invoke, monkeypatch
+) -> None:
+    """KL divergence is not symmetric, and perplexities differ: sides that are swapped show."""
+    _, there = evaluated(invoke, weight_only, "--against", engine_dir, "--prompts", prompts_file)
+    _, back = evaluated(invoke, engine_dir, "--against", weight_only, "--prompts", prompts_file)
+    assert there["candidate_perplexity"] == back["baseline_perplexity"] != there["baseline_perplexity"]
+    assert there["baseline_acceptance"] == back["candidate_acceptance"]
+    assert there["kl_nats"] != back["kl_nats"]
+    from dflash_trt.executor.opening import open_executor
+
+    engine = EngineDir.open(engine_dir)
+    executor = open_executor(engine, use_drafter=False)
+    nats = [
+        -float(executor.target_logits(tokens[:-1]).double().log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].sum())
+        for tokens in PROMPT_TOKENS
+    ]
+    executor.close()
+    assert there["baseline_perplexity"] == pytest.approx(math.exp(sum(nats) / 10), rel=1e-5)
