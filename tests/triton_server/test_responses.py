@@ -1,5 +1,6 @@
 """Which number of a finished request becomes which output: each of them has a value of its own here."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,31 @@ def test_a_request_without_tokens_or_drafts_has_zeros() -> None:
         assert found[name] == [0], name
     assert found["output_ids"] == []
     assert found["stop_reason"] == [b""]
+
+
+def test_log_probabilities_and_times_add_up_over_the_chunks_of_a_stream() -> None:
+    maker = make(ALL_FLAGS, streams=True)
+    for logprob in (-0.5, -0.25):
+        maker.response(StreamChunk(text="", token_ids=(3,), logprobs=(logprob,)))
+    before_ns = time.monotonic_ns()
+    late = replace(OUTPUT, time_to_first_token_s=0.0)
+    arrays = maker.response(StreamChunk(text="", token_ids=(4,), logprobs=(-0.25,), output=late))
+    assert arrays is not None
+    assert arrays["cum_log_probs"].tolist() == arrays["cumulative_logprob"].tolist() == [-1.0]
+    assert arrays["output_log_probs"].tolist() == [[-0.25]]
+    assert arrays["last_token_time_ns"][0] >= before_ns
+    assert arrays["first_token_time_ns"].tolist() == [5 * _SECOND_NS]
+
+
+@pytest.mark.parametrize(
+    ("stop", "decoded", "reason"),
+    [((), "four!!", b"24"), (("!!", "!"), "four!!", b"!"), (("ur", "!"), "four!!", b"!"), (("?",), "four!!", b"24")],
+)
+def test_the_stop_reason_is_the_string_that_cut_the_text_or_the_last_token(stop, decoded, reason) -> None:
+    """A shorter string is found before a longer one that begins with it."""
+    order = Order(prompt="x", sampling=SamplingParams(stop=stop), asked=frozenset({"return_stop_reason"}))
+    maker = ResponseMaker(order=order, prompt_token_ids=(), prompt_text="", decode=lambda ids: decoded)
+    assert last(maker, replace(OUTPUT, finish_reason="stop"))["stop_reason"] == [reason]
 
 
 def test_the_prompt_comes_once_and_first_where_it_is_echoed() -> None:

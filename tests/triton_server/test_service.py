@@ -4,6 +4,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,13 @@ class Client:
         self.error: tuple[str, str] | None = None
         self.ended = threading.Event()
         self.leaves = threading.Event()
+        self.on_response: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
+        self.num_asked = 0
 
     def send(self, arrays: dict[str, Any], *, is_last: bool) -> None:
         assert not self.ended.is_set(), "nothing comes after the last response"
+        self.on_response()
         self.responses.append(arrays)
         if is_last:
             self.on_end()
@@ -43,6 +47,7 @@ class Client:
         self.ended.set()
 
     def is_cancelled(self) -> bool:
+        self.num_asked += 1
         return self.leaves.is_set()
 
     @property
@@ -119,6 +124,7 @@ def test_a_client_that_leaves_takes_part_in_one_more_step_at_most(gated, executo
 def test_a_client_that_leaves_the_queue_is_noticed_without_a_step(gated) -> None:
     service, generator = gated
     client = ask(service, input_ids=[5, 6, 7], max_tokens=60)
+    until(lambda: client.num_asked >= 2)  # again and again, not only at first
     client.leaves.set()
     assert client.ended.wait(30)
     assert generator.statistics.num_requests_by_finish_reason == {"cancelled": 1}
@@ -131,8 +137,69 @@ def test_the_request_of_an_id_ends_by_stop(gated, executor) -> None:
     assert other.error is not None
     assert other.error[1] == "NOT_FOUND"
     assert not client.ended.is_set()
+    namesake = ask(service, client_id="a", input_ids=[5, 6, 7], max_tokens=60)
     assert ask(service, client_id="a", stop=True).responses[0]["finish_reason"] == [b"cancelled"]
     assert client.ended.wait(30)
+    assert namesake.ended.wait(30)
+
+
+def test_stop_without_an_id_ends_nobody(gated, executor) -> None:
+    service, _ = gated
+    client = ask(service, input_ids=[5, 6, 7], max_tokens=5)
+    refused = ask(service, stop=True)
+    assert refused.error is not None and refused.error[1] == "NOT_FOUND"
+    executor.open()
+    assert client.ended.wait(30)
+    assert len(client.token_ids) == 5
+
+
+class FakeWatch:
+    """A server whose state the test sets."""
+
+    def __init__(self) -> None:
+        self.num_told = 0
+        self.stops = self.has_gone = False
+
+    def requests_come(self) -> None:
+        self.num_told += 1
+
+    def is_stopping(self) -> bool:
+        return self.stops
+
+    def is_gone(self) -> bool:
+        return self.has_gone
+
+
+def test_the_watch_is_told_of_the_first_request_and_its_word_ends_the_service(executor) -> None:
+    watch, gone = FakeWatch(), threading.Event()
+    generator = make_generator(executor)
+    settings = ModelSettings(engine_dir="", drain_timeout_s=0.05)
+    service = EngineService(generator, settings, vocab_size=VOCAB_SIZE, watch=watch, on_server_gone=gone.set)
+    clients = [ask(service, input_ids=[5, 6, 7], max_tokens=5) for _ in range(2)]
+    assert watch.num_told == 1
+    assert not gone.is_set()
+    watch.stops = True
+    for client in clients:
+        assert client.ended.wait(30)
+        assert client.responses[-1]["finish_reason"] == [b"cancelled"]
+    watch.has_gone = True
+    assert gone.wait(30)
+    executor.open()
+    service.close()
+    generator.close()
+
+
+def test_a_server_that_takes_no_response_loses_that_request_alone(series) -> None:
+    def fail() -> None:
+        raise OSError("no way back")
+
+    with contextmanager(serving)(make_generator(make_executor()), series) as (service, generator):
+        broken = Client()
+        broken.on_response = fail
+        service.take(inputs(input_ids=[5, 6], max_tokens=40, stream=True), "", "", broken)  # type: ignore[arg-type]
+        until(lambda: service.num_open == 0)
+        until(lambda: generator.statistics.num_requests_by_finish_reason == {"cancelled": 1})
+        assert ask(service, input_ids=[5, 6], max_tokens=3).ended.wait(30)
 
 
 def test_a_server_that_stops_lets_requests_finish_and_takes_no_more(gated, executor, series) -> None:
@@ -297,6 +364,13 @@ def test_text_needs_a_tokenizer_and_conversations_a_template(tmp_path, series) -
         assert client.ended.wait(30)
         messages = [{"role": "user", "content": "Hello"}]
         assert client.responses[0]["num_input_tokens"] == [len(generator.codec.encode_chat(messages))]
+        client = Client()
+        message = {"messages": np.array([b'[{"role": "user", "content": "Hello"}]'], dtype=np.object_)}
+        echo = '{"max_tokens": 3, "exclude_input_in_output": false}'
+        service.take(message, echo, "", client)  # type: ignore[arg-type]
+        assert client.ended.wait(30)
+        conversation = generator.codec.decode(generator.codec.encode_chat(messages))
+        assert client.responses[0]["text_output"][0].decode().startswith(conversation)
     for service, _ in serving(make_generator(make_executor()), series):
         client = Client()
         service.take({"text_input": np.array([b"Hello"], dtype=np.object_)}, "", "", client)  # type: ignore[arg-type]
