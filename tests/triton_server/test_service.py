@@ -4,8 +4,8 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,17 +189,27 @@ def test_the_watch_is_told_of_the_first_request_and_its_word_ends_the_service(ex
     generator.close()
 
 
-def test_a_server_that_takes_no_response_loses_that_request_alone(series) -> None:
+def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executor, monkeypatch) -> None:
+    service, generator = gated
+    submit, is_cancelled = generator.submit, threading.Event()
+
+    def submitting(*args: Any, **kwargs: Any) -> Any:
+        stream = submit(*args, **kwargs)
+        return SimpleNamespace(cancel=lambda: (stream.cancel(), is_cancelled.set()))
+
     def fail() -> None:
         raise OSError("no way back")
 
-    with contextmanager(serving)(make_generator(make_executor()), series) as (service, generator):
-        broken = Client()
-        broken.on_response = fail
-        service.take(inputs(input_ids=[5, 6], max_tokens=40, stream=True), "", "", broken)  # type: ignore[arg-type]
-        until(lambda: service.num_open == 0)
-        until(lambda: generator.statistics.num_requests_by_finish_reason == {"cancelled": 1})
-        assert ask(service, input_ids=[5, 6], max_tokens=3).ended.wait(30)
+    monkeypatch.setattr(generator, "submit", submitting)
+    broken = Client()
+    broken.on_response = fail
+    service.take(inputs(input_ids=[5, 6], max_tokens=40, stream=True), "", "", broken)  # type: ignore[arg-type]
+    executor.gate.release(1)
+    assert is_cancelled.wait(30)
+    executor.open()
+    until(lambda: generator.statistics.num_requests_by_finish_reason == {"cancelled": 1})
+    assert service.num_open == 0
+    assert ask(service, input_ids=[5, 6], max_tokens=3).ended.wait(30)
 
 
 def test_a_server_that_stops_lets_requests_finish_and_takes_no_more(gated, executor, series) -> None:
