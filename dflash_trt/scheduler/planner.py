@@ -63,7 +63,7 @@ class StepPlanner:
 
     def _admit(self, now: float, num_draft_tokens: int) -> None:
         """Let waiting requests in, in order, while there are places, pages and tokens for them in this step."""
-        budget = self._limits.max_num_tokens - self._num_wanted_tokens(num_draft_tokens)
+        budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
             sequence = next((waiting for waiting in self._roster.waiting if waiting.in_flight is None), None)
             if sequence is None or not self._make_room(sequence):
@@ -71,11 +71,20 @@ class StepPlanner:
             self._roster.admit(sequence, now)
             budget -= sequence.num_pending
 
-    def _num_wanted_tokens(self, num_draft_tokens: int) -> int:
-        return sum(
-            1 + min(sequence.max_candidates, num_draft_tokens) if sequence.is_decoding else sequence.num_pending
-            for sequence in self._roster.running
-        )
+    def _num_claimed_tokens(self, num_draft_tokens: int) -> int:
+        """Tokens of this step that running requests take; drafts leave prompts their share."""
+        decoding = self._running(is_decoding=True)
+        num_verified = sum(1 + min(sequence.max_candidates, num_draft_tokens) for sequence in decoding)
+        max_verified = max(len(decoding), self._limits.max_num_tokens - self._prefill_share)
+        return min(num_verified, max_verified) + self._num_prompt_tokens()
+
+    def _num_prompt_tokens(self) -> int:
+        """Prompt tokens that running requests have yet to compute."""
+        return sum(sequence.num_pending for sequence in self._running(is_decoding=False))
+
+    @property
+    def _prefill_share(self) -> int:
+        return max(1, self._limits.max_num_tokens // PREFILL_SHARE)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Whether `sequence` fits now, after preempting requests of lower priority if that helps."""
@@ -118,8 +127,7 @@ class StepPlanner:
         """Drafts each decoding request may verify so that all fit, beside a share for prompts that wait."""
         if num_decoding == 0:
             return 0
-        num_waiting = sum(sequence.num_pending for sequence in self._running(is_decoding=False))
-        budget = self._limits.max_num_tokens - min(num_waiting, self._limits.max_num_tokens // PREFILL_SHARE)
+        budget = self._limits.max_num_tokens - min(self._num_prompt_tokens(), self._prefill_share)
         return max(0, budget // num_decoding - 1)
 
     def _secure_anchor(self, sequence: Sequence) -> bool:

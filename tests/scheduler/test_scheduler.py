@@ -123,15 +123,30 @@ def test_prompt_chunks_ride_with_verify_blocks() -> None:
     ]
 
 
-def test_verify_blocks_leave_a_share_of_the_step_to_waiting_prompts() -> None:
-    limits = make_limits(max_num_tokens=8, max_batch_size=3)
-    driver = make_driver(limits, draft_rule=always_wrong)
-    driver.add(make_request("first", range(4), max_new_tokens=40))
+@pytest.mark.parametrize(("num_prompt_tokens", "num_drafts", "num_computed"), [(20, 3, 4), (3, 3, 3), (2, 4, 2)])
+def test_verify_blocks_leave_a_quarter_of_the_step_to_a_newcomer_as_far_as_it_needs_that(
+    num_prompt_tokens: int, num_drafts: int, num_computed: int
+) -> None:
+    driver = make_driver(make_limits(max_num_tokens=12, num_pages=40), draft_rule=always_wrong)
+    for name in ("a", "b"):
+        driver.add(make_request(name, range(4), max_new_tokens=40))
     driver.step()
-    driver.add(make_request("second", range(40)))
     driver.step()
+    assert shapes(driver)[1] == [("a", 6, 5), ("b", 6, 5)], "two verify blocks alone fill a step"
+    driver.add(make_request("c", range(num_prompt_tokens)))
     driver.step()
-    assert shapes(driver)[2] == [("first", 6, 5), ("second", 2, 0)]
+    verified = [(name, 1 + num_drafts, num_drafts) for name in ("a", "b")]
+    assert shapes(driver)[2] == [*verified, ("c", num_computed, 0)]
+
+
+def test_drafts_never_keep_a_newcomer_waiting_however_small_the_step() -> None:
+    driver = make_driver(make_limits(max_num_tokens=2, max_batch_size=2), draft_rule=always_wrong)
+    driver.add(make_request("a", range(4), max_new_tokens=40))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("b", range(4)))
+    driver.step()
+    assert shapes(driver)[2:] == [[("a", 2, 1)], [("a", 1, 0), ("b", 1, 0)]]
 
 
 def test_max_prefill_tokens_bounds_the_prompt_work_of_a_step() -> None:
