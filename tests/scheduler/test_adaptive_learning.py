@@ -1,0 +1,90 @@
+"""What the adaptive policy learns, forgets and pays for knowing. Steps cost what they are said to: no noise."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from dflash_trt.executor.fake import FakeExecutor, right_with_probability
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
+from dflash_trt.scheduler.scheduler import Scheduler
+from tests.scheduler.driver import Driver, make_limits, make_request
+from tests.scheduler.simulation import CostFunction, Device, gpu_cost_s
+
+
+def observe(policy: AdaptiveDraftLength, num_accepted: int, *, count: int, length: int = 7) -> None:
+    """`count` steps of one request; each takes a second."""
+    for _ in range(count):
+        policy.observe(
+            StepObservation(
+                num_draft_tokens=length,
+                num_decoding=1,
+                num_prefill_tokens=0,
+                verified=((length, num_accepted),),
+                elapsed_s=1.0,
+            )
+        )
+
+
+def chosen(policy: DraftLengthPolicy, cost_s: CostFunction, acceptance: float, batch_sizes: Sequence[int]) -> list[int]:
+    """K of each step."""
+    lengths: list[int] = []
+
+    class Spy:
+        def choose(self, num_decoding: int) -> int:
+            lengths.append(policy.choose(num_decoding))
+            return lengths[-1]
+
+        def observe(self, step: StepObservation) -> None:
+            policy.observe(step)
+
+    Device(cost_s, acceptance, noise=0.0).run(Spy(), batch_sizes)
+    return lengths
+
+
+def test_old_acceptance_fades_and_recent_acceptance_counts() -> None:
+    policy = AdaptiveDraftLength(7)
+    observe(policy, 7, count=5000)
+    speed = policy.tokens_per_second(1, 7)
+    assert speed == pytest.approx(8.0, rel=0.1)
+    observe(policy, 0, count=50)
+    speed = policy.tokens_per_second(1, 7)
+    assert speed is not None and speed > 4.0, "fifty blocks of five hundred"
+    observe(policy, 0, count=1500)
+    speed = policy.tokens_per_second(1, 7)
+    assert speed is not None and speed < 1.6, "of 5,000 old blocks a twentieth is left of five hundred"
+
+
+def test_decoding_without_drafts_is_tried_where_the_drafter_is_what_costs() -> None:
+    """Steps that draft cannot tell what the drafter costs, so no estimate would speak for trying."""
+
+    def drafter_bound_s(num_requests: int, num_verified: int, num_drafted: int) -> float:
+        return 1e-3 + 0.05e-3 * num_requests * num_verified + (6e-3 if num_drafted else 0.0)
+
+    lengths = chosen(AdaptiveDraftLength(7), drafter_bound_s, 0.8, [4] * 400)
+    assert lengths.count(0) > 350
+
+
+def test_probes_are_paid_for_from_their_share_of_the_time() -> None:
+    """Batch sizes come and go, so that there is always something to learn."""
+    batch_sizes = [1 + step // 40 * 7 % 48 for step in range(3000)]
+
+    def num_changes(max_probe_fraction: float) -> int:
+        policy = AdaptiveDraftLength(7, max_probe_fraction=max_probe_fraction)
+        return sum(a != b for a, b in pairwise(chosen(policy, gpu_cost_s, 0.1, batch_sizes)))
+
+    assert num_changes(0.0) < 0.25 * num_changes(0.5)
+
+
+def test_the_real_loop_teaches_the_policy() -> None:
+    """Through a scheduler: K settles on what the device is best at, which is not where it starts."""
+    limits = make_limits(num_pages=200, max_seq_len=400, max_num_tokens=64, max_draft_len=7)
+    executor = FakeExecutor(limits, draft_rule=right_with_probability(0.95))
+    policy = AdaptiveDraftLength(7)
+    driver = Driver(Scheduler(limits, policy=policy), executor)
+    driver.add(make_request("r", max_new_tokens=390))
+    while driver.scheduler.has_work:
+        batch = driver.scheduler.schedule()
+        driver.scheduler.commit(batch, executor.step(batch), elapsed_s=gpu_cost_s(1, 7, 7))
+    assert policy.choose(1) == 7
