@@ -51,6 +51,7 @@ _CLASSES = {
     "CONSTANT": "IConstantLayer",
     "CUMULATIVE": "ICumulativeLayer",
     "DEQUANTIZE": "IDequantizeLayer",
+    "DIST_COLLECTIVE": "IDistCollectiveLayer",
     "DYNAMIC_QUANTIZE": "IDynamicQuantizeLayer",
     "ELEMENTWISE": "IElementWiseLayer",
     "FILL": "IFillLayer",

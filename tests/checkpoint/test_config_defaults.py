@@ -1,0 +1,44 @@
+"""Keys that a config.json leaves out mean what transformers takes them to mean."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from dflash_trt.checkpoint.pair import read_target_spec
+from dflash_trt.core.model_spec import MoeSpec, TargetSpec
+from tests.factories import make_target, read_json, write_json
+
+
+def experts(spec: TargetSpec) -> MoeSpec:
+    assert spec.moe is not None
+    return spec.moe
+
+
+def layer_types(spec: TargetSpec) -> list[str]:
+    return ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.attention]
+
+
+MEANINGS: list[tuple[str, str, Callable[[TargetSpec], Any]]] = [
+    *((family, "tie_word_embeddings", lambda spec: spec.is_embedding_tied) for family in ("qwen3", "llama")),
+    *((family, "tie_word_embeddings", lambda spec: spec.is_embedding_tied) for family in ("qwen3_moe", "gpt_oss")),
+    *((family, "attention_bias", lambda spec: spec.has_qkv_bias) for family in ("qwen3", "llama")),
+    *((family, "attention_bias", lambda spec: spec.has_o_bias) for family in ("qwen3_moe", "gpt_oss")),
+    ("llama", "mlp_bias", lambda spec: spec.has_mlp_bias),
+    ("qwen3_moe", "norm_topk_prob", lambda spec: experts(spec).normalizes_top_k),
+    ("gpt_oss", "layer_types", layer_types),
+    ("qwen3", "layer_types", layer_types),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "meaning"), MEANINGS, ids=[f"{family} {key}" for family, key, _ in MEANINGS])
+def test_a_key_left_out_means_what_transformers_takes_it_for(
+    tmp_path: Path, family: Any, key: str, meaning: Callable[[TargetSpec], Any]
+) -> None:
+    target = make_target(tmp_path, family=family, num_hidden_layers=2, tokenizer=False)
+    fields = read_json(target / "config.json")
+    assert key in fields
+    write_json(target / "config.json", {name: value for name, value in fields.items() if name != key})
+    assert meaning(read_target_spec(target)) == getattr(AutoConfig.from_pretrained(target), key)
