@@ -69,6 +69,10 @@ class PluginLibrary:
         contract: dict[str, Any] = json.loads(self._text("contract"))
         return contract
 
+    def workspace_bytes(self, name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> int:
+        """Of "attend_pages" or "attend_draft"."""
+        return self._workspace(name, _attention_shape(inputs, fields, inputs["q"]), torch.device("meta")).numel()
+
     def attend_pages(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         shape = _attention_shape(x, fields, x["q"])
         attended = torch.empty_like(x["q"])

@@ -34,13 +34,13 @@ class StepCase:
 
 CASES = {
     "verify": StepCase(num_tokens=(3, 3, 3), context_lens=(9, 0, 21), width=3),
-    "prefill": StepCase(num_tokens=(3, 37, 3), context_lens=(14, 5, 2), width=3),
-    "long prefill": StepCase(num_tokens=(3, 61, 3), context_lens=(14, 5, 2), width=3, heads=2),
+    "prefill": StepCase(num_tokens=(3, 33, 3), context_lens=(14, 5, 2), width=3),  # two of the largest tiles
+    "long prefill": StepCase(num_tokens=(3, 35), context_lens=(14, 5), width=3, heads=2),  # beyond a verify block
     "window": StepCase(num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1),
     "one head": StepCase(num_tokens=(2, 2), context_lens=(6, 30), width=2, heads=8, kv_heads=1, window=3),
     "FP8 pages": StepCase(
-        num_tokens=(3, 37, 3),
-        context_lens=(14, 5, 2),
+        num_tokens=(3, 11),
+        context_lens=(14, 5),
         width=3,
         page_dtype=torch.float8_e4m3fn,
         k_scale=0.02,
@@ -48,6 +48,8 @@ CASES = {
     ),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
+# Heads and pages are nothing to sampling.
+SAMPLING_CASES = ("verify", "prefill", "window", "one token")
 # Plugin names, and the methods that make their inputs.
 NODES = {
     "AttendPages": "attend_pages",
@@ -55,6 +57,7 @@ NODES = {
     "WriteDraftContext": "write_draft_context",
     "SampleAndAccept": "sample_and_accept",
 }
+PAIRS = [(node, case) for case in CASES for node in NODES if node != "SampleAndAccept" or case in SAMPLING_CASES]
 
 
 class NodeInputs:

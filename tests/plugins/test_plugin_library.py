@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.kernels.attention_launch import work_slots, workspace_size
 from dflash_trt.network.trt_plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, PluginContract
 from tests.plugins.building import ROOT, BuiltLibrary, cuda_headers, run_python, tensorrt_headers
 from tests.plugins.c_api import PluginLibrary
+from tests.plugins.node_inputs import CASES, NodeInputs
 
 # The C and C++ run-time libraries, and nothing of CUDA or TensorRT.
 NEEDED = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "libpthread.so.0"}
@@ -210,3 +212,24 @@ def test_a_host_that_expects_another_contract_says_what_differs(built_plugin: Bu
     assert done.returncode == 1
     for _, complaint in WRONG_EXPECTATIONS.values():
         assert complaint in done.stdout, complaint
+
+
+@pytest.mark.parametrize("node", ["attend_pages", "attend_draft"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_the_workspace_of_attention_serves_gpus_of_up_to_192_multiprocessors(
+    built: BuiltLibrary, node: str, kv_heads: int
+) -> None:
+    """A plan carries the workspace's size to any GPU of its architecture: an H200 has 132, a B200 148."""
+    case = replace(CASES["verify"], heads=kv_heads, kv_heads=kv_heads)
+    inputs, fields = getattr(NodeInputs(case, torch.device("cpu")), node)()
+    sizes = [
+        workspace_size(
+            tile=tile,
+            kv_heads=kv_heads,
+            head_dim=case.head_dim,
+            num_slots=work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=192),
+        )
+        for tile in (16, 64)  # those that the library was built with
+    ]
+    expected = 4 * max(size.num_elements for size in sizes)
+    assert PluginLibrary(built.kernels).workspace_bytes(node, inputs, fields) == expected
