@@ -22,7 +22,7 @@ def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
         for name, ours, theirs in pairs
         if ours != theirs
     ]
-    return [*problems, *_tap_problems(target, draft), *_mask_problems(target, draft)]
+    return [*problems, *_tap_problems(target, draft)]
 
 
 def _shared_parts(draft: DraftSpec) -> str:
@@ -40,10 +40,3 @@ def _tap_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
         return []
     expected = f"layers 0..{last - 1} (the output of the target's last layer, {last}, is ambiguous: final norm or not)"
     return [problem("drafter target_layer_ids", expected=expected, found=str(outside), mend=_OTHER_DRAFTER)]
-
-
-def _mask_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
-    if draft.mask_token_id < target.vocab_size:
-        return []
-    expected = f"an id below the target's vocab_size {target.vocab_size}"
-    return [problem("drafter mask_token_id", expected=expected, found=str(draft.mask_token_id), mend=_OTHER_DRAFTER)]

@@ -9,37 +9,30 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dflash_trt.core import json_object
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.json_object import printable
 
 Fields = Mapping[str, Any]
 T = TypeVar("T")
 
+_DOWNLOAD_AGAIN = "Download it again."
 _MAX_SHOWN_CHARS = 80
+_MAX_UNKNOWN_KEYS = 16  # looked up among the known names, one by one
 _MAX_INTEGER = 2**31 - 1  # no size, count or token id of a model is larger
 
 
 def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str, Any] | None:
     """The JSON object in a file; None, and a problem, when there is none."""
-    expected = "a JSON object"
     if not path.is_file():
-        problems.append(problem(label, expected="a file", found=f"none at {path}", mend="Download it again."))
+        problems.append(problem(label, expected="a file", found=f"none at {path}", mend=_DOWNLOAD_AGAIN))
         return None
-    repeated: list[str] = []
     try:
-        fields = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=lambda pairs: _unique(pairs, repeated))
-    except (ValueError, RecursionError, OSError) as error:  # bad UTF-8, bad JSON, a file that cannot be read
-        problems.append(problem(label, expected=expected, found=f"{error}", mend="Download it again."))
+        return json_object.read_json_object(path)
+    except (ValueError, OSError) as error:
+        problems.append(problem(label, expected="a JSON object", found=f"{error}", mend=_DOWNLOAD_AGAIN))
         return None
-    if not isinstance(fields, dict):
-        found = f"a JSON {type(fields).__name__}"
-        problems.append(problem(label, expected=expected, found=found, mend="Download it again."))
-        return None
-    for name in repeated:
-        mend = "Remove one of them."
-        subject = f"{label} key '{printable(name)}'"
-        problems.append(problem(subject, expected="one value", found="two in one object", mend=mend))
-    return fields
 
 
 class ConfigReader:
@@ -156,7 +149,8 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Refuse every key that nobody has asked for."""
-        for name in sorted(set(self._fields) - self._known):
+        unknown = sorted(set(self._fields) - self._known)
+        for name in unknown[:_MAX_UNKNOWN_KEYS]:
             nearest = nearest_name(name, self._known)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
             mend = f"{hint}Remove the key if it does not change what the model computes."
@@ -168,6 +162,9 @@ class ConfigReader:
                     mend=mend,
                 )
             )
+        if len(unknown) > _MAX_UNKNOWN_KEYS:
+            found = f"{len(unknown) - _MAX_UNKNOWN_KEYS} more unknown ones"
+            self.problems.append(problem(self._label, expected="known keys", found=found, mend="Remove them."))
 
     def _required(self, name: str, value: T | None, stand_in: T) -> T:
         if value is not None:
@@ -180,19 +177,6 @@ def shown(value: Any) -> str:
     """A JSON value as it stands in the file, cut to one readable line."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
-
-
-def printable(name: str) -> str:
-    """A foreign name that cannot break the line it is printed on."""
-    return name if name.isprintable() else ascii(name)
-
-
-def _unique(pairs: list[tuple[str, Any]], repeated: list[str]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
-    return fields
 
 
 def _is_integer(value: Any) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
-from dflash_trt.core.model_spec import RopeSpec
 
 NOT_IMPLEMENTED = "This feature is not implemented: use a checkpoint without it."
 
@@ -88,8 +87,8 @@ def require_dense(reader: ConfigReader) -> None:
         reader.require(name, mend="Experts are not implemented for this architecture: use a dense checkpoint.")
 
 
-def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> RopeSpec:
-    """RoPE from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> dict[str, Any]:
+    """Fields of a RopeSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
     `default_theta` stands in where neither schema gives a theta; None makes it a required key.
     """
@@ -101,9 +100,9 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> Ro
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
     section = reader.optional_section(name) or reader.nested(name, {})
     theta = _read_theta(reader, section, default_theta)
-    spec = _read_scaling(section, theta)
+    fields = _read_scaling(section, theta)
     section.finish()
-    return spec
+    return fields
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
@@ -151,7 +150,7 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
     return reader.number("rope_theta")
 
 
-def _read_scaling(section: ConfigReader, theta: float) -> RopeSpec:
+def _read_scaling(section: ConfigReader, theta: float) -> dict[str, Any]:
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
     section.require("type", rope_type, mend="Remove it: it is the older name of rope_type.")
     section.require("partial_rotary_factor", 1, mend=NOT_IMPLEMENTED)
@@ -161,7 +160,7 @@ def _read_scaling(section: ConfigReader, theta: float) -> RopeSpec:
         section.ignore(
             ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor")
         )
-        return RopeSpec(theta=theta)
+        return {"theta": theta}
     fields: dict[str, Any] = {"theta": theta, "scaling": _ROPE_TYPES[rope_type]}
     if rope_type != "default":
         fields["factor"] = section.number("factor")
@@ -170,11 +169,9 @@ def _read_scaling(section: ConfigReader, theta: float) -> RopeSpec:
     if rope_type == "llama3":
         fields["low_freq_factor"] = section.number("low_freq_factor")
         fields["high_freq_factor"] = section.number("high_freq_factor")
-        if fields["high_freq_factor"] <= fields["low_freq_factor"]:
-            section.refuse("high_freq_factor", expected="more than low_freq_factor", mend="Correct the values.")
     if rope_type == "yarn":
         fields |= _yarn_fields(section)
-    return RopeSpec(**fields)
+    return fields
 
 
 def _yarn_fields(section: ConfigReader) -> dict[str, Any]:

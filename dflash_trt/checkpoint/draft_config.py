@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.config_reader import ConfigReader, printable, read_json_object, shown
+from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
     read_rope,
@@ -20,6 +20,8 @@ from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.checkpoint.modelopt_config import require_modelopt
 from dflash_trt.checkpoint.speculators_config import parse_speculators
 from dflash_trt.core.errors import problem
+from dflash_trt.core.frozen import checked
+from dflash_trt.core.json_object import printable
 from dflash_trt.core.model_spec import DraftSpec
 
 LABEL = "drafter config.json"
@@ -77,7 +79,9 @@ def parse_draft(directory: Path, tensor_names: Collection[str], problems: list[s
         subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
         problems.append(problem(subject, expected=expected, found=found, mend=mend))
         return None
-    return DraftSpec(**spec_fields) if len(problems) == num_problems else None
+    if len(problems) > num_problems:
+        return None
+    return checked(DraftSpec, spec_fields, label=LABEL, problems=problems)
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:

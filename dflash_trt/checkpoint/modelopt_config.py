@@ -109,13 +109,16 @@ def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
         found = shown(excluded)
         yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found, mend="Correct it.")
     yield from _group_size_problems(section, subject)
+    if layers is not None and not isinstance(layers, dict):
+        found = shown(layers)
+        yield problem(f"{subject}: quantized_layers", expected="a JSON object", found=found, mend=_OTHER_EXPORT)
     for name, entry in (layers if isinstance(layers, dict) else {}).items():
         where = f"{subject}: quantized_layers '{name}'"
         entry_algorithm = entry.get("quant_algo") if isinstance(entry, dict) else entry
-        if entry_algorithm not in _ALGORITHMS:
+        if not isinstance(entry, dict) or entry_algorithm not in tuple(_ALGORITHMS):
             known = f"one of {', '.join(_ALGORITHMS)}"
             yield problem(f"{where} quant_algo", expected=known, found=shown(entry_algorithm), mend=_OTHER_EXPORT)
-        elif isinstance(entry, dict):
+        else:
             yield from _group_size_problems(entry, where)
     kv_algorithm = _kv_algorithm(section)
     if kv_algorithm not in (None, "FP8"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
+from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
     DecoderSizes,
@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 from dflash_trt.checkpoint.modelopt_config import require_modelopt
 from dflash_trt.checkpoint.moe_config import read_gpt_oss_moe, read_qwen3_moe
 from dflash_trt.checkpoint.mxfp4 import require_mxfp4
-from dflash_trt.core.errors import problem
+from dflash_trt.core.frozen import checked
 from dflash_trt.core.model_spec import AttentionSpec, TargetSpec
 
 Family = Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"]
@@ -54,9 +54,7 @@ def parse_target(directory: Path, problems: list[str]) -> TargetSpec | None:
     reader.finish()
     if len(problems) > num_problems:
         return None
-    spec = TargetSpec(**spec_fields)
-    _check_token_ids(spec, problems)
-    return spec if len(problems) == num_problems else None
+    return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
 
 
 def _read_family(reader: ConfigReader) -> Family | None:
@@ -195,12 +193,3 @@ def _read_eos(directory: Path, reader: ConfigReader, problems: list[str]) -> tup
     if fields is None:
         return own
     return ConfigReader(fields, label=label, problems=problems).optional_integers("eos_token_id") or own
-
-
-def _check_token_ids(spec: TargetSpec, problems: list[str]) -> None:
-    ids = [*spec.eos_token_ids, *(() if spec.bos_token_id is None else (spec.bos_token_id,))]
-    outside = [token_id for token_id in ids if token_id >= spec.vocab_size]
-    if outside:
-        expected = f"ids below vocab_size {spec.vocab_size}"
-        mend = "Correct eos_token_id or bos_token_id."
-        problems.append(problem("target special tokens", expected=expected, found=shown(outside), mend=mend))

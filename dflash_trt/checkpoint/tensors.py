@@ -4,21 +4,26 @@ Format: https://github.com/huggingface/safetensors#format. Knows files, names, s
 to know what a tensor means.
 """
 
-import json
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.config_reader import printable, read_json_object
+from safetensors import SafetensorError, safe_open
+
+from dflash_trt.checkpoint.config_reader import read_json_object
 from dflash_trt.core.errors import problem
+from dflash_trt.core.json_object import parse_json_object, printable
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _DOWNLOAD_AGAIN = "Download the file again."
 _GIT_LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_MAX_DIMENSIONS = 16
+_MAX_COUNT = 2**63 - 1  # of bytes and of elements
+_MAX_NAME_BYTES = 255  # longer ones are an error of the file system
 _MAX_LISTED = 8
 
 # Stored dtype -> bytes per element. Others are left to the dtype check, which refuses them by name.
@@ -99,6 +104,12 @@ def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, Sto
         expected, found = f"{header_end} bytes of tensors, as its header says", f"{data_bytes}"
         problems.append(problem(subject, expected=expected, found=found, mend=_DOWNLOAD_AGAIN))
         return None
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # the library reads the tensors, so it has the last word
+    except SafetensorError as error:
+        problems.append(problem(subject, expected="a valid safetensors header", found=f"{error}", mend=_DOWNLOAD_AGAIN))
+        return None
     return {
         name: StoredTensor(path=path, name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
         for name, entry in entries.items()
@@ -124,11 +135,9 @@ def _load_header(path: Path) -> tuple[dict[str, Any] | None, int, str]:
             return None, 0, f"{num_bytes} bytes, too few for its header"
         file.seek(8)
         try:
-            header = json.loads(file.read(header_bytes).decode("utf-8"))
-        except (ValueError, RecursionError):
-            return None, 0, "a header that is not JSON"
-    if not isinstance(header, dict):
-        return None, 0, "a header that is not a JSON object"
+            header = parse_json_object(file.read(header_bytes))
+        except ValueError as error:
+            return None, 0, f"a header that is no JSON object: {error}"
     return header, num_bytes - 8 - header_bytes, ""
 
 
@@ -145,35 +154,40 @@ def _is_sound(entry: Any) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MAX_DIMENSIONS
+        and all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x <= _MAX_COUNT for x in value)
+    )
 
 
 def _scan_shards(index: Path, *, label: str, problems: list[str]) -> StoredTensors:
     weight_map = _read_weight_map(index, label=label, problems=problems)
     if weight_map is None:
         return StoredTensors(tensors={}, files=(index,), is_complete=False)
+    promised: defaultdict[str, set[str]] = defaultdict(set)  # tensors by file
+    for name, file_name in weight_map.items():
+        promised[file_name].add(name)
+    missing = [file_name for file_name in sorted(promised) if not (index.parent / file_name).is_file()]
+    for file_name in missing[:_MAX_LISTED]:
+        expected = f"a shard with {len(promised[file_name])} tensors"
+        problems.append(problem(f"{label} file '{file_name}'", expected=expected, found="none", mend="Download it."))
+    if len(missing) > _MAX_LISTED:
+        expected, found = f"{len(promised)} shards", f"none for {len(missing)} of them"
+        problems.append(problem(f"{label} {_INDEX_FILE}", expected=expected, found=found, mend="Download them."))
     tensors: dict[str, StoredTensor] = {}
-    unreadable: set[str] = set()
+    unreadable = {name for file_name in missing for name in promised[file_name]}
     files = [index]
-    for file_name, num_tensors in sorted(Counter(weight_map.values()).items()):
+    for file_name in sorted(promised.keys() - set(missing)):
         path = index.parent / file_name
-        promised = {name for name, where in weight_map.items() if where == file_name}
-        held = _read_shard(path, num_tensors, label=label, problems=problems)
+        held = read_header(path, label=label, problems=problems)
         if held is None:
-            unreadable |= promised
+            unreadable |= promised[file_name]
             continue
         files.append(path)
-        _compare_with_index(path.name, promised, set(held), label=label, problems=problems)
+        _compare_with_index(file_name, promised[file_name], set(held), label=label, problems=problems)
         tensors |= held
     return StoredTensors(tensors=tensors, files=tuple(files), unreadable_names=frozenset(unreadable))
-
-
-def _read_shard(path: Path, num_tensors: int, *, label: str, problems: list[str]) -> dict[str, StoredTensor] | None:
-    if path.is_file():
-        return read_header(path, label=label, problems=problems)
-    expected = f"a shard with {num_tensors} tensors"
-    problems.append(problem(f"{label} file '{path.name}'", expected=expected, found="none", mend="Download it."))
-    return None
 
 
 def _compare_with_index(name: str, promised: set[str], held: set[str], *, label: str, problems: list[str]) -> None:
@@ -201,4 +215,10 @@ def _read_weight_map(index: Path, *, label: str, problems: list[str]) -> dict[st
 
 def _is_file_name(name: Any) -> bool:
     """A plain name: an index must not reach out of its directory."""
-    return isinstance(name, str) and name.isprintable() and Path(name).name == name and name.endswith(".safetensors")
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and len(name.encode()) <= _MAX_NAME_BYTES
+        and Path(name).name == name
+        and name.endswith(".safetensors")
+    )

@@ -13,6 +13,8 @@ DFlashError
 
 from collections.abc import Sequence
 
+_MAX_LISTED_PROBLEMS = 100
+
 
 class DFlashError(Exception):
     """A user's mistake or a full machine; never a bug of ours (those are `assert`s)."""
@@ -63,5 +65,7 @@ def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str]) -
         return
     if len(problems) == 1:
         raise error(f"{heading}: {problems[0]}")
-    listed = "\n".join(f"  - {line}" for line in problems)
+    listed = "\n".join(f"  - {line}" for line in problems[:_MAX_LISTED_PROBLEMS])
+    if len(problems) > _MAX_LISTED_PROBLEMS:
+        listed += f"\n  - and {len(problems) - _MAX_LISTED_PROBLEMS} more"
     raise error(f"{heading}: {len(problems)} problems\n{listed}")

@@ -1,15 +1,39 @@
 """The base of every config and spec: frozen, keyword-only, and strict about unknown keys."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dflash_trt.core.errors import problem
+
+MAX_INT32 = 2**31 - 1  # no size, count or token id is larger: steps carry them as int32
+
+Index = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Size = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
 
 class Frozen(BaseModel):
     """An immutable value that refuses unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+F = TypeVar("F", bound=Frozen)
+
+
+def checked(kind: type[F], fields: Mapping[str, Any], *, label: str, problems: list[str]) -> F | None:
+    """The value of these fields; None, and a problem for each field that is out of its range."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        for details in error.errors():
+            expected = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+            subject = f"{label}: {'.'.join(map(str, details['loc'])) or kind.__name__}"
+            found = f"{details['input']!r:.80}" if details["loc"] else "another combination"
+            problems.append(problem(subject, expected=expected, found=found, mend="Correct the value."))
+        return None
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

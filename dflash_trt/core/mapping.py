@@ -1,18 +1,20 @@
 """Which rank holds which part of a weight. Words as in TensorRT-LLM's Mapping."""
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dflash_trt.core.frozen import Frozen
+
+NumRanks = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Mapping(Frozen):
     """world_size = tp_size * pp_size; ranks of one tensor-parallel group are neighbours."""
 
-    world_size: int = 1
-    tp_size: int = 1
-    pp_size: int = 1
+    world_size: NumRanks = 1
+    tp_size: NumRanks = 1
+    pp_size: NumRanks = 1
     rank: int = 0
 
     @model_validator(mode="after")

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from dflash_trt.core.errors import problem
-from dflash_trt.core.frozen import Frozen, nearest_name
+from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec
+from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec, check_pair
 from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
@@ -47,6 +47,8 @@ class PretrainedConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.draft is not None:
+            check_pair(self.target, self.draft)
         if self.quantization is not None:
             check_quantization(self.quantization, self.target, self.draft)
         return self
@@ -55,11 +57,11 @@ class PretrainedConfig(Frozen):
 class EngineLimits(Frozen):
     """What the engine was built for; the names are TensorRT-LLM's. Counts of tokens, but for the batch size."""
 
-    max_batch_size: Annotated[int, Field(ge=1)]
-    max_seq_len: Annotated[int, Field(ge=2)]
-    max_num_tokens: Annotated[int, Field(ge=1)]
-    max_draft_len: Annotated[int, Field(ge=0)]
-    page_size: Annotated[int, Field(ge=1)]
+    max_batch_size: Size
+    max_seq_len: Annotated[Size, Field(ge=2)]
+    max_num_tokens: Size
+    max_draft_len: Index
+    page_size: Size
 
 
 class StepTensorFields(Frozen):
@@ -96,6 +98,10 @@ class EngineManifest(Frozen):
         trained = self.draft.max_draft_len if self.draft else 0
         if self.build_config.max_draft_len > trained:
             raise ValueError(f"max_draft_len of at most {trained}, what the drafter drafts")
+        models = [self.target, *([self.draft] if self.draft else [])]
+        most_positions = min(model.max_position_embeddings for model in models)
+        if self.build_config.max_seq_len > most_positions:
+            raise ValueError(f"max_seq_len of at most {most_positions}, the smaller max_position_embeddings")
         if (self.tensorrt is not None) != (self.backend == "tensorrt"):
             raise ValueError("a 'tensorrt' record for backend tensorrt, and for no other")
         if self.pretrained_config.mapping.rank != 0:

@@ -1,5 +1,6 @@
 """Whatever stands in a foreign JSON file, the answer is a spec or a DFlashError."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,37 @@ def test_any_tokenizer_file_is_compared_or_refused(workshop: Path, value: Any, k
     message = refusal_of(workshop / "target", workshop / "zlab")
     path.unlink()
     assert message is None or "tokenizer" in message
+
+
+MODELOPT = {
+    "producer": {"name": "modelopt", "version": "0.47"},
+    "quantization": {
+        "quant_algo": "MIXED_PRECISION",
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head"],
+        "quantized_layers": {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}},
+    },
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=JSON_VALUES, key=st.sampled_from([*MODELOPT["quantization"], "quantization", "group_size", "layer"]))
+@example(value=[[]], key="quantized_layers")
+@example(value={"quant_algo": []}, key="layer")
+@example(value=[], key="quant_algo")
+def test_any_quantization_config_is_read_or_refused(workshop: Path, value: Any, key: str) -> None:
+    fields = json.loads(json.dumps(MODELOPT))
+    section = fields["quantization"]
+    if key == "quantization":
+        fields[key] = value
+    elif key in section:
+        section[key] = value
+    elif key == "layer":
+        section["quantized_layers"]["model.layers.0.mlp.down_proj"] = value
+    else:
+        section["quantized_layers"]["model.layers.0.mlp.down_proj"][key] = value
+    path = workshop / "target" / "hf_quant_config.json"
+    write_json(path, fields)
+    message = refusal_of(workshop / "target", None)
+    path.unlink()
+    assert message is None or "expected" in message
