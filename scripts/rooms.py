@@ -48,7 +48,11 @@ ROOMS: dict[str, Room] = {
         rooms=_set("kernels quantize core"),
         file_doors={"torch_*.py": _set("torch"), "philox.py": _set("torch"), "trt_*.py": _set("tensorrt")},
     ),
-    "engine_dir": Room(rooms=_set("core"), doors=_set("pydantic safetensors")),
+    "engine_dir": Room(
+        rooms=_set("core"),
+        doors=_set("pydantic safetensors"),
+        file_doors={"tokenizer_dir.py": _set("transformers")},
+    ),
     "compile": Room(
         rooms=_set("network quantize checkpoint engine_dir core"),
         doors=_set("torch tensorrt tensorrt_rtx"),
@@ -62,7 +66,7 @@ ROOMS: dict[str, Room] = {
     "scheduler": Room(rooms=_set("core")),
     "serving": Room(
         rooms=_set("scheduler executor engine_dir core"),
-        file_doors={"text.py": _set("transformers"), "trtllm*.py": _set("tensorrt_llm")},
+        file_doors={"trtllm*.py": _set("tensorrt_llm")},
     ),
     "triton_server": Room(rooms=_set("serving engine_dir core"), doors=_set("numpy triton_python_backend_utils")),
     "bench": Room(rooms=_set("serving scheduler executor engine_dir core"), doors=_set("numpy matplotlib")),

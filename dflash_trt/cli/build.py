@@ -76,6 +76,7 @@ def build(
             command=command,
             progress=progress,
             on_plan=lambda plan: _print_plan(plan, config),
+            warn=lambda message: click.echo(message, err=True),
         )
     if as_json:
         click.echo(json.dumps(_summary(engine), indent=2))
@@ -139,7 +140,7 @@ def _lines_shown() -> "ProgressCallback":
 
 def _summary(engine: "EngineDir") -> dict[str, Any]:
     provenance = engine.provenance()
-    sizes = {name: (engine.path / name).stat().st_size for name in ("config.json", *engine.manifest.files)}
+    sizes = {name: (engine.path / name).stat().st_size for name in engine.file_names}
     return {
         "engine_dir": str(engine.path),
         "build_config": engine.manifest.build_config.model_dump(),

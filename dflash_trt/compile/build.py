@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -27,20 +27,24 @@ from dflash_trt.compile.quantized import (
     plan_quantization,
 )
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.errors import ConfigError, raise_all
+from dflash_trt.core.errors import CheckpointError, ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
+    BuildRecord,
     EngineDir,
     EngineDirWriter,
+    EngineFile,
     EngineLimits,
     PretrainedConfig,
-    check_output,
+    ReservedOutput,
     needed_bytes_for,
+    reserve_output,
     tensor_headers,
     write_engine_dir,
 )
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.engine_dir.tokenizer_dir import tokenizer_problems
 from dflash_trt.quantize.plan import QuantizationPlan
 
 if TYPE_CHECKING:
@@ -85,23 +89,41 @@ def build_engine(
     command: Sequence[str],
     progress: ProgressCallback,
     on_plan: PlanCallback | None = None,
+    warn: Callable[[str], None] = lambda message: None,
 ) -> EngineDir:
     """Build `output` from the checkpoints that `config` names, relative to `base_dir`.
 
-    Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats.
-    `command` goes into provenance.json, so that errors about the engine can say how to build it again.
+    Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats,
+    `warn` hears of what killed builds had left. `command` goes into provenance.json, so that errors about the engine
+    can say how to build it again.
 
     Raises:
         ConfigError: a limit, a foreign config or the number of ranks is wrong.
         CheckpointError: the tensors or tokenizers are.
-        BuildError: the output cannot be written.
+        BuildError: the output cannot be written, or another build is writing it.
     """
+    with reserve_output(output, overwrite=overwrite, warn=warn) as reserved:
+        _build(config, reserved, base_dir=base_dir, command=command, progress=progress, on_plan=on_plan)
+    progress(BuildProgress(stage="verifying"))
+    return EngineDir.open(output)
+
+
+def _build(
+    config: BuildConfig,
+    output: ReservedOutput,
+    *,
+    base_dir: Path,
+    command: Sequence[str],
+    progress: ProgressCallback,
+    on_plan: PlanCallback | None,
+) -> None:
+    """Everything between reserving the output and opening it."""
     started = time.monotonic()
-    check_output(output, overwrite=overwrite)
     progress(BuildProgress(stage="checking"))
     options = _plan_options(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
     pair = open_pair(paths["target"], paths.get("drafter"))
+    _check_tokenizer(paths["target"], pair)
     _refuse_without_lowering(options, pair)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
     raise_all(ConfigError, "tensor parallelism", mapping_problems(pair.target, pair.draft, mapping))
@@ -118,24 +140,21 @@ def build_engine(
         quantization=engine_quantization(plan, calibration),
     )
     num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
-    with write_engine_dir(output, needed_bytes=num_bytes, overwrite=overwrite) as writer:
+    with write_engine_dir(output, needed_bytes=num_bytes) as writer:
         _add_files(writer, pair, plan, calibration, pretrained, progress)
-        record = _add_plan(writer, options, pretrained, limits, progress)
-        provenance = {
-            "command": list(command),
-            "working_dir": str(Path.cwd()),
-            "config": config.model_dump(mode="json"),
-            "checkpoints": {role: str(path.resolve()) for role, path in paths.items()},
-            "inputs": inputs,
-            "versions": _versions(),
-            "notes": notes,
-            "component_bytes": component_sizes(plan, config),
-            "build_time_s": round(time.monotonic() - started, 3),
-        }
-        writer.add_json("provenance.json", provenance)
-        writer.finish(pretrained, limits, tensorrt=record)
-    progress(BuildProgress(stage="verifying"))
-    return EngineDir.open(output)
+        tensorrt = _add_plan(writer, options, pretrained, limits, progress)
+        record = BuildRecord(
+            command=tuple(command),
+            working_dir=str(Path.cwd()),
+            config=config.model_dump(mode="json"),
+            checkpoints={role: str(path.resolve()) for role, path in paths.items()},
+            inputs=inputs,
+            versions=_versions(),
+            notes=tuple(notes),
+            component_bytes=component_sizes(plan, config),
+            build_time_s=round(time.monotonic() - started, 3),
+        )
+        writer.finish(pretrained, limits, record, tensorrt=tensorrt)
 
 
 def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
@@ -151,6 +170,12 @@ def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
     from dflash_trt.compile.trt_engine_files import plan_options
 
     return plan_options(config, base_dir)
+
+
+def _check_tokenizer(directory: Path, pair: CheckpointPair) -> None:
+    """Before any work, not when the engine is first asked to serve a text."""
+    problems = tokenizer_problems(pair.tokenizer_files, vocab_size=pair.target.vocab_size)
+    raise_all(CheckpointError, f"tokenizer of target {directory}", problems)
 
 
 def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: str | None) -> list[str]:
@@ -200,7 +225,7 @@ def _calibration(
     pair: CheckpointPair,
     plan: QuantizationPlan,
     base_dir: Path,
-    inputs: dict[str, dict[str, Any]],
+    inputs: dict[str, EngineFile],
     progress: ProgressCallback,
 ) -> tuple[Calibration, str | None]:
     """See `quantized.calibrate`."""
@@ -209,7 +234,7 @@ def _calibration(
         stage: BuildStage = "calibrating the target" if part == "target" else "calibrating the drafter"
         progress(BuildProgress(stage=stage, done_prompts=done, total_prompts=total))
 
-    hashes = [entry["sha256"] for entry in inputs.values()]
+    hashes = [entry.sha256 for entry in inputs.values()]
     dtype = _TORCH_DTYPES[config.dtype]
     return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
 
@@ -242,7 +267,7 @@ def _add_files(
         writer.add_tokenizer_file(path)
 
 
-def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, dict[str, Any]]:
+def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, EngineFile]:
     """SHA-256 and size of every file the engine comes from."""
     files = dict.fromkeys((*pair.source_files, *pair.tokenizer_files))
     total_bytes, done_bytes = sum(path.stat().st_size for path in files), 0
@@ -256,7 +281,7 @@ def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, 
                 done = done_bytes + size_bytes
                 progress(BuildProgress(stage="hashing inputs", done_bytes=done, total_bytes=total_bytes))
         done_bytes += size_bytes
-        inputs[str(path.resolve())] = {"sha256": sha256.hexdigest(), "size_bytes": size_bytes}
+        inputs[str(path.resolve())] = EngineFile(sha256=sha256.hexdigest(), size_bytes=size_bytes)
     return inputs
 
 

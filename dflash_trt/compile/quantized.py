@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import Calibration, QuantizationConfig, QuantizationSpec
+from dflash_trt.engine_dir.provenance import ComponentBytes
 from dflash_trt.quantize.calibrate import modelopt_version
 from dflash_trt.quantize.calibrate_prompts import calibration_prompts
 from dflash_trt.quantize.calibration_cache import cache_key, read_cached, write_cached
@@ -101,6 +101,6 @@ def engine_weights(
     return engine_stream(tensors, plan, calibration, dtype=dtype, mapping=mapping)
 
 
-def component_sizes(plan: QuantizationPlan, config: BuildConfig) -> list[dict[str, Any]]:
-    """Bytes per component before and after, as JSON."""
-    return [asdict(size) for size in plan.sizes(config.dtype)]
+def component_sizes(plan: QuantizationPlan, config: BuildConfig) -> tuple[ComponentBytes, ...]:
+    """Bytes per component before and after."""
+    return tuple(ComponentBytes(**asdict(size)) for size in plan.sizes(config.dtype))

@@ -13,6 +13,7 @@ from dflash_trt.compile.trt_spec import step_network_spec
 from dflash_trt.compile.trt_timing_cache import default_timing_cache
 from dflash_trt.compile.trt_weights import host_packed, host_rope_tables, host_tensors
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord, TensorRTRecord
@@ -52,10 +53,17 @@ def build_rank_plan(
 def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     """What the configuration asks of TensorRT; the plugin library is relative to the configuration, as all paths are.
 
-    The library's path goes into the record, so that the engine finds it again.
+    The library's path and hash go into the record, so that the engine finds it again and loads no other.
+
+    Raises:
+        BuildError: plugins without a library, or no TensorRT.
     """
     library = None if config.plugin_library is None else (base_dir / config.plugin_library).resolve()
     trt = load_tensorrt("tensorrt")
+    if config.plugins == "plugin" and (library is None or not library.is_file()):
+        mend = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
+        found = "none" if library is None else f"none at {library}"
+        raise BuildError(problem("plugin library", expected="a file", found=found, mend=mend))
     return PlanOptions(
         plugins=config.plugins,
         plugin_library=library if config.plugins == "plugin" else None,

@@ -6,7 +6,6 @@ how weights are computed or used, and needs no torch.
 
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
-    EngineFile,
     EngineLimits,
     EngineManifest,
     PretrainedConfig,
@@ -14,21 +13,30 @@ from dflash_trt.engine_dir.manifest import (
     weights_name,
 )
 from dflash_trt.engine_dir.opening import EngineDir, is_hashed
+from dflash_trt.engine_dir.provenance import BuildRecord, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
-from dflash_trt.engine_dir.writing import EngineDirWriter, check_output, needed_bytes_for, write_engine_dir
+from dflash_trt.engine_dir.writing import (
+    EngineDirWriter,
+    ReservedOutput,
+    needed_bytes_for,
+    reserve_output,
+    write_engine_dir,
+)
 
 __all__ = [
     "ENGINE_VERSION",
+    "BuildRecord",
     "EngineDir",
     "EngineDirWriter",
     "EngineFile",
     "EngineLimits",
     "EngineManifest",
     "PretrainedConfig",
+    "ReservedOutput",
     "TensorHeader",
-    "check_output",
     "is_hashed",
     "needed_bytes_for",
+    "reserve_output",
     "tensor_headers",
     "weights_name",
     "write_engine_dir",

@@ -12,12 +12,12 @@ from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec, check_pair
 from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
+from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 
-ENGINE_VERSION: Final = 1
+ENGINE_VERSION: Final = 2
 MANIFEST_NAME = "config.json"
-PROVENANCE_NAME = "provenance.json"
 TOKENIZER_DIR = "tokenizer"
 
 _FLOAT_DTYPES: dict[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -26,14 +26,14 @@ _INTEGER_DTYPE = "I64"
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or str(path) != name or name in ("", ".", MANIFEST_NAME):
+    if (
+        path.is_absolute()
+        or ".." in path.parts
+        or str(path) != name
+        or name in ("", ".", MANIFEST_NAME, PROVENANCE_NAME)
+    ):
         raise ValueError("a plain path inside the engine directory")
     return name
-
-
-class EngineFile(Frozen):
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    size_bytes: Annotated[int, Field(ge=0)]
 
 
 class PretrainedConfig(Frozen):
@@ -83,9 +83,9 @@ class StepTables(Frozen):
 
 
 class EngineManifest(Frozen):
-    """All of config.json. `files` names every other file of the directory, relative to it."""
+    """All of config.json. `files` names every other file but provenance.json, which holds the hash of this one."""
 
-    version: Literal[1]  # ENGINE_VERSION
+    version: Literal[2]  # ENGINE_VERSION
     backend: Literal["torch", "tensorrt"]
     pretrained_config: PretrainedConfig
     build_config: EngineLimits
@@ -136,14 +136,14 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
     return headers
 
 
-def manifest_problems(error: ValidationError) -> list[str]:
-    """What pydantic found, each in the house form."""
-    return [_problem_of(details) for details in error.errors()]
+def file_problems(error: ValidationError, file_name: str) -> list[str]:
+    """What pydantic found in config.json or provenance.json, each in the house form."""
+    return [_problem_of(details, file_name) for details in error.errors()]
 
 
-def _problem_of(details: Any) -> str:
+def _problem_of(details: Any, file_name: str) -> str:
     name = ".".join(str(part) for part in details["loc"])
-    subject = f"{MANIFEST_NAME} key '{name}'" if name else MANIFEST_NAME
+    subject = f"{file_name} key '{name}'" if name else file_name
     mend = "Build the engine again with this version of dflash-trt."
     if details["type"] == "extra_forbidden":
         nearest = nearest_name(name, EngineManifest.model_fields)

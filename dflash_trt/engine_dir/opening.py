@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,18 +12,18 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
+from dflash_trt.core.json_object import parse_json_object, read_json_object
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
     MANIFEST_NAME,
-    PROVENANCE_NAME,
     TOKENIZER_DIR,
-    EngineFile,
     EngineManifest,
     StepTables,
-    manifest_problems,
+    file_problems,
     tensor_headers,
     weights_name,
 )
+from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
 from dflash_trt.engine_dir.tensorrt_record import plan_name
 
@@ -48,16 +49,17 @@ class EngineDir:
             EngineDirError: every mismatch found, and the command that mends them.
         """
         path = Path(path)
-        fields = _read_manifest(path)
+        fields, config_sha256 = _read_manifest(path)
         _check_version(path, fields)
         try:
             manifest = EngineManifest.model_validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
-            raise_all(EngineDirError, _heading(path), manifest_problems(error))
+            raise_all(EngineDirError, _heading(path), file_problems(error, MANIFEST_NAME))
             raise AssertionError("pydantic raised without an error") from error
         mend = _mend(path)
         _check_step(path, manifest, mend)
-        problems = list(_file_problems(path, manifest, mend, verify_hashes=verify_hashes))
+        problems = list(_provenance_problems(path, config_sha256, mend))
+        problems += _listed_problems(path, manifest, mend, verify_hashes=verify_hashes)
         if not problems:
             problems = list(_header_problems(path, manifest, mend))
         raise_all(EngineDirError, _heading(path), problems)
@@ -66,16 +68,21 @@ class EngineDir:
     @property
     def tokenizer_path(self) -> Path | None:
         """A directory `transformers` can load a tokenizer from; None for an engine of token ids only."""
-        path = self.path / TOKENIZER_DIR
-        return path if path.is_dir() else None
+        has_tokenizer = any(name.startswith(f"{TOKENIZER_DIR}/") for name in self.manifest.files)
+        return self.path / TOKENIZER_DIR if has_tokenizer else None
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Every file of the engine."""
+        return (MANIFEST_NAME, PROVENANCE_NAME, *self.manifest.files)
 
     def weights_path(self, rank: int) -> Path:
         assert 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
 
     def provenance(self) -> dict[str, Any]:
-        """Where the engine came from: command, versions, hashes of its inputs."""
-        return dict(_read_json(self.path / PROVENANCE_NAME))
+        """Where the engine came from, as plain JSON types: command, versions, hashes of its inputs."""
+        return _read_provenance(self.path).model_dump(mode="json")
 
 
 def is_hashed(entry: EngineFile) -> bool:
@@ -86,18 +93,25 @@ def is_hashed(entry: EngineFile) -> bool:
 def is_engine_dir(path: Path) -> bool:
     """Whether `path` was written by dflash-trt, of whatever version and in whatever state."""
     try:
-        return {"version", "backend", "build_config"} <= _read_json(path / MANIFEST_NAME).keys()
+        return {"version", "backend", "build_config"} <= read_json_object(path / MANIFEST_NAME).keys()
     except (OSError, ValueError):
         return False
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_provenance(path: Path) -> Provenance:
+    """Raises OSError, or ValueError (pydantic's among them)."""
+    return Provenance.model_validate_json(json.dumps(read_json_object(path / PROVENANCE_NAME)), strict=True)
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
+    """What config.json says, and the hash of the bytes that say it."""
     build = f"Build one: dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing at that path"
         raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build))
     try:
-        fields = _read_json(path / MANIFEST_NAME)
+        content = (path / MANIFEST_NAME).read_bytes()
+        fields = parse_json_object(content)
     except FileNotFoundError:
         found = f"no {MANIFEST_NAME} in it"
         raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build)) from None
@@ -109,7 +123,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise EngineDirError(
             problem(_heading(path), expected="an engine directory", found="a model checkpoint", mend=mend)
         )
-    return fields
+    return fields, hashlib.sha256(content).hexdigest()
 
 
 def _check_version(path: Path, fields: dict[str, Any]) -> None:
@@ -139,18 +153,47 @@ def _check_step(path: Path, manifest: EngineManifest, mend: str) -> None:
     )
 
 
-def _file_problems(path: Path, manifest: EngineManifest, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+def _provenance_problems(path: Path, config_sha256: str, mend: str) -> Iterator[str]:
+    """provenance.json is whole, and config.json is the file that it was written with."""
+    for name in (MANIFEST_NAME, PROVENANCE_NAME):
+        yield from _link_problems(path, name)
+    try:
+        recorded = _read_provenance(path).config_sha256
+    except FileNotFoundError:
+        yield problem(PROVENANCE_NAME, expected="a file", found="none", mend=mend)
+    except ValidationError as error:
+        yield from file_problems(error, PROVENANCE_NAME)
+    except (OSError, ValueError) as error:
+        yield problem(PROVENANCE_NAME, expected="a JSON object", found=str(error), mend=mend)
+    else:
+        if recorded != config_sha256:
+            yield problem(MANIFEST_NAME, expected=f"sha256 {recorded}", found=config_sha256, mend=mend)
+
+
+def _listed_problems(path: Path, manifest: EngineManifest, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+    """Every file that config.json lists is there and the one that was written; nothing else is in tokenizer/."""
     ranks = range(manifest.pretrained_config.mapping.world_size)
     plans = map(plan_name, ranks) if manifest.backend == "tensorrt" else ()
-    for name in (*map(weights_name, ranks), *plans, PROVENANCE_NAME):
+    for name in (*map(weights_name, ranks), *plans):
         if name not in manifest.files:
             yield problem(f"{MANIFEST_NAME} key 'files'", expected=f"'{name}' in it", found="none", mend=mend)
     for name, entry in manifest.files.items():
+        yield from _link_problems(path, name)
         yield from _one_file_problems(path / name, name, entry, mend, verify_hashes=verify_hashes)
     for extra in sorted((path / TOKENIZER_DIR).rglob("*")):
         name = extra.relative_to(path).as_posix()
-        if extra.is_file() and name not in manifest.files:
+        is_directory = extra.is_dir() and not extra.is_symlink()
+        if not is_directory and name not in manifest.files:
             yield problem(name, expected=f"only files that {MANIFEST_NAME} lists", found="another", mend="Remove it.")
+
+
+def _link_problems(path: Path, name: str) -> Iterator[str]:
+    """A link is no part of the directory: it may lead to another file tomorrow, and breaks when the engine moves."""
+    where = Path(os.path.realpath(path)) / name
+    real = Path(os.path.realpath(where))
+    if real != where:
+        mend = "Put a copy of the file in its place."
+        yield problem(name, expected="a file of this directory", found=f"a symbolic link to {real}", mend=mend)
 
 
 def _one_file_problems(file: Path, name: str, entry: EngineFile, mend: str, *, verify_hashes: bool) -> Iterator[str]:
@@ -193,7 +236,7 @@ def _mend(path: Path) -> str:
     output = shlex.quote(str(path))
     fallback = f"Build it again: dflash-trt build CONFIG.yaml -o {output} --overwrite"
     try:
-        provenance = _read_json(path / PROVENANCE_NAME)
+        provenance = read_json_object(path / PROVENANCE_NAME)
         words = [str(word) for word in provenance["command"]]
         built_in = Path(provenance["working_dir"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -202,14 +245,3 @@ def _mend(path: Path) -> str:
         words.append("--overwrite")
     where = "" if built_in == Path.cwd() else f" in {built_in}"
     return f"Build it again{where}: {shlex.join(words)}"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError (bad UTF-8, bad JSON, not an object)."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"a JSON {type(fields).__name__}, not an object")
-    return fields

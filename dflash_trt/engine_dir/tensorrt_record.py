@@ -1,8 +1,8 @@
 """What config.json says about `rank{r}.engine`: enough to refuse a mismatched machine before loading a plan."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_trt.core.frozen import Frozen
 
@@ -15,7 +15,10 @@ class ProfileRecord(Frozen):
 
 
 class TensorRTRecord(Frozen):
-    """How the plans were built. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal."""
+    """How the plans were built. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal.
+
+    A plugin library is code that runs in this process, so there is no path of one without its hash.
+    """
 
     tensorrt_version: str
     gpu_name: str
@@ -27,6 +30,15 @@ class TensorRTRecord(Frozen):
     profiles: tuple[ProfileRecord, ...]
     num_layers: Annotated[int, Field(ge=1)]
     build_time_s: Annotated[float, Field(ge=0)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        named = (self.plugin_library is not None, self.plugin_library_sha256 is not None)
+        if self.plugins == "plugin" and not all(named):
+            raise ValueError("plugin_library and plugin_library_sha256, as plugins is plugin")
+        if self.plugins == "layers" and any(named):
+            raise ValueError("no plugin_library, as plugins is layers")
+        return self
 
 
 def plan_name(rank: int) -> str:

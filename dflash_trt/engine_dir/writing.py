@@ -1,13 +1,16 @@
-"""Writing an engine directory atomically: in a hidden sibling first, renamed when complete, or nothing at all."""
+"""Writing an engine directory atomically: in a hidden sibling first, renamed when complete, or nothing at all.
+
+One builder at a time writes to a path; see `output_lock`.
+"""
 
 import errno
 import hashlib
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,6 @@ from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
     MANIFEST_NAME,
     TOKENIZER_DIR,
-    EngineFile,
     EngineLimits,
     EngineManifest,
     PretrainedConfig,
@@ -26,6 +28,8 @@ from dflash_trt.engine_dir.manifest import (
     weights_name,
 )
 from dflash_trt.engine_dir.opening import is_engine_dir
+from dflash_trt.engine_dir.output_lock import clear_leftovers, output_lock, sibling
+from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, BuildRecord, EngineFile, Provenance
 from dflash_trt.engine_dir.tensor_file import tensor_file_num_bytes, write_tensor_file
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
@@ -34,32 +38,57 @@ _COPY_CHUNK_BYTES = 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+@dataclass(frozen=True)
+class ReservedOutput:
+    """An output path that this process alone may write to. Made by `reserve_output`."""
+
+    path: Path
+    overwrite: bool
+
+
 @contextmanager
-def write_engine_dir(output: Path, *, needed_bytes: int, overwrite: bool = False) -> Iterator["EngineDirWriter"]:
+def reserve_output(
+    output: Path, *, overwrite: bool = False, warn: Callable[[str], None] = lambda message: None
+) -> Iterator[ReservedOutput]:
+    """Hold `output` for one build, from before its first work to its end; `warn` hears of what killed builds left.
+
+    Raises:
+        BuildError: another build holds it, what stands there may not be replaced, or it cannot be written.
+    """
+    output = Path(os.path.realpath(output))
+    storage = _Storage(output)
+    with _new_parents(storage), ExitStack() as stack:
+        with storage.errors():
+            stack.enter_context(output_lock(output))
+            clear_leftovers(output, warn=warn)
+            _check_output(output, overwrite=overwrite)
+        yield ReservedOutput(output, overwrite)
+
+
+@contextmanager
+def write_engine_dir(output: ReservedOutput, *, needed_bytes: int) -> Iterator["EngineDirWriter"]:
     """Give a writer whose files become `output` when the block ends, if it called `finish`.
 
     Whatever goes wrong inside, Ctrl-C included, leaves `output` as it was and nothing beside it. `needed_bytes` is
     the size of all files together, checked against the free space before the first byte.
 
     Raises:
-        BuildError: `output` may not be replaced, the disk is too full, or it fails.
+        BuildError: the disk is too full, or it fails, or somebody has put something at the path.
     """
-    output = check_output(output, overwrite=overwrite)
-    storage = _Storage(output, needed_bytes)
-    temporary = _sibling(output, "tmp")
-    with _new_parents(storage):
-        storage.check_free_space()
-        try:
-            with storage.errors():
-                temporary.mkdir()
-            writer = EngineDirWriter(temporary, storage)
-            yield writer
-            assert writer.is_finished, "finish() was never called"
-            with storage.errors():
-                _publish(temporary, output)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    storage = _Storage(output.path)
+    storage.check_free_space(needed_bytes)
+    temporary = sibling(output.path, "tmp")
+    try:
+        with storage.errors():
+            temporary.mkdir()
+        writer = EngineDirWriter(temporary, storage)
+        yield writer
+        assert writer.is_finished, "finish() was never called"
+        with storage.errors():
+            _publish(temporary, output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 class EngineDirWriter:
@@ -90,12 +119,15 @@ class EngineDirWriter:
         """Where `add_weights` wrote, until the directory is published."""
         return self._path / weights_name(rank)
 
-    def add_json(self, name: str, fields: Mapping[str, Any]) -> None:
-        with self._new_file(name) as sink:
-            sink.write(json_bytes(fields))
-
-    def finish(self, config: PretrainedConfig, limits: EngineLimits, *, tensorrt: TensorRTRecord | None = None) -> None:
-        """Write config.json, the last file; `tensorrt` describes the plans, where there are any."""
+    def finish(
+        self,
+        config: PretrainedConfig,
+        limits: EngineLimits,
+        record: BuildRecord,
+        *,
+        tensorrt: TensorRTRecord | None = None,
+    ) -> None:
+        """Write config.json, and provenance.json with its hash; `tensorrt` describes the plans, where there are any."""
         manifest = EngineManifest(
             version=ENGINE_VERSION,
             backend="torch" if tensorrt is None else "tensorrt",
@@ -105,12 +137,18 @@ class EngineDirWriter:
             tensorrt=tensorrt,
             files=dict(self._files),
         )
-        with self._new_file(MANIFEST_NAME) as sink:
-            sink.write(json_bytes(manifest.model_dump(mode="json")))
+        self._add_json(MANIFEST_NAME, manifest.model_dump(mode="json"))
+        config_sha256 = self._files[MANIFEST_NAME].sha256
+        provenance = Provenance(**dict(record), config_sha256=config_sha256)
+        self._add_json(PROVENANCE_NAME, provenance.model_dump(mode="json"))
         with self._storage.errors():
             for directory in (*(path for path in self._path.rglob("*") if path.is_dir()), self._path):
                 _sync_directory(directory)
         self.is_finished = True
+
+    def _add_json(self, name: str, fields: Mapping[str, Any]) -> None:
+        with self._new_file(name) as sink:
+            sink.write(json_bytes(fields))
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator["_HashedFile"]:
@@ -148,13 +186,14 @@ class _HashedFile:
 class _Storage:
     """The disk that `output` lies on, and what may go wrong with it."""
 
-    def __init__(self, output: Path, needed_bytes: int) -> None:
+    def __init__(self, output: Path) -> None:
         self.output = output
-        self._needed_bytes = needed_bytes
+        self._needed_bytes = SLACK_BYTES
 
-    def check_free_space(self) -> None:
+    def check_free_space(self, needed_bytes: int) -> None:
+        self._needed_bytes = needed_bytes
         free_bytes = self._free_bytes()
-        if free_bytes < self._needed_bytes:
+        if free_bytes < needed_bytes:
             raise BuildError(self._full_problem(f"{free_bytes} bytes"))
 
     @contextmanager
@@ -184,23 +223,17 @@ class _Storage:
         return problem(f"output {self.output}", expected=expected, found=found, mend=mend)
 
 
-def check_output(output: Path, *, overwrite: bool) -> Path:
-    """The real path that will be written. An empty directory may be taken, an engine replaced with `overwrite`.
-
-    Raises:
-        BuildError: something stands there that may not be replaced.
-    """
-    output = Path(os.path.realpath(output))
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    """An empty directory may be taken, an engine replaced with `overwrite`; BuildError for anything else."""
     subject = f"output {output}"
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return output
+        return
     if not is_engine_dir(output):
         found = "a directory that is no engine" if output.is_dir() else "a file"
         mend = "Choose another -o; only engine directories are ever replaced."
         raise BuildError(problem(subject, expected="a new path", found=found, mend=mend))
     if not overwrite:
         raise BuildError(problem(subject, expected="a new path", found="an engine", mend="Pass --overwrite."))
-    return output
 
 
 def json_bytes(fields: Mapping[str, Any]) -> bytes:
@@ -213,9 +246,10 @@ def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Iterable[Path]) 
     return weights + sum(path.stat().st_size for path in tokenizer_files) + SLACK_BYTES
 
 
-def _publish(temporary: Path, output: Path) -> None:
+def _publish(temporary: Path, reserved: ReservedOutput) -> None:
     """Rename into place; the engine that stood there goes only after the new one has come."""
-    aside = _sibling(output, "old")
+    output, aside = reserved.path, sibling(reserved.path, "old")
+    _check_output(output, overwrite=reserved.overwrite)  # no builder has come meanwhile, but a copy may have
     try:
         if is_engine_dir(output):
             output.rename(aside)
@@ -242,10 +276,6 @@ def _new_parents(storage: _Storage) -> Iterator[None]:
             with suppress(OSError):
                 parent.rmdir()
         raise
-
-
-def _sibling(output: Path, purpose: str) -> Path:
-    return output.parent / f".{output.name}.{purpose}-{secrets.token_hex(4)}"
 
 
 def _sync_directory(path: Path) -> None:

@@ -18,6 +18,8 @@ _REBUILD = "Build it again on this machine: dflash-trt build ... --backend tenso
 def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None) -> tuple[TensorRTRecord, Path | None]:
     """The record and the plugin library, when this machine may run the engine.
 
+    Whichever path the library has, it is loaded only with the hash that config.json recorded.
+
     Raises:
         EngineDirError: no TensorRT plan in the directory, no GPU, no TensorRT, or every mismatch found.
     """
@@ -31,10 +33,9 @@ def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None)
     problems = mismatches(
         record, tensorrt_version=version, compute_capability=f"{major}.{minor}", gpu_name=torch.cuda.get_device_name()
     )
-    library = plugin_library
-    if library is None and record.plugin_library is not None:
-        library = Path(record.plugin_library)
-    if library is not None and record.plugin_library_sha256 is not None:
+    library = None
+    if record.plugin_library is not None:
+        library = plugin_library or Path(record.plugin_library)
         problems += library_mismatches(record, library)
     raise_all(EngineDirError, f"engine directory {engine_dir.path}", problems)
     return record, library

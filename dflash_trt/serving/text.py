@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer an engine directory carries. The only door to transformers."""
+"""Text to token ids and back, with the tokenizer an engine directory carries."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
 from dflash_trt.core.errors import EngineDirError, RequestError, problem
+from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from dflash_trt.serving.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -48,7 +47,7 @@ class TextCodec:
         """
         path = Path(path)
         try:
-            return cls(_load(path))
+            return cls(load_tokenizer(path))
         except Exception as error:  # transformers raises whatever its parsers raise
             raise EngineDirError(
                 problem(
@@ -111,18 +110,6 @@ class TextCodec:
     def detokenizer(self) -> Detokenizer:
         """For one request's tokens, as they come."""
         return ByteDetokenizer(self._bytes_of) if self._is_byte_level else WindowDetokenizer(self.decode)
-
-
-def _load(path: Path) -> Any:
-    if not (path / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"no tokenizer.json in {path}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError):  # no tokenizer class is named: the file alone says how to tokenize
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    if not tokenizer.is_fast:
-        raise TypeError(f"{type(tokenizer).__name__} is not a fast tokenizer")
-    return tokenizer
 
 
 def _checked(text: str) -> str:

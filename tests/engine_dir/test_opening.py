@@ -1,4 +1,5 @@
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -50,9 +51,9 @@ def test_what_is_no_engine_directory_is_refused(checkpoints: Path, tmp_path: Pat
 
 
 def test_another_version_is_refused_before_anything_else(engine: Path) -> None:
-    edit_json(engine / "config.json", version=2, nonsense=True)
+    edit_json(engine / "config.json", version=1, nonsense=True)
     _assert_refused(
-        engine, "expected engine version 1, found version 2", "dflash-trt build pair.yaml -o engine --overwrite"
+        engine, "expected engine version 2, found version 1", "dflash-trt build pair.yaml -o engine --overwrite"
     )
 
 
@@ -175,12 +176,116 @@ def test_weights_that_are_no_safetensors_are_refused(engine: Path) -> None:
     _assert_refused(engine, "rank0.safetensors: expected a safetensors file")
 
 
+@pytest.mark.parametrize("verify_hashes", [False, True])
+def test_a_changed_config_is_seen_by_the_hash_in_provenance(engine: Path, verify_hashes: bool) -> None:
+    fields = read_json(engine / "config.json")
+    fields["pretrained_config"]["target"]["rms_norm_eps"] = 1e-5  # a value that models have
+    write_json(engine / "config.json", fields)
+    with pytest.raises(EngineDirError, match=r"config\.json: expected sha256 [0-9a-f]{64}, found [0-9a-f]{64}"):
+        EngineDir.open(engine, verify_hashes=verify_hashes)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("target.rms_norm_eps", 1e30, "rms_norm_eps': expected less than or equal to 0.1, found 1e+30"),
+        ("target.rms_norm_eps", float("nan"), "rms_norm_eps': expected a finite number, found nan"),
+        ("target.rope.theta", float("inf"), "rope.theta': expected a finite number, found inf"),
+        ("target.rope.theta", 1.0, "rope.theta': expected greater than or equal to 2"),
+        ("target.num_heads", 0, "num_heads': expected greater than or equal to 1"),
+        ("target.head_dim", 15, "head_dim': expected a multiple of 2"),
+        ("target.attention", [{"window": -4, "is_causal": True}], "window': expected greater than or equal to 1"),
+        ("target.eos_token_ids", [272], "eos_token_ids': expected ids below vocab_size 272"),
+        ("draft.mask_token_id", 272, "mask_token_id': expected an id below the target's vocab_size 272, found 272"),
+        ("draft.target_layer_ids", [0, 4], "target_layer_ids below the target's 4 layers (not [4])"),
+        ("draft.draft_block_size", 2**31 - 1, "draft_block_size': expected less than or equal to 1024"),
+        ("mapping", {"world_size": 2**20, "tp_size": 2**20, "pp_size": 1, "rank": 0}, "world_size': expected less"),
+    ],
+)
+def test_a_config_that_would_compute_something_else_is_refused(
+    engine: Path, where: str, value: object, said: str
+) -> None:
+    """Even with the hash that fits: who edits a file can edit two."""
+    fields = read_json(engine / "config.json")
+    *sections, key = where.split(".")
+    section = fields["pretrained_config"]
+    for name in sections:
+        section = section[name]
+    section[key] = value
+    write_json(engine / "config.json", fields)
+    _rehash(engine)
+    _assert_refused(engine, said)
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused(engine: Path) -> None:
+    fields = read_json(engine / "config.json")
+    fields["build_config"]["max_seq_len"] = 513
+    write_json(engine / "config.json", fields)
+    _assert_refused(engine, "max_seq_len of at most 512")
+
+
+def test_a_key_that_stands_twice_is_refused(engine: Path) -> None:
+    text = (engine / "config.json").read_text()
+    (engine / "config.json").write_text(text.replace('"hidden_size"', '"hidden_size": 64, "hidden_size"', 1))
+    _assert_refused(engine, "key 'hidden_size' 2 times in one object")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "provenance.json: expected a JSON object"),
+        ("{}", "provenance.json key 'config_sha256': expected a value, found none"),
+        ('{"config_sha256": 3, "extra": 1}', "provenance.json key 'config_sha256': expected"),
+    ],
+)
+def test_a_provenance_that_is_not_one_is_refused(engine: Path, content: str, said: str) -> None:
+    (engine / "provenance.json").write_text(content)
+    _assert_refused(engine, said)
+
+
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "rank0.safetensors", "provenance.json", "config.json"])
+def test_a_link_in_place_of_a_file_is_refused(engine: Path, name: str) -> None:
+    elsewhere = engine.parent / "elsewhere"
+    (engine / name).rename(elsewhere)
+    (engine / name).symlink_to(elsewhere)
+    _assert_refused(engine, f"{name}: expected a file of this directory, found a symbolic link to {elsewhere}")
+
+
+def test_a_link_to_another_tokenizer_directory_is_refused(engine: Path) -> None:
+    (engine / "tokenizer").rename(engine.parent / "elsewhere")
+    (engine / "tokenizer").symlink_to(engine.parent / "elsewhere")
+    _assert_refused(engine, "tokenizer/tokenizer.json: expected a file of this directory, found a symbolic link")
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to a directory", "broken link", "pipe"])
+def test_nothing_is_smuggled_in_among_the_tokenizer_files(engine: Path, checkpoints: Path, kind: str) -> None:
+    extra = engine / "tokenizer/additional_chat_templates"
+    if kind == "pipe":
+        os.mkfifo(extra)
+    else:
+        targets = {"link to a file": "target/config.json", "link to a directory": "target", "broken link": "nothing"}
+        extra.symlink_to(checkpoints / targets[kind])
+    _assert_refused(engine, "tokenizer/additional_chat_templates: expected only files that config.json lists")
+
+
+def test_an_engine_behind_a_link_opens(built: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(built)
+    EngineDir.open(tmp_path / "link")
+
+
 def _relist(engine: Path, name: str) -> None:
     """Make config.json agree with a file that a test has changed."""
     fields = read_json(engine / "config.json")
     content = (engine / name).read_bytes()
     fields["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
     write_json(engine / "config.json", fields)
+    _rehash(engine)
+
+
+def _rehash(engine: Path) -> None:
+    """Make provenance.json agree with a config.json that a test has changed."""
+    sha256 = hashlib.sha256((engine / "config.json").read_bytes()).hexdigest()
+    edit_json(engine / "provenance.json", config_sha256=sha256)
 
 
 def _assert_refused(path: Path, *said: str) -> None:

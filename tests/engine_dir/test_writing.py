@@ -11,7 +11,7 @@ from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.weight_spec import draft_weights, target_weights
-from dflash_trt.engine_dir import EngineDir, write_engine_dir
+from dflash_trt.engine_dir import EngineDir, reserve_output, write_engine_dir
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
 from tests.engine_dir.building import build
 
@@ -92,7 +92,11 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, checkpoints
 
 
 def test_the_builders_own_errors_are_not_taken_for_the_disks(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), write_engine_dir(tmp_path / "engine", needed_bytes=0):
+    with (
+        pytest.raises(FileNotFoundError),
+        reserve_output(tmp_path / "engine") as output,
+        write_engine_dir(output, needed_bytes=0),
+    ):
         (tmp_path / "a checkpoint that went away").read_bytes()
     assert list(tmp_path.iterdir()) == []
 
@@ -105,6 +109,17 @@ def test_permissions_follow_the_umask(checkpoints: Path, tmp_path: Path) -> None
         os.umask(old)
     assert engine.path.stat().st_mode & 0o777 == 0o750
     assert engine.weights_path(0).stat().st_mode & 0o777 == 0o640
+
+
+def test_links_of_a_checkpoint_become_files_as_in_the_hub_cache(checkpoints: Path, tmp_path: Path) -> None:
+    """A snapshot of the Hugging Face cache is a directory of links into its blobs."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in (checkpoints / "target").iterdir():
+        (snapshot / path.name).symlink_to(path)
+    engine = build(tmp_path, tmp_path / "engine", target="snapshot")
+    assert not any(path.is_symlink() for path in engine.path.rglob("*"))
+    EngineDir.open(engine.path)
 
 
 def _header_text(path: Path) -> bytes:
