@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
     from dflash_trt.core.model_spec import DecoderSpec
     from dflash_trt.core.weight_spec import WeightTable
-    from dflash_trt.engine_dir import EngineDir, PretrainedConfig
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_INTEGER_BYTES = 8
+    from dflash_trt.engine_dir import EngineDir
 
 
 @click.command(short_help="Check an engine directory and describe it.")
@@ -39,12 +36,18 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
     """Everything `inspect` says, as plain JSON types."""
     from dflash_trt.core.weight_spec import draft_weights, target_weights
     from dflash_trt.engine_dir import is_hashed
+    from dflash_trt.executor.page_budget import engine_kv_bytes_per_token, page_formats
 
     manifest = engine.manifest
     config = manifest.pretrained_config
+    weights = _stored_bytes(engine)
+    pages = [
+        {"kv_format": kv_format, "kv_bytes_per_token": num_bytes}
+        for kv_format, num_bytes in zip(page_formats(config), engine_kv_bytes_per_token(config), strict=True)
+    ]
     draft = None
     if manifest.draft is not None:
-        draft = _decoder(manifest.draft, draft_weights(manifest.draft), config)
+        draft = _decoder(manifest.draft, draft_weights(manifest.draft)) | weights["draft"] | pages[1]
         draft["max_draft_len"] = manifest.draft.max_draft_len
     return {
         "engine_dir": str(engine.path),
@@ -54,7 +57,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
         "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
         "mapping": config.mapping.model_dump(exclude={"rank"}),
-        "target": _decoder(manifest.target, target_weights(manifest.target), config),
+        "target": _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | pages[0],
         "draft": draft,
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
@@ -78,21 +81,30 @@ def _page_plan(engine: "EngineDir") -> str:
         return str(error)
 
 
-def _decoder(spec: "DecoderSpec", weights: "WeightTable", config: "PretrainedConfig") -> dict[str, Any]:
+def _decoder(spec: "DecoderSpec", weights: "WeightTable") -> dict[str, Any]:
     """The spec, with what follows from it. Sizes are those of the whole model."""
-    from dflash_trt.core.mapping import Mapping
-    from dflash_trt.executor.page_budget import kv_bytes_per_token
-
-    element_bytes = _ELEMENT_BYTES[config.dtype]
     return {
         **spec.model_dump(mode="json"),
         "num_layers": spec.num_layers,
         "num_parameters": sum(math.prod(weight.shape) for weight in weights.values() if not weight.is_integer),
-        "weights_bytes": sum(
-            math.prod(weight.shape) * (_INTEGER_BYTES if weight.is_integer else element_bytes)
-            for weight in weights.values()
-        ),
-        "kv_bytes_per_token": kv_bytes_per_token(spec, Mapping(), element_bytes),
+    }
+
+
+def _stored_bytes(engine: "EngineDir") -> dict[str, dict[str, Any]]:
+    """Bytes of each model's tensors in the files of all ranks, together and by format."""
+    from dflash_trt.core.packed_spec import stored_format
+
+    config = engine.manifest.pretrained_config
+    linears = config.quantization.linears if config.quantization else {}
+    by_format: dict[str, dict[str, int]] = {"target": {}, "draft": {}}
+    for rank in range(config.mapping.world_size):
+        for name, header in engine.stored_tensors(rank).items():
+            formats = by_format[name.partition(".")[0]]
+            tensor_format = stored_format(name, linears) or ("int64" if header.dtype == "I64" else config.dtype)
+            formats[tensor_format] = formats.get(tensor_format, 0) + header.num_bytes
+    return {
+        model: {"weights_bytes": sum(formats.values()), "weights_bytes_by_format": formats}
+        for model, formats in by_format.items()
     }
 
 
@@ -142,8 +154,13 @@ def _models_table(report: dict[str, Any]) -> "Table":
     table.add_row("rope", *(f"{model['rope']['scaling']}, theta {model['rope']['theta']:g}" for model in models))
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
     table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
-    table.add_row("weights", *(decimal(model["weights_bytes"]) for model in models))
-    table.add_row("K/V bytes per token", *(f"{model['kv_bytes_per_token']:,}" for model in models))
+    has_ranks = report["mapping"]["world_size"] > 1
+    all_ranks, each_rank = (" of all ranks", " on each rank") if has_ranks else ("", "")
+    table.add_row(f"weights{all_ranks}", *(decimal(model["weights_bytes"]) for model in models))
+    for name in dict.fromkeys(name for model in models for name in model["weights_bytes_by_format"]):
+        table.add_row(f"  in {name}", *(decimal(model["weights_bytes_by_format"].get(name, 0)) for model in models))
+    table.add_row("K/V pages", *(model["kv_format"] for model in models))
+    table.add_row(f"K/V bytes per token{each_rank}", *(f"{model['kv_bytes_per_token']:,}" for model in models))
     return table
 
 

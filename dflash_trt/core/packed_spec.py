@@ -5,7 +5,7 @@ A linear `X` of `core/weight_spec.py` in a packed format is several tensors, mea
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
@@ -14,6 +14,7 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable, draft_weights, 
 
 BLOCK_COLUMNS = 16  # of one NVFP4 block scale
 
+_SCALES = ("block_scale", "weight_scale", "input_scale")
 _STORED_BYTES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
 
 
@@ -46,6 +47,12 @@ def packed_tensors(name: str, spec: WeightSpec, weight_format: WeightFormat) -> 
         if weight_format == "nvfp4":
             parts += ((".input_scale", "F32", scales),)
     return tuple(PackedTensorSpec(name=name + suffix, dtype=dtype, shape=shape) for suffix, dtype, shape in parts)
+
+
+def stored_format(tensor_name: str, linears: Mapping[str, WeightFormat]) -> WeightFormat | None:
+    """The format of the packed linear that a stored tensor belongs to, codes or scales; None for any other tensor."""
+    linear, _, suffix = tensor_name.rpartition(".")
+    return linears.get(linear if suffix in _SCALES else tensor_name)
 
 
 def segments_of(spec: WeightSpec) -> tuple[int, ...]:

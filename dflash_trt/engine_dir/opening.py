@@ -24,7 +24,7 @@ from dflash_trt.engine_dir.manifest import (
     weights_name,
 )
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance
-from dflash_trt.engine_dir.tensor_file import read_tensor_headers
+from dflash_trt.engine_dir.tensor_file import TensorHeader, read_tensor_headers
 from dflash_trt.engine_dir.tensorrt_record import plan_name
 
 MAX_ALWAYS_HASHED_BYTES = 256 * 2**20
@@ -79,6 +79,10 @@ class EngineDir:
     def weights_path(self, rank: int) -> Path:
         assert 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
+
+    def stored_tensors(self, rank: int) -> dict[str, TensorHeader]:
+        """The tensors of one rank's file, as its header says; none is read."""
+        return read_tensor_headers(self.weights_path(rank))
 
     def provenance(self) -> dict[str, Any]:
         """Where the engine came from, as plain JSON types: command, versions, hashes of its inputs."""

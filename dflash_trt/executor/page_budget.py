@@ -15,10 +15,10 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 
 if TYPE_CHECKING:
-    from dflash_trt.engine_dir import EngineManifest
+    from dflash_trt.engine_dir import EngineManifest, PretrainedConfig
 
 DEFAULT_FREE_MEMORY_FRACTION = 0.5  # of a CPU's free memory; other programs live there too
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,20 +88,17 @@ def plan_engine_pages(
         CapacityError: the pages of one max_seq_len sequence do not fit.
     """
     config, build = manifest.pretrained_config, manifest.build_config
-    quantization = config.quantization
-    element_bytes = _ELEMENT_BYTES[config.dtype]
+    target_format, draft_format = page_formats(config)
 
     def share_of_host() -> int:
         return free_host_memory_bytes() // config.mapping.world_size
 
-    has_fp8_target_kv = quantization is not None and quantization.target_kv is not None
-    has_fp8_draft_kv = quantization is not None and quantization.draft_kv is not None
     return plan_pages(
         target=manifest.target,
         draft=manifest.draft if use_drafter else None,
         mapping=config.mapping,
-        element_bytes=1 if has_fp8_target_kv else element_bytes,
-        draft_element_bytes=1 if has_fp8_draft_kv else element_bytes,
+        element_bytes=_ELEMENT_BYTES[target_format],
+        draft_element_bytes=_ELEMENT_BYTES[draft_format],
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
@@ -177,6 +174,24 @@ def plan_pages(
         max_seq_len=max_seq_len,
         num_ranks=mapping.world_size,
     )
+
+
+def page_formats(config: PretrainedConfig) -> tuple[str, str]:
+    """Of the target's pages and of the drafter's: "fp8", or the engine's dtype."""
+    quantization = config.quantization
+    scales = (None, None) if quantization is None else (quantization.target_kv, quantization.draft_kv)
+    target, draft = (config.dtype if layers is None else "fp8" for layers in scales)
+    return target, draft
+
+
+def engine_kv_bytes_per_token(config: PretrainedConfig) -> tuple[int, int]:
+    """K and V of all layers of the target and of the drafter, on each rank, as `plan_engine_pages` counts them."""
+    decoders = (config.target, config.draft)
+    target, draft = (
+        0 if decoder is None else kv_bytes_per_token(decoder, config.mapping, _ELEMENT_BYTES[page_format])
+        for decoder, page_format in zip(decoders, page_formats(config), strict=True)
+    )
+    return target, draft
 
 
 def kv_bytes_per_token(decoder: DecoderSpec, mapping: Mapping, element_bytes: int) -> int:
