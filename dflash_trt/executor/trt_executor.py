@@ -54,7 +54,7 @@ class TensorRTExecutor:
         device: torch.device,
     ) -> None:
         """Raises EngineDirError when the engine's tensors are not those of the step."""
-        check_engine_io(engine, spec, plugins=plugins)
+        check_engine_io(engine, spec)
         self.limits = limits
         self.page_plan: PagePlan  # set by `open`, which knows the memory
         self._owners: tuple[Any, ...] = ()  # of the engine; released after it

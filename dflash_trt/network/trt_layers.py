@@ -126,9 +126,13 @@ class Layers:
         return self._add("add_cumulative", x, self.ints([axis]), operation, False, False)
 
     def argmax(self, x: ITensor, axis: int) -> ITensor:
-        """int32, `axis` kept with size 1; the first of equal ones."""
-        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, 1, 1 << axis)
-        return self._output(layer, "add_topk", 1)
+        """int32, `axis` kept with size 1; the first of equal ones.
+
+        Indices are int64 inside: of 2^31 scores or more, TensorRT makes int64 ones anyway, and then refuses to
+        select between them and int32.
+        """
+        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, 1, 1 << axis, self.trt.DataType.INT64)
+        return self.cast(self._output(layer, "add_topk", 1), "int32")
 
     def softmax(self, x: ITensor, axis: int) -> ITensor:
         layer = self._layer("add_softmax", x)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_trt.compile.trt_profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.executor.trt_engine import expected_io
-from dflash_trt.network.trt_network import NEXT_PREFIX, IoTensor
+from dflash_trt.network.trt_network import IoTensor
 from tests.trt.interpreter import NetworkInterpreter, Plugins
 from tests.trt.networks import DefinedStep
 
@@ -32,11 +32,6 @@ class FakeEngine:
         inputs, outputs = expected_io(defined.spec)
         self.tensors: dict[str, tuple[str, IoTensor]] = {tensor.name: ("INPUT", tensor) for tensor in inputs}
         self.tensors |= {tensor.name: ("OUTPUT", tensor) for tensor in outputs}
-        self.aliases = {}
-        if plugins is not None:
-            self.aliases = {
-                name: name.removeprefix(NEXT_PREFIX) for name in self.tensors if name.startswith(NEXT_PREFIX)
-            }
         self.dtypes = {name: _NAMES[tensor.dtype] for name, (_, tensor) in self.tensors.items()}
         self.shapes = {name: tensor.shape for name, (_, tensor) in self.tensors.items()}
         self.interpreter = defined.interpreter(plugins)
@@ -63,9 +58,6 @@ class FakeEngine:
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
-
-    def get_aliased_input_tensor(self, name: str) -> str:
-        return self.aliases.get(name, "")
 
     def create_execution_context(self) -> "FakeContext":
         self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles, moved=self.moved))

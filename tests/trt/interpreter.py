@@ -189,7 +189,7 @@ class NetworkInterpreter:
 
         def top1(given: list[Tensor]) -> list[Tensor]:
             index = given[0].argmax(axis, keepdim=True)
-            return [given[0].gather(axis, index), index.int()]
+            return [given[0].gather(axis, index), index.to(TORCH_DTYPES[layer.get_output(1).dtype.name])]
 
         return top1
 

@@ -72,6 +72,18 @@ def build(trt, dtype, compute):
     return network, layers, builder, NetworkInterpreter(trt, network, constants)
 
 
+def compiled(trt, builder, network, shapes):
+    """The plan, or None; `shapes` are the minimum, optimum and maximum of each input."""
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+    profile = builder.create_optimization_profile()
+    for name, extents in shapes.items():
+        profile.set_shape(name, *extents)
+    config.add_optimization_profile(profile)
+    return builder.build_serialized_network(network, config)
+
+
 def torch_ops(dtype):
     ops = object.__new__(TorchOps)  # no step: only the ops that need none
     ops._rope_tables = [(DECODER, make_rope_table(DECODER, num_positions=64, dtype=dtype))]
@@ -93,16 +105,23 @@ def test_an_op_computes_what_torch_computes(trt, name, dtype):
 @pytest.mark.parametrize("name", OPS)
 def test_an_op_compiles_with_a_dynamic_number_of_rows(trt, name):
     network, layers, builder, _ = build(trt, "bfloat16", OPS[name])
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM120, 0)
-    profile = builder.create_optimization_profile()
-    profile.set_shape("x", (1, 16), (4, 16), (64, 16))
-    profile.set_shape("ids", (1,), (4,), (64,))
-    config.add_optimization_profile(profile)
-    plan = builder.build_serialized_network(network, config)
+    plan = compiled(trt, builder, network, {"x": ((1, 16), (4, 16), (64, 16)), "ids": ((1,), (4,), (64,))})
     assert plan is not None, layers.errors
     assert plan.nbytes > 0
+
+
+def test_the_largest_of_more_scores_than_int32_counts_compiles_where_sampling_selects_it(trt):
+    """A vocabulary of 151,936 at 16,384 rows: 2.5e9 scores."""
+    logger = make_logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    layers = Layers(trt, network, logger)
+    scores = layers.add_input("scores", "float32", (-1, 151936), ("N", "V"))
+    drawn = layers.add_input("drawn", "int32", (-1, 1), ("N", "1"))
+    layers.mark_output(layers.where(layers.binary("GREATER", drawn, 0), drawn, layers.argmax(scores, 1)), "out")
+    rows = (1, 64, 16384)
+    shapes = {"scores": [(n, 151936) for n in rows], "drawn": [(n, 1) for n in rows]}
+    assert compiled(trt, builder, network, shapes) is not None, layers.errors
 
 
 def test_a_norm_without_its_cast_to_float32_is_noticed(trt, monkeypatch):
