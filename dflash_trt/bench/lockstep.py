@@ -25,7 +25,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
-from dflash_trt.serving.llm import checked_draft_length, open_codec
+from dflash_trt.serving.llm import checked_draft_length, max_draft_len, open_codec
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.stream import RequestStream
 
@@ -86,11 +86,12 @@ def compare_policies(
         ConfigError: the engine cannot draft that many.
     """
     engine = EngineDir.open(engine_dir)
-    with closing(open_executor(engine, num_threads=num_threads)) as executor:
+    most = max_draft_len(engine)
+    lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
+    fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
+    draft_lens = (*fixed.values(), *AdaptiveDraftLength(most).lengths)
+    with closing(open_executor(engine, num_threads=num_threads, draft_lens=draft_lens)) as executor:
         reader = prompt_reader(engine)
-        most = executor.limits.max_draft_len
-        lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
-        fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
         reports = []
         for concurrency in concurrencies:
             policies: dict[str, DraftLengthPolicy] = {name: FixedDraftLength(length) for name, length in fixed.items()}

@@ -13,7 +13,7 @@ from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_fli
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.llm import LLM, max_draft_len
 from dflash_trt.serving.prompts import Prompt
 
 Progress = Callable[[str], None]
@@ -72,8 +72,9 @@ def _batching(
     engine = EngineDir.open(engine_dir)
     ratios = []
     with ExitStack() as stack:
-        executor = stack.enter_context(closing(open_executor(engine)))
-        policies = {name: AdaptiveDraftLength(executor.limits.max_draft_len) for name in (_IN_FLIGHT, _WHOLE)}
+        policies = {name: AdaptiveDraftLength(max_draft_len(engine)) for name in (_IN_FLIGHT, _WHOLE)}
+        draft_lens = policies[_WHOLE].lengths
+        executor = stack.enter_context(closing(open_executor(engine, draft_lens=draft_lens)))
         sides = stack.enter_context(
             closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE}))
         )

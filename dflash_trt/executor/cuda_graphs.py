@@ -4,7 +4,9 @@ Knows keys and callables; what a step enqueues is its owner's business. Without 
 enqueued anew, by the same code.
 """
 
-from collections.abc import Callable, Hashable
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -60,3 +62,18 @@ class CudaCapture:
             enqueue()
         replay: Enqueue = graph.replay
         return replay
+
+
+@contextlib.contextmanager
+def waits_raise() -> Iterator[None]:
+    """Inside, PyTorch raises RuntimeError on operations of its own that would wait for the device: for measuring.
+
+    It knows copies, `item` and synchronizing streams, and not events.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -39,6 +39,7 @@ class ShareOptions:
     use_drafter: bool
     kv_cache_bytes: int | None
     kv_cache_free_memory_fraction: float | None
+    draft_lens: tuple[int, ...] | None
 
 
 class ShareExecutor(Protocol):
@@ -80,6 +81,7 @@ def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Share
             use_drafter=options.use_drafter,
             kv_cache_bytes=options.kv_cache_bytes,
             kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
+            draft_lens=options.draft_lens,
             device=ranks.device,
         )
     with ThreadPoolExecutor(max_workers=1) as opener:  # see `opening.open_executor`

@@ -154,6 +154,7 @@ def open_ranks(
     use_drafter: bool,
     kv_cache_bytes: int | None,
     kv_cache_free_memory_fraction: float | None,
+    draft_lens: Sequence[int] | None = None,
 ) -> RankedExecutor:
     """Start a worker for each rank but 0, and open all shares of the engine. Memory and threads are per rank.
 
@@ -175,6 +176,7 @@ def open_ranks(
         use_drafter=use_drafter,
         kv_cache_bytes=kv_cache_bytes,
         kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+        draft_lens=None if draft_lens is None else tuple(draft_lens),
     )
     try:
         return _open(engine, options, workers)

@@ -25,9 +25,8 @@ from dflash_trt.executor.torch_gpu_staging import (
     InputStaging,
     ResultStaging,
     StepShape,
-    decode_shapes,
-    mixed_shapes,
     step_shape,
+    warm_shapes,
 )
 from dflash_trt.executor.torch_loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
@@ -108,11 +107,13 @@ class TorchGpuExecutor:
         use_drafter: bool = True,
         kv_cache_bytes: int | None = None,
         kv_cache_free_memory_fraction: float | None = None,
+        draft_lens: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> TorchGpuExecutor:
         """Load one rank's weights to the GPU (the current one) and plan the pages in what it has free then.
 
-        Every rank gets as many pages as all of them have room for.
+        Every rank gets as many pages as all of them have room for. Steps of every K in `draft_lens` are compiled and
+        captured ahead; None: of the engine's largest.
 
         Raises:
             ConfigError, CapacityError: see `plan_engine_pages`.
@@ -140,7 +141,8 @@ class TorchGpuExecutor:
             ranks=ranks,
         )
         if device.type == "cuda":
-            executor.warm_up()
+            most = executor.limits.max_draft_len
+            executor.warm_up(warm_shapes(executor.limits, (most,) if draft_lens is None else draft_lens))
         return executor
 
     @torch.inference_mode()
@@ -182,21 +184,15 @@ class TorchGpuExecutor:
         return self._results.read(shape, num_requests=num_requests)
 
     @torch.inference_mode()
-    def warm_up(self, shapes: Iterable[StepShape] | None = None) -> None:
-        """Compile kernels and capture graphs ahead, by default for every bucket at the full draft length.
+    def warm_up(self, shapes: Iterable[StepShape]) -> None:
+        """Compile the kernels and capture the graphs of these steps ahead.
 
         The steps consist of padding alone, which touches no page, so requests may be alive.
         """
-        if shapes is None:
-            most = self.limits.max_draft_len
-            shapes = decode_shapes(self.limits, num_draft_tokens=most) + mixed_shapes(
-                self.limits, num_draft_tokens=most
-            )
         for shape in shapes:
             if not self._is_captured(shape):
                 continue
             for _ in range(2):  # run, capture
-                self.wait()
                 self._staging.stage(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens), shape)
                 with self.on_stream():
                     self._staging.upload(shape)
@@ -205,10 +201,12 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def enqueue(self, batch: StepBatch, *, times: int = 1) -> None:
-        """Put one step on the stream so many times and read nothing back: for measuring the device alone."""
+        """Put one step on the stream so many times and read nothing back: for measuring the device alone.
+
+        Waits for the copy of the inputs before, and for nothing else.
+        """
         check_batch(batch, self.limits)
         shape = step_shape(batch, self.limits)
-        self.wait()
         self._staging.stage(batch, shape)
         with self.on_stream():
             self._staging.upload(shape)

@@ -6,6 +6,7 @@ all, and as many token rows as all its verify blocks could have, or with a prefi
 at the end of no request. Neither reads or writes a page.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, Final
@@ -69,6 +70,18 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
     sizes = range(1, min(MAX_GRAPH_TOKENS, limits.max_num_tokens) + 1)
     made = (_mixed_shape(bucket, size, num_draft_tokens, limits) for bucket in _buckets(limits) for size in sizes)
     return list(dict.fromkeys(shape for shape in made if shape is not None))
+
+
+def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
+    """What steps with these K are captured as and what compiles all their kernels: verify blocks of every bucket and
+    K; steps with a prefill chunk of every size at the largest K, and of one size per bucket at the others.
+    """
+    lens = sorted({min(length, limits.max_draft_len) for length in draft_lens}, reverse=True)
+    shapes = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
+    for i, length in enumerate(lens):
+        mixed = mixed_shapes(limits, num_draft_tokens=length)
+        shapes += mixed if i == 0 else list({shape.num_requests: shape for shape in reversed(mixed)}.values())
+    return shapes
 
 
 def _buckets(limits: ExecutorLimits) -> list[int]:
@@ -135,9 +148,12 @@ class InputStaging:
             for block, views in ((self._host_block, self._host), (self._device_block, self._device)):
                 views[tensor.name] = block[start : start + size].view(_DTYPES[tensor.dtype])
         self._staged_pages: list[tuple[int, ...]] = [()] * limits.max_batch_size
+        self._copied = _new_event(device)
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
-        """Fill the host's block. The copy of the step before must be over."""
+        """Fill the host's block, when the copy of the step before is over."""
+        if self._copied is not None and not self._copied.query():  # a step whose results were read is over
+            self._copied.synchronize()
         requests, padding = batch.requests, shape.num_requests - len(batch.requests)
         offsets = [0, *accumulate(len(request.token_ids) for request in requests)]
         unused = [0] * (shape.num_tokens - offsets[-1])
@@ -165,6 +181,8 @@ class InputStaging:
         """Copy to the device, on the current stream, without waiting."""
         table_end = self._table_start + shape.num_requests * self._max_pages * torch.int32.itemsize
         self._device_block[:table_end].copy_(self._host_block[:table_end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
         """The device's tensors in the shapes of a step; the same addresses every time."""
@@ -208,11 +226,9 @@ class ResultStaging:
             has_graph=True,
         )
         size = _sections(most)[-1][2]
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        make_event: Any = torch.cuda.Event  # untyped in PyTorch
-        self._copied = make_event() if is_cuda else None
+        self._copied = _new_event(device)
 
     def outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Tensor]:
         """Where sampling writes, and where the drafts go, int32 [R, K]."""
@@ -235,6 +251,12 @@ class ResultStaging:
         return step_result(
             StepOutputs(acceptance=Acceptance(**real), draft_tokens=drafts[:num_requests] if has_drafts else None)
         )
+
+
+def _new_event(device: torch.device) -> Any:
+    """None on a CPU, where a copy is over when it returns. `record` uses the current stream."""
+    make_event: Any = torch.cuda.Event  # untyped in PyTorch
+    return make_event() if device.type == "cuda" else None
 
 
 def _sections(shape: StepShape) -> list[tuple[str, int, int]]:

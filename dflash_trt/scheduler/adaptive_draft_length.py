@@ -63,6 +63,10 @@ class AdaptiveDraftLength:
         self._smoothed = 0.0
         self._batch_size = 1
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
     def choose(self, num_decoding: int) -> int:
         if not num_decoding:
             return self._current

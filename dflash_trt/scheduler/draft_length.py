@@ -25,6 +25,11 @@ class StepObservation:
 class DraftLengthPolicy(Protocol):
     """Chooses K before a step and hears of it afterwards."""
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every K that it may choose; a GPU prepares them when an engine is opened."""
+        ...
+
     def choose(self, num_decoding: int) -> int:
         """K for a step with `num_decoding` requests that decode; never negative."""
         ...
@@ -38,6 +43,10 @@ class FixedDraftLength:
     def __init__(self, num_draft_tokens: int) -> None:
         _check_length("num_draft_tokens", num_draft_tokens)
         self._num_draft_tokens = num_draft_tokens
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self._num_draft_tokens,)
 
     def choose(self, num_decoding: int) -> int:
         return self._num_draft_tokens
@@ -63,6 +72,10 @@ class BatchSizeDraftLength:
             _check_length(f"draft length at batch size {batch_size}", length)
         self._batch_sizes = sorted(lengths)
         self._lengths = [lengths[batch_size] for batch_size in self._batch_sizes]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self._lengths)))
 
     def choose(self, num_decoding: int) -> int:
         return self._lengths[bisect_right(self._batch_sizes, max(1, num_decoding)) - 1]

@@ -74,6 +74,9 @@ class LLM(Generator):
         from dflash_trt.executor.opening import open_executor
 
         self.engine = EngineDir.open(engine_dir)
+        if draft_length is None:
+            most = checked_draft_length(num_draft_tokens, max_draft_len(self.engine, use_drafter=use_drafter))
+            draft_length = AdaptiveDraftLength(most) if adapts_draft_length else FixedDraftLength(most)
         executor = open_executor(
             self.engine,
             use_drafter=use_drafter,
@@ -81,13 +84,11 @@ class LLM(Generator):
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
             num_threads=num_threads,
             device=device,
+            draft_lens=draft_length.lengths,
         )
         with ExitStack() as stack:  # until everything is well
             stack.callback(executor.close)
             self.page_plan = executor.page_plan
-            if draft_length is None:
-                most = checked_draft_length(num_draft_tokens, executor.limits.max_draft_len)
-                draft_length = AdaptiveDraftLength(most) if adapts_draft_length else FixedDraftLength(most)
             config = scheduler_config or SchedulerConfig(reuses_prefixes=reuses_prefixes, max_queue_len=max_queue_len)
             scheduler = Scheduler(executor.limits, config, draft_length)
             target = self.engine.manifest.target
@@ -104,6 +105,11 @@ class LLM(Generator):
     def close(self, *, drains: bool = False) -> None:
         super().close(drains=drains)
         self._executor.close()
+
+
+def max_draft_len(engine: EngineDir, *, use_drafter: bool = True) -> int:
+    """The largest K of its steps; 0 where nothing is drafted."""
+    return engine.manifest.build_config.max_draft_len if use_drafter else 0
 
 
 def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> int:

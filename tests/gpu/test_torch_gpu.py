@@ -5,7 +5,7 @@ import torch
 
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.executor.cuda_graphs import GraphCache
+from dflash_trt.executor.cuda_graphs import GraphCache, waits_raise
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_step_on_kernels as steps
@@ -77,7 +77,7 @@ def test_a_replayed_step_is_the_step_itself(executors):
 
 
 def test_enqueueing_a_step_never_waits_for_the_device(executors):
-    """PyTorch raises on operations of its own that would wait; the waits of a whole step are counted by gpu_bench."""
+    """PyTorch raises on operations of its own that would wait; gpu_visit counts the waits of a whole step."""
     reference, executor = executors
     batch = StepBatch(requests=(prefill("a", 7, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     result = executor.step(batch)
@@ -85,14 +85,11 @@ def test_enqueueing_a_step_never_waits_for_the_device(executors):
     executor.step(verify)
     executor.graphs = GraphCache(None)
     executor.wait()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         executor.enqueue(batch)
         executor.enqueue(verify)
         with pytest.raises(RuntimeError, match="synchroniz"):
             torch.ones(1, device=DEVICE).item()  # the mode is on
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     executor.wait()
     assert_same(executor.step(batch), reference.step(batch))
 

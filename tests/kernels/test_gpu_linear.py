@@ -1,8 +1,12 @@
 """Linears prepared for a GPU against the definition of the formats; a CPU emulates the FP8 product."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_trt.executor.cuda_graphs import waits_raise
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.torch_gpu_linear import (
     DeviceFp8Weight,
@@ -29,13 +33,16 @@ def packed_weight(weight_format, *, input_amax=(3.0, 3.0, 3.0), are_equal=False)
     return pack(weight, weight_format, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
+def moved(weight, device):
+    fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
+    tensors = {name: value.to(device) for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    return replace(weight, **tensors)
+
+
 def run(weight, x, device, bias=None):
     """On the device, back to the host."""
-    fields = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
-    moved = type(weight)(
-        **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
-    )
-    prepared = prepare_device_linear(Linear(weight=moved, bias=None if bias is None else bias.to(device)), x.dtype)
+    bias = None if bias is None else bias.to(device)
+    prepared = prepare_device_linear(Linear(weight=moved(weight, device), bias=bias), x.dtype)
     return prepared.weight, apply_device_linear(Plain(x.to(device)), prepared).cpu()
 
 
@@ -71,6 +78,39 @@ def test_plain_weights_are_left_alone(device):
     x = torch.randn(3, 16, device=device)
     assert prepare_device_linear(linear, torch.float32) is linear
     torch.testing.assert_close(apply_device_linear(Plain(x), linear), x @ linear.weight.T + linear.bias)
+
+
+class NoHost(TorchDispatchMode):
+    """Raises where a tensor of the host meets one of the device, which here is "meta": it has no content to read."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        assert {x.device.type for x in tensors} <= {"meta"}, func
+        return func(*args, **(kwargs or {}))
+
+
+def test_4_bit_weights_are_multiplied_without_a_word_to_the_host():
+    prepared = prepare_device_linear(Linear(weight=packed_weight("nvfp4_w4a16")), torch.bfloat16)
+    linear, x = Linear(weight=moved(prepared.weight, "meta")), torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
+    with NoHost():
+        assert apply_device_linear(Plain(x), linear).shape == (5, 96)
+        with pytest.raises(AssertionError):  # the negative control
+            x * torch.ones(())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: graphs")
+@pytest.mark.parametrize("weight_format", ["fp8", "nvfp4_w4a16"])
+def test_a_linear_of_a_format_that_a_gpu_opens_can_be_captured(weight_format, device):
+    weight, x = packed_weight(weight_format), activations().bfloat16().to(device)
+    prepared = prepare_device_linear(Linear(weight=moved(weight, device)), x.dtype)
+    with waits_raise():
+        expected = apply_device_linear(Plain(x), prepared)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = apply_device_linear(Plain(x), prepared)
+    graph.replay()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,10 @@ from dflash_trt.executor.torch_gpu_staging import (
     decode_shapes,
     mixed_shapes,
     step_shape,
+    warm_shapes,
 )
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 
 CPU = torch.device("cpu")
 LIMITS = ExecutorLimits(max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96)
@@ -105,6 +108,56 @@ def test_every_batch_of_verify_blocks_has_a_shape_that_can_be_made_ahead():
     for num_requests in range(1, LIMITS.max_batch_size + 1):
         blocks = [request(3, context_len=9, num_candidates=2, first_page=4 * r) for r in range(num_requests)]
         assert step_shape(batch_of(*blocks, num_draft_tokens=2), LIMITS) in shapes
+
+
+POLICIES = {
+    "fixed": FixedDraftLength(3),
+    "more than the engine drafts": FixedDraftLength(9),
+    "by batch size": BatchSizeDraftLength({1: 7, 4: 3, 5: 0}),
+    "adaptive": AdaptiveDraftLength(7),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_verify_step_that_a_policy_may_choose_is_captured_ahead(name):
+    limits = replace(LIMITS, max_draft_len=7, max_num_tokens=64)
+    shapes = warm_shapes(limits, POLICIES[name].lengths)
+    assert len(shapes) == len(set(shapes))
+    for num_requests in range(1, limits.max_batch_size + 1):
+        for k in {min(k, 7) for k in POLICIES[name].lengths}:
+            blocks = [request(k + 1, context_len=9, num_candidates=k, first_page=4 * r) for r in range(num_requests)]
+            assert step_shape(batch_of(*blocks, num_draft_tokens=k), limits) in shapes
+            mixed = step_shape(batch_of(*blocks[1:], request(20), num_draft_tokens=k), limits)
+            same_kernels = {(s.num_requests, s.num_draft_tokens) for s in shapes if not s.is_decode}
+            assert (mixed.num_requests, k) in same_kernels or not mixed.has_graph
+
+
+class Copy:
+    """Stands for the CUDA event after the copy of the inputs."""
+
+    def __init__(self, *, is_over):
+        self.is_over, self.calls = is_over, []
+
+    def query(self):
+        self.calls.append("query")
+        return self.is_over
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+    def record(self):
+        self.calls.append("record")
+
+
+@pytest.mark.parametrize(("is_over", "calls"), [(True, ["query"]), (False, ["query", "synchronize"])])
+def test_inputs_are_overwritten_only_when_their_copy_is_over(is_over, calls):
+    staging = InputStaging(LIMITS, CPU)
+    staging._copied = Copy(is_over=is_over)
+    batch = batch_of(request(4))
+    staging.stage(batch, step_shape(batch, LIMITS))
+    assert staging._copied.calls == calls
+    staging.upload(step_shape(batch, LIMITS))
+    assert staging._copied.calls == [*calls, "record"]
 
 
 def staged(batch, staging=None):

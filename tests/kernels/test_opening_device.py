@@ -1,11 +1,19 @@
 """Where the torch backend runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor import opening
-from dflash_trt.executor.opening import _runs_on_gpu
+from dflash_trt.executor.opening import _runs_on_gpu, open_executor
+from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.serving.llm import LLM
+from tests.engine_dir.building import build
+from tests.factories import make_target, make_zlab_drafter
 
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch):
@@ -27,3 +35,102 @@ def test_a_gpu_without_triton_is_refused_rather_than_left_idle(monkeypatch):
     with pytest.raises(ConfigError, match=r"device: expected Triton.*Install triton"):
         _runs_on_gpu("auto")
     assert not _runs_on_gpu("cpu")
+
+
+FP8_PAGES = QuantizationSpec(target_kv=(LayerKvScales(),))
+DRAFT_FP8_PAGES = QuantizationSpec(draft_kv=(LayerKvScales(),))
+H200, A10, L4 = (9, 0), (8, 6), (8, 9)
+
+
+def linears(weight_format):
+    return QuantizationSpec(linears={f"target.layers.{i}.qkv": weight_format for i in range(3)})
+
+
+def on_gpu(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization", "message"),
+    [
+        (
+            H200,
+            linears("nvfp4"),
+            "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights on a GPU, found nvfp4 (4-bit activations, "
+            "no GPU kernel yet) in target.layers.0.qkv and 2 more. Build with --quantization nvfp4_w4a16 or fp8, or",
+        ),
+        (
+            A10,
+            FP8_PAGES,
+            "K/V pages: expected a GPU of compute capability 8.9 or newer for FP8 pages, found 8.6. Build",
+        ),
+        (A10, DRAFT_FP8_PAGES, "K/V pages: expected a GPU of compute capability 8.9"),
+    ],
+)
+def test_formats_that_a_gpu_cannot_run_are_refused_before_loading(
+    tmp_path, monkeypatch, capability, quantization, message
+):
+    engine = open_quantized(tmp_path, quantization)
+    on_gpu(monkeypatch, capability)
+    monkeypatch.setattr(TorchGpuExecutor, "open", None)
+    with pytest.raises(EngineDirError) as error:
+        open_executor(engine)
+    assert f"engine on a GPU: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "quantization"),
+    [
+        (H200, linears("nvfp4_w4a16")),
+        (H200, linears("fp8")),
+        (A10, linears("fp8")),  # the weights are unpacked there
+        (L4, FP8_PAGES),
+        (H200, QuantizationSpec()),
+    ],
+)
+def test_formats_that_a_gpu_runs_are_opened_there(tmp_path, monkeypatch, capability, quantization):
+    engine = open_quantized(tmp_path, quantization)
+    on_gpu(monkeypatch, capability)
+    monkeypatch.setattr(TorchGpuExecutor, "open", lambda engine, **options: options)
+    assert open_executor(engine, draft_lens=(0, 3))["draft_lens"] == (0, 3)
+
+
+class OpenedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "draft_lens"),
+    [
+        ({}, (3,)),
+        ({"num_draft_tokens": 2}, (2,)),
+        ({"adapts_draft_length": True}, (0, 1, 2, 3)),
+        ({"draft_length": BatchSizeDraftLength({1: 3, 4: 1})}, (1, 3)),
+        ({"use_drafter": False}, (0,)),
+    ],
+)
+def test_an_engine_is_opened_for_every_k_that_its_steps_may_have(pair_engine, monkeypatch, options, draft_lens):
+    def spy(engine, **given):
+        raise OpenedError(given["draft_lens"])
+
+    monkeypatch.setattr(opening, "open_executor", spy)
+    with pytest.raises(OpenedError) as opened:
+        LLM(pair_engine, **options)
+    assert opened.value.args == (draft_lens,)
+
+
+@pytest.fixture(scope="module")
+def pair_engine(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    make_zlab_drafter(root / "drafter", target_dir=make_target(root / "target"), block_size=4)
+    return build(root, root / "engine", drafter="drafter").path
+
+
+def open_quantized(root, quantization):
+    """An engine that says it is quantized so; its weights are not looked at."""
+    make_target(root / "target")
+    engine = build(root, root / "engine")
+    config = engine.manifest.pretrained_config.model_copy(update={"quantization": quantization})
+    return replace(engine, manifest=engine.manifest.model_copy(update={"pretrained_config": config}))
