@@ -20,7 +20,7 @@ _SETTINGS = (
     click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together."),
     click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory."),
     click.option("--num-threads", type=int, help="PyTorch's threads on a CPU, per instance."),
-    click.option("--seed", type=int, help="Makes requests without a seed reproducible, in order of arrival."),
+    click.option("--seed", type=int, help="Draws the seeds of requests without one reproducibly, in order of arrival."),
     click.option("--max-queue-len", type=int, help="Waiting requests beyond which more are refused."),
     click.option("--default-max-tokens", type=int, default=128, show_default=True, help="For requests that say none."),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),

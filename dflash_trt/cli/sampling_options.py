@@ -19,7 +19,12 @@ _OPTIONS = (
     click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 is off."),
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability; 1 is off."),
     click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest; 0 is off."),
-    click.option("--seed", type=int, help="Fixes the text whatever else runs; drawn for each request unless told."),
+    click.option(
+        "--seed",
+        type=int,
+        help="Fixes the random numbers; drawn for each request unless told. In float32 on a CPU it fixes the text; in "
+        "bfloat16, FP8 and FP4, K and batch mates change roundings and so may change texts.",
+    ),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this string; repeatable."),
     click.option(
         "--stop-token-id", "stop_token_ids", multiple=True, type=int, help="Stop after this token; repeatable."

@@ -16,7 +16,9 @@ class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
 
     Filters apply in the order temperature, top_k, top_p, min_p, on the target's distribution of every row. A `seed`
-    fixes the text whatever else is in the batch; without one the engine draws a seed for each request.
+    fixes the random numbers of every position; without one the engine draws a seed for each request. In float32 on a
+    CPU it fixes the text, whatever K, batch mates and prompt chunks are. In bfloat16, FP8 and FP4, and on a GPU, the
+    shape of a step decides how sums are rounded, so near-ties may fall differently; the distribution is the same.
     """
 
     max_new_tokens: int = 128

@@ -125,7 +125,7 @@ class Scheduler:
         return True
 
     def resume(self, request_id: str) -> bool:
-        """Let a parked request go on, with the same tokens; False when it is not parked."""
+        """Let a parked request go on where it stopped; False when it is not parked."""
         sequence = self._roster.find(request_id)
         if sequence is None or sequence.parked_s is None:
             return False

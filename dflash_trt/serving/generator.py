@@ -37,7 +37,7 @@ class Generator:
     """Owns an engine loop and its thread. Any thread may call any method.
 
     `seed` makes the seeds of requests without one reproducible: the n-th prompt given to this object always gets the
-    same. None draws them at random.
+    same. None draws them at random. `SamplingParams` says when equal seeds give equal texts.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class LLM(Generator):
         With `adapts_draft_length` it is only the most, and each step's K is what pays best by what was measured so
         far. `draft_length` and `scheduler_config` say the same and more, in the scheduler's own terms.
 
-        `overlaps_steps` plans each step while the one before it runs: same tokens, and time gained where the device is
-        not the CPU that plans.
+        `overlaps_steps` plans each step while the one before it runs: in float32 on a CPU the same tokens, and time
+        gained where the device is not the CPU that plans.
 
         K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (half
         unless told); `page_plan` says what it came to.
@@ -61,7 +61,8 @@ class LLM(Generator):
         memory are then those of each rank. `num_threads` None: PyTorch's choice, and its even share of the cores for
         each of several ranks.
 
-        `seed` makes requests without a seed of their own reproducible. More than `max_queue_len` waiting requests are
+        `seed` draws the seeds of requests without one reproducibly; `SamplingParams` says when equal seeds give equal
+        texts. More than `max_queue_len` waiting requests are
         refused; None: any number may wait.
 
         Raises:

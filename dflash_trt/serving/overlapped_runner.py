@@ -1,6 +1,7 @@
 """The overlapped loop: step n+1 is planned while the device runs step n, whose results are read one turn later.
 
-Same tokens as the plain loop, because a request's tokens depend on nothing but the request.
+In float32 on a CPU the same tokens as the plain loop, because there a request's tokens depend on nothing but the
+request; elsewhere roundings depend on which requests share a step.
 """
 
 import contextlib

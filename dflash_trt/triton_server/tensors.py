@@ -91,7 +91,13 @@ INPUTS: tuple[InputTensor, ...] = (
     *_pair("top_k", "INT32", "top_k", "sampling_param_top_k", "Keep the k most likely tokens; 0 is off."),
     *_pair("top_p", "FP32", "top_p", "sampling_param_top_p", "Keep the likeliest tokens up to this sum; 1 is off."),
     _own("min_p", "FP32", "Keep tokens at least this likely, relative to the likeliest; 0 is off."),
-    *_pair("seed", "UINT64", "seed", "sampling_param_seed", "Fixes the text whatever else runs; drawn where unset."),
+    *_pair(
+        "seed",
+        "UINT64",
+        "seed",
+        "sampling_param_seed",
+        "Fixes the random numbers, and in float32 on a CPU the text; drawn where unset.",
+    ),
     *_pair("stop", "STRING", "stop_words", "sampling_param_stop", "Stop before one of these strings.", is_list=True),
     _own("stop_token_ids", "INT32", "Stop after one of these tokens.", is_list=True),
     InputTensor(

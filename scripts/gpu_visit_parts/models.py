@@ -12,17 +12,15 @@ from dflash_trt.executor.page_budget import kv_bytes_per_token, plan_pages
 from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from dflash_trt.executor.torch_loading import bind_network
 from dflash_trt.network.torch_packed import split_packed
-
-PAGE_SIZE = 32
-DTYPE = torch.bfloat16
+from gpu_visit_parts.setting import SETTING
 
 
 def target_spec(model: str) -> TargetSpec:
     """Sizes of Qwen/Qwen3-8B and meta-llama/Llama-3.1-8B, from their config.json; `tiny` is for trying the script."""
     common = {"rms_norm_eps": 1e-6, "is_embedding_tied": False, "max_position_embeddings": 131072}
     if model == "tiny":
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-        layers, vocab_size, family = 2, 4096, "qwen3"
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+        layers, vocab_size, family = 1, 512, "qwen3"
     else:
         sizes = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
         is_qwen = model == "qwen3-8b"
@@ -44,12 +42,12 @@ def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
     layers, taps, block_size = {
         "qwen3-8b": (5, (1, 9, 17, 25, 33), 16),
         "llama-3.1-8b": (5, (1, 8, 15, 22, 29), 10),
-        "tiny": (1, (0,), 16),
+        "tiny": (1, (0,), 4),
     }[model]
     return DraftSpec(
         source_format="z-lab",
         hidden_size=target.hidden_size,
-        intermediate_size=12288 if model != "tiny" else 512,
+        intermediate_size=12288 if model != "tiny" else 96,
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
@@ -68,7 +66,7 @@ def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
 
 def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
     """Of one token position, target and drafter."""
-    return sum(kv_bytes_per_token(decoder, Mapping(), DTYPE.itemsize) for decoder in (target, draft))
+    return sum(kv_bytes_per_token(decoder, Mapping(), SETTING.dtype.itemsize) for decoder in (target, draft))
 
 
 def make_executor(
@@ -78,9 +76,9 @@ def make_executor(
     *,
     max_batch_size: int,
     max_seq_len: int,
-    device: str = "cuda",
 ) -> TorchGpuExecutor:
     """Pages for max_batch_size sequences of max_seq_len. Raises torch.OutOfMemoryError where they do not fit."""
+    device = SETTING.device
     table = engine_table(target, draft, None)
     linears = [name for name, spec in table.items() if is_linear(spec, name)]
     kept = {"target.lm_head"}  # as the field's FP8 checkpoints keep it
@@ -93,14 +91,14 @@ def make_executor(
             for part in packed_tensors(name, spec, "fp8"):
                 is_code = part.dtype == "F8_E4M3"
                 tensors[part.name] = (
-                    torch.randn(part.shape, device=device, dtype=DTYPE).mul_(64).to(torch.float8_e4m3fn)
+                    torch.randn(part.shape, device=device, dtype=SETTING.dtype).mul_(64).to(torch.float8_e4m3fn)
                     if is_code
                     else torch.full(part.shape, 2e-4 if part.name.endswith("weight_scale") else 0.02, device=device)
                 )
         elif len(spec.shape) == 1:
-            tensors[name] = torch.ones(spec.shape, dtype=DTYPE, device=device)
+            tensors[name] = torch.ones(spec.shape, dtype=SETTING.dtype, device=device)
         else:
-            noise = torch.randn(spec.shape, dtype=DTYPE, device=device)
+            noise = torch.randn(spec.shape, dtype=SETTING.dtype, device=device)
             tensors[name] = noise.mul_(1 / math.sqrt(spec.shape[1]))
     plain, packed = split_packed(tensors, table, quantization.linears)
     max_draft_len = draft.max_draft_len
@@ -108,8 +106,8 @@ def make_executor(
         target=target,
         draft=draft,
         mapping=Mapping(),
-        element_bytes=DTYPE.itemsize,
-        page_size=PAGE_SIZE,
+        element_bytes=SETTING.dtype.itemsize,
+        page_size=SETTING.page_size,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         budget_bytes=1 << 60,
@@ -120,7 +118,7 @@ def make_executor(
         max_batch_size=max_batch_size,
         max_num_tokens=max(2048, max_batch_size * (max_draft_len + 1)),
         max_draft_len=max_draft_len,
-        device=torch.device(device),
+        device=device,
         quantization=quantization,
     )
 
@@ -134,7 +132,7 @@ def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, ha
             continue
         is_fp8 = weight_format == "fp8" and is_linear(spec, name) and name != "target.lm_head"
         passes = 2 if has_drafts and name in ("target.lm_head", "draft.kv") else 1  # the block's K/V use them again
-        total += passes * math.prod(spec.shape) * (1 if is_fp8 else DTYPE.itemsize)
+        total += passes * math.prod(spec.shape) * (1 if is_fp8 else SETTING.dtype.itemsize)
     return total
 
 

@@ -1,0 +1,158 @@
+"""One visit to a GPU machine, in five parts of under 10 minutes each; a case that fails costs itself alone.
+
+1 native kernels and steps against their references (tests/gpu, tests/kernels), 2 kernel times against floors and
+PyTorch, 3 times of decode steps, 4 a profile and the waits of a step, 5 A/B of open choices. Every case is written to
+results.jsonl when it ends, and results.md holds the tables. Needs torch with CUDA, triton and numpy; --wheels names a
+directory with the rest, which --fetch-wheels fills where there is a package index.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from gpu_visit_parts import supervisor, wheels  # noqa: E402
+from gpu_visit_parts.results import Results  # noqa: E402
+
+PARTS = {1: "native kernels", 2: "kernel times", 3: "steps", 4: "profile", 5: "choices"}
+
+
+def main() -> int:
+    options = _parse()
+    if options.fetch_wheels:
+        num_bytes = wheels.fetch(options.wheels, python_version=options.python_version)
+        print(f"{num_bytes / 2**20:.1f} MiB in {options.wheels}: pass it along, with --wheels, to the machine")
+        return 0
+    if options.child:
+        return _run_child(options.child, options)
+    return _supervise(options)
+
+
+def _supervise(options: argparse.Namespace) -> int:
+    results = Results(options.out)
+    if options.resume is not None and options.resume.resolve() != options.out.resolve():
+        shutil.copy(options.resume / "results.jsonl", options.out)
+    for part in options.part:
+        if options.resume is None:
+            results.forget(part)
+        elif options.retry_failed:
+            results.forget(part, ("failed",))
+    installed = wheels.install_missing(options.wheels, options.site) if options.wheels.is_dir() else []
+    print(f"installed from {options.wheels}: {', '.join(installed) or 'nothing'}", flush=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(options.site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    for part in options.part:
+        print(f"== part {part}: {PARTS[part]}", flush=True)
+        command = [sys.executable, __file__, "--child", str(part), "--out", str(options.out)]
+        command += ["--dry-run"] if options.dry_run else []
+        deadline_s = time.monotonic() + options.max_seconds
+        supervisor.run_part(part, command, results, deadline_s=deadline_s)
+    results.write_tables()
+    print((options.out / "results.md").read_text().split("\n## ")[0])
+    return 1 if any(row["status"] != "ok" for row in results.cases().values() if row["status"] != "left out") else 0
+
+
+def _run_child(part: int, options: argparse.Namespace) -> int:
+    """The cases of a part that have no result yet; `supervisor.run_part` reads the exit code."""
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
+    results = Results(options.out)
+    from gpu_visit_parts.setting import SETTING
+
+    if options.dry_run:
+        SETTING.shrink()
+    if part == 1:
+        from gpu_visit_parts import native_tests
+
+        return native_tests.run(part, results)
+    return _run_cases(part, results, options.out)
+
+
+def _run_cases(part: int, results: Results, directory: Path) -> int:
+    import torch
+    from gpu_visit_parts.setting import LeftOutError, context_is_broken
+
+    cases = list(_cases(part, directory))
+    supervisor.has_started(part, results)
+    done = results.done(part)
+    for case in cases:
+        if case.name in done:
+            continue
+        results.start(part, case.name)
+        try:
+            with torch.inference_mode():
+                tables = case.run()
+        except LeftOutError as error:
+            results.end(part, case.name, "left out", why=str(error))
+        except Exception:  # noqa: BLE001 - whatever it is belongs into the results
+            results.end(part, case.name, "failed", why=traceback.format_exc())
+        else:
+            results.end(part, case.name, "ok", tables=tables)
+        torch.cuda.empty_cache()
+        if context_is_broken():
+            return supervisor.CONTEXT_IS_BROKEN
+    return 0
+
+
+def _cases(part, directory):
+    """Imports only what the part needs."""
+    if part == 2:
+        from gpu_visit_parts import kernels, machine
+
+        return [*machine.cases(), *kernels.cases()]
+    if part == 3:
+        from gpu_visit_parts import steps
+
+        return steps.cases()
+    if part == 4:
+        from gpu_visit_parts import profile
+
+        return profile.cases(directory)
+    from gpu_visit_parts import choices
+
+    return choices.cases()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_visit", description=__doc__)
+    parser.add_argument("--part", type=int, nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    out = Path(os.environ.get("OUT") or ROOT / "build/gpu_visit")
+    parser.add_argument(
+        "--out", type=Path, default=out, help="directory of the results (default: $OUT, else %(default)s)"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=None,
+        default=False,
+        metavar="DIR",
+        help="skip what has a result in DIR (default: the directory of --out), whose results are taken over",
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="with --resume: run what failed again")
+    parser.add_argument("--max-seconds", type=float, default=540.0, help="of each part")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "build/gpu_wheels", help="directory of wheels")
+    site = Path(tempfile.gettempdir()) / "gpu_visit_site"
+    parser.add_argument("--site", type=Path, default=site, help="where missing wheels are unpacked")
+    parser.add_argument("--fetch-wheels", action="store_true", help="fill --wheels by pip, and end")
+    parser.add_argument("--python-version", default="3.12", help="of the machine that the wheels are for")
+    parser.add_argument("--child", type=int, choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out, options.wheels = options.out.resolve(), options.wheels.resolve()
+    if options.resume is None:
+        options.resume = options.out
+    elif options.resume is False:
+        options.resume = None
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

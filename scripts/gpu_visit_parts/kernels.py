@@ -1,0 +1,354 @@
+"""Each kernel alone, on the shapes of an 8B model: its time, its floor, and PyTorch's own kernel where there is one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dflash_trt.kernels import argmax_launch, attention_launch, norm_launch, quantize_fp8_launch, sampling_launch
+from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
+from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store
+from gpu_visit_parts.results import Row
+from gpu_visit_parts.setting import SETTING, Case, LeftOutError
+from gpu_visit_parts.timing import device_us, machine_roofs, num_copies
+
+Call = Callable[[], object]
+
+
+@dataclass(kw_only=True)
+class Kernel:
+    """`make` gives one call on data of its own; `torch_kernels` the same work by PyTorch, by name, where it can."""
+
+    kernel: str
+    shape: str
+    num_bytes: float
+    make: Callable[[], Call]
+    flops: float = 0.0
+    is_fp8: bool = False
+    torch_kernels: dict[str, Callable[[], Call]] = field(default_factory=dict)
+
+
+def cases() -> Iterator[Case]:
+    for kernel in kernels():
+        yield Case(name=f"{kernel.kernel}, {kernel.shape}", run=partial(_tables, kernel))
+
+
+def _tables(kernel: Kernel) -> dict[str, list[Row]]:
+    if kernel.is_fp8 and not machine_roofs().fp8_flops_per_s:
+        raise LeftOutError("this GPU has no FP8 product")
+    return {"kernels": [measured(kernel)]}
+
+
+def measured(kernel: Kernel) -> Row:
+    """Our own number first: whatever the comparison does, it stays."""
+    copies = num_copies(kernel.num_bytes)
+    took_us = device_us([kernel.make() for _ in range(copies)])
+    floor_us = machine_roofs().floor_us(num_bytes=kernel.num_bytes, flops=kernel.flops, is_fp8=kernel.is_fp8)
+    row: Row = {
+        "kernel": kernel.kernel,
+        "shape": kernel.shape,
+        "time_us": took_us,
+        "floor_us": floor_us,
+        "floor_fraction": floor_us / took_us,
+        "gb_per_s": kernel.num_bytes / took_us / 1e3,
+        "tflop_per_s": kernel.flops / took_us / 1e6,
+    }
+    for name, make in kernel.torch_kernels.items():
+        try:
+            row[f"{name}_us"] = device_us([make() for _ in range(copies)])
+        except Exception as error:  # noqa: BLE001 - PyTorch has no such kernel here, or it broke: not our number
+            row[f"{name}_us"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+    return row
+
+
+def kernels() -> Iterator[Kernel]:
+    shapes = [(r, w, c) for c in (1024, 8192) for r in (1, 4, 16, 64) for w in (1, 4, 8, 16)]
+    for num_requests, width, context in [(2, 3, 9)] if SETTING.is_dry_run else shapes:
+        yield decode_attention(num_requests, width, context)
+        if width > 1:
+            yield _draft_attention(num_requests, width, context)
+    for length in [6] if SETTING.is_dry_run else [2048, 8192]:
+        yield _prefill_attention(length)
+    for num_rows in [3] if SETTING.is_dry_run else [1, 16, 128, 1024]:
+        yield from _row_kernels(num_rows)
+        yield from _linears(16 if SETTING.is_dry_run else num_rows)
+    for num_rows in [2] if SETTING.is_dry_run else [1, 16, 128, 512]:
+        yield from _vocabulary_kernels(num_rows)
+
+
+def _pages(num_requests: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool with every request's own pages, shuffled, and the table."""
+    per_request = -(-num_positions // SETTING.page_size)
+    shape = (num_requests * per_request, 2, SETTING.page_size, SETTING.kv_heads, SETTING.head_dim)
+    pages = torch.randn(shape, dtype=SETTING.dtype, device=SETTING.device)
+    table = torch.randperm(shape[0], device=SETTING.device).int().view(num_requests, per_request)
+    return pages, table
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=SETTING.dtype, device=SETTING.device)
+
+
+def _integers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=SETTING.device)
+
+
+def _workspace() -> torch.Tensor:
+    return attention_launch.allocate_workspace(
+        kv_heads=SETTING.kv_heads, head_dim=SETTING.head_dim, device=SETTING.device
+    )
+
+
+def decode_attention(num_requests: int, width: int, context: int, *, has_fp8_pages: bool = False) -> Kernel:
+    num_rows, num_keys = num_requests * width, context + width
+    page_bytes = (1 if has_fp8_pages else 2) * 2.0 * num_requests * num_keys * SETTING.kv_heads * SETTING.head_dim
+
+    def make() -> Call:
+        pages, table = _pages(num_requests, num_keys)
+        pages = pages.to(torch.float8_e4m3fn) if has_fp8_pages else pages
+        q, out = _tokens(num_rows, SETTING.heads, SETTING.head_dim), _tokens(num_rows, SETTING.heads, SETTING.head_dim)
+        requests = RequestTensors(
+            token_offsets=_integers([r * width for r in range(num_requests + 1)]),
+            context_lens=_integers([context] * num_requests),
+            page_table=table,
+        )
+        workspace = _workspace()
+        return lambda: attention_launch.attend_pages(
+            q, pages, requests, AttentionOptions(), workspace=workspace, num_verify_rows=width, attended=out
+        )
+
+    return Kernel(
+        kernel="attend_pages",
+        shape=f"{num_requests} requests x {width} rows over {context}{', FP8 pages' if has_fp8_pages else ''}",
+        num_bytes=page_bytes + 4.0 * num_rows * SETTING.heads * SETTING.head_dim,
+        flops=4.0 * num_rows * num_keys * SETTING.heads * SETTING.head_dim,
+        make=make,
+        torch_kernels=_sdpa_kernels(num_requests, width, num_keys, is_causal=False),
+    )
+
+
+def _draft_attention(num_requests: int, width: int, context: int) -> Kernel:
+    num_rows = num_requests * width
+
+    def make() -> Call:
+        pages, table = _pages(num_requests, context)
+        q, out = _tokens(num_rows, SETTING.heads, SETTING.head_dim), _tokens(num_rows, SETTING.heads, SETTING.head_dim)
+        block = (
+            _tokens(num_rows, SETTING.kv_heads, SETTING.head_dim),
+            _tokens(num_rows, SETTING.kv_heads, SETTING.head_dim),
+        )
+        lens = _integers([context] * num_requests)
+        requests = RequestTensors(token_offsets=lens, context_lens=lens, page_table=table)
+        options, workspace = AttentionOptions(is_causal=False), _workspace()
+        return lambda: attention_launch.attend_draft(
+            q, block, pages, requests, options, workspace=workspace, attended=out
+        )
+
+    num_keys = context + width
+    return Kernel(
+        kernel="attend_draft",
+        shape=f"{num_requests} blocks of {width} over {context}",
+        num_bytes=2.0
+        * (
+            2 * num_requests * num_keys * SETTING.kv_heads * SETTING.head_dim
+            + 2 * num_rows * SETTING.heads * SETTING.head_dim
+        ),
+        flops=4.0 * num_rows * num_keys * SETTING.heads * SETTING.head_dim,
+        make=make,
+        torch_kernels=_sdpa_kernels(num_requests, width, num_keys, is_causal=False),
+    )
+
+
+def _prefill_attention(length: int) -> Kernel:
+    def make() -> Call:
+        pages, table = _pages(1, length)
+        q, out = _tokens(length, SETTING.heads, SETTING.head_dim), _tokens(length, SETTING.heads, SETTING.head_dim)
+        requests = RequestTensors(token_offsets=_integers([0, length]), context_lens=_integers([0]), page_table=table)
+        workspace = _workspace()
+        return lambda: attention_launch.attend_pages(
+            q, pages, requests, AttentionOptions(), workspace=workspace, num_verify_rows=16, attended=out
+        )
+
+    return Kernel(
+        kernel="attend_pages",
+        shape=f"prefill of {length}",
+        num_bytes=2.0 * length * SETTING.head_dim * (2 * SETTING.kv_heads + 2 * SETTING.heads),
+        flops=2.0 * length * (length + 1) * SETTING.heads * SETTING.head_dim,
+        make=make,
+        torch_kernels=_sdpa_kernels(1, length, length, is_causal=True),
+    )
+
+
+def _sdpa_kernels(num_requests: int, width: int, num_keys: int, *, is_causal: bool) -> dict[str, Callable[[], Call]]:
+    """PyTorch's attention over K/V that lie in one piece per request; a verify block is not masked inside."""
+    if SETTING.device.type != "cuda":
+        return {}
+    backends = {"FlashAttention": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+    def make(backend: SDPBackend) -> Call:
+        q = _tokens(num_requests, SETTING.heads, width, SETTING.head_dim)
+        k, v = (_tokens(num_requests, SETTING.kv_heads, num_keys, SETTING.head_dim) for _ in range(2))
+
+        def call() -> object:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+        return call
+
+    return {f"SDPA {name}": partial(make, backend) for name, backend in backends.items()}
+
+
+def _row_kernels(num_rows: int) -> Iterator[Kernel]:
+    def norm() -> Call:
+        x, weight = _tokens(num_rows, SETTING.hidden), _tokens(SETTING.hidden)
+        return lambda: norm_launch.rms_norm(x, weight, 1e-6)
+
+    def norm_torch() -> Call:
+        x, weight = _tokens(num_rows, SETTING.hidden), _tokens(SETTING.hidden)
+        return lambda: F.rms_norm(x, (SETTING.hidden,), weight, 1e-6)
+
+    def add_norm() -> Call:
+        x, residual, weight = (
+            _tokens(num_rows, SETTING.hidden),
+            _tokens(num_rows, SETTING.hidden),
+            _tokens(SETTING.hidden),
+        )
+        return lambda: norm_launch.add_rms_norm(x, residual, weight, 1e-6)
+
+    def silu() -> Call:
+        gate_up = _tokens(num_rows, 2 * SETTING.ffn)
+        return lambda: norm_launch.silu_mul(gate_up)
+
+    def quantize() -> Call:
+        x, scale = _tokens(num_rows, SETTING.hidden), torch.ones(1, device=SETTING.device)
+        return lambda: quantize_fp8_launch.quantize_fp8(x, scale)
+
+    def store() -> Call:
+        qkv = _tokens(num_rows, (SETTING.heads + 2 * SETTING.kv_heads) * SETTING.head_dim)
+        q, k, v = (
+            x.unflatten(1, (-1, SETTING.head_dim))
+            for x in qkv.split([n * SETTING.head_dim for n in SETTING.qkv_heads], dim=1)
+        )
+        pages, table = _pages(num_rows, SETTING.page_size)  # every row is a request of its own
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=SETTING.device)
+        offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=SETTING.device)
+        requests = RequestTensors(token_offsets=offsets, context_lens=zeros, page_table=table)
+        inv_freq = 1e6 ** (-torch.arange(SETTING.head_dim // 2, device=SETTING.device) * 2.0 / SETTING.head_dim)
+        rotation = Rotation(inv_freq=inv_freq, q_norm=_tokens(SETTING.head_dim), k_norm=_tokens(SETTING.head_dim))
+        return lambda: rotate_and_store(q, k, v, pages, requests, zeros, rotation)
+
+    rows = f"{num_rows} rows"
+    row_bytes = 2.0 * num_rows * SETTING.hidden
+    yield Kernel(
+        kernel="rms_norm", shape=rows, num_bytes=2 * row_bytes, make=norm, torch_kernels={"rms_norm": norm_torch}
+    )
+    yield Kernel(kernel="add_rms_norm", shape=rows, num_bytes=4 * row_bytes, make=add_norm)
+    yield Kernel(kernel="silu_mul", shape=rows, num_bytes=6.0 * num_rows * SETTING.ffn, make=silu)
+    yield Kernel(kernel="quantize_fp8", shape=rows, num_bytes=1.5 * row_bytes, make=quantize)
+    yield Kernel(
+        kernel="rotate_and_store",
+        shape=rows,
+        num_bytes=4.0 * num_rows * sum(SETTING.qkv_heads) * SETTING.head_dim,
+        make=store,
+    )
+
+
+def _linears(num_rows: int) -> Iterator[Kernel]:
+    """GEMMs of PyTorch, which the step uses as they are: how near their floor they come bounds the step."""
+    sizes = {
+        "qkv": (sum(SETTING.qkv_heads) * SETTING.head_dim, SETTING.hidden),
+        "gate_up": (2 * SETTING.ffn, SETTING.hidden),
+        "down": (SETTING.hidden, SETTING.ffn),
+    }
+    for name, (rows, columns) in sizes.items():
+
+        def plain(rows: int = rows, columns: int = columns) -> Call:
+            x, weight = _tokens(num_rows, columns), _tokens(rows, columns)
+            return lambda: F.linear(x, weight)
+
+        def fp8(rows: int = rows, columns: int = columns) -> Call:
+            x, weight = _tokens(num_rows, columns), _tokens(rows, columns).to(torch.float8_e4m3fn)
+            one = torch.ones(1, device=SETTING.device)
+
+            def call() -> object:
+                codes = quantize_fp8_launch.quantize_fp8(x, one)
+                return torch._scaled_mm(codes, weight.t(), scale_a=one, scale_b=one, out_dtype=SETTING.dtype)
+
+            return call
+
+        flops = 2.0 * num_rows * rows * columns
+        other_bytes = 2.0 * num_rows * (rows + columns)
+        shape = f"{name}, {num_rows} rows"
+        yield Kernel(
+            kernel="linear", shape=shape, num_bytes=2.0 * rows * columns + other_bytes, flops=flops, make=plain
+        )
+        yield Kernel(
+            kernel="quantize and FP8 linear",
+            shape=shape,
+            num_bytes=1.0 * rows * columns + other_bytes,
+            flops=flops,
+            is_fp8=True,
+            make=fp8,
+        )
+
+
+def _vocabulary_kernels(num_rows: int) -> Iterator[Kernel]:
+    logits_bytes = 2.0 * num_rows * SETTING.vocab
+
+    def argmax() -> Call:
+        logits = _tokens(num_rows, SETTING.vocab)
+        return lambda: argmax_launch.argmax_tokens(logits)
+
+    def argmax_torch() -> Call:
+        logits = _tokens(num_rows, SETTING.vocab)
+        return lambda: logits.argmax(dim=1)
+
+    yield Kernel(
+        kernel="argmax",
+        shape=f"{num_rows} rows of {SETTING.vocab}",
+        num_bytes=logits_bytes,
+        make=argmax,
+        torch_kernels={"argmax": argmax_torch},
+    )
+    settings = {
+        "greedy": (0.0, 0, 1.0, 0.0),
+        "temperature": (1.0, 0, 1.0, 0.0),
+        "min_p": (1.0, 0, 1.0, 0.05),
+        "top_k 50": (1.0, 50, 1.0, 0.0),
+        "top_p 0.95": (1.0, 0, 0.95, 0.0),
+        "top_k 50, top_p 0.95": (1.0, 50, 0.95, 0.0),
+    }
+    for name, setting in settings.items():
+        yield Kernel(
+            kernel="sample_and_accept",
+            shape=f"{num_rows} rows of {SETTING.vocab}, {name}",
+            num_bytes=logits_bytes,
+            make=lambda setting=setting: _sampling(num_rows, setting),
+        )
+
+
+def _sampling(num_rows: int, setting: tuple[float, int, float, float]) -> Call:
+    """One request per row. The logits spread like a language model's: a few far above the rest."""
+    logits = (3.0 * torch.randn(num_rows, SETTING.vocab, device=SETTING.device)).to(SETTING.dtype)
+    temperature, top_k, top_p, min_p = setting
+    zeros = torch.zeros(num_rows, dtype=torch.int32, device=SETTING.device)
+    rows = torch.arange(num_rows + 1, dtype=torch.int32, device=SETTING.device)
+    inputs = sampling_launch.SamplingInputs(
+        token_ids=zeros,
+        positions=rows[:-1].contiguous(),
+        token_offsets=rows,
+        context_lens=zeros,
+        logit_rows=rows[:-1, None].contiguous(),
+        num_candidates=zeros,
+        temperature=torch.full((num_rows,), temperature, device=SETTING.device),
+        top_k=torch.full_like(zeros, top_k),
+        top_p=torch.full((num_rows,), top_p, device=SETTING.device),
+        min_p=torch.full((num_rows,), min_p, device=SETTING.device),
+        seed=torch.arange(num_rows, device=SETTING.device),
+    )
+    outputs = sampling_launch.allocate_outputs(num_rows, 1, SETTING.device)
+    workspace = sampling_launch.allocate_workspace(num_rows, SETTING.vocab, SETTING.device)
+    return lambda: sampling_launch.sample_and_accept(logits, inputs, outputs, workspace)

@@ -1,0 +1,105 @@
+"""One decode step under PyTorch's profiler: what the host asked of CUDA, and where the device's time went."""
+
+import collections
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash_trt.core.batch import StepBatch
+from dflash_trt.executor.cuda_graphs import GraphCache, waits_raise
+from dflash_trt.executor.torch_gpu import TorchGpuExecutor
+from gpu_visit_parts.models import draft_spec, target_spec
+from gpu_visit_parts.results import Row, Tables
+from gpu_visit_parts.setting import SETTING, Case, LeftOutError
+from gpu_visit_parts.steps import decode_batch, open_executor
+
+NUM_STEPS = 4
+NUM_REQUESTS = 4
+# Calls that make the host wait for the device. A step waits once, for the event after its results were copied.
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaStreamWaitEvent")
+
+
+def cases(directory: Path) -> Iterator[Case]:
+    model, context = ("tiny", 20) if SETTING.is_dry_run else ("qwen3-8b", 1024)
+    for weights in ("bf16", "fp8"):
+        yield Case(name=f"{weights}: enqueueing waits for nothing", run=partial(_hidden_waits, model, weights, context))
+        yield Case(name=f"{weights}: profile", run=partial(_profile, model, weights, context, directory))
+
+
+def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, StepBatch]:
+    target = target_spec(model)
+    executor = open_executor((model, weights, context, NUM_REQUESTS))
+    num_drafts = draft_spec(model, target).max_draft_len
+    batch = decode_batch(NUM_REQUESTS, num_drafts, context, vocab_size=target.vocab_size)
+    for _ in range(1 if SETTING.is_dry_run else 3):  # compile, capture, replay
+        executor.step(batch)
+    return executor, batch
+
+
+def _hidden_waits(model: str, weights: str, context: int) -> Tables:
+    """PyTorch raises on every operation of its own that would wait for the device while a step is enqueued."""
+    executor, batch = _step(model, weights, context)
+    graphs, executor.graphs = executor.graphs, GraphCache(None)  # launch by launch, not a replay
+    try:
+        executor.wait()
+        if SETTING.device.type != "cuda":
+            executor.enqueue(batch)
+            raise LeftOutError("a CPU has nothing to wait for")
+        with waits_raise():
+            executor.enqueue(batch)
+        executor.wait()
+    finally:
+        executor.graphs = graphs
+    return {"waits of PyTorch while a step is enqueued": [{"weights": weights, "found": "none"}]}
+
+
+def _profile(model: str, weights: str, context: int, directory: Path) -> Tables:
+    executor, batch = _step(model, weights, context)
+    with torch.profiler.profile(activities=_activities()) as profiler:
+        for _ in range(NUM_STEPS):
+            executor.step(batch)
+    profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}.json.gz"))
+    events = profiler.events()
+    on_host = (event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU)
+    calls = collections.Counter(name for name in on_host if name.startswith("cu"))  # CUDA's runtime and driver
+    # The profiler itself waits once, when it stops; what a step does, it does in every step.
+    waits = {name: calls[name] / NUM_STEPS for name in WAITS if calls[name] >= NUM_STEPS}
+    only_results = waits == {"cudaEventSynchronize": 1.0}
+    kernels = _kernels(events, weights)
+    return {
+        "waits of a step": [{"weights": weights, "found": str(waits), "only_the_wait_for_results": str(only_results)}],
+        "host calls of a step": [
+            {"weights": weights, "call": name, "per_step": count / NUM_STEPS} for name, count in sorted(calls.items())
+        ],
+        "device time of a step": kernels,
+    }
+
+
+def _activities() -> list[torch.profiler.ProfilerActivity]:
+    activity = torch.profiler.ProfilerActivity
+    return [activity.CPU] + ([activity.CUDA] if SETTING.device.type == "cuda" else [])
+
+
+def _kernels(events: Any, weights: str) -> list[Row]:
+    """The 25 that take the longest, and all of them together."""
+    times: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += event.device_time
+            counts[event.name] += 1
+    total = sum(times.values())
+    rows: list[Row] = [{"weights": weights, "kernel": "all", "launches": counts.total(), "us_per_step": total}]
+    rows += [
+        {"weights": weights, "kernel": name[:90], "launches": counts[name], "us_per_step": took_us}
+        for name, took_us in times.most_common(25)
+    ]
+    for row in rows:
+        row["launches"] /= NUM_STEPS
+        row["fraction"] = row["us_per_step"] / total if total else 0.0
+        row["us_per_step"] /= NUM_STEPS
+    return rows
