@@ -5,6 +5,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,13 @@ def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
         raise ConfigError(problem(str(path), expected="a file to write", found=found, mend=mend)) from error
 
     def write_line(fields: Mapping[str, Any]) -> None:
-        with _disk_errors(path):
-            left = memoryview(json_line(fields))
-            while left:
-                left = left[stream.write(left) :]
+        with disk_errors(path):
+            write_all(stream, json_line(fields))
 
     try:
         with stream:
             yield write_line
-            with _disk_errors(path):
+            with disk_errors(path):
                 if is_replaced:
                     os.fsync(stream.fileno())
         if is_replaced:
@@ -58,16 +57,15 @@ def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
 class InOrder:
     """Calls `emit` once for every index 0, 1, 2, ..., in that order, each as soon as all before it are done."""
 
-    def __init__(self, emit: Callable[[int], None]) -> None:
+    def __init__(self, emit: Callable[[int, GenerationOutput | None], None]) -> None:
         self._emit = emit
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, GenerationOutput | None] = {}
         self._next_index = 0
 
-    def done(self, index: int) -> None:
-        self._waiting.add(index)
+    def done(self, index: int, output: GenerationOutput | None) -> None:
+        self._waiting[index] = output
         while self._next_index in self._waiting:
-            self._waiting.remove(self._next_index)
-            self._emit(self._next_index)
+            self._emit(self._next_index, self._waiting.pop(self._next_index))
             self._next_index += 1
 
 
@@ -111,6 +109,27 @@ def json_line(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, ensure_ascii=False) + "\n").encode()
 
 
+def write_all(stream: FileIO, line: bytes) -> None:
+    """A raw write may take a part only."""
+    left = memoryview(line)
+    while left:
+        left = left[stream.write(left) :]
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raises CapacityError for what the disk refuses."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        mend = "Free some space or choose another path."
+        raise CapacityError(
+            problem(str(path), expected="a disk that takes the results", found=str(error.strerror), mend=mend)
+        ) from error
+
+
 def _optional_fields(sampling: SamplingParams, output: GenerationOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if sampling.logprobs:
@@ -131,16 +150,3 @@ def _failed_row(row_id: RowId, error: str) -> dict[str, Any]:
         "acceptance_length": None,
         "error": error,
     }
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        mend = "Free some space or choose another path; nothing was left behind."
-        raise CapacityError(
-            problem(str(path), expected="a disk that takes the results", found=str(error.strerror), mend=mend)
-        ) from error

@@ -3,17 +3,19 @@
 Knows options, files and the terminal; everything about generation is LLM's.
 """
 
+import hashlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
 from dflash_trt.cli.report import RunSummary, summarize, summary_lines
 from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 _MAX_LISTED_FAILURES = 10
 
-Emit = Callable[[InputRow, GenerationOutput | None], None]
+Emit = Callable[[int, GenerationOutput | None], None]
 
 
 @click.command(short_help="Generate text from an engine directory.")
@@ -34,6 +36,7 @@ Emit = Callable[[InputRow, GenerationOutput | None], None]
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
 @click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see below.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
+@click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
 @click.option("--trace", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
 @click.option("--chat", is_flag=True, help="Make each prompt the user message of a conversation.")
 @click.option("--system", metavar="TEXT", help="System message of conversations that have none.")
@@ -65,6 +68,9 @@ def run(context: click.Context, /, **options: Any) -> None:
     sampling fields that override the command line: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
     stop_token_ids, ignore_eos, logprobs. A row that cannot run gets finish_reason "error" and its reason in `error`;
     the others go on, and the exit code is 1.
+
+    Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
+    crash or a full disk the same command with --resume runs the rows that have no result.
     """
     sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_FIELDS})
     told = RunOptions(**options, sampling=sampling)
@@ -79,31 +85,43 @@ def run(context: click.Context, /, **options: Any) -> None:
 
 
 def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, list[str]]:
-    """Run every row; the failures are `id: reason`. Files appear only when all rows are done."""
+    """Run every row that has no result yet; the failures are `id: reason`. Files appear only when all rows are done."""
     with ExitStack() as stack:
-        emit, results = _open_results(options, stack, num_rows=len(rows))
+        sink = _open_results(options, stack, rows)
         started = time.monotonic()
         llm = stack.enter_context(_open_engine(options))
         load_time_s = time.monotonic() - started
         started = time.monotonic()
-        outputs = _stream(llm, rows, emit) if options.stream else _generate(llm, rows, emit, options)
+        outputs = _stream(llm, rows, sink) if options.stream else _generate(llm, rows, sink, options)
         summary = summarize(
-            [output for output in outputs if output is not None],
-            num_refused=sum(output is None for output in outputs),
+            list(outputs.values()),
+            num_refused=sum(isinstance(row, Refusal) for row in rows),
             load_time_s=load_time_s,
             wall_time_s=time.monotonic() - started,
             max_draft_tokens=_max_draft_tokens(llm, options),
         )
     if options.as_json:
         document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}
+        if options.resume:
+            document["num_rows_kept"] = len(sink.finished)
         if options.output_file is None:
-            document["outputs"] = results
+            document["outputs"] = sink.results
         click.echo(json.dumps(document, indent=2, ensure_ascii=False))
-    return summary, [reason for row, output in zip(rows, outputs, strict=True) for reason in _failure(row, output)]
+    return summary, [reason for index, row in enumerate(rows) for reason in _failure(row, outputs.get(index))]
 
 
-def _open_results(options: RunOptions, stack: ExitStack, *, num_rows: int) -> tuple[Emit, list[dict[str, Any]]]:
-    """Where rows go, in input order; the list collects them for `--json`."""
+@dataclass(frozen=True, kw_only=True)
+class _Sink:
+    """Where rows go. `emit` takes the output of a row by its index, in any order; None for a refused one."""
+
+    emit: Emit
+    finished: frozenset[int] = frozenset()  # rows that need not run
+    results: list[dict[str, Any]] = field(default_factory=list)  # in input order, for `--json`
+
+
+def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow]) -> _Sink:
+    if options.keeps_rows:
+        return _open_partial(options, stack, rows)
     results: list[dict[str, Any]] = []
     write_trace = None if options.trace is None else stack.enter_context(new_jsonl_file(options.trace))
     write_row: Callable[[dict[str, Any]], None]
@@ -114,16 +132,44 @@ def _open_results(options: RunOptions, stack: ExitStack, *, num_rows: int) -> tu
     else:
         write_row = _print_row
 
-    def emit(row: InputRow, output: GenerationOutput | None) -> None:
+    def emit(index: int, output: GenerationOutput | None) -> None:
+        row = rows[index]
         if write_trace is not None and output is not None:
             for line in trace_lines(row.row_id, output):
                 write_trace(line)
         if not options.prints_text:
             write_row(output_row(row, output))
         elif not options.stream and output is not None and output.error is None:
-            _print_text(output, label=f"[{row.row_id}] " if num_rows > 1 else "")
+            _print_text(output, label=f"[{row.row_id}] " if len(rows) > 1 else "")
 
-    return emit, results
+    return _Sink(emit=InOrder(emit).done, results=results)
+
+
+def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow]) -> _Sink:
+    """Keep rows as they finish."""
+    assert options.output_file is not None
+    settings = {"engine": _engine_sha256(options.engine_dir)} | options.text_settings()
+    partial = stack.enter_context(
+        partial_results(options.output_file, options.trace, rows, settings, resumes=options.resume)
+    )
+    if options.resume and not options.as_json:
+        click.echo(f"{partial.path}: {len(partial.finished)} of {len(rows)} rows have a result", err=True)
+
+    def emit(index: int, output: GenerationOutput | None) -> None:
+        if output is not None:
+            partial.add(index, output, has_trace=options.trace is not None)
+
+    return _Sink(emit=emit, finished=partial.finished)
+
+
+def _engine_sha256(path: Path) -> str:
+    """Of the engine's contents, wherever and whenever it was built."""
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.engine_dir.manifest import PROVENANCE_NAME
+
+    fields = EngineDir.open(path).manifest.model_dump(mode="json")
+    fields["files"].pop(PROVENANCE_NAME, None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _open_engine(options: RunOptions) -> "LLM":
@@ -144,43 +190,42 @@ def _open_engine(options: RunOptions) -> "LLM":
     return llm
 
 
-def _generate(llm: "LLM", rows: Sequence[InputRow], emit: Emit, options: RunOptions) -> list[GenerationOutput | None]:
-    """All rows together; None for a row that was refused before it reached the engine."""
-    results: list[GenerationOutput | None] = [None] * len(rows)
-    in_order = InOrder(lambda index: emit(rows[index], results[index]))
-    job_indices = []
+def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOptions) -> dict[int, GenerationOutput]:
+    """All rows together but those that are finished or refused; outputs by the row's index."""
+    outputs: dict[int, GenerationOutput] = {}
+    jobs: list[tuple[int, Job]] = []
     for index, row in enumerate(rows):
-        if isinstance(row, Job):
-            job_indices.append(index)
-        else:
-            in_order.done(index)
-    jobs = [row for row in rows if isinstance(row, Job)]
+        if isinstance(row, Refusal):
+            sink.emit(index, None)
+        elif index not in sink.finished:
+            jobs.append((index, row))
     with _progress_bar(options, len(jobs)) as advance:
 
         def take(job_index: int, output: GenerationOutput) -> None:
-            index = job_indices[job_index]
-            results[index] = output
-            in_order.done(index)
+            index, _ = jobs[job_index]
+            outputs[index] = output
+            sink.emit(index, output)
             advance(output)
 
-        llm.generate([job.prompt for job in jobs], [job.sampling for job in jobs], on_output=take)
-    return results
+        llm.generate([job.prompt for _, job in jobs], [job.sampling for _, job in jobs], on_output=take)
+    return outputs
 
 
-def _stream(llm: "LLM", rows: Sequence[InputRow], emit: Emit) -> list[GenerationOutput | None]:
+def _stream(llm: "LLM", rows: Sequence[InputRow], sink: _Sink) -> dict[int, GenerationOutput]:
     """One row, printed as it comes."""
     (row,) = rows
     if isinstance(row, Refusal):
-        return [None]
-    output = None
+        return {}
+    outputs: dict[int, GenerationOutput] = {}
     for chunk in llm.stream(row.prompt, row.sampling):
         text = "".join(f"{token_id} " for token_id in chunk.token_ids) if chunk.text is None else chunk.text
         click.echo(text, nl=False)
         sys.stdout.flush()
-        output = chunk.output
+        if chunk.output is not None:
+            outputs[0] = chunk.output
     click.echo()
-    emit(row, output)
-    return [output]
+    sink.emit(0, outputs[0])
+    return outputs
 
 
 @contextmanager

@@ -1,16 +1,20 @@
 """What `dflash-trt run` was told, checked before anything heavy is loaded, and the rows that follow from it."""
 
+import json
+import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 
 STDIN_NAME = Path("-")
+_NOT_OF_TEXTS = ("engine_dir", "prompts", "input_file", "output_file", "resume", "trace", "stream", "as_json")
+_SIZES = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +25,7 @@ class RunOptions:
     prompts: tuple[str, ...]
     input_file: Path | None
     output_file: Path | None
+    resume: bool
     trace: Path | None
     chat: bool
     system: str | None
@@ -40,6 +45,22 @@ class RunOptions:
         """Whether stdout gets plain text; otherwise it gets JSON, or nothing."""
         return not self.as_json and self.output_file is None and self.input_file is None
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are kept beside the output file as they finish: it is a regular file, or will be one."""
+        path = self.output_file and Path(os.path.realpath(self.output_file))
+        return path is not None and (path.is_file() or not path.exists())
+
+    def text_settings(self) -> dict[str, Any]:
+        """What texts depend on, but for the rows and the engine's contents; `--resume` compares it."""
+        settings = asdict(self)
+        sampling = settings.pop("sampling")
+        for name in (*_NOT_OF_TEXTS, *_SIZES):
+            del settings[name]
+        # As JSON has it, so that it equals what is read again.
+        fields: dict[str, Any] = json.loads(json.dumps(settings | sampling | {"trace": self.trace is not None}))
+        return fields
+
     def check(self) -> None:
         """Raises ConfigError: options that exclude each other, all of them in one error."""
         conflicts = (
@@ -52,6 +73,12 @@ class RunOptions:
                 "--stream",
                 "no --output-file",
                 "Redirect stdout, or leave --stream out.",
+            ),
+            (
+                self.resume and not self.keeps_rows,
+                "--resume",
+                "--output-file with a regular file",
+                "Add it, or leave --resume out.",
             ),
             (
                 self.no_drafter and self.num_draft_tokens is not None,

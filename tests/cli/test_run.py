@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.llm import LLM
 from tests.factories import END_OF_TEXT_ID, make_target
 
 GREEDY = ["--max-new-tokens", "12", "--ignore-eos"]
@@ -125,6 +127,24 @@ def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_pat
         for before, after in pairwise(steps):
             assert after["context_len"] == before["context_len"] + before["num_accepted"] + 1
         assert steps[0]["context_len"] == row["num_prompt_tokens"]
+
+
+def test_steps_of_the_trace_are_numbered_as_the_request_made_them(engine_dir, tmp_path, invoke) -> None:
+    """Step 0 is the prefill, which verifies nothing: compared with what the Python API returns."""
+    trace = tmp_path / "trace.jsonl"
+    assert invoke("run", engine_dir, "--prompt", "def f", "--trace", trace, *GREEDY).exit_code == 0
+    with LLM(engine_dir) as llm:
+        (output,) = llm.generate(["def f"], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    expected = [(step, event.token_ids) for step, event in enumerate(output.steps) if event.num_candidates]
+    assert [(line["step"], tuple(line["token_ids"])) for line in _rows(trace.read_text())] == expected
+    assert expected[0][0] == 1
+
+
+@pytest.mark.parametrize(("flags", "most"), [([], 3), (["--num-draft-tokens", "2"], 2), (["--adaptive"], 3)])
+def test_the_summary_names_the_k_of_the_run(engine_dir, invoke, flags, most) -> None:
+    words = ["run", engine_dir, "--prompt", "def f", *GREEDY, *flags]
+    assert json.loads(invoke(*words, "--json").stdout)["summary"]["max_draft_tokens"] == most
+    assert f"K = {most} at most" in invoke(*words).stderr
 
 
 def test_stop_strings_stop_tokens_and_the_end_token_stop(engine_dir, invoke) -> None:

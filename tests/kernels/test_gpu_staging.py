@@ -1,6 +1,7 @@
 """Shapes, padding, staging memory and the graph cache: everything of the GPU executor that is not a kernel."""
 
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dflash_trt.executor.torch_gpu_staging import (
     InputStaging,
     ResultStaging,
     StepShape,
+    _sections,
     decode_shapes,
     mixed_shapes,
     step_shape,
@@ -296,3 +298,19 @@ def test_without_a_capture_or_with_too_many_shapes_steps_run_as_they_are():
     for key in ("a", "a", "b", "b", "b"):
         full.run(key, recorder.enqueue)
     assert recorder.events[3:] == ["run", "capture", "replay", "run", "run", "run"]
+
+
+def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:
+    for num_requests in (1, 3, 5, 64):
+        for num_draft_tokens in (0, 1, 2, 7):
+            shape = StepShape(
+                num_requests=num_requests,
+                num_tokens=num_requests,
+                num_draft_tokens=num_draft_tokens,
+                is_decode=True,
+                has_graph=False,
+            )
+            sections = _sections(shape)
+            assert all(start % 4 == 0 for _, start, _ in sections)  # int32 elements
+            assert all(end <= start for (_, _, end), (_, start, _) in pairwise(sections))
+            assert all(end - start >= num_requests for name, start, end in sections if name != "draft_tokens")
