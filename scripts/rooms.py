@@ -36,7 +36,7 @@ def _set(names: str) -> frozenset[str]:
 
 # In the order in which data flows: a room imports only rooms above it.
 ROOMS: dict[str, Room] = {
-    "core": Room(doors=_set("pydantic")),
+    "core": Room(doors=_set("pydantic"), file_doors={"host_resources.py": _set("psutil")}),
     "checkpoint": Room(rooms=_set("core"), doors=_set("torch safetensors transformers")),
     "quantize": Room(
         rooms=_set("checkpoint core"),

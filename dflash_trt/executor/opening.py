@@ -42,8 +42,9 @@ def open_executor(
     """Rank 0, ready to step, with a process for each other rank of the engine, which `close` ends.
 
     `num_threads` and `device` are the torch backend's; "auto" is the GPU where there is one. With several ranks,
-    threads and memory are those of each: by default the ranks share the cores, and on a CPU the memory, evenly.
-    `draft_lens` are the K that steps will have: a GPU compiles and captures them now. None: the engine's largest.
+    threads and memory are those of each: by default the ranks share the cores, and on a CPU the memory, evenly. Cores
+    and memory are what affinity and cgroups leave of the host's. `draft_lens` are the K that steps will have: a GPU
+    compiles and captures them now. None: the engine's largest.
 
     Raises:
         ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton, or fewer GPUs than ranks.
@@ -78,10 +79,11 @@ def open_executor(
     if runs_on_gpu:
         import torch
 
+        from dflash_trt.executor.threads import default_num_threads
         from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)  # the CPU still packs and reads steps
+        # The CPU still packs and reads steps.
+        torch.set_num_threads(default_num_threads() if num_threads is None else num_threads)
         return TorchGpuExecutor.open(
             engine,
             use_drafter=use_drafter,
@@ -89,6 +91,7 @@ def open_executor(
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
             draft_lens=draft_lens,
         )
+    from dflash_trt.executor.threads import default_num_threads
     from dflash_trt.executor.torch_executor import TorchExecutor
 
     # OpenMP keeps a team of threads for every thread that ever computed something, and lets all teams sleep between
@@ -101,7 +104,7 @@ def open_executor(
             use_drafter=use_drafter,
             kv_cache_bytes=kv_cache_bytes,
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-            num_threads=num_threads,
+            num_threads=default_num_threads() if num_threads is None else num_threads,
         ).result()
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError, problem
+from dflash_trt.core.host_resources import available_memory_bytes
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 
@@ -59,15 +59,6 @@ class PagePlan:
         )
 
 
-def free_host_memory_bytes() -> int:
-    """What Linux calls MemAvailable; elsewhere half a gibibyte, which is a guess that never hurts."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 29
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
 def plan_engine_pages(
     manifest: EngineManifest,
     *,
@@ -91,7 +82,7 @@ def plan_engine_pages(
     target_format, draft_format = page_formats(config)
 
     def share_of_host() -> int:
-        return free_host_memory_bytes() // config.mapping.world_size
+        return available_memory_bytes() // config.mapping.world_size
 
     return plan_pages(
         target=manifest.target,

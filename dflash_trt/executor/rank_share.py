@@ -6,7 +6,6 @@ Knows which device and how many threads a rank gets; refuses to know who starts 
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,9 +105,3 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
         integers.extend((*row.emitted_tokens, row.num_accepted, *row.draft_tokens, row.next_context_len))
         logprobs.extend(row.logprobs)
     return hashlib.sha256(integers.tobytes() + logprobs.tobytes()).digest()
-
-
-def threads_per_rank(num_ranks: int) -> int:
-    """The cores this process may use, shared evenly."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, num_cores // num_ranks)

@@ -34,10 +34,10 @@ from dflash_trt.executor.rank_share import (
     fingerprint,
     join,
     open_share,
-    threads_per_rank,
 )
 from dflash_trt.executor.rank_workers import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.step_inputs import check_batch
+from dflash_trt.executor.threads import default_num_threads
 from dflash_trt.network.torch_ranks import ExchangeError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def open_ranks(
         num_ranks=num_ranks,
         store_path=workers.directory / "store",
         device=device,
-        num_threads=threads_per_rank(num_ranks) if num_threads is None else num_threads,
+        num_threads=default_num_threads(num_ranks) if num_threads is None else num_threads,
         timeout_s=TIMEOUTS_S[device],
         use_drafter=use_drafter,
         kv_cache_bytes=kv_cache_bytes,

@@ -5,7 +5,6 @@ equal Triton give equal bytes. Knows processes and progress; what is compiled st
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from dflash_trt.core.errors import ConfigError, DFlashError, problem
+from dflash_trt.core.host_resources import available_cores
 from dflash_trt.kernels.aot_compile import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURES,
@@ -150,7 +150,7 @@ def _arguments() -> argparse.Namespace:
             metavar="LIST",
             help=",".join(str(value) for value in default),
         )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--jobs", type=int, default=available_cores(), help="processes (default: one per core)")
     return parser.parse_args()
 
 

@@ -58,8 +58,8 @@ class LLM(Generator):
 
         `device` is where an engine of the torch backend runs: "cpu", "cuda", or "auto", the GPU where there is one.
         An engine of several ranks starts a process for each rank but one, and ends them with `close`; threads and
-        memory are then those of each rank. `num_threads` None: PyTorch's choice, and its even share of the cores for
-        each of several ranks.
+        memory are then those of each rank. `num_threads` None: an even share for each rank of the cores that affinity
+        and cgroups leave to this process, and no more than OMP_NUM_THREADS.
 
         `seed` draws the seeds of requests without one reproducibly; `SamplingParams` says when equal seeds give equal
         texts. More than `max_queue_len` waiting requests are

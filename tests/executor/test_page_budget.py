@@ -1,9 +1,13 @@
 import pytest
 
-from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
-from dflash_trt.executor.page_budget import plan_pages
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.engine_dir.manifest import EngineManifest
+from dflash_trt.executor import page_budget
+from dflash_trt.executor.page_budget import plan_engine_pages, plan_pages
+from tests.executor.rank_engines import build, make_zlab_pair
 
 DECODER = {
     "hidden_size": 4096,
@@ -76,3 +80,89 @@ def test_a_budget_below_one_sequence_is_refused_with_the_bytes_it_needs():
     assert plan(budget_bytes=needed).num_pages == 128
     with pytest.raises(CapacityError, match=f"{needed} bytes"):
         plan(budget_bytes=needed - 1)
+
+
+# The pages of an engine
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> EngineManifest:
+    """float32, max_seq_len 64, and a max_batch_size so large that the budget decides."""
+    root = tmp_path_factory.mktemp("pair")
+    make_zlab_pair(root)
+    found = build(root, tp_size=1).manifest
+    limits = found.build_config.model_copy(update={"max_batch_size": 1 << 30})
+    return found.model_copy(update={"build_config": limits})
+
+
+@pytest.fixture
+def host_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(page_budget, "available_memory_bytes", lambda: GIB)
+    return GIB
+
+
+def _with_pages(manifest: EngineManifest, **kv: tuple[LayerKvScales, ...]) -> EngineManifest:
+    config = manifest.pretrained_config.model_copy(update={"quantization": QuantizationSpec(**kv)})
+    return manifest.model_copy(update={"pretrained_config": config})
+
+
+def test_fp8_pages_are_planned_as_bytes_the_targets_and_the_drafters_alone(manifest: EngineManifest) -> None:
+    def planned(**kv: tuple[LayerKvScales, ...]) -> tuple[int, int, int]:
+        found = plan_engine_pages(_with_pages(manifest, **kv), kv_cache_bytes=GIB)
+        return found.target_bytes_per_token, found.draft_bytes_per_token, found.num_pages
+
+    target, draft = (2 * spec.num_layers * spec.kv_size for spec in (manifest.target, manifest.draft))
+    target_kv = (LayerKvScales(),) * manifest.target.num_layers
+    draft_kv = (LayerKvScales(),) * manifest.draft.num_layers
+    page_size = manifest.build_config.page_size
+    for kv, sizes in (
+        ({}, (4, 4)),
+        ({"target_kv": target_kv}, (1, 4)),
+        ({"draft_kv": draft_kv}, (4, 1)),
+        ({"target_kv": target_kv, "draft_kv": draft_kv}, (1, 1)),
+    ):
+        per_token = (target * sizes[0], draft * sizes[1])
+        assert planned(**kv) == (*per_token, GIB // (page_size * sum(per_token)))
+
+
+def test_a_plan_takes_half_of_the_free_memory_unless_another_fraction_is_given(
+    manifest: EngineManifest, host_bytes: int
+) -> None:
+    page_bytes = plan_engine_pages(manifest, kv_cache_bytes=GIB).bytes_per_token * manifest.build_config.page_size
+    for options, budget in (
+        ({}, host_bytes / 2),
+        ({"kv_cache_free_memory_fraction": 0.25}, host_bytes / 4),
+        ({"default_fraction": 0.75}, host_bytes * 0.75),
+        ({"default_fraction": 0.75, "kv_cache_free_memory_fraction": 0.25}, host_bytes / 4),
+        ({"kv_cache_bytes": 1 << 25}, 1 << 25),
+        ({"num_pools": 2}, host_bytes / 4),
+        ({"kv_cache_bytes": 1 << 25, "num_pools": 2}, 1 << 24),
+        ({"free_bytes": lambda: 1 << 26}, 1 << 25),
+    ):
+        assert plan_engine_pages(manifest, **options).num_pages == int(budget) // page_bytes
+
+
+def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes: int) -> None:
+    config = manifest.pretrained_config.model_copy(update={"mapping": Mapping(world_size=2, tp_size=2)})
+    halved = plan_engine_pages(manifest.model_copy(update={"pretrained_config": config}))
+    assert halved.num_pages == plan_engine_pages(manifest).num_pages  # half the memory, half the heads
+    assert halved.num_ranks == 2
+
+
+def test_an_engine_run_without_its_drafter_has_no_draft_pages(manifest: EngineManifest) -> None:
+    assert plan_engine_pages(manifest, use_drafter=False, kv_cache_bytes=GIB).draft_bytes_per_token == 0
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5}])
+def test_a_budget_given_twice_is_refused(manifest: EngineManifest, options) -> None:
+    with pytest.raises(ConfigError, match="found both"):
+        plan_engine_pages(manifest, **options)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5])
+def test_a_fraction_outside_of_0_to_1_is_refused(manifest: EngineManifest, fraction) -> None:
+    with pytest.raises(ConfigError, match="a number in"):
+        plan_engine_pages(manifest, kv_cache_free_memory_fraction=fraction)
