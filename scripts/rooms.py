@@ -61,7 +61,7 @@ ROOMS: dict[str, Room] = {
     "executor": Room(
         rooms=_set("network kernels engine_dir core"),
         doors=_set("torch safetensors"),
-        file_doors={"trt*.py": _set("tensorrt")},
+        file_doors={"trt*.py": _set("tensorrt"), "rank_process.py": _set("psutil")},
     ),
     "scheduler": Room(rooms=_set("core")),
     "serving": Room(

@@ -7,6 +7,7 @@ DFlashError
 |-- EngineDirError    wrong version, GPU, hash
 |-- CapacityError     does not fit: memory, pages, max_seq_len
 |-- RankError         one of several ranks ended, or left the others' step
+|-- ForkError         an engine is used in a child that was forked from its process
 `-- RequestError      this request only; the others go on
     `-- QueueFullError    too many requests wait already; try again later
 """
@@ -43,6 +44,10 @@ class CapacityError(DFlashError):
 
 
 class RankError(DFlashError):
+    pass
+
+
+class ForkError(DFlashError, RuntimeError):
     pass
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -91,21 +90,19 @@ def open_executor(
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
             draft_lens=draft_lens,
         )
-    from dflash_trt.executor.threads import default_num_threads
+    from dflash_trt.executor.threads import default_num_threads, run_in_thread
     from dflash_trt.executor.torch_executor import TorchExecutor
 
-    # OpenMP keeps a team of threads for every thread that ever computed something, and lets all teams sleep between
-    # two regions, instead of waiting awake, once they are more threads than cores: a small step then takes twice as
-    # long. So the weights are prepared in a thread that ends and takes its team along; see docs/benchmarks.md.
-    with ThreadPoolExecutor(max_workers=1) as opener:
-        return opener.submit(
-            TorchExecutor.open,
+    threads = default_num_threads() if num_threads is None else num_threads
+    return run_in_thread(
+        lambda: TorchExecutor.open(
             engine,
             use_drafter=use_drafter,
             kv_cache_bytes=kv_cache_bytes,
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-            num_threads=default_num_threads() if num_threads is None else num_threads,
-        ).result()
+            num_threads=threads,
+        )
+    )
 
 
 def _runs_on_gpu(device: Device) -> bool:

@@ -10,8 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from multiprocessing import Pipe
+
+import psutil
 
 from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.errors import DFlashError
@@ -106,6 +109,8 @@ class RankProcess:
             stdout=2,  # what libraries print belongs to nobody's result
         )
         theirs.close()
+        self._told_s = time.monotonic()
+        self._reason: str | None = None  # why it was killed
 
     @property
     def process_id(self) -> int:
@@ -113,6 +118,7 @@ class RankProcess:
 
     def tell(self, order: Order) -> None:
         """Raises RankGoneError."""
+        self._told_s = time.monotonic()
         try:
             self._pipe.send(order)
         except OSError as error:
@@ -122,7 +128,8 @@ class RankProcess:
         """The next report. Raises RankGoneError."""
         try:
             if not self._pipe.poll(timeout_s):
-                raise RankGoneError(f"no answer within {timeout_s:.0f} s", has_ended=False)
+                silent_s = time.monotonic() - self._told_s
+                raise RankGoneError(f"no answer for {silent_s:.0f} s", has_ended=False)
             report: Report = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise RankGoneError(self._ending()) from error
@@ -132,7 +139,17 @@ class RankProcess:
         """Until the process has ended."""
         self._process.wait()
 
-    def kill(self) -> None:
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal such as SIGSTOP; a debugger that holds it does not count."""
+        try:
+            return bool(psutil.Process(self.process_id).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
+
+    def kill(self, reason: str | None = None) -> None:
+        """`reason` is what is found from then on."""
+        self._reason = self._reason or reason
         self._process.kill()
 
     def end(self, timeout_s: float) -> None:
@@ -146,6 +163,8 @@ class RankProcess:
 
     def _ending(self) -> str:
         """How the process ended; its end of the pipe is closed."""
+        if self._reason is not None:
+            return self._reason
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.executor.page_budget import PagePlan
+from dflash_trt.executor.threads import run_in_thread
 from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.network.torch_ranks import ProcessRanks
 
@@ -35,6 +35,7 @@ class ShareOptions:
     device: Literal["cpu", "cuda"]
     num_threads: int
     timeout_s: float  # of one exchange between ranks
+    load_timeout_s: float  # in which all of them have loaded their weights
     use_drafter: bool
     kv_cache_bytes: int | None
     kv_cache_free_memory_fraction: float | None
@@ -58,7 +59,12 @@ def join(options: ShareOptions, rank: int) -> ProcessRanks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return ProcessRanks.join(
-        options.store_path, rank=rank, num_ranks=options.num_ranks, device=device, timeout_s=options.timeout_s
+        options.store_path,
+        rank=rank,
+        num_ranks=options.num_ranks,
+        device=device,
+        timeout_s=options.timeout_s,
+        opening_timeout_s=options.load_timeout_s,
     )
 
 
@@ -83,9 +89,8 @@ def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Share
             draft_lens=options.draft_lens,
             device=ranks.device,
         )
-    with ThreadPoolExecutor(max_workers=1) as opener:  # see `opening.open_executor`
-        return opener.submit(
-            TorchExecutor.open,
+    return run_in_thread(
+        lambda: TorchExecutor.open(
             engine,
             rank=rank,
             ranks=ranks,
@@ -93,7 +98,8 @@ def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Share
             kv_cache_bytes=options.kv_cache_bytes,
             kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
             num_threads=options.num_threads,
-        ).result()
+        )
+    )
 
 
 def fingerprint(outcome: StepResult | Tensor) -> bytes:

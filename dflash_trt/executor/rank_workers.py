@@ -7,17 +7,21 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from weakref import finalize
 
 from dflash_trt.core.errors import DFlashError, RankError, problem
+from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.executor.rank_process import OpenShare, Order, Raised, RankGoneError, RankProcess, Report, Stop
 from dflash_trt.network.torch_ranks import ExchangeError
 
 Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 
 _END_TIMEOUT_S = 5.0
+_LOOK_S = 1.0  # how often a watched worker is looked at
+_MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks leaves them fewer
 _OPEN_AGAIN = "All ranks were ended: open the engine again."
 
 _LOG = logging.getLogger(__name__)
@@ -30,7 +34,11 @@ class RankWorkers:
         self.directory = Path(tempfile.mkdtemp(prefix="dflash-ranks-"))  # for the ranks to meet in
         self._processes: list[RankProcess] = []
         self._is_closing = threading.Event()
-        self.close = finalize(self, _end, self._processes, self.directory, self._is_closing)
+        self._is_watched = threading.Event()
+        self._own_process = OwnProcess()
+        self.close = finalize(self, _end, self._processes, self.directory, self._is_closing, self._own_process)
+        watch = (self._processes, self._is_watched, self._is_closing)
+        threading.Thread(target=_end_stopped, args=watch, name="dflash-ranks", daemon=True).start()
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -58,12 +66,23 @@ class RankWorkers:
                 reports.append(error)
         return reports
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While this rank may wait for the others: end a worker that somebody stopped, which ends the waiting."""
+        self._is_watched.set()
+        try:
+            yield
+        finally:
+            self._is_watched.clear()
+
     def forget_directory(self) -> None:
         """All ranks have met. What is left in it would stay behind if this program were killed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill(self) -> None:
         """`close` for workers that may wait for a rank that is gone."""
+        if not self._own_process.is_this:
+            return
         self._is_closing.set()
         for process in self._processes:
             process.kill()
@@ -111,8 +130,24 @@ def _watch(process: RankProcess, is_closing: threading.Event, act: Callable[[], 
         act()
 
 
-def _end(processes: Sequence[RankProcess], directory: Path, is_closing: threading.Event) -> None:
-    """Politely, then not."""
+def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, is_closing: threading.Event) -> None:
+    """The thread of `watched`, until `is_closing`."""
+    num_looks: dict[int, int] = {}
+    while not is_closing.wait(_LOOK_S):
+        for process in tuple(processes):
+            is_stopped = is_watched.is_set() and process.is_stopped
+            num_looks[process.rank] = num_looks.get(process.rank, 0) + 1 if is_stopped else 0
+            if num_looks[process.rank] >= _MAX_STOPPED_LOOKS:
+                stopped_s = _LOOK_S * num_looks[process.rank]
+                process.kill(f"a process stopped by a signal such as SIGSTOP for {stopped_s:.0f} s")
+
+
+def _end(
+    processes: Sequence[RankProcess], directory: Path, is_closing: threading.Event, own_process: OwnProcess
+) -> None:
+    """Politely, then not. A forked child, to which they do not belong, leaves them alone."""
+    if not own_process.is_this:
+        return
     is_closing.set()
     for process in processes:
         try:

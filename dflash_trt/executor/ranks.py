@@ -14,6 +14,7 @@ from torch import Tensor, distributed
 
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError, problem
+from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.executor.page_budget import PagePlan
 from dflash_trt.executor.rank_process import (
     Awake,
@@ -65,6 +66,7 @@ class RankedExecutor:
         self._num_threads = num_threads
         self._ranks = ranks
         self._workers = workers
+        self._own_process = OwnProcess()
         self._failure: str | None = None
 
     @property
@@ -103,6 +105,11 @@ class RankedExecutor:
         self._workers.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
+        with self._workers.watched():
+            return self._run_watched(order, run)
+
+    def _run_watched(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
+        self._own_process.check()
         if self._failure is not None:
             raise RankError(self._failure)
         if torch.get_num_threads() != self._num_threads:  # which is a matter of the calling thread
@@ -173,13 +180,15 @@ def open_ranks(
         device=device,
         num_threads=default_num_threads(num_ranks) if num_threads is None else num_threads,
         timeout_s=TIMEOUTS_S[device],
+        load_timeout_s=_LOAD_TIMEOUT_S,
         use_drafter=use_drafter,
         kv_cache_bytes=kv_cache_bytes,
         kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
         draft_lens=None if draft_lens is None else tuple(draft_lens),
     )
     try:
-        return _open(engine, options, workers)
+        with workers.watched():
+            return _open(engine, options, workers)
     except DFlashError:
         workers.kill()
         raise

@@ -65,19 +65,28 @@ class ProcessRanks:
     `num_calls` counts what was exchanged: ranks with the same count are at the same place.
     """
 
-    def __init__(self, group: Any, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, group: Any, num_ranks: int, device: torch.device, *, opening_timeout: timedelta) -> None:
         self.num_ranks = num_ranks
         self.device = device
         self.num_calls = 0
         self._group = group
+        self._opening_timeout = opening_timeout
 
     @classmethod
     def join(
-        cls, store_path: Path, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+        cls,
+        store_path: Path,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        timeout_s: float,
+        opening_timeout_s: float | None = None,
     ) -> "ProcessRanks":
         """Returns when all ranks have joined; they meet through a file that is not there before.
 
-        Raises ExchangeError when they do not come, and so does every exchange when one is gone or late.
+        `opening_timeout_s` is that of `smallest`, before which a rank loads its weights. Raises ExchangeError when the
+        ranks do not come, and so does every exchange when one is gone or late.
         """
         store = _DIST.FileStore(str(store_path), num_ranks)
         if device.type == "cuda":
@@ -89,7 +98,8 @@ class ProcessRanks:
             options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=timeout_s)
         with _named_errors():
-            ranks = cls(make_group(store, rank, num_ranks, options), num_ranks, device)
+            group = make_group(store, rank, num_ranks, options)
+        ranks = cls(group, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s))
         ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
         return ranks
 
@@ -108,6 +118,7 @@ class ProcessRanks:
         tensor = torch.tensor([number], device=self.device)
         options = _DIST.AllreduceOptions()
         options.reduceOp = _DIST.ReduceOp.MIN
+        options.timeout = self._opening_timeout
         self._exchange(self._group.allreduce, [tensor], options)
         return int(tensor.item())
 

@@ -15,6 +15,7 @@ from weakref import finalize
 
 from dflash_trt.core.batch import ExecutorLimits, StepExecutor
 from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -60,6 +61,7 @@ class EngineLoop:
         records_steps: bool = True,
     ) -> None:
         self.limits: ExecutorLimits = executor.limits
+        self._own_process = OwnProcess()
         self._scheduler = scheduler or Scheduler(executor.limits)
         self._clock = clock
         self._records_steps = records_steps
@@ -71,6 +73,10 @@ class EngineLoop:
         self._runner = self._make_runner(executor, overlaps=overlaps)
         self._thread: threading.Thread | None = None
         self._is_closed = False
+
+    def check_process(self) -> None:
+        """Raises ForkError in a forked child, where nobody serves."""
+        self._own_process.check()
 
     def submit(
         self,
@@ -88,7 +94,9 @@ class EngineLoop:
 
         Raises:
             RequestError: it can never run, the queue is full, or the engine is closed.
+            ForkError: this is a forked child.
         """
+        self.check_process()
         with self._lock:
             self._check_open_for(request)
             now = self._clock()
@@ -106,6 +114,7 @@ class EngineLoop:
 
     def cancel(self, request_id: str) -> None:
         """End a request now, from any thread; nothing happens when there is none of that name."""
+        self.check_process()
         with self._lock:
             client = self._clients.get(request_id)
             if client is not None:
@@ -129,8 +138,10 @@ class EngineLoop:
     def shutdown(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
         """Refuse new requests and stop; `drains` lets the others finish first, for at most `timeout_s`.
 
-        Whoever is left then gets finish_reason "cancelled". Calling it again does nothing.
+        Whoever is left then gets finish_reason "cancelled". Calling it again does nothing, nor in a forked child.
         """
+        if not self._own_process.is_this:
+            return
         with self._lock:
             self._is_closed = True
             self._changed.notify_all()
@@ -148,11 +159,13 @@ class EngineLoop:
 
     def statistics(self) -> EngineStatistics:
         """Everything measured so far; a copy."""
+        self.check_process()
         with self._lock:
             return self._recorder.statistics(self._clock(), self._scheduler.statistics())
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that each of its requests has somebody waiting for it."""
+        self.check_process()
         with self._lock:
             self._scheduler.check_integrity()
             assert self._scheduler.request_ids() == set(self._clients), "a request nobody waits for, or the reverse"
@@ -204,6 +217,8 @@ class EngineLoop:
                 self._changed.notify_all()
 
     def _cancel(self, client: _Client) -> None:
+        if not self._own_process.is_this:  # the request goes on there
+            return
         with self._lock:
             if self._clients.get(client.request_id) is client:
                 event = self._scheduler.cancel(client.request_id)

@@ -77,6 +77,7 @@ class Generator:
 
         Raises:
             RequestError: `prompts` and `sampling` are lists of different lengths.
+            ForkError: this is a child that was forked from the engine's process.
         """
         samplings = _one_each(prompts, sampling)
         batch = _Batch(on_output)
@@ -150,6 +151,7 @@ class Generator:
 
     def _draw(self) -> tuple[int, int]:
         """A number for the next prompt and a seed, should it need one."""
+        self._loop.check_process()
         with self._lock:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 

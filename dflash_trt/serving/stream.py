@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, GenerationOutput
 
 _T = TypeVar("_T")
@@ -66,6 +67,7 @@ class Mailbox:
         self._resume = resume
         self._on_chunk = on_chunk
         self._is_parked = False
+        self._own_process = OwnProcess()
         self._condition = threading.Condition()
         self._pending: list[StreamChunk] = []
         self._num_pending_tokens = 0
@@ -113,7 +115,9 @@ class Mailbox:
 
         Raises:
             TimeoutError: none came within timeout_s.
+            ForkError: this is a child that was forked from the engine's process.
         """
+        self._own_process.check()
         with self._condition:
             if not self._condition.wait_for(lambda: self._pending or self._output, timeout_s):
                 raise TimeoutError(f"no token within {timeout_s} s")
@@ -123,6 +127,7 @@ class Mailbox:
 
     async def take_async(self) -> StreamChunk | None:
         """The same, without blocking the event loop."""
+        self._own_process.check()
         loop = asyncio.get_running_loop()
         while True:
             with self._condition:

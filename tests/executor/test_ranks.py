@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening, rank_workers, ranks
 from dflash_trt.executor.rank_process import RunStep
+from dflash_trt.executor.rank_share import fingerprint
 from dflash_trt.executor.ranks import RankedExecutor
 from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.network.ops import Linear
@@ -213,13 +215,118 @@ def test_a_step_that_fails_on_every_rank_costs_only_the_step(pair: Pair) -> None
     assert pair.two.step(_batch(5)) == expected
 
 
+def test_a_stopped_worker_is_named_in_seconds_with_the_time_it_stood(engine: EngineDir) -> None:
+    """The limits of exchanges and answers are those of the product, five minutes."""
+    with opened(engine) as two:
+        os.kill(two.worker_process_ids[0], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found a process stopped by a signal .* for 3 s\."):
+            two.step(_batch(5))
+        assert 2 < time.monotonic() - started < 15
+        assert not _alive(two.worker_process_ids)
+
+
+def test_a_worker_that_is_stopped_for_a_moment_or_while_it_has_nothing_to_do_goes_on(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_workers, "_LOOK_S", 0.1)
+    with opened(engine) as two:
+        (process_id,) = two.worker_process_ids
+        expected = two.step(_batch(5))
+        os.kill(process_id, signal.SIGSTOP)
+        time.sleep(1.0)  # ten looks, but no step
+        os.kill(process_id, signal.SIGCONT)
+        assert two.step(_batch(5)) == expected
+        os.kill(process_id, signal.SIGSTOP)
+        threading.Timer(0.15, os.kill, (process_id, signal.SIGCONT)).start()
+        assert two.step(_batch(5)) == expected
+
+
+def test_an_interrupt_in_a_step_ends_the_ranks(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(batch: StepBatch) -> None:
+        raise KeyboardInterrupt
+
+    with opened(engine) as two:
+        monkeypatch.setattr(two._local, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.step(_batch(5))
+        assert not _alive(two.worker_process_ids)
+        with pytest.raises(RankError, match="found an interrupt"):
+            two.step(_batch(5))
+
+
+def test_an_interrupt_while_weights_load_does_not_wait_for_them(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_s: list[float] = []
+
+    def load(*arguments: Any, **options: Any) -> None:
+        started_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)  # handled in the main thread
+        time.sleep(30)
+
+    monkeypatch.setattr(TorchExecutor, "open", load)
+    before = _children()
+    with pytest.raises(KeyboardInterrupt), opened(engine):
+        pass
+    assert time.monotonic() - started_s[0] < 10
+    assert _children() == before
+
+
+def test_weights_may_load_longer_than_an_exchange_may_take(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 loads for longer than the limit of an exchange, in which the other one waits for it."""
+    monkeypatch.setitem(ranks.TIMEOUTS_S, "cpu", 4.0)
+    load = TorchExecutor.open
+
+    def slow(*arguments: Any, **options: Any) -> TorchExecutor:
+        time.sleep(8)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(TorchExecutor, "open", slow)
+    with opened(engine) as two:
+        two.step(_batch(5))
+
+
+def test_failures_at_different_places_are_not_taken_as_alike(engine: EngineDir) -> None:
+    """Rank 0 seems to have made one exchange more than the other when both raise."""
+    with opened(engine) as two:
+        two._ranks.num_calls += 1
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found IndexError"):
+            two.step(_batch(99))
+        assert not _alive(two.worker_process_ids)
+
+
+def test_a_step_has_the_engines_number_of_threads_whoever_calls_it(engine: EngineDir) -> None:
+    with opened(engine, num_threads=1) as two:
+        torch.set_num_threads(2)
+        two.step(_batch(5))
+        assert torch.get_num_threads() == 1
+
+
+def test_outcomes_that_differ_in_any_part_have_different_fingerprints() -> None:
+    row = RequestResult(
+        emitted_tokens=(1, 2), logprobs=(-0.5, -0.25), num_accepted=1, draft_tokens=(3,), next_context_len=7
+    )
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"emitted_tokens": (1, 4)},
+        {"logprobs": (-0.5, -0.2500000001)},
+        {"num_accepted": 0},
+        {"draft_tokens": (4,)},
+        {"next_context_len": 8},
+    )
+    results = [StepResult(requests=(replace(row, **change),)) for change in changes]
+    assert len({fingerprint(result) for result in results}) == len(changes)
+
+
 def test_a_worker_that_hangs_is_named_in_time(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_workers, "_MAX_STOPPED_LOOKS", 1000)  # as if it did not run without being stopped
     monkeypatch.setitem(ranks.TIMEOUTS_S, "cpu", 3.0)
     monkeypatch.setattr(ranks, "_FAILURE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(rank_workers, "_END_TIMEOUT_S", 0.5)
     with opened(engine) as two:
         os.kill(two.worker_process_ids[0], signal.SIGSTOP)
-        with pytest.raises(RankError, match=r"rank 1 of 2: .* found no answer within"):
+        with pytest.raises(RankError, match=r"rank 1 of 2: .* found no answer for [3-9] s"):
             two.step(_batch(5))
         assert not _alive(two.worker_process_ids)
 
@@ -278,6 +385,10 @@ def _batch(token: int) -> StepBatch:
         sampling=StepSampling(),
     )
     return StepBatch(requests=(request,), num_draft_tokens=K)
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def _alive(process_ids: tuple[int, ...]) -> list[int]:
