@@ -9,6 +9,8 @@ from dflash_trt.core.errors import RequestError, problem, raise_all
 FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
 
 MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 64
+MAX_STOP_LEN = 256  # characters of one stop string
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,7 @@ class SamplingParams:
     fixes the random numbers of every position; without one the engine draws a seed for each request. In float32 on a
     CPU it fixes the text, whatever K, batch mates and prompt chunks are. In bfloat16, FP8 and FP4, and on a GPU, the
     shape of a step decides how sums are rounded, so near-ties may fall differently; the distribution is the same.
+    `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
     """
 
     max_new_tokens: int = 128
@@ -46,6 +49,7 @@ class SamplingParams:
             )
             if not is_valid
         ]
+        problems += _stop_problems(self.stop)
         raise_all(RequestError, "sampling parameters", problems)
 
     @property
@@ -140,3 +144,17 @@ class GenerationOutput:
 
 def _is_in(value: float, low: float, high: float) -> bool:
     return low <= value < high
+
+
+def _stop_problems(stop: tuple[str, ...]) -> list[str]:
+    """Their number and length are bounded, for the engine's thread reads all text through them."""
+    longest = max(map(len, stop), default=0)
+    facts = (
+        (len(stop), MAX_STOP_STRINGS, "stop strings"),
+        (longest, MAX_STOP_LEN, "characters in a stop string"),
+    )
+    return [
+        problem("sampling stop", expected=f"at most {most} {what}", found=str(number), mend="Pass fewer.")
+        for number, most, what in facts
+        if number > most
+    ]
