@@ -66,7 +66,11 @@ ROOMS: dict[str, Room] = {
     "scheduler": Room(rooms=_set("core")),
     "serving": Room(
         rooms=_set("scheduler executor engine_dir core"),
-        file_doors={"trtllm*.py": _set("tensorrt_llm")},
+        file_doors={
+            "text.py": _set("transformers"),
+            "template_worker.py": _set("transformers"),
+            "trtllm*.py": _set("tensorrt_llm"),
+        },
     ),
     "triton_server": Room(rooms=_set("serving engine_dir core"), doors=_set("numpy triton_python_backend_utils")),
     "bench": Room(rooms=_set("serving scheduler executor engine_dir core"), doors=_set("numpy matplotlib")),

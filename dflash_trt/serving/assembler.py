@@ -67,6 +67,8 @@ class OutputAssembler:
     ) -> StreamChunk:
         """The last chunk: text that was held back, and the whole output."""
         text = self._flush()
+        if self.is_stopped and reason == "length":
+            reason = "stop"  # a stop string that only the end of the text decided
         return StreamChunk(
             text=text,
             token_ids=(),
@@ -113,6 +115,9 @@ class OutputAssembler:
         while num_kept < len(token_ids) and not self.is_stopped:
             pieces.append(self._stop_strings.push(self._detokenizer.push(token_ids[num_kept])))
             num_kept += 1
+            # Characters that later tokens may change end the text all the same, as long as they stand there.
+            if self._stop_strings.would_end(held := self._detokenizer.held()):
+                pieces.append(self._stop_strings.push(held))
         text = "".join(pieces)
         self._texts.append(text)
         return num_kept, text

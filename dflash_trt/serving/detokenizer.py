@@ -4,12 +4,16 @@ The pieces of a request joined together equal decoding all of its tokens at once
 """
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 # A byte-level vocabulary spells each byte as one printable character: printable Latin-1 as itself, the other 68
 # bytes as the characters from U+0100 on (the GPT-2 alphabet).
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -22,6 +26,10 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def held(self) -> str:
+        """Whole characters of the tokens so far that `push` holds back, because later tokens may still change them."""
         ...
 
     def flush(self) -> str:
@@ -39,25 +47,126 @@ class ByteDetokenizer:
     def push(self, token_id: int) -> str:
         return self._decoder.decode(self._bytes_of(token_id))
 
+    def held(self) -> str:
+        return ""
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+class ByteFallbackDetokenizer:
+    """For vocabularies that spell what they lack as byte tokens, `<0xE4>`.
+
+    Their decoder reads a run of byte tokens as a whole: as its characters where all of it is UTF-8, else as one
+    replacement character per byte. The text of a run is decided by the token after it, or by the first byte that makes
+    it invalid; until then it is held. Up to `num_stripped` spaces at the beginning of the whole text are left out.
+    """
+
+    def __init__(self, piece_of: Callable[[int], str | int | None], *, num_stripped: int = 0) -> None:
+        """`piece_of` gives the byte of a byte token, the text of any other, None for a token without text."""
+        self._piece_of = piece_of
+        self._num_to_strip = num_stripped
+        self._begin_run()
+
+    def push(self, token_id: int) -> str:
+        piece = self._piece_of(token_id)
+        if piece is None:
+            return ""
+        text = self._of_byte(piece) if isinstance(piece, int) else self._end_run() + piece
+        text, self._num_to_strip = _without_spaces(text, self._num_to_strip)
+        return text
+
+    def held(self) -> str:
+        return _without_spaces(self._characters, self._num_to_strip)[0]
+
+    def flush(self) -> str:
+        return _without_spaces(self._end_run(), self._num_to_strip)[0]
+
+    def _begin_run(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._characters = ""  # of the run so far
+        self._num_bytes = 0  # of the run, as long as it is valid
+        self._is_invalid = False
+
+    def _of_byte(self, byte: int) -> str:
+        if self._is_invalid:
+            return _REPLACEMENT
+        self._num_bytes += 1
+        try:
+            self._characters += self._decoder.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._characters, self._is_invalid = "", True
+            return _REPLACEMENT * self._num_bytes
+        return ""
+
+    def _end_run(self) -> str:
+        """The text of the run that has not been given out."""
+        is_cut = bool(self._decoder.getstate()[0])  # inside a character
+        text = _REPLACEMENT * self._num_bytes if is_cut and not self._is_invalid else self._characters
+        self._begin_run()
+        return text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByteFallbackDecoder:
+    """What a decoder of such a vocabulary does besides: replacements within each token, spaces cut in front of all."""
+
+    replacements: tuple[tuple[str, str], ...] = ()
+    num_stripped: int = 0
+
+    @classmethod
+    def of(cls, decoder: Mapping[str, Any] | None) -> "ByteFallbackDecoder | None":
+        """From tokenizer.json; None for a decoder of another kind."""
+        if decoder is None:
+            return None
+        steps = list(decoder["decoders"] if decoder["type"] == "Sequence" else [decoder])
+        replacements = []
+        while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
+            step = steps.pop(0)
+            replacements.append((step["pattern"]["String"], step["content"]))
+        num_stripped = 0
+        if [step["type"] for step in steps] == ["ByteFallback", "Fuse", "Strip"]:
+            strip = steps.pop()
+            if (strip["content"], strip["stop"]) != (" ", 0):
+                return None
+            num_stripped = strip["start"]
+        if [step["type"] for step in steps] not in (["ByteFallback"], ["ByteFallback", "Fuse"]):
+            return None
+        return cls(replacements=tuple(replacements), num_stripped=num_stripped)
+
+    def piece(self, spelled: str | None) -> str | int | None:
+        """A vocabulary entry as ByteFallbackDetokenizer takes it."""
+        if spelled is None:
+            return None
+        for pattern, content in self.replacements:
+            spelled = spelled.replace(pattern, content)
+        match = _BYTE_TOKEN.fullmatch(spelled)
+        return int(match[1], 16) if match else spelled
 
 
 class WindowDetokenizer:
     """For any other vocabulary: decodes a short window of tokens again and emits what is new and complete.
 
     The window keeps the last piece's tokens in front, because what a token looks like may depend on its neighbour
-    (a leading space, a run of byte tokens).
+    (a leading space). Tokens without text do not count: they would push the others out.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], *, has_text: Callable[[int], bool] = lambda token_id: True
+    ) -> None:
         self._decode = decode
+        self._has_text = has_text
         self._emitted: list[int] = []  # the last piece's tokens
         self._held: list[int] = []  # tokens whose text is not complete
 
     def push(self, token_id: int) -> str:
+        if not self._has_text(token_id):
+            return ""
         self._held.append(token_id)
         return self._take(is_final=len(self._held) > _MAX_HELD_TOKENS)
+
+    def held(self) -> str:
+        return ""
 
     def flush(self) -> str:
         return self._take(is_final=True)
@@ -70,6 +179,12 @@ class WindowDetokenizer:
             return ""
         self._emitted, self._held = self._held, []
         return text[len(before) :]
+
+
+def _without_spaces(text: str, num_spaces: int) -> tuple[str, int]:
+    """`text` without up to so many leading spaces, and how many may still go from what follows."""
+    num_cut = min(len(text) - len(text.lstrip(" ")), num_spaces)
+    return text[num_cut:], num_spaces - num_cut if num_cut == len(text) else 0
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -6,6 +6,7 @@ Knows prompts, seeds and end-of-sequence ids; the engine loop knows the rest.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 import time
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
 _RUNNING_PER_PLACE = 4
 _QUEUE_POLL_S = 0.01
 
+_LOG = logging.getLogger(__name__)
+
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -51,7 +54,7 @@ class Generator:
     ) -> None:
         self.codec = codec
         self._loop = loop
-        self._reader = PromptReader(codec, vocab_size=vocab_size)
+        self._reader = PromptReader(codec, vocab_size=vocab_size, max_tokens=loop.limits.max_seq_len - 1)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
@@ -202,6 +205,10 @@ class Generator:
                     time.sleep(_QUEUE_POLL_S)  # others fill the queue
             except RequestError as error:
                 batch.ended(index, self._refusal(_request_id(number), str(error)))
+                return
+            except Exception as error:  # noqa: BLE001 - a bug of ours, or a prompt of a type nobody foresaw: its own only
+                _LOG.exception("prompt %d could not be read", index)
+                batch.ended(index, self._refusal(_request_id(number), f"{type(error).__name__}: {error}"))
                 return
 
     def _refusal(self, request_id: str, error: str) -> GenerationOutput:

@@ -6,32 +6,63 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.frozen import nearest_name
 
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
     from dflash_trt.serving.text import TextCodec
 
-# Text, token ids, or one of {"prompt": text}, {"messages": [...]}, {"prompt_token_ids": [...]}.
+# Text, token ids, or one of {"prompt": text}, {"messages": [...]}, {"prompt_token_ids": [...]}. Messages may come with
+# {"chat_template_kwargs": {...}}, variables of the chat template.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+_SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
 _KEYS = ("prompt", "messages", "prompt_token_ids")
+KWARGS_KEY = "chat_template_kwargs"
+
+# What transformers' `apply_chat_template` takes for itself, and what the engine decides.
+_RESERVED_KWARGS = frozenset(
+    {
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 
 class PromptReader:
-    """`codec` None: the engine has no tokenizer and takes token ids only."""
+    """`codec` None: the engine has no tokenizer and takes token ids only.
 
-    def __init__(self, codec: TextCodec | None, *, vocab_size: int) -> None:
+    A prompt of more than `max_tokens` is refused, before it is tokenized if its length alone says so.
+    """
+
+    def __init__(self, codec: TextCodec | None, *, vocab_size: int, max_tokens: int | None = None) -> None:
         self._codec = codec
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
 
     def read(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids, each in the vocabulary, at least one.
 
         Raises:
-            RequestError: the prompt is of another shape, empty, or needs a tokenizer that is not there.
+            RequestError: the prompt is of another shape, empty, too long, or needs a tokenizer that is not there.
         """
         token_ids = self._token_ids(prompt)
         if not token_ids:
             raise RequestError(problem("prompt", expected="at least 1 token", found="0", mend="Pass a prompt."))
+        if self._max_tokens is not None and len(token_ids) > self._max_tokens:
+            raise too_many_tokens(len(token_ids), self._max_tokens)
         for token_id in token_ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self._vocab_size:
                 raise RequestError(
@@ -44,24 +75,23 @@ class PromptReader:
                 )
         return tuple(token_ids)
 
+    @property
+    def max_text_bytes(self) -> int | None:
+        """Of a text prompt; None: any number."""
+        if self._codec is None or self._max_tokens is None:
+            return None
+        return self._codec.max_text_bytes(self._max_tokens)
+
     def _token_ids(self, prompt: Prompt) -> Sequence[Any]:
         if isinstance(prompt, str):
-            return self._needed_codec("a text prompt").encode(prompt) if prompt else ()
+            codec = self._needed_codec("a text prompt")
+            return codec.encode(prompt, max_tokens=self._max_tokens) if prompt else ()
         if not isinstance(prompt, Mapping):
             return _sequence(prompt, "prompt")
-        keys = [key for key in _KEYS if prompt.get(key) is not None]
-        if len(keys) != 1:
-            raise RequestError(
-                problem(
-                    "prompt",
-                    expected=f"exactly one of {', '.join(_KEYS)}",
-                    found=", ".join(keys) or ", ".join(map(str, prompt)) or "an empty object",
-                    mend="Pass one of them.",
-                )
-            )
-        return self._by_key(keys[0], prompt[keys[0]], prompt.get("chat_template_options"))
+        key = _checked_key(prompt)
+        return self._by_key(key, prompt[key], prompt.get(KWARGS_KEY) or {})
 
-    def _by_key(self, key: str, value: Any, template_options: Mapping[str, Any] | None) -> Sequence[Any]:
+    def _by_key(self, key: str, value: Any, template_kwargs: Mapping[str, Any]) -> Sequence[Any]:
         if key == "prompt_token_ids":
             return _sequence(value, key)
         if key == "messages":
@@ -75,7 +105,8 @@ class PromptReader:
                         mend="Pass at least one message.",
                     )
                 )
-            return self._needed_codec("a chat prompt").encode_chat(messages, template_options)
+            codec = self._needed_codec("a chat prompt")
+            return codec.encode_chat(messages, template_kwargs, max_tokens=self._max_tokens)
         if not isinstance(value, str):
             raise RequestError(
                 problem("prompt", expected="a string", found=type(value).__name__, mend="Pass token ids as a list.")
@@ -101,3 +132,49 @@ def _sequence(value: Any, name: str) -> Sequence[Any]:
     raise RequestError(
         problem(name, expected="a list", found=type(value).__name__, mend="Pass text, token ids or messages.")
     )
+
+
+def check_template_kwargs(value: Any, *, subject: str = KWARGS_KEY) -> None:
+    """Raises RequestError: not an object of options for a chat template."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        expected, mend = "an object", 'Pass names and values, {"enable_thinking": false} for example.'
+        raise RequestError(problem(subject, expected=expected, found=f"{value!r:.80}", mend=mend))
+    reserved = sorted(_RESERVED_KWARGS.intersection(value))
+    if reserved:
+        expected, found = "variables of the chat template", f"{', '.join(reserved)}, decided by the engine"
+        raise RequestError(problem(subject, expected=expected, found=found, mend="Leave them out."))
+
+
+def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
+    expected = f"at most {max_tokens} tokens (max_seq_len - 1)"
+    return RequestError(problem("prompt", expected=expected, found=str(num_tokens), mend=_SHORTEN))
+
+
+def text_too_long(num_bytes: int, max_bytes: int) -> RequestError:
+    expected = f"at most {max_bytes} bytes, as more text does not fit into max_seq_len tokens"
+    return RequestError(problem("prompt", expected=expected, found=str(num_bytes), mend=_SHORTEN))
+
+
+def _checked_key(prompt: Mapping[str, Any]) -> str:
+    """The key of the prompt itself. Raises RequestError."""
+    keys = [key for key in _KEYS if prompt.get(key) is not None]
+    unknown = [name for name in map(str, prompt) if name not in (*_KEYS, KWARGS_KEY)]
+    if len(keys) != 1:
+        raise RequestError(
+            problem(
+                "prompt",
+                expected=f"exactly one of {', '.join(_KEYS)}",
+                found=", ".join(keys) or ", ".join(map(str, prompt)) or "an empty object",
+                mend="Pass one of them.",
+            )
+        )
+    if unknown:
+        nearest = nearest_name(unknown[0], (*_KEYS, KWARGS_KEY))
+        mend = f"Did you mean '{nearest}'?" if nearest else "Leave it out."
+        raise RequestError(problem("prompt", expected="known keys", found=f"'{unknown[0]}'", mend=mend))
+    if prompt.get(KWARGS_KEY) is not None:
+        check_template_kwargs(prompt[KWARGS_KEY])
+        if keys != ["messages"]:
+            expected, mend = "with messages only", "Leave it out, or pass messages."
+            raise RequestError(problem(KWARGS_KEY, expected=expected, found=f"with {keys[0]}", mend=mend))
+    return keys[0]

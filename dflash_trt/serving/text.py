@@ -1,22 +1,36 @@
 """Text to token ids and back, with the tokenizer an engine directory carries."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
 
 from dflash_trt.core.errors import EngineDirError, RequestError, problem
 from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from dflash_trt.serving.detokenizer import (
     ByteDetokenizer,
+    ByteFallbackDecoder,
+    ByteFallbackDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     byte_alphabet,
     bytes_of_piece,
 )
+from dflash_trt.serving.prompts import text_too_long, too_many_tokens
+from dflash_trt.serving.template_renderer import TemplateRenderer
+from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_token
 
 ChatMessage = Mapping[str, Any]
+
+# What a panic of the tokenizers library (Rust) is in Python: no Exception, and exported nowhere.
+_PANIC = "pyo3_runtime.PanicException"
+
+# Bytes of a text whose tokens may stand for more than they spell: see `max_text_bytes`.
+_MIN_DOUBTFUL_BYTES = 1024**2
+_DOUBTFUL_FACTOR = 16
 
 
 class TextCodec:
@@ -24,19 +38,15 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a fast Hugging Face tokenizer."""
+        tokenizer.encode("")  # sets truncation, padding and the like, as transformers does with every call
         self._tokenizer = tokenizer
-        backend = tokenizer.backend_tokenizer
-        decoder = json.loads(backend.to_str())["decoder"] or {}
-        self._is_byte_level = decoder.get("type") == "ByteLevel"
-        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        alphabet = byte_alphabet()
-
-        @cache
-        def bytes_of(token_id: int) -> bytes:
-            piece = None if token_id in self._special_ids else backend.id_to_token(token_id)
-            return b"" if piece is None else bytes_of_piece(piece, alphabet)
-
-        self._bytes_of = bytes_of
+        self._backend = tokenizer.backend_tokenizer
+        self._renderer = TemplateRenderer()
+        description = json.loads(self._backend.to_str())
+        normalizer = self._backend.normalizer
+        self._bytes_per_token = max_bytes_per_token(description, normalizer.normalize_str if normalizer else str)
+        self._longest_token_bytes = longest_token_bytes(description)
+        self._detokenizer = _make_detokenizers(description["decoder"], self._backend, self.decode)
 
     @classmethod
     def open(cls, path: str | Path) -> "TextCodec":
@@ -62,17 +72,41 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the model expects around one (often a BOS)."""
-        return list(self._tokenizer.encode(_checked(text)))
+    def start_renderer(self) -> None:
+        """Save the first conversation the start of the process that renders it."""
+        if self.has_chat_template:
+            self._renderer.start()
+
+    def max_text_bytes(self, max_tokens: int) -> int:
+        """A longer text has more than `max_tokens` tokens.
+
+        With a tokenizer that may drop text (white space for example) nothing says how long a text may be; the limit is
+        then a lavish one.
+        """
+        if self._bytes_per_token is not None:
+            return max_tokens * self._bytes_per_token
+        return max(_MIN_DOUBTFUL_BYTES, max_tokens * self._longest_token_bytes * _DOUBTFUL_FACTOR)
+
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the model expects around one (often a BOS).
+
+        Raises:
+            RequestError: the text cannot be tokenized, or has more than `max_tokens` tokens.
+        """
+        return self._encode(text, max_tokens=max_tokens, add_special_tokens=True)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], template_options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, by the tokenizer's chat template.
 
         Raises:
-            RequestError: there is no template, or it does not take these messages.
+            RequestError: there is no template, it does not take these messages, it takes too long, or there are more
+                than `max_tokens` tokens.
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -83,23 +117,8 @@ class TextCodec:
                     mend="Pass a plain prompt, or build the engine from a checkpoint that has one.",
                 )
             )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **(template_options or {}),
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            raise RequestError(
-                problem(
-                    "chat prompt",
-                    expected="messages that the chat template takes, each with a role and a content",
-                    found=f"{type(error).__name__}: {error}",
-                    mend="Change the messages.",
-                )
-            ) from error
-        return list(self._tokenizer.encode(_checked(text), add_special_tokens=False))
+        text = self._render(messages, template_kwargs or {}, max_tokens)
+        return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out."""
@@ -109,15 +128,70 @@ class TextCodec:
 
     def detokenizer(self) -> Detokenizer:
         """For one request's tokens, as they come."""
-        return ByteDetokenizer(self._bytes_of) if self._is_byte_level else WindowDetokenizer(self.decode)
+        return self._detokenizer()
+
+    def _render(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any], max_tokens: int | None) -> str:
+        """What `apply_chat_template` of transformers gives."""
+        try:
+            template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
+            variables = self._tokenizer.special_tokens_map | dict(kwargs)
+            if variables.get("tools") is not None:
+                variables["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in variables["tools"]]
+        except Exception as error:  # transformers raises whatever its parsers raise
+            found = f"{type(error).__name__}: {error}"
+            expected, mend = "template options that transformers takes", "Correct them."
+            raise RequestError(problem("chat prompt", expected=expected, found=found, mend=mend)) from error
+        max_bytes = None if max_tokens is None else self.max_text_bytes(max_tokens)
+        return self._renderer.render(template, messages, variables, max_bytes=max_bytes)
+
+    def _encode(self, text: str, *, max_tokens: int | None, add_special_tokens: bool) -> list[int]:
+        _check_text(text, None if max_tokens is None else self.max_text_bytes(max_tokens))
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not isinstance(error, Exception) and f"{type(error).__module__}.{type(error).__name__}" != _PANIC:
+                raise
+            found, mend = f"{type(error).__name__}: {error}", "Change or shorten it."
+            raise RequestError(
+                problem("prompt", expected="text that the tokenizer takes", found=found, mend=mend)
+            ) from error
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise too_many_tokens(len(encoding), max_tokens)
+        return list(encoding.ids)
 
 
-def _checked(text: str) -> str:
-    """Refuse lone surrogates, which no tokenizer takes: they come from undecodable bytes on a command line."""
+def _make_detokenizers(
+    decoder: Mapping[str, Any] | None, backend: Any, decode: Callable[[Sequence[int]], str]
+) -> Callable[[], Detokenizer]:
+    """What makes a detokenizer for this decoder (of tokenizer.json): one that knows its kind, or one that asks it."""
+    special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    alphabet = byte_alphabet()
+    fallback = ByteFallbackDecoder.of(decoder)
+
+    def spelled(token_id: int) -> str | None:
+        """None for tokens that give no text."""
+        return None if token_id in special_ids else backend.id_to_token(token_id)
+
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        piece = spelled(token_id)
+        return b"" if piece is None else bytes_of_piece(piece, alphabet)
+
+    if decoder is not None and decoder["type"] == "ByteLevel":
+        return lambda: ByteDetokenizer(bytes_of)
+    if fallback is not None:
+        piece_of = cache(lambda token_id: fallback.piece(spelled(token_id)))
+        return lambda: ByteFallbackDetokenizer(piece_of, num_stripped=fallback.num_stripped)
+    return lambda: WindowDetokenizer(decode, has_text=lambda token_id: spelled(token_id) is not None)
+
+
+def _check_text(text: str, max_bytes: int | None) -> None:
+    """Refuse lone surrogates, which no tokenizer takes (undecodable bytes of a command line), and what is too long."""
     try:
-        text.encode()
+        num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise RequestError(
             problem("prompt", expected="valid Unicode text", found=str(error), mend="Pass text that UTF-8 can encode.")
         ) from error
-    return text
+    if max_bytes is not None and num_bytes > max_bytes:
+        raise text_too_long(num_bytes, max_bytes)

@@ -93,6 +93,9 @@ def test_tokens_that_cannot_be_made_text_fail_their_request_only() -> None:
         def push(self, token_id: int) -> str:
             raise ValueError("no such piece")
 
+        def held(self) -> str:
+            return ""
+
         def flush(self) -> str:
             raise ValueError("no such piece")
 

@@ -16,7 +16,9 @@ from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
+from tests.serving.tokenizers import write_panicking
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 GREEDY = SamplingParams(max_new_tokens=10)
 
 
@@ -47,6 +49,13 @@ def test_every_shape_of_prompt_is_understood(generator: Generator, codec: TextCo
     assert len({output.token_ids for output in outputs[:4]}) == 1
     assert outputs[4].num_prompt_tokens == len(codec.encode_chat(messages))
     assert [output.finish_reason for output in outputs] == ["length"] * 5
+
+
+def test_template_options_come_with_the_messages(generator: Generator, codec: TextCodec) -> None:
+    plain, shouted = generator.generate([CHAT, CHAT | {"chat_template_kwargs": {"shout": True}}], GREEDY)
+    assert plain.num_prompt_tokens == len(codec.encode_chat(CHAT["messages"]))
+    assert shouted.num_prompt_tokens == len(codec.encode_chat(CHAT["messages"], {"shout": True}))
+    assert shouted.num_prompt_tokens > plain.num_prompt_tokens
 
 
 def test_outputs_come_in_the_order_of_the_prompts_with_text(
@@ -87,6 +96,10 @@ def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
         ({"text": "x"}, "exactly one of prompt, messages, prompt_token_ids, found text"),
         ({"prompt": "x", "prompt_token_ids": [1]}, "found prompt, prompt_token_ids"),
         ({}, "found an empty object"),
+        ({"prompt": "x", "chat_template_kwargs": {"shout": True}}, "with messages only, found with prompt"),
+        (CHAT | {"chat_template_kwarg": {}}, "Did you mean 'chat_template_kwargs'"),
+        (CHAT | {"chat_template_kwargs": [1]}, r"chat_template_kwargs: expected an object, found \[1\]"),
+        (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "variables of the chat template, found tokenize"),
         ({"prompt": 5}, "expected a string, found int"),
         ({"messages": []}, "Pass at least one message"),
         ({"messages": ["hi"]}, "a list of objects"),
@@ -238,6 +251,38 @@ def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(executor: 
     with make_generator(executor, max_queue_len=2) as generator:
         outputs = generator.generate([[n % 50] for n in range(60)], SamplingParams(max_new_tokens=3))
     assert [output.finish_reason for output in outputs] == ["length"] * 60
+
+
+def test_a_prompt_on_which_the_tokenizer_panics_fails_alone(executor: FakeExecutor, tmp_path: Path, capfd) -> None:
+    codec = TextCodec.open(write_panicking(tmp_path))
+    with make_generator(executor, codec=codec) as generator:
+        before, bad, after = generator.generate(["one", "a" * 60 + "b", "two"], GREEDY)
+    assert [before.finish_reason, bad.finish_reason, after.finish_reason] == ["length", "error", "length"]
+    assert bad.error == (
+        "prompt: expected text that the tokenizer takes, found PanicException: "
+        "Onig: Regex search error: retry-limit-in-match over. Change or shorten it."
+    )
+
+
+def test_a_prompt_that_raises_what_nobody_foresaw_fails_alone(generator: Generator, caplog) -> None:
+    class Broken(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            raise ZeroDivisionError("no prompt today")
+
+    bad, good = generator.generate([Broken(), [1, 2]], GREEDY)
+    assert bad.error == "ZeroDivisionError: no prompt today"
+    assert good.finish_reason == "length"
+    assert "prompt 0 could not be read" in caplog.text
+
+
+def test_an_interrupt_while_a_prompt_is_read_goes_through(generator: Generator) -> None:
+    class Interrupting(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([[1, 2], Interrupting()], GREEDY)
+    generator.check_integrity()
 
 
 def test_an_interrupted_call_leaves_nothing_running(generator: Generator) -> None:

@@ -7,9 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import EngineDirError, RequestError
-from dflash_trt.serving.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from dflash_trt.serving.detokenizer import ByteDetokenizer, ByteFallbackDetokenizer, Detokenizer, WindowDetokenizer
 from dflash_trt.serving.text import TextCodec
-from tests.serving.tokenizers import CHAT_TEMPLATE, TEXTS, write_byte_fallback, write_byte_level, write_plain_bytes
+from tests.serving.tokenizers import (
+    CHAT_TEMPLATE,
+    TEXTS,
+    write_byte_fallback,
+    write_byte_level,
+    write_metaspace,
+    write_plain_bytes,
+    write_word_pieces,
+)
 
 FEW = settings(deadline=None, max_examples=150)
 
@@ -68,9 +76,65 @@ def test_byte_fallback_text_comes_back(byte_fallback: TextCodec, text: str) -> N
     assert "".join(pieces(byte_fallback.detokenizer(), token_ids)) == byte_fallback.decode(token_ids)
 
 
-def test_byte_level_tokenizers_use_bytes_and_others_the_window(byte_level: TextCodec, byte_fallback: TextCodec) -> None:
+@pytest.fixture(scope="module", params=["llama 2", "gemma", "pieces like bytes"])
+def any_byte_fallback(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    path = tmp_path_factory.mktemp("decoders")
+    if request.param == "llama 2":
+        return TextCodec.open(write_byte_fallback(path))
+    if request.param == "gemma":
+        return TextCodec.open(write_byte_fallback(path, strips_first_space=False))
+    return TextCodec.open(
+        write_byte_fallback(path, more_pieces=("<0x+1>", "<0xe4>", "<0x 1>", "<0x-1>", "a▁", "▁▁", "�"))
+    )
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_any_tokens_of_a_byte_fallback_tokenizer_give_the_text_of_decoding_them_at_once(
+    any_byte_fallback: TextCodec, data: st.DataObject
+) -> None:
+    """Runs of bytes that are UTF-8, that are not, that are cut; specials within them; ids beyond the vocabulary."""
+    of_characters = st.sampled_from(["é", "你好", "🙂", " ", "\0", "é\ud800"]).map(
+        lambda text: text.encode(errors="surrogatepass")
+    )
+    byte_runs = st.one_of(of_characters, st.binary(max_size=5)).map(lambda run: [3 + byte for byte in run])
+    others = st.lists(st.integers(0, 2) | st.integers(259, 300), max_size=3)
+    token_ids = [token_id for part in data.draw(st.lists(byte_runs | others, max_size=8)) for token_id in part]
+    detokenizer = any_byte_fallback.detokenizer()
+    assert isinstance(detokenizer, ByteFallbackDetokenizer)
+    assert "".join(pieces(detokenizer, token_ids)) == any_byte_fallback.decode(token_ids)
+
+
+def test_a_run_of_bytes_comes_out_when_it_is_decided(byte_fallback: TextCodec) -> None:
+    run = [3 + byte for byte in "é🙂".encode()]
+    letter = byte_fallback.encode("x")[-1]
+    assert pieces(byte_fallback.detokenizer(), [letter, *run, letter]) == ["x", "", "", "", "", "", "", "é🙂x", ""]
+    broken = [*run[:2], 3 + 0xFF, run[0], letter]
+    assert pieces(byte_fallback.detokenizer(), broken) == ["", "", "���", "�", "x", ""]
+
+
+@FEW
+@given(st.lists(st.integers(0, 40), max_size=30))
+@pytest.mark.parametrize("kind", ["metaspace", "word pieces"])
+def test_any_tokens_of_other_tokenizers_give_the_text_of_decoding_them_at_once(
+    other_tokenizers: dict[str, TextCodec], kind: str, token_ids: list[int]
+) -> None:
+    codec = other_tokenizers[kind]
+    detokenizer = codec.detokenizer()
+    assert isinstance(detokenizer, WindowDetokenizer)
+    assert "".join(pieces(detokenizer, token_ids)) == codec.decode(token_ids)
+
+
+@pytest.fixture(scope="module")
+def other_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextCodec]:
+    return {
+        "metaspace": TextCodec.open(write_metaspace(tmp_path_factory.mktemp("metaspace"))),
+        "word pieces": TextCodec.open(write_word_pieces(tmp_path_factory.mktemp("word_pieces"))),
+    }
+
+
+def test_byte_level_tokenizers_use_bytes(byte_level: TextCodec) -> None:
     assert isinstance(byte_level.detokenizer(), ByteDetokenizer)
-    assert isinstance(byte_fallback.detokenizer(), WindowDetokenizer)
 
 
 def test_special_tokens_give_no_text_and_an_added_token_does(byte_level: TextCodec) -> None:

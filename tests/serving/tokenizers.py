@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from tests.factories import write_tokenizer
@@ -35,11 +35,14 @@ def write_byte_level(path: Path, *, chat_template: str | None = None) -> Path:
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.add_tokens([AddedToken("<my thïnk>", special=False)])
-    return _save(tokenizer, path, chat_template)
+    return save(tokenizer, path, chat_template)
 
 
-def write_byte_fallback(path: Path) -> Path:
-    """BPE over characters, "▁" for spaces, bytes as <0xNN> for what the vocabulary lacks."""
+def write_byte_fallback(path: Path, *, strips_first_space: bool = True, more_pieces: tuple[str, ...] = ()) -> Path:
+    """BPE over characters, "▁" for spaces, bytes as <0xNN> for what the vocabulary lacks; ids 3 to 258 are the bytes.
+
+    Llama 2 strips the first space again, Gemma does not.
+    """
     pieces = [
         "<unk>",
         "<s>",
@@ -47,16 +50,45 @@ def write_byte_fallback(path: Path) -> Path:
         *(f"<0x{byte:02X}>" for byte in range(256)),
         "▁",
         *"abcdefghijklmnopqrstuvwxyz.你",
+        *more_pieces,
     ]
     tokenizer = Tokenizer(
         models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps if strips_first_space else steps[:-1])
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return _save(tokenizer, path, None)
+    return save(tokenizer, path, None)
+
+
+def write_panicking(path: Path) -> Path:
+    """Byte-level, with a regex that gives up on many "a" before another letter: the library panics then."""
+    tokenizer = Tokenizer.from_file(str(write_byte_level(path) / "tokenizer.json"))
+    hopeless = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([hopeless, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return save(tokenizer, path, None)
+
+
+def write_metaspace(path: Path) -> Path:
+    """Unigram, as T5 has: "▁" begins a word."""
+    pieces = ["<unk>", "</s>", *("▁" + letter for letter in "abcde"), *"abcde.,", "▁", "▁▁"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    return save(tokenizer, path, None)
+
+
+def write_word_pieces(path: Path) -> Path:
+    """As BERT has: "##" continues a word, and white space is dropped."""
+    pieces = ["[UNK]", "[SEP]", *"abcde.,'", *("##" + letter for letter in "abcde"), "n't", "' ve"]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[SEP]"])
+    return save(tokenizer, path, None)
 
 
 def write_plain_bytes(path: Path) -> Path:
@@ -65,7 +97,7 @@ def write_plain_bytes(path: Path) -> Path:
     return path
 
 
-def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> Path:
+def save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
