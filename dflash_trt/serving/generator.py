@@ -18,7 +18,7 @@ from weakref import finalize
 
 from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
-from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
+from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.statistics import EngineStatistics
@@ -212,21 +212,28 @@ class Generator:
                 return
 
     def _refusal(self, request_id: str, error: str) -> GenerationOutput:
-        return GenerationOutput(
-            request_id=request_id,
-            text="" if self.codec else None,
-            token_ids=(),
-            logprobs=(),
-            finish_reason="error",
-            num_prompt_tokens=0,
-            num_verify_steps=0,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            num_emitted_by_verify=0,
-            time_to_first_token_s=0.0,
-            total_s=0.0,
-            error=error,
-        )
+        return output_without_tokens(request_id, "error", text="" if self.codec else None, error=error)
+
+
+def output_without_tokens(
+    request_id: str, finish_reason: FinishReason, *, text: str | None, error: str | None = None
+) -> GenerationOutput:
+    """Of a request that never reached the engine. `text` is None without a tokenizer."""
+    return GenerationOutput(
+        request_id=request_id,
+        text=text,
+        token_ids=(),
+        logprobs=(),
+        finish_reason=finish_reason,
+        num_prompt_tokens=0,
+        num_verify_steps=0,
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        num_emitted_by_verify=0,
+        time_to_first_token_s=0.0,
+        total_s=0.0,
+        error=error,
+    )
 
 
 class _Batch:

@@ -37,10 +37,15 @@ _KINDS: dict[str, tuple[type, ...]] = {"STRING": (str,), "BOOL": (bool,), "FP32"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """One request. `text` is the prompt where it is plain text; `asked` names the `return_` flags that are set."""
+    """One request. `text` is the prompt where it is plain text; `asked` names the `return_` flags that are set.
 
-    prompt: Prompt
+    `messages` and `chat_template_kwargs` are JSON that has not been parsed, because it may be long.
+    """
+
+    prompt: Mapping[str, Any]
     text: str | None = None
+    messages: str | None = None
+    chat_template_kwargs: str | None = None
     sampling: SamplingParams
     streams: bool = False
     echoes_prompt: bool = False
@@ -49,6 +54,15 @@ class Order:
     priority: int = 0
     queue_timeout_s: float | None = None
     cache_salt: str = ""
+
+    def parsed_prompt(self) -> Prompt:
+        """Raises RequestError: something is no JSON."""
+        prompt = dict(self.prompt)
+        if self.messages is not None:
+            prompt["messages"] = _json("messages", self.messages, "list")
+        if self.chat_template_kwargs is not None:
+            prompt["chat_template_kwargs"] = _json("chat_template_kwargs", self.chat_template_kwargs, "object")
+        return prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +99,8 @@ def read_request(arrays: Mapping[str, Array], parameters: str, settings: ModelSe
     return Order(
         prompt=_prompt(values, settings),
         text=None if settings.wraps_in_chat else values.get("text_input"),
+        messages=values.get("messages"),
+        chat_template_kwargs=values.get("chat_template_kwargs"),
         sampling=_sampling(values, settings),
         streams=values.get("stream", False),
         echoes_prompt=not values.get("exclude_input", True),
@@ -195,11 +211,12 @@ def _contradictions(given: Mapping[str, _Given]) -> Iterator[str]:
         )
 
 
-def _prompt(values: Mapping[str, Any], settings: ModelSettings) -> Prompt:
+def _prompt(values: Mapping[str, Any], settings: ModelSettings) -> Mapping[str, Any]:
+    """Empty for `messages`."""
     if "input_ids" in values:
         return {"prompt_token_ids": values["input_ids"]}
     if "messages" in values:
-        return {"messages": _messages(values["messages"])}
+        return {}
     text = values["text_input"]
     if not settings.wraps_in_chat:
         return {"prompt": text}
@@ -207,12 +224,13 @@ def _prompt(values: Mapping[str, Any], settings: ModelSettings) -> Prompt:
     return {"messages": [*system, {"role": "user", "content": text}]}
 
 
-def _messages(text: str) -> Any:
+def _json(name: str, text: str, kind: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
+        mend = f"Pass the {kind} as JSON text."
         raise RequestError(
-            problem("input 'messages'", expected="a JSON list", found=str(error), mend="Pass the list as JSON text.")
+            problem(f"input '{name}'", expected=f"a JSON {kind}", found=str(error), mend=mend)
         ) from error
 
 

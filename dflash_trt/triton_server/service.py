@@ -1,6 +1,6 @@
 """Requests of a server, given to one engine and answered as it steps: one response per verify step.
 
-    take (the server's thread) -> engine's thread -> queue -> delivery thread -> channel
+    take (the server's thread) -> prompt lanes -> engine's thread -> queue -> delivery thread -> channel
 
 The engine never waits for the server. Cancellations are looked for whenever a response goes out, and now and then for
 requests that have none. Knows no Triton API: a request's way back is a Channel.
@@ -10,16 +10,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
 from dflash_trt.core.request import FinishReason
-from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.prompts import PromptReader
+from dflash_trt.serving.generator import Generator, output_without_tokens
+from dflash_trt.serving.prompts import PromptReader, text_too_long
 from dflash_trt.serving.stream import RequestStream, StreamChunk
+from dflash_trt.serving.template_renderer import max_conversation_bytes
 from dflash_trt.triton_server.metrics import MetricBook
+from dflash_trt.triton_server.prompt_lanes import PromptLanes
 from dflash_trt.triton_server.request_reader import Array, CancelOrder, Order, read_request
 from dflash_trt.triton_server.responses import Arrays, ResponseMaker, as_arrays
 from dflash_trt.triton_server.settings import ModelSettings
@@ -32,6 +35,8 @@ _PUBLISH_S = 0.5
 _WATCH_S = 0.5
 _CLOSE_S = 10.0
 _CODES: dict[FinishReason, ErrorCode] = {"error": "INTERNAL", "timeout": "UNAVAILABLE"}
+
+_TEXT_INPUTS = ("text_input", "messages", "chat_template_kwargs")
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,11 +65,14 @@ class Watch(Protocol):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Open:
-    """A request that has not had its last response."""
+    """A request that has not had its last response; its `stream` and `maker` are there once its prompt is read."""
 
     client_id: str
     channel: Channel
-    maker: ResponseMaker
+    order: Order
+    reading: "Future[None] | None" = None
+    is_cancelled: bool = False
+    maker: ResponseMaker | None = None
     stream: RequestStream | None = None
 
 
@@ -83,7 +91,11 @@ class EngineService:
     ) -> None:
         self._generator = generator
         self._settings = settings
-        self._reader = PromptReader(generator.codec, vocab_size=vocab_size)
+        max_tokens = generator.limits.max_seq_len - 1
+        self._reader = PromptReader(generator.codec, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._lanes = PromptLanes()
+        if generator.codec is not None:
+            generator.codec.start_renderer()
         self._book = book
         self._watch = watch
         self._on_server_gone = on_server_gone
@@ -113,15 +125,14 @@ class EngineService:
             if self._watch is not None:
                 self._watch.requests_come()
         try:
+            num_bytes = self._checked_size(arrays) + len(parameters)
             order = read_request(arrays, parameters, self._settings)
             if isinstance(order, CancelOrder):
                 self._cancel_by_id(client_id, channel)
             else:
-                self._start(order, client_id, channel)
-        except QueueFullError as error:
-            self._refuse(channel, str(error), "UNAVAILABLE")
+                self._start(_Open(client_id=client_id, channel=channel, order=order), num_bytes)
         except RequestError as error:
-            self._refuse(channel, str(error), "INVALID_ARG")
+            self._refuse(channel, str(error), _code_of(error))
 
     def refuse(self, channel: Channel, error: RequestError) -> None:
         """Answer a request that could not be read so far as to be taken."""
@@ -147,6 +158,7 @@ class EngineService:
         deadline = time.monotonic() + _CLOSE_S
         while self.num_open and time.monotonic() < deadline:  # a step that runs tells with its end
             time.sleep(_SWEEP_S)
+        self._lanes.close()
         self._chunks.put(None)
         self._is_closed.set()
         for thread in self._threads:
@@ -155,32 +167,83 @@ class EngineService:
 
     # Arrivals
 
-    def _start(self, order: Order, client_id: str, channel: Channel) -> None:
-        token_ids = self._reader.read(order.prompt)
+    def _checked_size(self, arrays: Mapping[str, Array]) -> int:
+        """Bytes of the prompt as text or JSON. Raises RequestError for more than can fit."""
+        num_bytes = {name: sum(map(len, arrays[name].reshape(-1))) for name in _TEXT_INPUTS if name in arrays}
+        max_text = self._reader.max_text_bytes
+        max_conversation = max_conversation_bytes(max_text)
+        for name, found in num_bytes.items():
+            is_text = name == "text_input" and not self._settings.wraps_in_chat
+            limit = max_text if is_text else max_conversation
+            if limit is not None and found > limit:
+                raise text_too_long(found, limit)
+        return sum(num_bytes.values())
+
+    def _start(self, request: _Open, num_bytes: int) -> None:
+        """Raises QueueFullError."""
+        with self._lock:
+            if self._is_draining:
+                self._refuse(request.channel, _stopping(), "UNAVAILABLE")
+                return
+            self._open.add(request)
+        if "prompt_token_ids" in request.order.prompt:
+            self._begin(request)
+            return
+        try:
+            request.reading = self._lanes.put(lambda: self._begin(request), num_bytes)
+        except QueueFullError:
+            self._forget(request)
+            raise
+
+    def _begin(self, request: _Open) -> None:
+        """Read the prompt and hand it to the engine; what is wrong with it is the answer."""
+        try:
+            token_ids = self._reader.read(request.order.parsed_prompt())
+            request.maker = self._maker(request.order, token_ids)
+            with self._lock:
+                if not request.is_cancelled:
+                    request.stream = self._submit(request, token_ids)
+                    return
+            self._end_unread(request)
+        except RequestError as error:
+            self._drop(request, str(error), _code_of(error))
+        except Exception as error:  # noqa: BLE001 - a bug of ours is answered like any failure, and harms nobody else
+            _LOG.exception("a prompt could not be read")
+            self._drop(request, f"{type(error).__name__}: {error}", "INTERNAL")
+
+    def _submit(self, request: _Open, token_ids: tuple[int, ...]) -> RequestStream:
+        order = request.order
+        return self._generator.submit(
+            {"prompt_token_ids": token_ids},
+            order.sampling,
+            priority=order.priority,
+            queue_timeout_s=order.queue_timeout_s,
+            cache_salt=order.cache_salt,
+            on_chunk=lambda chunk: self._chunks.put((request, chunk)),
+        )
+
+    def _maker(self, order: Order, token_ids: tuple[int, ...]) -> ResponseMaker:
         codec = self._generator.codec
         text = ""
         if order.echoes_prompt and codec is not None:
             text = codec.decode(token_ids) if order.text is None else order.text
-        maker = ResponseMaker(
-            order=order,
-            prompt_token_ids=token_ids,
-            prompt_text=text,
-            decode=codec.decode if codec is not None else None,
-        )
-        request = _Open(client_id=client_id, channel=channel, maker=maker)
+        decode = codec.decode if codec is not None else None
+        return ResponseMaker(order=order, prompt_token_ids=token_ids, prompt_text=text, decode=decode)
+
+    def _end_unread(self, request: _Open) -> None:
+        """Cancelled before the engine knew of it."""
+        text = None if self._generator.codec is None else ""
+        output = output_without_tokens(request.client_id, "cancelled", text=text)
+        request.order = replace(
+            request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None
+        )  # long ones
+        request.maker = self._maker(request.order, ())
+        self._chunks.put((request, StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)))
+
+    def _drop(self, request: _Open, message: str, code: ErrorCode) -> None:
         with self._lock:
-            if self._is_draining:
-                self._refuse(channel, _stopping(), "UNAVAILABLE")
-                return
-            request.stream = self._generator.submit(
-                {"prompt_token_ids": token_ids},
-                order.sampling,
-                priority=order.priority,
-                queue_timeout_s=order.queue_timeout_s,
-                cache_salt=order.cache_salt,
-                on_chunk=lambda chunk: self._chunks.put((request, chunk)),
-            )
-            self._open.add(request)
+            self._open.discard(request)
+        self._refuse(request.channel, message, code)
 
     def _refuse(self, channel: Channel, message: str, code: ErrorCode) -> None:
         if self._book is not None:
@@ -199,7 +262,7 @@ class EngineService:
             self._refuse(channel, message, "NOT_FOUND")
             return
         for request in found:
-            _cancel(request)
+            self._cancel(request)
         if self._book is not None:
             self._book.add_response()
         channel.send(as_arrays({"text_output": [""], "finish_reason": ["cancelled"]}), is_last=True)
@@ -226,6 +289,7 @@ class EngineService:
                 self._count_response()
                 request.channel.fail(output.error or output.finish_reason, _CODES[output.finish_reason])
                 return
+        assert request.maker is not None, "a chunk comes after the prompt was read"
         arrays = request.maker.response(chunk)
         if arrays is not None:
             self._count_response()
@@ -240,12 +304,15 @@ class EngineService:
     def _forget(self, request: _Open) -> None:
         with self._lock:
             self._open.discard(request)
-        _cancel(request)
+        self._cancel(request)
 
     def _cancel(self, request: _Open) -> None:
-        with self._lock:  # until `_start` has put the stream in its place
-            pass
-        _cancel(request)
+        with self._lock:  # until `_begin` has put the stream in its place
+            is_first, request.is_cancelled = not request.is_cancelled, True
+        if request.stream is not None:
+            request.stream.cancel()
+        elif is_first and request.reading is not None and request.reading.cancel():
+            self._end_unread(request)
 
     # Housekeeping
 
@@ -267,7 +334,7 @@ class EngineService:
     def _sweep(self) -> None:
         for request in self._copy_of_open():
             if request.channel.is_cancelled():
-                _cancel(request)
+                self._cancel(request)
 
     def _watch_server(self) -> None:
         """In a thread of its own: a call into a server that has died never returns."""
@@ -289,16 +356,15 @@ class EngineService:
 
     def _cancel_all(self) -> None:
         for request in self._copy_of_open():
-            _cancel(request)
+            self._cancel(request)
 
     def _copy_of_open(self) -> list[_Open]:
         with self._lock:
             return list(self._open)
 
 
-def _cancel(request: _Open) -> None:
-    if request.stream is not None:
-        request.stream.cancel()
+def _code_of(error: RequestError) -> ErrorCode:
+    return "UNAVAILABLE" if isinstance(error, QueueFullError) else "INVALID_ARG"
 
 
 def _stopping() -> str:

@@ -164,6 +164,11 @@ INPUTS: tuple[InputTensor, ...] = (
         meaning="Any value: no output is ever padded.",
         contract="bls",
     ),
+    _own(
+        "chat_template_kwargs",
+        "STRING",
+        'Variables of the chat template as a JSON object, `{"enable_thinking": false}` for example.',
+    ),
     _own("priority", "INT32", "Requests of higher priority go first; 0 where unset."),
     _own("queue_timeout_s", "FP32", "Seconds to wait for the first step at most."),
     _own("cache_salt", "STRING", "Prefixes are reused only among requests of the same salt."),

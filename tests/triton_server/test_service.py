@@ -1,6 +1,7 @@
 """The service between a server and the engine, without a server: steps, cancellations, draining, metrics."""
 
 import inspect
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import pytest
 
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.generator import Generator
-from dflash_trt.triton_server.metrics import REFUSED, MetricBook
+from dflash_trt.serving.text import TextCodec
+from dflash_trt.triton_server import prompt_lanes
+from dflash_trt.triton_server.metrics import METRICS, REFUSED, MetricBook
 from dflash_trt.triton_server.service import EngineService
 from dflash_trt.triton_server.settings import ModelSettings
 from dflash_trt.triton_server.tensors import INPUTS_BY_NAME
@@ -384,5 +387,147 @@ def test_text_needs_a_tokenizer_and_conversations_a_template(tmp_path, series) -
     for service, _ in serving(make_generator(make_executor()), series):
         client = Client()
         service.take({"text_input": np.array([b"Hello"], dtype=np.object_)}, "", "", client)  # type: ignore[arg-type]
+        assert client.ended.wait(30)
         assert client.error is not None
         assert "no tokenizer" in client.error[0]
+
+
+# Prompts are read beside the server's thread
+
+
+class GatedCodec:
+    """A codec whose `encode` waits until the test lets it run, and remembers what it was given."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.entered: list[str] = []
+        self.gate = threading.Semaphore(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        self.entered.append(text)
+        assert self.gate.acquire(timeout=30), "the test forgot to let a prompt be read"
+        return self._codec.encode(text, max_tokens=max_tokens)
+
+
+@pytest.fixture
+def codec(tmp_path) -> GatedCodec:
+    return GatedCodec(make_codec(tmp_path))
+
+
+@pytest.fixture
+def reading(codec, series, monkeypatch) -> Iterator[EngineService]:
+    """Texts of more than 40 bytes are long ones."""
+    monkeypatch.setattr(prompt_lanes, "SHORT_BYTES", 40 + prompt_lanes._OVERHEAD_BYTES)
+    limits = make_limits(max_seq_len=200, num_pages=80)
+    for service, _ in serving(make_generator(make_executor(limits), codec=codec), series):
+        yield service
+        codec.gate.release(1000)
+
+
+def ask_text(service: EngineService, text: str, *, client_id: str = "", **fields: str) -> Client:
+    client = Client()
+    given = {"text_input": text, **fields}
+    arrays = {name: np.array([value.encode()], dtype=np.object_) for name, value in given.items() if value}
+    service.take(arrays, '{"max_tokens": 3}', client_id, client)  # type: ignore[arg-type]
+    return client
+
+
+LONG = "one two three " * 5
+
+
+def test_a_long_prompt_that_is_being_read_holds_up_neither_the_server_nor_short_prompts(reading, codec) -> None:
+    long = ask_text(reading, LONG)
+    until(lambda: codec.entered == [LONG])
+    ids = ask(reading, input_ids=[5, 6], max_tokens=3)
+    assert ids.ended.wait(30) and ids.error is None
+    short = ask_text(reading, "one")
+    until(lambda: codec.entered == [LONG, "one"])
+    assert not long.ended.is_set() and not short.ended.is_set()
+    codec.gate.release(2)
+    assert long.ended.wait(30) and short.ended.wait(30)
+    assert long.responses[0]["num_input_tokens"] == [len(codec._codec.encode(LONG))]
+    assert short.responses[0]["num_input_tokens"] == [len(codec._codec.encode("one"))]
+
+
+def test_a_client_that_leaves_before_its_prompt_is_read_costs_no_step(reading, codec, series) -> None:
+    being_read, waiting = ask_text(reading, "one"), ask_text(reading, "two")
+    until(lambda: codec.entered == ["one"])
+    waiting.leaves.set()
+    assert waiting.ended.wait(30)
+    being_read.leaves.set()
+    until(lambda: all(request.is_cancelled for request in reading._copy_of_open()))
+    codec.gate.release(2)
+    assert being_read.ended.wait(30)
+    assert [client.responses[0]["finish_reason"] for client in (being_read, waiting)] == [[b"cancelled"]] * 2
+    assert codec.entered == ["one"]
+    until(lambda: reading.num_open == 0)
+    reading._publish()
+    assert series.values["steps_total", ""] == 0
+    assert series.values["requests_total", "cancelled"] == 2
+
+
+def test_a_prompt_that_waits_to_be_read_ends_by_stop(reading, codec) -> None:
+    ask_text(reading, "one")
+    waiting = ask_text(reading, "two", client_id="a")
+    assert ask(reading, client_id="a", stop=True).error is None
+    assert waiting.ended.wait(30)
+    assert waiting.responses[0]["finish_reason"] == [b"cancelled"]
+
+
+def test_a_prompt_too_long_by_its_bytes_is_refused_before_anybody_reads_it(reading, codec) -> None:
+    too_long = ask_text(reading, "x" * 5000)
+    assert too_long.error is not None  # at once, in the server's thread
+    assert "expected at most 4577 bytes, as more text does not fit into max_seq_len" in too_long.error[0]
+    assert too_long.error[1] == "INVALID_ARG"
+    conversation = ask_text(reading, "", messages='[{"role": "user", "content": "' + "x" * 1_100_000 + '"}]')
+    assert conversation.error is not None and "at most 1048576 bytes" in conversation.error[0]
+    assert codec.entered == []
+
+
+def test_prompts_that_wait_are_bounded_in_bytes(reading, codec, monkeypatch) -> None:
+    monkeypatch.setattr(reading._lanes, "_max_waiting_bytes", 4000)
+    clients = [ask_text(reading, LONG) for _ in range(5)]
+    assert [client.error is not None for client in clients] == [False] * 3 + [True] * 2
+    assert clients[-1].error is not None and clients[-1].error[1] == "UNAVAILABLE"
+    assert "at most 4000 bytes waiting to be tokenized" in clients[-1].error[0]
+    codec.gate.release(4)
+    assert all(client.ended.wait(30) for client in clients)
+    until(lambda: reading._lanes._num_bytes == 0)
+    assert ask_text(reading, LONG).ended.wait(30)
+
+
+def test_what_a_prompt_raises_is_its_own_answer(reading, codec, caplog) -> None:
+    codec.gate = None  # what it raises is a bug
+    broken = ask_text(reading, "one")
+    assert broken.ended.wait(30)
+    assert broken.error is not None and broken.error[1] == "INTERNAL"
+    assert "AttributeError" in broken.error[0]
+    codec.gate = threading.Semaphore(5)
+    assert ask_text(reading, "one").ended.wait(30)
+    no_json = ask_text(reading, "", messages="[")
+    assert no_json.ended.wait(30)
+    assert no_json.error is not None and no_json.error[1] == "INVALID_ARG"
+    assert "input 'messages': expected a JSON list" in no_json.error[0]
+
+
+def test_template_options_reach_the_template(tmp_path, series) -> None:
+    generator = make_generator(make_executor(), codec=make_codec(tmp_path))
+    messages, options = [{"role": "user", "content": "Hi"}], '{"shout": true}'
+    expected = len(generator.codec.encode_chat(messages, {"shout": True}))  # type: ignore[union-attr]
+    for service, _ in serving(generator, series):
+        client = ask_text(service, "", messages=json.dumps(messages), chat_template_kwargs=options)
+        assert client.ended.wait(30)
+        assert client.responses[0]["num_input_tokens"] == [expected]
+        for text, kwargs, said in (
+            ("Hi", options, "chat_template_kwargs: expected with messages only, found with prompt"),
+            ("", "[1]", "chat_template_kwargs: expected an object"),
+            ("", "{", "input 'chat_template_kwargs': expected a JSON object"),
+            ("", '{"tokenize": false}', "found tokenize, decided by the engine"),
+        ):
+            fields = {} if text else {"messages": json.dumps(messages)}
+            refused = ask_text(service, text, chat_template_kwargs=kwargs, **fields)
+            assert refused.ended.wait(30)
+            assert refused.error is not None and said in refused.error[0]
