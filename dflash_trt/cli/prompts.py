@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, override
@@ -16,7 +16,8 @@ from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
-_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, *SAMPLING_FIELDS)
+KWARGS_FIELD = "chat_template_kwargs"
+_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, *SAMPLING_FIELDS)
 
 RowId = str | int
 
@@ -43,11 +44,15 @@ InputRow = Job | Refusal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """What the command line says for every row. `wraps_in_chat` makes text the user message of a conversation."""
+    """What the command line says for every row. `wraps_in_chat` makes text the user message of a conversation.
+
+    `chat_template_kwargs` go to the template of every conversation; a row's own are added, and win.
+    """
 
     sampling: SamplingParams
     wraps_in_chat: bool = False
     system: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def rows_of_texts(texts: Iterable[str], defaults: Defaults) -> list[InputRow]:
@@ -85,11 +90,12 @@ def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
         return _refusal(number, "an id that is a string or an integer", repr(row_id), "Change or remove the id.")
     try:
         raise_all(RequestError, "input row", list(_problems(fields)))
+        prompt = _prompt(fields, defaults)
         given = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
         sampling = override(defaults.sampling, given)
     except RequestError as error:
         return Refusal(row_id=row_id, error=str(error))
-    return Job(row_id=row_id, prompt=_prompt(fields, defaults), sampling=sampling)
+    return Job(row_id=row_id, prompt=prompt, sampling=sampling)
 
 
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -104,14 +110,30 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prompt(fields: Mapping[str, Any], defaults: Defaults) -> str | Mapping[str, Any]:
-    """The prompt as the engine takes it, wrapped as the command line says."""
+    """The prompt as the engine takes it, wrapped as the command line says. Raises RequestError."""
     name = next(name for name in PROMPT_FIELDS if name in fields)
     value = fields[name]
     if name == "prompt" and defaults.wraps_in_chat and isinstance(value, str) and value:
-        return {"messages": [*_system(defaults), {"role": "user", "content": value}]}
-    if name == "messages" and isinstance(value, list) and not _has_system(value):
-        return {"messages": [*_system(defaults), *value]}
-    return {name: value}
+        name, value = "messages", [*_system(defaults), {"role": "user", "content": value}]
+    elif name == "messages" and isinstance(value, list) and not _has_system(value):
+        value = [*_system(defaults), *value]
+    own = _template_kwargs(fields, is_conversation=name == "messages")
+    kwargs = {**defaults.chat_template_kwargs, **own} if name == "messages" else {}
+    return {name: value, KWARGS_FIELD: kwargs} if kwargs else {name: value}
+
+
+def _template_kwargs(fields: Mapping[str, Any], *, is_conversation: bool) -> Mapping[str, Any]:
+    """Those of the row. Raises RequestError."""
+    if KWARGS_FIELD not in fields:
+        return {}
+    from dflash_trt.serving.prompts import check_template_kwargs
+
+    kwargs: Mapping[str, Any] = fields[KWARGS_FIELD]
+    check_template_kwargs(kwargs)
+    if not is_conversation:
+        mend = "Leave it out, pass messages, or add --chat."
+        raise RequestError(problem(KWARGS_FIELD, expected="only in a conversation", found="another prompt", mend=mend))
+    return kwargs
 
 
 def _system(defaults: Defaults) -> list[dict[str, str]]:

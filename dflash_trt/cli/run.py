@@ -40,6 +40,11 @@ Emit = Callable[[int, GenerationOutput | None], None]
 @click.option("--trace", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
 @click.option("--chat", is_flag=True, help="Make each prompt the user message of a conversation.")
 @click.option("--system", metavar="TEXT", help="System message of conversations that have none.")
+@click.option(
+    "--chat-template-kwargs",
+    metavar="JSON",
+    help="""Variables of the chat template for every conversation, such as '{"enable_thinking": false}'.""",
+)
 @click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told.")
 @click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance.")
 @click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding of the same engine.")
@@ -64,10 +69,10 @@ Emit = Callable[[int, GenerationOutput | None], None]
 def run(context: click.Context, /, **options: Any) -> None:
     """Generate text for one or many prompts, all of them together.
 
-    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`, and
-    sampling fields that override the command line: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop,
-    stop_token_ids, ignore_eos, logprobs. A row that cannot run gets finish_reason "error" and its reason in `error`;
-    the others go on, and the exit code is 1.
+    An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
+    `chat_template_kwargs` beside messages, and sampling fields that override the command line: max_new_tokens,
+    temperature, top_k, top_p, min_p, seed, stop, stop_token_ids, ignore_eos, logprobs. A row that cannot run gets
+    finish_reason "error" and its reason in `error`; the others go on, and the exit code is 1.
 
     Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk the same command with --resume runs the rows that have no result.

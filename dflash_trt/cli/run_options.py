@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
-from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 
 STDIN_NAME = Path("-")
@@ -29,6 +29,7 @@ class RunOptions:
     trace: Path | None
     chat: bool
     system: str | None
+    chat_template_kwargs: str | None
     num_draft_tokens: int | None
     adaptive: bool
     no_drafter: bool
@@ -94,6 +95,12 @@ class RunOptions:
                 "Add --chat.",
             ),
             (
+                self.chat_template_kwargs is not None and not self.chat and self.input_file is None,
+                "--chat-template-kwargs",
+                "--chat, or an --input-file with messages",
+                "Add --chat.",
+            ),
+            (
                 self.sampling.logprobs and self.prints_text,
                 "--logprobs",
                 "--json, --output-file or --input-file, for plain text has no room for them",
@@ -108,6 +115,10 @@ class RunOptions:
         if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
             found = str(self.num_draft_tokens)
             problems.append(problem("--num-draft-tokens", expected="0 or more", found=found, mend="Correct it."))
+        try:
+            _parsed_kwargs(self.chat_template_kwargs)
+        except RequestError as error:
+            problems.append(str(error))
         raise_all(ConfigError, "options", problems)
 
     def read_rows(self) -> list[InputRow]:
@@ -116,7 +127,12 @@ class RunOptions:
         Raises:
             ConfigError: there is nothing to read, or it cannot be read.
         """
-        defaults = Defaults(sampling=self.sampling, wraps_in_chat=self.chat, system=self.system)
+        defaults = Defaults(
+            sampling=self.sampling,
+            wraps_in_chat=self.chat,
+            system=self.system,
+            chat_template_kwargs=_parsed_kwargs(self.chat_template_kwargs),
+        )
         if self.input_file is not None:
             return _read_file(self.input_file, defaults)
         if self.prompts:
@@ -127,6 +143,22 @@ class RunOptions:
         # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
         return rows_of_texts([text.removesuffix("\n")], defaults)
+
+
+def _parsed_kwargs(text: str | None) -> dict[str, Any]:
+    """Raises RequestError."""
+    if text is None:
+        return {}
+    from dflash_trt.serving.prompts import check_template_kwargs
+
+    option = "--chat-template-kwargs"
+    try:
+        kwargs = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        mend = """Pass '{"enable_thinking": false}' for example."""
+        raise RequestError(problem(option, expected="a JSON object", found=str(error), mend=mend)) from error
+    check_template_kwargs(kwargs, subject=option)
+    return dict(kwargs)
 
 
 def _read_file(path: Path, defaults: Defaults) -> list[InputRow]:

@@ -46,8 +46,8 @@ def _answer(request: bytes) -> bytes:
 
 
 def _rendered(template: str, messages: list[dict[str, Any]], variables: dict[str, Any], max_bytes: int | None) -> bytes:
-    texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
-    text: bytes = texts[0].encode(errors="surrogatepass")
+    rendered: Any = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **variables)
+    text: bytes = rendered[0][0].encode(errors="surrogatepass")
     is_too_long = max_bytes is not None and len(text) > max_bytes
     return TOO_LONG + str(len(text)).encode() if is_too_long else TEXT + text
 

@@ -41,6 +41,22 @@ def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -
     ]
 
 
+def test_template_options_of_the_command_line_reach_conversations_and_rows_override_them() -> None:
+    defaults = Defaults(sampling=SamplingParams(), chat_template_kwargs={"enable_thinking": False, "depth": 1})
+    messages = [{"role": "user", "content": "hi"}]
+    own = {"depth": 2, "date": "today"}
+    rows = _rows(
+        {"messages": messages}, {"messages": messages, "chat_template_kwargs": own}, {"prompt": "a"}, defaults=defaults
+    )
+    assert [_prompt(row) for row in rows] == [
+        {"messages": messages, "chat_template_kwargs": {"enable_thinking": False, "depth": 1}},
+        {"messages": messages, "chat_template_kwargs": {"enable_thinking": False, "depth": 2, "date": "today"}},
+        {"prompt": "a"},
+    ]
+    (wrapped,) = rows_of_texts(["a"], Defaults(sampling=SamplingParams(), wraps_in_chat=True, chat_template_kwargs=own))
+    assert _prompt(wrapped)["chat_template_kwargs"] == own
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -62,6 +78,10 @@ def test_chat_wraps_text_and_the_system_message_is_added_where_there_is_none() -
         (b'{"prompt": "a", "stop": [""]}', "sampling stop: expected non-empty strings"),
         (b'{"prompt": "a", "stop": [1, 2]}', "sampling stop"),
         (b'{"prompt": "a", "seed": 99999999999999999999}', "sampling seed"),
+        (b'{"prompt": "a", "chat_template_kwargs": {"b": 1}}', "chat_template_kwargs: expected only in a conversation"),
+        (b'{"messages": [], "chat_template_kwargs": [1]}', "chat_template_kwargs: expected an object, found [1]"),
+        (b'{"messages": [], "chat_template_kwargs": null}', "chat_template_kwargs: expected an object, found None"),
+        (b'{"messages": [], "chat_template_kwargs": {"chat_template": ""}}', "found chat_template, decided by the"),
         (b'{"prompt": "a", "id": 1.5}', "an id that is a string or an integer"),
         (b'{"prompt": "\\ud800"}', "expected valid Unicode text"),
         (b'{"prompt": "a", "id": "\\udfff"}', "expected valid Unicode text"),

@@ -1,0 +1,65 @@
+"""`dflash-trt run` with conversations, over an engine that has a chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.serving.text import TextCodec
+from tests.factories import edit_json, make_target
+from tests.serving.tokenizers import CHAT_TEMPLATE
+
+SHORT = ["--max-new-tokens", "2", "--ignore-eos"]
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def chat_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from click.testing import CliRunner
+
+    from dflash_trt.cli.main import cli
+
+    path = tmp_path_factory.mktemp("chat")
+    target = make_target(path / "target")
+    edit_json(target / "tokenizer_config.json", chat_template=CHAT_TEMPLATE)
+    words = ["build", "--target", str(target), "-o", str(path / "engine"), "--dtype", "float32", "--max-seq-len", "96"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    return path / "engine"
+
+
+def num_prompt_tokens(engine: Path, options: dict[str, Any]) -> int:
+    return len(TextCodec.open(engine / "tokenizer").encode_chat(HI, options))
+
+
+def test_template_options_reach_the_template_from_the_command_line(chat_engine, invoke) -> None:
+    words = ["run", chat_engine, "--prompt", "hi", "--chat", "--json", *SHORT]
+    plain = json.loads(invoke(*words).stdout)
+    shouted = json.loads(invoke(*words, "--chat-template-kwargs", '{"shout": true}').stdout)
+    assert plain["summary"]["num_prompt_tokens"] == num_prompt_tokens(chat_engine, {})
+    assert shouted["summary"]["num_prompt_tokens"] == num_prompt_tokens(chat_engine, {"shout": True})
+    assert num_prompt_tokens(chat_engine, {"shout": True}) > num_prompt_tokens(chat_engine, {})
+
+
+def test_template_options_reach_the_template_from_rows(chat_engine, invoke, tmp_path) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [{"messages": HI}, {"messages": HI, "chat_template_kwargs": {"shout": True}}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke("run", chat_engine, "--input-file", source, *SHORT)
+    assert result.exit_code == 0, result.stderr
+    numbers = [json.loads(line)["num_prompt_tokens"] for line in result.stdout.splitlines()]
+    assert numbers == [num_prompt_tokens(chat_engine, {}), num_prompt_tokens(chat_engine, {"shout": True})]
+
+
+def test_rows_that_no_engine_could_hold_fail_alone_and_at_once(chat_engine, invoke, tmp_path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    spaces = " " * 12_000_000
+    rows = [{"prompt": "a"}, {"prompt": spaces}, {"messages": [{"role": "user", "content": spaces}]}, {"prompt": "b"}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = invoke("run", chat_engine, "--input-file", source, "--output-file", output, *SHORT)
+    assert result.exit_code == 1
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["finish_reason"] for row in written] == ["length", "error", "error", "length"]
+    assert "bytes, as more text does not fit into max_seq_len tokens, found 12000000" in written[1]["error"]
+    assert "bytes of messages as JSON, found 12000" in written[2]["error"]
