@@ -1,6 +1,7 @@
-"""Threads that read prompts beside the server's own: one for short prompts, one for long ones.
+"""Threads that read prompts beside the server's own: for short texts, for short conversations, for whatever is long.
 
-So a prompt that takes seconds to tokenize delays other long ones only. What waits is bounded in bytes.
+So a prompt that takes seconds to tokenize delays other long ones only, and a chat template that takes its whole time
+delays other conversations only. What waits is bounded in bytes.
 """
 
 import threading
@@ -20,9 +21,10 @@ class PromptLanes:
         self._lock = threading.Lock()  # of the number below
         self._num_bytes = 0
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-short-prompts")
+        self._conversations = ThreadPoolExecutor(max_workers=2, thread_name_prefix="dflash-conversations")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dflash-long-prompts")
 
-    def put(self, read: Callable[[], None], num_bytes: int) -> "Future[None]":
+    def put(self, read: Callable[[], None], num_bytes: int, *, is_conversation: bool = False) -> "Future[None]":
         """Have a prompt of so many bytes read; it may be taken back as long as it waits.
 
         Raises:
@@ -35,14 +37,16 @@ class PromptLanes:
                 found = str(self._num_bytes + num_bytes)
                 raise QueueFullError(problem("prompts", expected=expected, found=found, mend="Try again later."))
             self._num_bytes += num_bytes
-        lane = self._long if num_bytes > SHORT_BYTES else self._short
+        lane = self._conversations if is_conversation else self._short
+        if num_bytes > SHORT_BYTES:
+            lane = self._long
         future = lane.submit(read)
         future.add_done_callback(lambda future: self._release(num_bytes))
         return future
 
     def close(self) -> None:
         """What waits is never read."""
-        for lane in (self._short, self._long):
+        for lane in (self._short, self._conversations, self._long):
             lane.shutdown(wait=False, cancel_futures=True)
 
     def _release(self, num_bytes: int) -> None:

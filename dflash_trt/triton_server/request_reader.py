@@ -55,6 +55,10 @@ class Order:
     queue_timeout_s: float | None = None
     cache_salt: str = ""
 
+    @property
+    def is_conversation(self) -> bool:
+        return self.messages is not None or "messages" in self.prompt
+
     def parsed_prompt(self) -> Prompt:
         """Raises RequestError: something is no JSON."""
         prompt = dict(self.prompt)

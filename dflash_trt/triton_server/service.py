@@ -190,7 +190,9 @@ class EngineService:
             self._begin(request)
             return
         try:
-            request.reading = self._lanes.put(lambda: self._begin(request), num_bytes)
+            request.reading = self._lanes.put(
+                lambda: self._begin(request), num_bytes, is_conversation=request.order.is_conversation
+            )
         except QueueFullError:
             self._forget(request)
             raise

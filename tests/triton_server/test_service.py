@@ -419,8 +419,8 @@ def codec(tmp_path) -> GatedCodec:
 
 @pytest.fixture
 def reading(codec, series, monkeypatch) -> Iterator[EngineService]:
-    """Texts of more than 40 bytes are long ones."""
-    monkeypatch.setattr(prompt_lanes, "SHORT_BYTES", 40 + prompt_lanes._OVERHEAD_BYTES)
+    """What has more than 60 bytes, parameters included, is a long one."""
+    monkeypatch.setattr(prompt_lanes, "SHORT_BYTES", 60 + prompt_lanes._OVERHEAD_BYTES)
     limits = make_limits(max_seq_len=200, num_pages=80)
     for service, _ in serving(make_generator(make_executor(limits), codec=codec), series):
         yield service
@@ -450,6 +450,26 @@ def test_a_long_prompt_that_is_being_read_holds_up_neither_the_server_nor_short_
     assert long.ended.wait(30) and short.ended.wait(30)
     assert long.responses[0]["num_input_tokens"] == [len(codec._codec.encode(LONG))]
     assert short.responses[0]["num_input_tokens"] == [len(codec._codec.encode("one"))]
+
+
+def test_a_chat_template_that_takes_long_holds_up_no_text(reading, codec, monkeypatch) -> None:
+    template = threading.Semaphore(0)
+    encode_chat = codec._codec.encode_chat
+
+    def wait(*words: Any, **options: Any) -> list[int]:
+        codec.entered.append("chat")
+        assert template.acquire(timeout=30)
+        return encode_chat(*words, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(codec, "encode_chat", wait, raising=False)
+    codec.gate.release(1)
+    chats = [ask_text(reading, "", messages='[{"role": "user", "content": ""}]') for _ in range(3)]
+    until(lambda: codec.entered == ["chat", "chat"])  # the third waits for them
+    text = ask_text(reading, "one")
+    assert text.ended.wait(30) and text.error is None
+    assert not any(chat.ended.is_set() for chat in chats)
+    template.release(3)
+    assert all(chat.ended.wait(60) and chat.error is None for chat in chats)
 
 
 def test_a_client_that_leaves_before_its_prompt_is_read_costs_no_step(reading, codec, series) -> None:
