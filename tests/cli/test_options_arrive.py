@@ -278,3 +278,22 @@ def test_every_command_with_options_is_here() -> None:
     assert set(bench.commands) == {"draft-length", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"triton"}
+
+
+def test_eval_generates_greedily_as_its_rows_say(engine_dir, tmp_path, llm, invoke) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "ignore_eos": true, "temperature": 1.0}\n{"prompt": "y"}\n')
+    words = ["--against", engine_dir, "--prompts", rows, "--max-new-tokens", "5"]
+    assert invoke("eval", engine_dir, *words).stderr.endswith("error: recorded\n")
+    sampling = llm.asked.arguments["sampling"]
+    assert sampling == [SamplingParams(max_new_tokens=5, ignore_eos=True), SamplingParams(max_new_tokens=5)]
+
+
+def test_eval_compares_each_side_with_its_own_texts(engine_dir, rows, tmp_path, invoke, monkeypatch) -> None:
+    copy = shutil.copytree(engine_dir, tmp_path / "copy")
+    monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs: [engine.path])
+    comparison = recorded(monkeypatch, "dflash_trt.bench.comparison", "compare")
+    invoke("eval", copy, "--against", engine_dir, "--prompts", rows)
+    arguments = comparison.arguments
+    assert (arguments["baseline_outputs"], arguments["candidate_outputs"]) == ([engine_dir], [copy])
+    assert [len(prompt) for prompt in arguments["prompts"]] == [1, 1, 1]
