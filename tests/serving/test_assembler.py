@@ -1,6 +1,7 @@
 """Outputs that do not depend on how steps grouped the tokens."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEv
 from dflash_trt.serving.assembler import OutputAssembler
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_request
+from tests.serving.tokenizers import write_byte_fallback
 
 
 def assemble(
@@ -35,6 +37,23 @@ def test_a_stop_string_cuts_text_and_tokens_and_may_lie_across_steps(codec: Text
     assert output.text == "one t" == "".join(texts)
     assert list(output.token_ids) == token_ids[:num_kept]
     assert len(output.logprobs) == num_kept
+    assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_in_a_run_of_bytes_ends_the_text_at_its_last_byte(tmp_path: Path) -> None:
+    """The run is held, because a later byte may make all of it invalid; the stop string stands there now."""
+    codec = TextCodec.open(write_byte_fallback(tmp_path))
+    run = [3 + byte for byte in "你é🙂".encode()]
+    output, texts = assemble(codec, [[token] for token in run], stop=("é",))
+    assert list(output.token_ids) == run[:5]
+    assert output.text == "你" == "".join(texts)
+    assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_that_the_end_of_the_text_completes_is_why_it_stopped(tmp_path: Path) -> None:
+    codec = TextCodec.open(write_byte_fallback(tmp_path))
+    output, texts = assemble(codec, [[3 + 0xE4]], stop=("\N{REPLACEMENT CHARACTER}",))
+    assert output.text == "" == "".join(texts)
     assert output.finish_reason == "stop"
 
 
