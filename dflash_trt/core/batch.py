@@ -51,7 +51,8 @@ class StepBatch:
 class RequestResult:
     """`emitted_tokens` holds num_accepted + 1 tokens: accepted drafts, then the bonus.
 
-    After a prefill chunk that is not the prompt's last, they mean nothing and are to be ignored.
+    After a prefill chunk that is not the prompt's last, they mean nothing and are to be ignored. Where the target's
+    logits gave no token, `non_finite_position` says after which position, and the bonus is missing.
     """
 
     emitted_tokens: tuple[int, ...]
@@ -59,6 +60,7 @@ class RequestResult:
     num_accepted: int
     draft_tokens: tuple[int, ...]  # num_draft_tokens of them, for the next step
     next_context_len: int
+    non_finite_position: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,14 +38,15 @@ class PlannedStep:
     def resolve(self, previous: Mapping[str, RequestResult]) -> StepBatch:
         """The batch, given the results of the step before by request id (empty: there was none).
 
-        A FollowUp is dropped when its request ended, or has no result because its row failed or was dropped.
+        A FollowUp is dropped when its request ended, or has no result because its row failed or was dropped, or when
+        that row's logits gave no token.
         """
         rows = (row if isinstance(row, ScheduledRequest) else self._fill_in(row, previous) for row in self.rows)
         return StepBatch(requests=tuple(row for row in rows if row is not None), num_draft_tokens=self.num_draft_tokens)
 
     def _fill_in(self, row: FollowUp, previous: Mapping[str, RequestResult]) -> ScheduledRequest | None:
         result = previous.get(row.request_id)
-        if result is None:
+        if result is None or result.non_finite_position is not None:
             return None
         num_remaining = row.num_remaining - len(result.emitted_tokens)
         if num_remaining <= 0 or any(token in row.stop_token_ids for token in result.emitted_tokens):

@@ -2,15 +2,67 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
-from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.checked_values import (
+    FLOAT32_MAX,
+    FLOAT32_TINY,
+    INT32_MAX,
+    Reader,
+    check_fields,
+    instance,
+    integer,
+    number,
+    optional,
+    text,
+    tuple_of,
+)
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_LEN = 256  # characters of one stop string
+
+
+def _temperature(value: object) -> float:
+    """Below the smallest normal float32 the limit is meant: greedy."""
+    temperature = _TEMPERATURE(value)
+    return temperature if temperature >= FLOAT32_TINY else 0.0
+
+
+def _top_k(value: object) -> int:
+    """More than any vocabulary has is off, whatever it is."""
+    return min(_TOP_K(value), INT32_MAX)
+
+
+def _top_p(value: object) -> float:
+    """However small, the most likely token stays."""
+    return max(_TOP_P(value), FLOAT32_TINY)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    return _STOP([value] if isinstance(value, str) else value)
+
+
+_TEMPERATURE: Final = number(f"0 (greedy) to {FLOAT32_MAX:.2g}", lambda x: 0.0 <= x <= FLOAT32_MAX)
+_TOP_K: Final = integer("an integer of 0 (off) or more", 0)
+_TOP_P: Final = number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0)
+_STOP: Final = tuple_of("a string or a list of strings", text("non-empty strings", min_len=1))
+_FLAG: Final = instance("true or false", bool)
+
+_SAMPLING_READERS: Final[dict[str, Reader[Any]]] = {
+    "max_new_tokens": integer("an integer of 1 or more", 1),
+    "temperature": _temperature,
+    "top_k": _top_k,
+    "top_p": _top_p,
+    "min_p": number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0),
+    "seed": optional(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
+    "stop": _stop,
+    "stop_token_ids": tuple_of("a list of token ids", integer("a list of token ids, integers of 0 or more", 0)),
+    "ignore_eos": _FLAG,
+    "logprobs": _FLAG,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +74,13 @@ class SamplingParams:
     CPU it fixes the text, whatever K, batch mates and prompt chunks are. In bfloat16, FP8 and FP4, and on a GPU, the
     shape of a step decides how sums are rounded, so near-ties may fall differently; the distribution is the same.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
+
+    Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0, a smaller
+    top_p becomes 1.2e-38 (the most likely token alone), a top_k from 2**31 on becomes 2**31 - 1. Numbers of numpy are
+    accepted, and so are a single string for `stop`, and lists.
+
+    Raises:
+        RequestError: values of a wrong type or out of range, all of them.
     """
 
     max_new_tokens: int = 128
@@ -36,25 +95,22 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
-            problem(f"sampling {name}", expected=expected, found=repr(value), mend="Pass a value in that range.")
-            for name, value, is_valid, expected in (
-                ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "1 or more"),
-                ("temperature", self.temperature, _is_in(self.temperature, 0.0, math.inf), "0 or more, finite"),
-                ("top_k", self.top_k, self.top_k >= 0, "0 (off) or more"),
-                ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "a number in (0, 1]"),
-                ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "a number in [0, 1]"),
-                ("seed", self.seed, self.seed is None or 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}"),
-                ("stop", self.stop, all(self.stop), "non-empty strings"),
-            )
-            if not is_valid
-        ]
-        problems += _stop_problems(self.stop)
-        raise_all(RequestError, "sampling parameters", problems)
+        check_fields(self, _SAMPLING_READERS, subject="sampling", heading="sampling parameters")
+        raise_all(RequestError, "sampling parameters", _stop_problems(self.stop))
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+_REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
+    "request_id": text("a string"),
+    "sampling": instance("SamplingParams", SamplingParams),
+    "seed": integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED),
+    "priority": integer("an integer"),
+    "queue_timeout_s": optional(number("None, or 0 or more seconds", lambda x: 0.0 <= x <= math.inf)),
+    "cache_salt": text("a string"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +119,9 @@ class Request:
 
     Requests of higher `priority` go first, among equals the earlier one. `queue_timeout_s` bounds the wait for the
     first step. `cache_salt` names whatever else changes K/V: prefixes are shared only between equal salts.
+
+    Raises:
+        RequestError: values of a wrong type or out of range, all of them.
     """
 
     request_id: str
@@ -73,6 +132,9 @@ class Request:
     priority: int = 0
     queue_timeout_s: float | None = None
     cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _REQUEST_READERS, subject="request", heading="request")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +202,6 @@ class GenerationOutput:
         if len(self.token_ids) < 2:
             return None
         return (self.total_s - self.time_to_first_token_s) / (len(self.token_ids) - 1)
-
-
-def _is_in(value: float, low: float, high: float) -> bool:
-    return low <= value < high
 
 
 def _stop_problems(stop: tuple[str, ...]) -> list[str]:

@@ -3,6 +3,10 @@
     T tokens in the step   R requests   K draft tokens per request   P pages per request (max)
 
 K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts and always leaves with K new ones.
+
+A row of logits gives a token only if the sum of its exponentials is finite and not 0: no NaN, no +inf, not all -inf.
+The log probability of any other row is NaN, which is how the device reports it without a wait of the host; its token
+is in the vocabulary and means nothing. `executor/step_inputs.step_result` is the one place that reads the NaN.
 """
 
 from dataclasses import dataclass
@@ -39,7 +43,9 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
 
 STEP_OUTPUTS: tuple[StepTensor, ...] = (
     StepTensor("emitted_tokens", "int32", ("R", "K+1"), "accepted drafts, then the bonus; first num_accepted+1 valid"),
-    StepTensor("emitted_logprobs", "float32", ("R", "K+1"), "log p of emitted_tokens under the unfiltered target"),
+    StepTensor(
+        "emitted_logprobs", "float32", ("R", "K+1"), "log p of emitted_tokens, unfiltered target; NaN: no token"
+    ),
     StepTensor("num_accepted", "int32", ("R",), "drafts the target agreed with; never counts the bonus"),
     StepTensor("draft_tokens", "int32", ("R", "K"), "drafts for the next step, conditioned on the bonus"),
     StepTensor("next_context_lens", "int32", ("R",), "context_lens + tokens given - num_candidates + num_accepted"),

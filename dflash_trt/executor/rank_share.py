@@ -109,5 +109,6 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
     integers, logprobs = array("q"), array("d")
     for row in outcome.requests:
         integers.extend((*row.emitted_tokens, row.num_accepted, *row.draft_tokens, row.next_context_len))
+        integers.append(-1 if row.non_finite_position is None else row.non_finite_position)
         logprobs.extend(row.logprobs)
     return hashlib.sha256(integers.tobytes() + logprobs.tobytes()).digest()

@@ -1,6 +1,7 @@
 """A StepBatch as the input tensors of the step contract, and output tensors as a StepResult."""
 
 from collections.abc import Sequence
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -75,17 +76,32 @@ def step_result(outputs: StepOutputs[Tensor]) -> StepResult:
     logprobs = acceptance.emitted_logprobs.tolist()
     next_context_lens = acceptance.next_context_lens.tolist()
     drafts = [()] * len(emitted) if outputs.draft_tokens is None else outputs.draft_tokens.tolist()
-    return StepResult(
-        requests=tuple(
-            RequestResult(
-                emitted_tokens=tuple(emitted[r][: num_accepted[r] + 1]),
-                logprobs=tuple(logprobs[r][: num_accepted[r] + 1]),
-                num_accepted=num_accepted[r],
-                draft_tokens=tuple(drafts[r]),
-                next_context_len=next_context_lens[r],
-            )
-            for r in range(len(emitted))
+    results = (
+        RequestResult(
+            emitted_tokens=tuple(emitted[r][: num_accepted[r] + 1]),
+            logprobs=tuple(logprobs[r][: num_accepted[r] + 1]),
+            num_accepted=num_accepted[r],
+            draft_tokens=tuple(drafts[r]),
+            next_context_len=next_context_lens[r],
         )
+        for r in range(len(emitted))
+    )
+    return StepResult(requests=tuple(_up_to_non_finite(result) for result in results))
+
+
+def _up_to_non_finite(result: RequestResult) -> RequestResult:
+    """Translate the NaN of the step contract: what was emitted before the first row whose logits gave no token."""
+    num_good = next((i for i, logprob in enumerate(result.logprobs) if isnan(logprob)), None)
+    if num_good is None:
+        return result
+    next_context_len = result.next_context_len - result.num_accepted + num_good
+    return RequestResult(
+        emitted_tokens=result.emitted_tokens[:num_good],
+        logprobs=result.logprobs[:num_good],
+        num_accepted=num_good,
+        draft_tokens=(),
+        next_context_len=next_context_len,
+        non_finite_position=next_context_len - 1,
     )
 
 

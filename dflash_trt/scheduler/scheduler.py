@@ -5,7 +5,9 @@ overlapped loop calls `plan` for the next step before it commits the running one
 deterministic: the same calls give the same batches.
 """
 
+import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult
@@ -20,6 +22,8 @@ from dflash_trt.scheduler.planner import StepPlanner
 from dflash_trt.scheduler.roster import Roster
 from dflash_trt.scheduler.sequence import InFlightRow, Sequence
 from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,17 +232,25 @@ class Scheduler:
         """Take in the oldest planned step. Rows that `batch` lacks count as not run.
 
         Events come for requests that got tokens, in the order of the batch, after those that ended while waiting.
+        A row that cannot be taken in, whatever that raises, ends its request with "error" and harms no other.
         """
         flights = self._flights.popleft()
         events, self._ended = self._ended, []
+        verified: list[tuple[int, int]] = []  # (num_candidates, num_accepted) of the blocks that went well
         for row, row_result in zip(batch.requests, result.requests, strict=True):
-            event = self._commit_row(flights[row.request_id], row, row_result)
+            flight = flights[row.request_id]
+            try:
+                event = self._commit_row(flight, row, row_result)
+                if row.num_candidates and row_result.non_finite_position is None:
+                    verified.append((row.num_candidates, row_result.num_accepted))
+            except Exception as error:  # noqa: BLE001 - a bug or a bad value of one request is not the others' end
+                event = self._fail_row(flight.sequence, error)
             if event is not None:
                 events.append(event)
         for flight in flights.values():
             _land(flight)
-        self._counts.add(batch, result)
-        self._policy.observe(_observation(batch, result, elapsed_s))
+        self._counts.add(batch, verified)
+        self._observe(batch, verified, elapsed_s)
         return events
 
     def abandon(self) -> None:
@@ -253,15 +265,15 @@ class Scheduler:
     # Inside
 
     def _commit_row(self, flight: _Flight, row: ScheduledRequest, result: RequestResult) -> TokenEvent | None:
+        """Raises RequestError for a result that breaks the step contract."""
+        _check_contract(row, result)
         sequence = flight.sequence
         if sequence.finish_reason is not None:
             return None
-        flaw = _flaw_of(row, result)
-        if flaw is not None:
-            return self.fail(sequence.request_id, flaw)
         if flight.residency == sequence.residency:
             event = sequence.advance(row, result)
-            self._roster.keep_full_pages(sequence)
+            if result.non_finite_position is None:  # else its K/V may not be finite, and are for nobody else
+                self._roster.keep_full_pages(sequence)
         else:  # preempted while the step ran: its pages are gone, its tokens are good
             event = sequence.append(row, result) if flight.row.is_emitting else None
         if event is not None and event.finish_reason is not None:
@@ -269,6 +281,21 @@ class Scheduler:
             self._counts.num_finished[event.finish_reason] += 1
             return replace(event, statistics=sequence.statistics(self._now))
         return event
+
+    def _fail_row(self, sequence: Sequence, error: Exception) -> TokenEvent | None:
+        """End the request of a row that raised, wherever that left it; None when it has ended before."""
+        if self._roster.find(sequence.request_id) is not sequence:
+            return None
+        if isinstance(error, RequestError):
+            return self.fail(sequence.request_id, str(error))
+        _LOG.error("request %s: its part of a step could not be committed", sequence.request_id, exc_info=error)
+        return self.fail(sequence.request_id, f"{type(error).__name__}: {error}")
+
+    def _observe(self, batch: StepBatch, verified: Collection[tuple[int, int]], elapsed_s: float | None) -> None:
+        try:
+            self._policy.observe(_observation(batch, verified, elapsed_s))
+        except Exception:  # noqa: BLE001 - costs a measurement; the step's events must not be lost
+            _LOG.exception("the draft length policy could not take in a step")
 
     def _time_out(self, sequence: Sequence, message: str) -> None:
         event = self._end(sequence.request_id, "timeout", message)
@@ -332,36 +359,34 @@ def _land(flight: _Flight) -> None:
         flight.sequence.in_flight = None
 
 
-def _flaw_of(row: ScheduledRequest, result: RequestResult) -> str | None:
-    """What is wrong with a result that breaks the step contract."""
+def _check_contract(row: ScheduledRequest, result: RequestResult) -> None:
+    """Raises RequestError for a result that breaks the step contract."""
+    num_emitted = result.num_accepted + (result.non_finite_position is None)
     next_context_len = row.context_len + len(row.token_ids) - row.num_candidates + result.num_accepted
     if not 0 <= result.num_accepted <= row.num_candidates:
         found = f"num_accepted {result.num_accepted} of {row.num_candidates} candidates"
-    elif len(result.emitted_tokens) != result.num_accepted + 1:
+    elif len(result.emitted_tokens) != num_emitted:
         found = f"{len(result.emitted_tokens)} emitted tokens with num_accepted {result.num_accepted}"
     elif result.next_context_len != next_context_len:
         found = f"next_context_len {result.next_context_len} instead of {next_context_len}"
     else:
-        return None
-    return problem(
-        f"request {row.request_id!r} step",
-        expected="a result that follows the step contract",
-        found=found,
-        mend="This is a bug of the executor: please report it.",
+        return
+    raise RequestError(
+        problem(
+            f"request {row.request_id!r} step",
+            expected="a result that follows the step contract",
+            found=found,
+            mend="This is a bug of the executor: please report it.",
+        )
     )
 
 
-def _observation(batch: StepBatch, result: StepResult, elapsed_s: float | None) -> StepObservation:
-    verified = tuple(
-        (row.num_candidates, row_result.num_accepted)
-        for row, row_result in zip(batch.requests, result.requests, strict=True)
-        if row.num_candidates
-    )
+def _observation(batch: StepBatch, verified: Collection[tuple[int, int]], elapsed_s: float | None) -> StepObservation:
     num_prompt_tokens = sum(len(row.token_ids) for row in batch.requests if len(row.token_ids) > row.num_candidates + 1)
     return StepObservation(
         num_draft_tokens=batch.num_draft_tokens,
         num_decoding=sum(len(row.token_ids) == row.num_candidates + 1 for row in batch.requests),
         num_prefill_tokens=num_prompt_tokens,
-        verified=verified,
+        verified=tuple(verified),
         elapsed_s=elapsed_s,
     )

@@ -6,6 +6,7 @@ Knows its own numbers only; which requests run together is the scheduler's busin
 from dataclasses import dataclass, field
 
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepSampling
+from dflash_trt.core.errors import problem
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 
@@ -128,7 +129,10 @@ class Sequence:
         return event
 
     def append(self, row: ScheduledRequest, result: RequestResult) -> TokenEvent:
-        """Add what a step emitted, cut at a stop token (kept) and at max_len; sets finish_reason at an end."""
+        """Add what a step emitted, cut at a stop token (kept) and at max_len; sets finish_reason at an end.
+
+        A row that gave no token ends the request, unless it ends before that row.
+        """
         emitted = result.emitted_tokens[: self.num_remaining]
         for index, token in enumerate(emitted):
             if token in self.request.stop_token_ids:
@@ -138,12 +142,27 @@ class Sequence:
         self.token_ids.extend(emitted)
         if self.finish_reason is None and self.num_remaining == 0:
             self.finish_reason = "length"
+        error = None
+        has_bonus = True
+        if self.finish_reason is None and result.non_finite_position is not None:
+            self.finish_reason, error = "error", _non_finite(result.non_finite_position)
+            has_bonus = False  # such a block is in no count of acceptance
         return TokenEvent(
             request_id=self.request_id,
             token_ids=emitted,
             logprobs=result.logprobs[: len(emitted)] if self.request.sampling.logprobs else (),
             context_len=row.context_len,
-            num_candidates=row.num_candidates,
-            num_accepted=result.num_accepted,
+            num_candidates=row.num_candidates if has_bonus else 0,
+            num_accepted=result.num_accepted if has_bonus else 0,
             finish_reason=self.finish_reason,
+            error=error,
         )
+
+
+def _non_finite(position: int) -> str:
+    return problem(
+        "target",
+        expected="finite logits",
+        found=f"NaN or infinity: the logits are not finite at position {position}",
+        mend="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
+    )

@@ -1,9 +1,10 @@
 """What a scheduler has done so far, as plain numbers others can export."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.request import FinishReason
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
 
@@ -64,16 +65,15 @@ class StepCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    def add(self, batch: StepBatch, result: StepResult) -> None:
-        """Take in a committed step; one without rows does not count."""
+    def add(self, batch: StepBatch, verified: Iterable[tuple[int, int]]) -> None:
+        """Take in a committed step, whose blocks verified (num_candidates, num_accepted); without rows it is none."""
         if not batch.requests:
             return
         self.num_steps += 1
         self.num_steps_by_draft_length[batch.num_draft_tokens] += 1
         self.num_computed_tokens += batch.num_tokens
-        for row, row_result in zip(batch.requests, result.requests, strict=True):
-            if row.num_candidates:
-                self.num_verify_blocks += 1
-                self.num_draft_tokens += row.num_candidates
-                self.num_accepted_tokens += row_result.num_accepted
-                self.acceptance.add(row.num_candidates, row_result.num_accepted)
+        for num_candidates, num_accepted in verified:
+            self.num_verify_blocks += 1
+            self.num_draft_tokens += num_candidates
+            self.num_accepted_tokens += num_accepted
+            self.acceptance.add(num_candidates, num_accepted)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from weakref import finalize
 
 from dflash_trt.core.batch import ExecutorLimits, StepExecutor
+from dflash_trt.core.checked_values import checked, function, integer, optional
 from dflash_trt.core.errors import RequestError, problem
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
@@ -28,6 +29,9 @@ from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk, merge
 
 # How often an engine with nothing but parked requests looks for readers that have gone away.
 _PARKED_POLL_S = 0.2
+
+_MAX_PENDING_TOKENS = optional(integer("None, or an integer of 1 or more", 1))
+_ON_CHUNK = optional(function("None, or a function"))
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,10 +97,12 @@ class EngineLoop:
         thread, which holds a lock then: it must be quick and not call back. The stream has no chunks then.
 
         Raises:
-            RequestError: it can never run, the queue is full, or the engine is closed.
+            RequestError: it can never run, the queue is full, the engine is closed, or an option is of a wrong kind.
             ForkError: this is a forked child.
         """
         self.check_process()
+        max_pending_tokens = checked("max_pending_tokens", max_pending_tokens, _MAX_PENDING_TOKENS)
+        on_chunk = checked("on_chunk", on_chunk, _ON_CHUNK)
         with self._lock:
             self._check_open_for(request)
             now = self._clock()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from weakref import finalize
 
 from dflash_trt.core.batch import ExecutorLimits
+from dflash_trt.core.checked_values import checked, instance, tuple_of
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
 from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -33,6 +34,8 @@ _QUEUE_POLL_S = 0.01
 
 _LOG = logging.getLogger(__name__)
 
+_SAMPLING = instance("SamplingParams", SamplingParams)
+_SAMPLINGS = tuple_of("SamplingParams, or a list of one for each prompt", _SAMPLING)
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -79,7 +82,8 @@ class Generator:
         `on_output` is called here, in this thread, with each prompt's index and output as it is finished.
 
         Raises:
-            RequestError: `prompts` and `sampling` are lists of different lengths.
+            RequestError: `prompts` and `sampling` are lists of different lengths, or `sampling` is neither
+                SamplingParams nor a list of them.
             ForkError: this is a child that was forked from the engine's process.
         """
         samplings = _one_each(prompts, sampling)
@@ -124,7 +128,7 @@ class Generator:
         number, seed = self._draw()
         request = self._request(
             prompt,
-            sampling or SamplingParams(),
+            SamplingParams() if sampling is None else sampling,
             request_id=_request_id(number) if request_id is None else request_id,
             seed=seed,
         )
@@ -160,6 +164,7 @@ class Generator:
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
         """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
+        sampling = checked("sampling parameters", sampling, _SAMPLING)
         if sampling.stop and self.codec is None:
             raise RequestError(
                 problem(
@@ -280,6 +285,7 @@ def _chunks(stream: RequestStream) -> Iterator[StreamChunk]:
 def _one_each(prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * len(prompts)
+    sampling = checked("sampling parameters", sampling, _SAMPLINGS)
     if len(sampling) != len(prompts):
         raise RequestError(
             problem(

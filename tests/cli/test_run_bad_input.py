@@ -71,7 +71,7 @@ def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: expected an integer of 1 or more, found 0"),
         (["--prompt", "a", "--temperature", "-1", "--top-p", "2"], "2 problems"),
         (["--prompt", "a", "--temperature", "hot"], "--temperature"),
         (["--prompt", "a", "--num-draft-tokens", "9"], "expected 0 to 3"),

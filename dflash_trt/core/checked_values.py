@@ -1,0 +1,130 @@
+"""Values that callers pass from Python, checked and made plain: an engine's thread must never meet another type.
+
+Integers and floats of numpy are accepted, for they are what users compute with; a bool is no number, and a float with
+an integer's value is no integer.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from dflash_trt.core.errors import RequestError, problem, raise_all
+
+INT32_MAX = 2**31 - 1
+FLOAT32_TINY = 2.0**-126  # smaller ones are subnormal: devices may take them for 0
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
+
+_MAX_SHOWN = 80  # characters of a wrong value
+
+_T = TypeVar("_T")
+Reader = Callable[[object], _T]  # raises ValueError, with what was expected
+
+
+def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, subject: str, heading: str) -> None:
+    """Replace each field of a frozen dataclass by what its reader makes of it.
+
+    Raises:
+        RequestError: every field whose value is refused.
+    """
+    problems = []
+    for name, read in readers.items():
+        value = getattr(owner, name)
+        try:
+            object.__setattr__(owner, name, read(value))
+        except ValueError as error:
+            problems.append(_refusal(f"{subject} {name}", value, error))
+    raise_all(RequestError, heading, problems)
+
+
+def checked(name: str, value: object, read: Reader[_T]) -> _T:
+    """What `read` makes of one argument; raises RequestError."""
+    try:
+        return read(value)
+    except ValueError as error:
+        raise RequestError(_refusal(name, value, error)) from error
+
+
+def integer(expected: str, least: int | None = None, most: int | None = None) -> Reader[int]:
+    """An int, or an integer of numpy, within bounds."""
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ValueError(expected)
+        number = int(value)
+        if (least is not None and number < least) or (most is not None and number > most):
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def number(expected: str, is_valid: Callable[[float], bool]) -> Reader[float]:
+    """A float, an int or a number of numpy of which `is_valid` is true."""
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError(expected)
+        try:
+            number = float(value)
+        except OverflowError:  # an int that no float can hold
+            raise ValueError(expected) from None
+        if not is_valid(number):
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+def text(expected: str, *, min_len: int = 0) -> Reader[str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or len(value) < min_len:
+            raise ValueError(expected)
+        return value
+
+    return read
+
+
+def function(expected: str) -> Reader[Callable[..., Any]]:
+    def read(value: object) -> Callable[..., Any]:
+        if not callable(value):
+            raise ValueError(expected)
+        return value
+
+    return read
+
+
+def instance(expected: str, kind: type[_T]) -> Reader[_T]:
+    def read(value: object) -> _T:
+        if not isinstance(value, kind):
+            raise ValueError(expected)
+        return value
+
+    return read
+
+
+def optional(read: Reader[_T]) -> Reader[_T | None]:
+    return lambda value: None if value is None else read(value)
+
+
+def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
+    """A list, a tuple, a set or an array."""
+
+    def read_all(value: object) -> tuple[_T, ...]:
+        if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+            raise ValueError(expected)
+        return tuple(read(item) for item in value)
+
+    return read_all
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message, however long it is."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a foreign repr, or an int with more digits than Python writes
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+
+
+def _refusal(name: str, value: object, error: ValueError) -> str:
+    return problem(name, expected=str(error), found=shown(value), mend="Correct the value.")
