@@ -12,7 +12,6 @@ from dflash_trt.core.errors import RequestError, problem, raise_all
 
 INT32_MAX = 2**31 - 1
 FLOAT32_TINY = 2.0**-126  # smaller ones are subnormal: devices may take them for 0
-FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 _MAX_SHOWN = 80  # characters of a wrong value
 

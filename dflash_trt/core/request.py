@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dflash_trt.core.checked_values import (
-    FLOAT32_MAX,
     FLOAT32_TINY,
     INT32_MAX,
     Reader,
@@ -45,7 +44,9 @@ def _stop(value: object) -> tuple[str, ...]:
     return _STOP([value] if isinstance(value, str) else value)
 
 
-_TEMPERATURE: Final = number(f"0 (greedy) to {FLOAT32_MAX:.2g}", lambda x: 0.0 <= x <= FLOAT32_MAX)
+# At this one the tokens are as good as equally likely; far beyond, probabilities are one float32 and top_k sees ties.
+_MAX_TEMPERATURE: Final = 10_000.0
+_TEMPERATURE: Final = number(f"0 (greedy) to {_MAX_TEMPERATURE:.0f}", lambda x: 0.0 <= x <= _MAX_TEMPERATURE)
 _TOP_K: Final = integer("an integer of 0 (off) or more", 0)
 _TOP_P: Final = number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0)
 _STOP: Final = tuple_of("a string or a list of strings", text("non-empty strings", min_len=1))

@@ -1,6 +1,7 @@
 """Greedy tokens straight from low-precision logits: no fp32 copy, and one (value, index) pair per tile or shard.
 
-Ties go to the smallest index, however the vocabulary is cut. `reference_sampling.py` has the twin.
+Ties go to the smallest index, however the vocabulary is cut. NaN is below every number, so that the token is in the
+vocabulary whatever the logits are: drafts made of NaN are only rejected. `reference_sampling.py` has the twin.
 """
 
 # mypy: ignore-errors
@@ -27,9 +28,9 @@ def tile_argmax_kernel(
     offsets = tile * TILE + tl.arange(0, TILE)
     start = logits + row.to(tl.int64) * vocab_size
     x = tl.load(start + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
     largest = tl.max(x, axis=0)
-    index = tl.min(tl.where((x == largest) & (offsets < vocab_size), offsets, _NO_INDEX), axis=0)
-    index = tl.minimum(index, vocab_size - 1) + first_token_id  # a tile of NaN has no largest
+    index = tl.min(tl.where((x == largest) & (offsets < vocab_size), offsets, _NO_INDEX), axis=0) + first_token_id
     at = row * tl.num_programs(1) + tile
     tl.store(tile_max + at, largest)
     tl.store(tile_argmax + at, index)

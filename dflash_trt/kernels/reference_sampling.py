@@ -21,7 +21,8 @@ def sample_and_accept(logits: Tensor, inputs: SamplingInputs) -> SamplingOutputs
     tokens = sampled.view(num_requests, width)
     accepted = torch.tensor([_num_accepted(tokens[r], inputs, r) for r in range(num_requests)])
     given = inputs.token_offsets[1:] - inputs.token_offsets[:-1]
-    logprobs = scores.gather(1, sampled[:, None])[:, 0] - scores.logsumexp(dim=1)
+    log_sum = scores.logsumexp(dim=1)
+    logprobs = scores.gather(1, sampled[:, None])[:, 0] - torch.where(log_sum.isfinite(), log_sum, torch.nan)
     return SamplingOutputs(
         emitted_tokens=tokens.int(),
         emitted_logprobs=logprobs.view(num_requests, width),
@@ -40,8 +41,7 @@ def kept_masses(
     min_p: float,
 ) -> Tensor:
     """int64 [V]: e^((score - largest) / temperature) in units of 2^-40, 0 where a filter removed the token."""
-    scaled = scores / torch.tensor(temperature, dtype=torch.float32)
-    exponentials = (scaled - scaled.max()).exp()
+    exponentials = ((scores - scores.max()) / torch.tensor(temperature, dtype=torch.float32)).exp()
     masses = _masses(exponentials)
     threshold = torch.zeros(())
     total = int(masses.sum())
@@ -76,15 +76,15 @@ def first_word(seed: int, position: int) -> int:
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:  # F [rows, V] -> int32 [rows]
-    """The first largest of each row."""
-    scores = logits.float()
+    """The first largest of each row; NaN is below every number."""
+    scores = logits.float().nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     is_largest = scores == scores.amax(dim=1, keepdim=True)
     return is_largest.int().argmax(dim=1).int()
 
 
 def _sampled(scores: Tensor, inputs: SamplingInputs, row: int, request: int) -> int:
     temperature = float(inputs.temperature[request])
-    if temperature <= 0:
+    if temperature <= 0 or not bool(scores.logsumexp(0).isfinite()):
         return int(argmax_tokens(scores[None])[0])
     masses = kept_masses(
         scores,

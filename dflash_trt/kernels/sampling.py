@@ -5,7 +5,8 @@
 knows nothing of requests beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
 
     tile_statistics  [rows, tiles]  largest logit and sums of exponentials of each tile, maxima of its pieces
-    row_bounds       [rows]         the row's maximum; greedy rows are done; a floor under every token top_k/top_p keep
+    row_bounds       [rows]         the row's maximum; greedy rows are done, and rows that give no token (NaN, see
+                                    `core/step_spec.py`); a floor under every token that top_k/top_p keep
     collect          [rows, tiles]  the mass of each tile; tokens above the floor go to the row's list, in any order
     row_threshold    [rows]         bisection over the list: the smallest exponential that the filters keep
     tile_mass        [rows, tiles]  the mass that is kept in each tile
@@ -54,19 +55,19 @@ def tile_statistics_kernel(
     request = row // width
     offsets = tile * TILE + tl.arange(0, TILE)
     x = _load_logits(logits, row, offsets, vocab_size)
-    largest = tl.max(x, axis=0)
+    numbers = tl.where(x == x, x, float("-inf"))  # NaN is seen in the sums
+    largest = tl.max(numbers, axis=0)
     index = tl.min(tl.where((x == largest) & (offsets < vocab_size), offsets, _NO_INDEX), axis=0)
-    anchor = tl.where(largest == float("-inf"), 0.0, largest)  # a tile of -inf sums to 0
+    anchor = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)  # a tile of -inf sums to 0, one with +inf to +inf
     at = row * num_tiles + tile
     tl.store(tile_max + at, largest)
     tl.store(tile_argmax + at, index)
     tl.store(tile_sum + at, tl.sum(tl.exp(x - anchor), axis=0))
     degree = tl.load(temperature + request)
     if degree > 0:
-        scaled = tl.div_rn(x, degree) - tl.div_rn(anchor, degree)
-        tl.store(tile_scaled_sum + at, tl.sum(tl.exp(scaled), axis=0))
+        tl.store(tile_scaled_sum + at, tl.sum(tl.exp(tl.div_rn(x - anchor, degree)), axis=0))
         if tl.load(top_k + request) > 0:
-            pieces = tl.max(tl.reshape(x, (PIECES, TILE // PIECES)), axis=1)
+            pieces = tl.max(tl.reshape(numbers, (PIECES, TILE // PIECES)), axis=1)
             tl.store(piece_max + at * PIECES + tl.arange(0, PIECES), pieces)
 
 
@@ -81,8 +82,8 @@ def row_bounds_kernel(
     tile_sum,  # float32 [rows, tiles]
     tile_scaled_sum,  # float32 [rows, tiles]
     piece_max,  # float32 [rows, tiles * PIECES]
-    row_max,  # float32 [rows], 0 in a row of -inf
-    row_log_sum,  # float32 [rows], logsumexp of the logits
+    row_max,  # float32 [rows], 0 where it is infinite
+    row_log_sum,  # float32 [rows], logsumexp of the logits; NaN where it is not finite
     row_mode,  # int32 [rows]
     row_floor,  # float32 [rows], exponentials below it are not kept by top_k and top_p
     row_threshold,  # float32 [rows], exponentials from it on are kept; FILTERED rows get theirs later
@@ -104,13 +105,15 @@ def row_bounds_kernel(
     sums = tl.load(tile_sum + at, mask=tiles < num_tiles, other=0.0)
     largest = tl.max(maxima, axis=0)
     index = tl.min(tl.where(maxima == largest, indices, _NO_INDEX), axis=0)
-    anchor = tl.where(largest == float("-inf"), 0.0, largest)  # a row of -inf has no mass, and no NaN either
-    log_sum = anchor + tl.log(tl.maximum(tl.sum(sums * tl.exp(maxima - anchor), axis=0), 1e-38))
+    anchor = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    total = tl.sum(sums * tl.exp(maxima - anchor), axis=0)
+    has_tokens = (total > 0) & (total < float("inf"))  # neither NaN nor +inf among the logits, nor all of them -inf
+    log_sum = tl.where(has_tokens, anchor + tl.log(tl.where(has_tokens, total, 1.0)), float("nan"))
     tl.store(row_max + row, anchor)
     tl.store(row_log_sum + row, log_sum)
     tl.store(list_count + row, 0)
     degree = tl.load(temperature + request)
-    if degree > 0:
+    if (degree > 0) & has_tokens:
         k, p = tl.load(top_k + request), tl.load(top_p + request)
         has_top_k = (k > 0) & (k < vocab_size)
         floor = 0.0
@@ -118,9 +121,9 @@ def row_bounds_kernel(
             # Tokens up to this floor have together at most (1 - p) of the mass, so the prefix ends before them. What
             # top_k leaves is not known yet, but it is at least the 1.0 of the most likely token.
             scaled_sums = tl.load(tile_scaled_sum + at, mask=tiles < num_tiles, other=0.0)
-            scaled = tl.div_rn(maxima, degree) - tl.div_rn(anchor, degree)
-            total = tl.where(has_top_k, 1.0, tl.sum(scaled_sums * tl.exp(scaled), axis=0))
-            floor = 0.999 * (1.0 - p) * total / vocab_size
+            scaled = tl.exp(tl.div_rn(maxima - anchor, degree))
+            scaled_total = tl.where(has_top_k, 1.0, tl.sum(scaled_sums * scaled, axis=0))
+            floor = 0.999 * (1.0 - p) * scaled_total / vocab_size
         if has_top_k & (k <= num_tiles * PIECES):
             floor = tl.maximum(
                 floor, _kth_piece(piece_max + row * num_tiles * PIECES, k, anchor, degree, num_tiles, TILES, PIECES)
@@ -129,7 +132,7 @@ def row_bounds_kernel(
         tl.store(row_floor + row, floor)
         tl.store(row_threshold + row, tl.minimum(tl.load(min_p + request), 1.0))
     else:
-        token = tl.minimum(index, vocab_size - 1)  # a row of NaN has no largest
+        token = tl.minimum(index, vocab_size - 1)
         tl.store(row_mode + row, GREEDY)
         tl.store(emitted_tokens + row, token)
         tl.store(emitted_logprobs + row, largest - log_sum)
@@ -334,7 +337,7 @@ def _load_logits(logits, row, offsets, vocab_size):
 def _exponentials(logits, row, offsets, vocab_size, largest, degree):
     """e^(logit / temperature - largest of them), at most 1; 0 past the vocabulary."""
     x = _load_logits(logits, row, offsets, vocab_size)
-    return tl.exp(tl.div_rn(x, degree) - tl.div_rn(largest, degree))
+    return tl.exp(tl.div_rn(x - largest, degree))
 
 
 @triton.jit
@@ -347,7 +350,7 @@ def _kth_piece(pieces, k, largest, degree, num_tiles, TILES: tl.constexpr, PIECE
     """The k-th largest of the maxima of all pieces, as an exponential; a hair below, for the rounding of e^x."""
     at = tl.arange(0, TILES * PIECES)
     x = tl.load(pieces + at, mask=at < num_tiles * PIECES, other=float("-inf"))
-    bits = tl.exp(tl.div_rn(x, degree) - tl.div_rn(largest, degree)).to(tl.int32, bitcast=True)
+    bits = tl.exp(tl.div_rn(x - largest, degree)).to(tl.int32, bitcast=True)
     found = tl.full((), 0, tl.int32)
     above = tl.full((), _ONE_BITS + 1, tl.int32)
     for _ in range(31):

@@ -2,6 +2,9 @@
 
 Requests with few query rows (verify blocks) share one padded call; each long prefill chunk gets a call of its own.
 Everything that depends only on lengths is worked out once per step, in an `AttentionPlan`, and reused by all layers.
+
+A weight of 0 does not hide NaN. Gathered rows that are not a request's own, of pages that others have or had, are
+cleared: what is not finite in one request stays there.
 """
 
 import itertools
@@ -27,6 +30,9 @@ class QueryGroup:
     positions: Tensor  # int64 [G, Q]
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
+    foreign_rows: (
+        Tensor | None
+    )  # int64, of the gathered [G * P * page_size]: those behind a request's end that are read
     masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
 
 
@@ -69,9 +75,10 @@ class Scratch:
 class AttentionPlan:
     """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
 
+    page_size: int
     slots: PageSlots  # of all T tokens
     groups: list[QueryGroup]
-    block: QueryGroup  # the draft blocks of all requests; its positions are filled in by `draft_positions`
+    block: QueryGroup  # the draft blocks of all requests; its foreign rows are known after acceptance
     request_of_row: Tensor  # int64 [T]
     scratch: Scratch = field(default_factory=Scratch)
     context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
@@ -91,6 +98,7 @@ def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_toke
     request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
     k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
     return AttentionPlan(
+        page_size=page_size,
         slots=PageSlots(k_slots, k_slots + page_size),
         groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
         block=QueryGroup(
@@ -123,12 +131,27 @@ def _group(
     rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
     is_everything = rows == list(range(offsets[-1]))
     rows_tensor = torch.tensor(rows)
+    page_ids = pages[group][:, : -(-num_keys // page_size)]
     return QueryGroup(
         rows=None if is_everything else rows_tensor,
         positions=positions[rows_tensor].view(len(group), width),
-        page_ids=pages[group][:, : -(-num_keys // page_size)],
+        page_ids=page_ids,
         num_keys=num_keys,
+        foreign_rows=_foreign_rows(torch.tensor([ends[r] for r in group]), page_ids, num_keys, page_size),
     )
+
+
+def _foreign_rows(
+    ends: Tensor,  # int [G]
+    page_ids: Tensor,  # [G, P]
+    num_keys: int,
+    page_size: int,
+) -> Tensor | None:
+    """See QueryGroup."""
+    positions = torch.arange(page_ids.shape[1] * page_size)
+    is_foreign = (positions >= ends[:, None]) & (positions < num_keys)
+    rows = is_foreign.flatten().nonzero()[:, 0]
+    return rows if len(rows) else None
 
 
 def write_pages(pages: Pages, slots: PageSlots, k: Tensor, v: Tensor) -> None:
@@ -180,6 +203,8 @@ def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: 
     is_kept = inputs.positions < acceptance.next_context_lens[plan.request_of_row]
     rows = is_kept.nonzero()[:, 0]
     plan.context_rows, plan.context_slots = rows, PageSlots(plan.slots.k[rows], plan.slots.v[rows])
+    block = plan.block
+    block.foreign_rows = _foreign_rows(acceptance.next_context_lens, block.page_ids, block.num_keys, plan.page_size)
 
 
 def attend_draft(
@@ -208,7 +233,7 @@ def attend_draft(
 
 
 def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end hold anything.
+    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end are 0.
 
     They are there until the next call.
     """
@@ -224,6 +249,8 @@ def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype, scratch: Scr
     def read(rows: Tensor, into: Tensor) -> Tensor:
         torch.index_select(halves, 0, rows, out=into)
         gathered = into.view(num_requests, num_pages * page_size, kv_heads, head_dim)
+        if group.foreign_rows is not None:
+            into.view(-1, kv_heads * head_dim).index_fill_(0, group.foreign_rows, 0)
         return gathered[:, : group.num_keys].transpose(1, 2)
 
     k, v = scratch.take(halves, len(k_rows))

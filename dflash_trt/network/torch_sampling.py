@@ -1,7 +1,8 @@
 """sample_and_accept in PyTorch: the definition that every other back end must match.
 
 The target is sampled at every row; a draft is accepted while it equals the sampled token. With greedy (one-hot)
-drafts this is rejection sampling, so the output distribution is the target's at any temperature.
+drafts this is rejection sampling, so the output distribution is the target's at any temperature. A row whose logits
+give no token (see `core/step_spec.py`) gets the log probability NaN.
 """
 
 import torch
@@ -19,7 +20,8 @@ def sample_and_accept(
     num_requests, width = inputs.logit_rows.shape
     scores = logits.float()
     sampled = sample_rows(scores, inputs)  # int64 [R*(K+1)]
-    logprobs = scores.gather(1, sampled[:, None])[:, 0] - scores.logsumexp(dim=1)
+    log_sum = scores.logsumexp(dim=1)
+    logprobs = scores.gather(1, sampled[:, None])[:, 0] - torch.where(log_sum.isfinite(), log_sum, torch.nan)
     tokens = sampled.view(num_requests, width)
 
     slots = torch.arange(width - 1, device=tokens.device)
@@ -51,8 +53,10 @@ def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
     def per_row(values: Tensor) -> Tensor:
         return values.repeat_interleave(width)[rows]
 
+    chosen = scores[rows]
     weights = filtered_weights(
-        scores[rows] / per_row(inputs.temperature)[:, None],
+        # the largest is 0 before it is divided: no temperature makes it infinite
+        (chosen - chosen.amax(dim=1, keepdim=True)) / per_row(inputs.temperature)[:, None],
         top_k=per_row(inputs.top_k),
         top_p=per_row(inputs.top_p),
         min_p=per_row(inputs.min_p),
@@ -62,7 +66,7 @@ def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
 
 
 def filtered_weights(
-    scaled: Tensor,  # float32 [N, V], logits / temperature
+    scaled: Tensor,  # float32 [N, V], logits / temperature, up to a constant of each row
     *,
     top_k: Tensor,  # int [N], 0 off
     top_p: Tensor,  # float32 [N], 1 off
@@ -80,12 +84,15 @@ def filtered_weights(
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution in vocabulary order; a token of weight 0 is never drawn. int64 [N]."""
+    """Inverse of the cumulative distribution in vocabulary order; a token of weight 0 is never drawn. int64 [N].
+
+    Of weights that are not finite the result means nothing, but is in the vocabulary.
+    """
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, u[:, None] * total, right=True)[:, 0]
     last_kept = torch.searchsorted(cumulative, total)[:, 0]  # u * total may round up to total
-    return torch.minimum(index, last_kept)
+    return torch.minimum(index, last_kept).clamp(max=weights.shape[1] - 1)
 
 
 def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -97,4 +104,5 @@ def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ordered = ordered * (rank < num_kept[:, None])
     mass_before = ordered.cumsum(dim=1) - ordered
     is_kept = (ordered > 0) & (mass_before < top_p[:, None] * ordered.sum(dim=1, keepdim=True))
+    is_kept[:, 0] = True  # the most likely one, whatever top_p rounds to
     return torch.where(is_kept, ordered, torch.inf).amin(dim=1, keepdim=True)

@@ -73,6 +73,7 @@ def attend_pages(
         distance = layers.binary("SUB", query_positions, index.key_positions)
         visible = layers.binary("AND", visible, layers.binary("LESS", distance, attention.window))
     mask = layers.reshape(visible, (-1, 1, 1, index.num_keys))
+    values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
     attended = _attend(layers, grouped, keys, values, mask)  # [T, kv_heads, group, D]
     return layers.reshape(attended, (-1, num_heads * head_dim)), written
 
@@ -104,7 +105,10 @@ def attend_draft(
     """The reading half of `Ops.attend_draft`: [R*S, heads * D]."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = block[0].shape[1]
-    stored = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
+    keys, values = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
+    context_lens = layers.reshape(acceptance.next_context_lens, (-1, 1))
+    is_own = layers.binary("LESS", index.key_positions, context_lens)  # [R, keys]
+    values = _cleared(layers, values, layers.reshape(is_own, (-1, 1, index.num_keys, 1)))
 
     num_keys = _sum(layers, index.num_keys, block_width)
 
@@ -116,8 +120,8 @@ def attend_draft(
     grouped = layers.reshape(q, (-1, block_width, kv_heads, num_heads // kv_heads, head_dim))
     grouped = layers.transpose(grouped, (0, 2, 3, 1, 4))  # [R, kv_heads, group, S, D]
     mask = _block_mask(layers, index, acceptance, attention, block_width)
-    keys, values = with_block(stored[0], block[0]), with_block(stored[1], block[1])
-    attended = layers.transpose(_attend(layers, grouped, keys, values, mask), (0, 3, 1, 2, 4))
+    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), mask)
+    attended = layers.transpose(attended, (0, 3, 1, 2, 4))
     return layers.reshape(attended, (-1, num_heads * head_dim))
 
 
@@ -174,6 +178,11 @@ def _attend(layers: Layers, q: ITensor, keys: ITensor, values: ITensor, mask: IT
     hidden = layers.like(float("-inf"), scores)
     weights = layers.softmax(layers.where(mask, scores, hidden), len(scores.shape) - 1)
     return layers.cast_like(layers.matmul(weights, layers.cast(values, "float32")), q)
+
+
+def _cleared(layers: Layers, values: ITensor, is_visible: ITensor) -> ITensor:
+    """0 where no query may look: pages hold what others left there, and a weight of 0 does not hide NaN."""
+    return layers.where(is_visible, values, layers.like(0.0, values))
 
 
 def _columns(layers: Layers, *columns: ITensor) -> ITensor:

@@ -94,6 +94,9 @@ class Layers:
     def unary(self, op: str, x: ITensor) -> ITensor:
         return self._add("add_unary", x, getattr(self.trt.UnaryOperation, op))
 
+    def clamp(self, x: ITensor, least: int, most: int) -> ITensor:
+        return self.binary("MIN", self.binary("MAX", x, least), most)
+
     def sigmoid(self, x: ITensor) -> ITensor:
         return self._add("add_activation", x, self.trt.ActivationType.SIGMOID)
 

@@ -232,7 +232,9 @@ class TrtOps:
         return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
 
     def argmax_tokens(self, logits: ITensor) -> ITensor:
-        return self._layers.reshape(self._layers.argmax(logits, 1), (-1, self._num_drafts()))
+        layers = self._layers
+        token_ids = layers.clamp(layers.argmax(logits, 1), 0, logits.shape[1] - 1)  # NaN has no largest
+        return layers.reshape(token_ids, (-1, self._num_drafts()))
 
     def map_tokens(self, draft_to_target: Handle, token_ids: ITensor) -> ITensor:
         layers = self._layers

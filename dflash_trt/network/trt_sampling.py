@@ -3,6 +3,9 @@
 TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by bisection over the scaled logits
 instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the
 probabilities themselves; tokens whose probabilities differ by less than that are kept or dropped together.
+
+What TensorRT's reductions and TopK make of NaN is not documented. The sum of exponentials is NaN whatever they do, and
+so are the log probabilities of a row with NaN or +inf, or of -inf alone; tokens are brought into the vocabulary.
 """
 
 from typing import Final
@@ -19,7 +22,7 @@ def sample_and_accept(layers: Layers, logits: ITensor, inputs: StepInputs[ITenso
     """[R*(K+1), V] at logit_rows -> tokens, log probabilities and what verification decided."""
     num_requests, width = layers.dim(inputs.logit_rows, 0), layers.dim(inputs.logit_rows, 1)
     scores = layers.cast(logits, "float32")
-    sampled = sample_rows(layers, scores, inputs)  # int32 [N, 1]
+    sampled = layers.clamp(sample_rows(layers, scores, inputs), 0, scores.shape[1] - 1)  # int32 [N, 1]
     layer = layers.add_layer("add_gather_v2", scores, sampled, layers.trt.GatherMode.ELEMENT)
     layer.axis = 1
     logprobs = layers.binary("SUB", layers.output_of(layer), _logsumexp(layers, scores))
@@ -46,7 +49,8 @@ def sample_rows(layers: Layers, scores: ITensor, inputs: StepInputs[ITensor]) ->
     temperature = _per_row(layers, inputs.temperature, inputs)
     is_random = layers.binary("GREATER", temperature, 0.0)
     divisor = layers.where(is_random, temperature, layers.like(1.0, temperature))
-    scaled = layers.binary("DIV", scores, divisor)
+    below_largest = layers.binary("SUB", scores, layers.reduce("MAX", scores, 1))  # 0: no division makes it infinite
+    scaled = layers.binary("DIV", below_largest, divisor)
     weights = _filtered_weights(layers, scaled, inputs)
     rows = layers.reshape(inputs.logit_rows, (-1,))
     drawn_position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
@@ -56,11 +60,10 @@ def sample_rows(layers: Layers, scores: ITensor, inputs: StepInputs[ITensor]) ->
 
 
 def _filtered_weights(layers: Layers, scaled: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
-    """Probabilities, zero where top_k, then top_p, then min_p removed the token."""
+    """Probabilities, zero where top_k, then top_p, then min_p removed the token. `scaled` is at most 0."""
     weights = layers.softmax(scaled, 1)
-    x = layers.binary("SUB", scaled, layers.reduce("MAX", scaled, 1))
-    cutoff = _cutoff(layers, x, weights, inputs)
-    weights = _kept(layers, weights, layers.binary("GREATER", x, cutoff))
+    cutoff = _cutoff(layers, scaled, weights, inputs)
+    weights = _kept(layers, weights, layers.binary("GREATER", scaled, cutoff))
     largest = layers.reduce("MAX", weights, 1)
     min_p = _per_row(layers, inputs.min_p, inputs)
     is_small = layers.binary("LESS", weights, layers.binary("PROD", min_p, largest))

@@ -76,7 +76,7 @@ def test_template_options_of_the_command_line_reach_conversations_and_rows_overr
         ),
         (b'{"prompt": "a", "max_new_tokens": true}', "sampling max_new_tokens"),
         (b'{"prompt": "a", "temperature": null}', "sampling temperature"),
-        (b'{"prompt": "a", "temperature": NaN}', "sampling temperature: expected 0 (greedy) to 3.4e+38, found nan"),
+        (b'{"prompt": "a", "temperature": NaN}', "sampling temperature: expected 0 (greedy) to 10000, found nan"),
         (b'{"prompt": "a", "top_p": 0}', "sampling top_p"),
         (b'{"prompt": "a", "stop": [""]}', "sampling stop: expected non-empty strings"),
         (b'{"prompt": "a", "stop": [1, 2]}', "sampling stop"),

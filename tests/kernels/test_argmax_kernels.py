@@ -30,6 +30,28 @@ def test_ties_go_to_the_smallest_index_across_tiles():
     assert argmax_tokens(logits).tolist() == reference_sampling.argmax_tokens(logits).tolist() == [TILE + 7, 0, 0]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 272, TILE, TILE + 1, 2 * TILE])
+def test_nan_is_below_every_number_so_that_the_token_is_in_the_vocabulary(vocab_size):
+    logits = make_logits(3, vocab_size)
+    logits[0] = torch.nan
+    logits[1, : vocab_size // 2] = torch.nan
+    logits[2] = torch.nan
+    logits[2, -1] = -1e30
+    tokens = argmax_tokens(logits).tolist()
+    assert tokens == reference_sampling.argmax_tokens(logits).tolist()
+    assert tokens[::2] == [0, vocab_size - 1]
+    assert tokens[1] == logits[1].nan_to_num(-torch.inf).argmax()
+
+
+def test_a_shard_of_nan_gives_way_to_the_others():
+    logits = make_logits(2, 2 * TILE)
+    logits[0, :TILE] = torch.nan
+    logits[1] = torch.nan
+    shards = [shard_argmax(shard.contiguous(), first_token_id=i * TILE) for i, shard in enumerate(logits.chunk(2, 1))]
+    values, tokens = (torch.stack(parts) for parts in zip(*shards, strict=True))
+    assert combine_shards(values, tokens).tolist() == reference_sampling.argmax_tokens(logits).tolist()
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_shards_agree_with_the_whole_vocabulary(num_shards):
     shard_size = TILE + 40

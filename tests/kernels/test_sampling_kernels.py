@@ -20,6 +20,7 @@ from dflash_trt.kernels.sampling_launch import (
 from dflash_trt.network import torch_sampling
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.philox import uniform
+from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 2 * TILE + 777  # an odd size that ends inside a tile
@@ -147,11 +148,44 @@ def test_greedy_takes_the_first_of_equals_across_tiles():
     assert run_kernels(logits, inputs).emitted_tokens.flatten().tolist() == [0, TILE + 5, 0]
 
 
-def test_a_row_of_nothing_gives_a_token_of_the_vocabulary():
-    inputs = make_inputs([(0.0, 0, 1.0, 0.0, 0), (1.0, 0, 1.0, 0.0, 0), (1.0, 5, 0.9, 0.0, 0)], width=1)
-    outputs = run_kernels(torch.full((3, 300), -torch.inf), inputs)
-    assert all(0 <= token < 300 for token in outputs.emitted_tokens.flatten().tolist())
-    assert (outputs.emitted_logprobs == -torch.inf).all()
+# Numpy, under the interpreter, says that it computes with infinities; on a GPU nobody does.
+ignores_infinities = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+@ignores_infinities
+@pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1, 2 * TILE])
+def test_rows_that_are_not_finite_have_the_log_probability_nan_and_their_mates_theirs(vocab_size):
+    samplings = [(0.0, 0, 1.0, 0.0, 0), (1.0, 0, 1.0, 0.0, 0), (1.0, 5, 0.9, 0.0, 0), (0.5, 0, 1.0, 0.1, 4)]
+    bad = list(rows_without_a_token(vocab_size).values())
+    good = make_logits(1, vocab_size)[0]
+    rows, asked = [], []
+    for sampling in samplings:
+        for row in bad:
+            rows += [row, good]
+            asked += [sampling, sampling]
+    inputs, logits = make_inputs(asked, width=1), torch.stack(rows)
+    outputs = run_kernels(logits, inputs)
+    expected = reference_sampling.sample_and_accept(logits, inputs)
+    assert outputs.emitted_logprobs[0::2].isnan().all() and expected.emitted_logprobs[0::2].isnan().all()
+    tokens = outputs.emitted_tokens.flatten().tolist()
+    assert all(0 <= token < vocab_size for token in tokens)
+    assert tokens[1::2] == expected.emitted_tokens.flatten().tolist()[1::2]
+    torch.testing.assert_close(
+        outputs.emitted_logprobs[1::2], expected.emitted_logprobs[1::2], rtol=1e-5, atol=2e-5
+    )  # finite ones
+
+
+@ignores_infinities
+def test_the_ends_of_every_number_mean_what_they_mean_on_the_cpu():
+    samplings = [device_sampling(params, seed) for params, _ in EXTREMES for seed in range(3)]
+    inputs = make_inputs([(s.temperature, s.top_k, s.top_p, s.min_p, s.seed) for s in samplings], width=1)
+    most_likely = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    logits = torch.empty(300).index_copy_(0, most_likely, -torch.arange(300.0)).expand(len(samplings), -1).contiguous()
+    outputs = run_kernels(logits, inputs)
+    assert_same(outputs, torch_sampling.sample_and_accept(logits, network_inputs(inputs)))
+    ranks = [most_likely.tolist().index(token) for token in outputs.emitted_tokens.flatten().tolist()]
+    for index, (_, num_likely) in enumerate(EXTREMES):
+        assert max(ranks[3 * index : 3 * index + 3]) < (num_likely or 300)
 
 
 def kept_tokens(logits, *, top_k=0, top_p=1.0, min_p=0.0):
