@@ -16,6 +16,7 @@ from dflash_trt.core.checked_values import (
     text,
     tuple_of,
 )
+from dflash_trt.core.errors import RequestError, problem, raise_all
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
 
@@ -76,8 +77,8 @@ class SamplingParams:
     shape of a step decides how sums are rounded, so near-ties may fall differently; the distribution is the same.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
 
-    Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0, a smaller
-    top_p becomes 1.2e-38 (the most likely token alone), a top_k from 2**31 on becomes 2**31 - 1. Numbers of numpy are
+    Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0 and a top_p
+    below it 1.2e-38 (the most likely token alone), a top_k from 2**31 on becomes 2**31 - 1. Numbers of numpy are
     accepted, and so are a single string for `stop`, and lists.
 
     Raises:

@@ -153,7 +153,7 @@ ignores_infinities = pytest.mark.filterwarnings("ignore:(overflow|invalid value)
 
 
 @ignores_infinities
-@pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1, 2 * TILE])
+@pytest.mark.parametrize("vocab_size", [300, TILE])
 def test_rows_that_are_not_finite_have_the_log_probability_nan_and_their_mates_theirs(vocab_size):
     samplings = [(0.0, 0, 1.0, 0.0, 0), (1.0, 0, 1.0, 0.0, 0), (1.0, 5, 0.9, 0.0, 0), (0.5, 0, 1.0, 0.1, 4)]
     bad = list(rows_without_a_token(vocab_size).values())

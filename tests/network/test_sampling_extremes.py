@@ -11,7 +11,7 @@ from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.request import MAX_SEED, SamplingParams
 from dflash_trt.executor.step_inputs import step_inputs, step_result
 from dflash_trt.network.step import StepOutputs
-from dflash_trt.network.torch_sampling import sample_and_accept
+from dflash_trt.network.torch_sampling import filtered_weights, sample_and_accept
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 
 ORDER = (5, 0, 3, 7, 1, 6, 2, 4)  # tokens, the most likely first
@@ -76,14 +76,14 @@ def test_every_number_gives_a_token_that_means_what_was_asked(params: SamplingPa
     assert params.seed is not None
     (result,) = run(logits[None], [device_sampling(params, params.seed)])
     assert result.non_finite_position is None
-    (token,) = result.emitted_tokens
-    assert token in likely(logits, params, 1e-3)
-    tokens = {
-        row.emitted_tokens[0] for row in run(logits.expand(64, -1), [device_sampling(params, s) for s in range(64)])
-    }
-    assert tokens <= likely(logits, params, 1e-3)
-    if len(likely(logits, params, -1e-3)) == 1:
-        assert tokens == {ORDER[0]} or tokens <= likely(logits, params, 1e-3)
+    most = likely(logits, params, 1e-3)
+    assert result.emitted_tokens[0] in most
+    if not params.is_greedy:
+        filters = {name: torch.tensor([getattr(params, name)]) for name in ("top_k", "top_p", "min_p")}
+        kept = (
+            filtered_weights((logits[None] - logits.max()) / params.temperature, **filters)[0].nonzero()[:, 0].tolist()
+        )
+        assert likely(logits, params, -1e-3) <= set(kept) <= most
 
 
 @pytest.mark.parametrize(("params", "num_likely"), EXTREMES)
