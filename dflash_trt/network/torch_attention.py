@@ -30,9 +30,7 @@ class QueryGroup:
     positions: Tensor  # int64 [G, Q]
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
-    foreign_rows: (
-        Tensor | None
-    )  # int64, of the gathered [G * P * page_size]: those behind a request's end that are read
+    foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
     masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
 
 
