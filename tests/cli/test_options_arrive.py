@@ -76,6 +76,7 @@ def opened(llm: type[RecordingLLM]) -> dict[str, Any]:
 
 def test_every_option_of_run_reaches_the_engine(llm, invoke) -> None:
     prompts = ["--prompt", "x", "--prompt", "y", "--chat", "--system", "Be brief."]
+    prompts += ["--chat-template-kwargs", '{"thinks": false}']
     result = invoke("run", "dir", *prompts, *DRAFTING, *SAMPLING, "--json")
     assert (result.exit_code, result.stderr) == (1, "error: recorded\n")
     assert opened(llm) == LLM_DEFAULTS | {
@@ -88,7 +89,10 @@ def test_every_option_of_run_reaches_the_engine(llm, invoke) -> None:
         "device": "cpu",
     }
     system = {"role": "system", "content": "Be brief."}
-    conversations = [{"messages": [system, {"role": "user", "content": text}]} for text in ("x", "y")]
+    conversations = [
+        {"messages": [system, {"role": "user", "content": text}], "chat_template_kwargs": {"thinks": False}}
+        for text in ("x", "y")
+    ]
     sampling = SamplingParams(
         max_new_tokens=9,
         temperature=0.5,
@@ -115,8 +119,9 @@ def test_run_without_a_drafter_opens_the_engine_without_one(llm, invoke) -> None
 
 def test_no_option_of_run_is_left_out_here() -> None:
     """What concerns files and the terminal is for test_run.py."""
-    cases = (["dir", "--prompt", "x", "--chat", "--system", "s", *DRAFTING, *SAMPLING], ["dir", "--no-drafter"])
-    files = {"input_file", "output_file", "trace", "stream", "as_json"}
+    chat = ["--chat", "--system", "s", "--chat-template-kwargs", "{}"]
+    cases = (["dir", "--prompt", "x", *chat, *DRAFTING, *SAMPLING], ["dir", "--no-drafter"])
+    files = {"input_file", "output_file", "resume", "trace", "stream", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
 
@@ -208,7 +213,8 @@ def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
     words = ["build", *BUILD, "--tp-size", "2", "-o", "out"]
     for more, overwrite in (([], False), (["--overwrite"], True)):
         assert invoke(*words, *more).stderr == "error: recorded\n"
-        assert callable(builder.arguments.pop("progress")) and callable(builder.arguments.pop("on_plan"))
+        for callback in ("progress", "on_plan", "warn"):
+            assert callable(builder.arguments.pop(callback))
         assert builder.arguments == {
             "config": BUILT,
             "output": Path("out"),

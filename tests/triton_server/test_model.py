@@ -4,6 +4,7 @@ The tests compare all arguments, and fail for an option or a setting that they d
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -50,12 +51,15 @@ SETTINGS = ModelSettings(
 
 
 @pytest.fixture
-def pb_utils(monkeypatch) -> ModuleType:
+def pb_utils(monkeypatch) -> Iterator[ModuleType]:
     module = ModuleType("triton_python_backend_utils")
     module.TritonModelException = type("TritonModelException", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
     monkeypatch.delitem(sys.modules, "dflash_trt.triton_server.model", raising=False)
-    return module
+    log = logging.getLogger("dflash_trt")
+    handlers = list(log.handlers)
+    yield module
+    log.handlers[:] = handlers  # the model's own writes to a server's log
 
 
 @pytest.fixture

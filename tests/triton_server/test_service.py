@@ -16,7 +16,7 @@ from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from dflash_trt.triton_server import prompt_lanes
-from dflash_trt.triton_server.metrics import METRICS, REFUSED, MetricBook
+from dflash_trt.triton_server.metrics import REFUSED, MetricBook
 from dflash_trt.triton_server.service import EngineService
 from dflash_trt.triton_server.settings import ModelSettings
 from dflash_trt.triton_server.tensors import INPUTS_BY_NAME
