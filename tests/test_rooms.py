@@ -56,7 +56,7 @@ def test_a_forbidden_import_is_caught(tmp_path: Path, path: str, code: str, mess
         ),
         ("network/torch_ops.py", "import torch.nn.functional"),
         ("network/trt_ops.py", "import tensorrt"),
-        ("serving/text.py", "from transformers import AutoTokenizer"),
+        ("engine_dir/tokenizer_dir.py", "from transformers import AutoTokenizer"),
         ("quantize/calibrate.py", "import modelopt.torch"),
         (
             "cli/x.py",

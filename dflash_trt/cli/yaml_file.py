@@ -1,9 +1,12 @@
-"""A YAML file as plain fields, without trust: one mapping, no key twice, only plain types."""
+"""A YAML file as plain fields, without trust: one small mapping, no key twice, no aliases, only plain types."""
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 from dflash_trt.core.errors import ConfigError, problem
+
+_MAX_BYTES = 256 * 2**10  # PyYAML reads about 100 kB a second
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -15,12 +18,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _MAX_BYTES:
+            raise ValueError(f"{num_bytes} bytes, more than {_MAX_BYTES}")
         text = path.read_bytes().decode()
         fields = yaml.load(text, Loader=_unique_loader())  # derived from SafeLoader
     except OSError as error:
         found = f"{error.strerror}"
         raise ConfigError(problem(str(path), expected="a YAML file", found=found, mend="Check the path.")) from error
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: bad UTF-8, no such date, 5,000 digits
         found = " ".join(str(error).split())
         raise ConfigError(problem(str(path), expected="valid YAML", found=found, mend="Correct the file.")) from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
@@ -31,15 +37,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _unique_loader() -> Any:
-    """SafeLoader that refuses what it would otherwise drop without a word: the first of two equal keys."""
+    """SafeLoader that refuses what it would otherwise drop without a word, the first of two equal keys, and aliases,
+    a few of which can stand for more values than fit into memory."""
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                found = f"an alias, *{event.anchor}: write the value out"
+                raise yaml.composer.ComposerError(None, None, found, event.start_mark)
+            return super().compose_node(parent, index)
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", node.start_mark)
+            seen = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, Hashable):  # the base class refuses the others
+                    if key in seen:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"key {key!r} stands twice", node.start_mark
+                        )
+                    seen.add(key)
             return super().construct_mapping(node, deep)
 
     return UniqueKeyLoader

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.frozen import Frozen, nearest_name
+from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
 Backend = Literal["torch", "tensorrt"]
@@ -24,12 +24,14 @@ class BuildConfig(Frozen):
     drafter: str | None = None
     backend: Backend = "torch"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    max_batch_size: int = Field(default=64, ge=1)
-    max_seq_len: int | None = Field(default=None, ge=2)
-    max_num_tokens: int = Field(default=2048, ge=1)
-    max_draft_len: int | None = Field(default=None, ge=0)
-    page_size: int = Field(default=32, ge=1)
-    tp_size: int = Field(default=1, ge=1)  # ranks that share every layer, each with a process (and a GPU) of its own
+    max_batch_size: int = Field(default=64, ge=1, le=MAX_INT32)
+    max_seq_len: int | None = Field(default=None, ge=2, le=MAX_INT32)
+    max_num_tokens: int = Field(default=2048, ge=1, le=MAX_INT32)
+    max_draft_len: int | None = Field(default=None, ge=0, le=MAX_INT32)
+    page_size: int = Field(default=32, ge=1, le=MAX_INT32)
+    tp_size: int = Field(
+        default=1, ge=1, le=1024
+    )  # ranks that share every layer, each with a process (and a GPU) of its own
     quantization: QuantizationConfig | None = None
     plugins: PluginMode = "plugin"  # of backend tensorrt: the plugin library, or plain layers (slow, for checks)
     plugin_library: str | None = None  # of backend tensorrt
@@ -80,5 +82,5 @@ def _problem_of(details: Any, fields: AbcMapping[str, Any]) -> str:
     if details["type"] == "missing":
         return problem(f"key '{name}'", expected="a value", found="none", mend=f"Add '{name}: ...'.")
     is_one_key = name in fields or len(details["loc"]) > 1
-    found = repr(details["input"]) if is_one_key else "this combination"
+    found = f"{details['input']!r:.80}" if is_one_key else "this combination"
     return problem(f"key '{name}'", expected=details["msg"], found=found, mend="Change the value.")

@@ -60,11 +60,14 @@ def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
     mend = "Download the tokenizer again, or remove its files to build an engine of token ids."
     problems = []
     for path in files:
-        if path.suffix == ".json":
-            try:
+        expected = "a JSON object" if path.suffix == ".json" else "UTF-8 text"
+        try:
+            if path.suffix == ".json":
                 read_json_object(path)
-            except (OSError, ValueError) as error:
-                problems.append(problem(path.name, expected="a JSON object", found=str(error), mend=mend))
+            elif path.suffix == ".jinja":
+                path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            problems.append(problem(path.name, expected=expected, found=str(error), mend=mend))
     if problems:
         return problems
     with TemporaryDirectory(prefix="dflash-trt-tokenizer-") as name:

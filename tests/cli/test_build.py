@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,14 @@ def test_no_configuration_at_all_is_a_usage_error(tmp_path, invoke) -> None:
         ("target: t\ndtype: int3\n", ["key 'dtype'", "'int3'"]),
         ("target: t\nmax_batch_size: 0\nmax_seq_len: 1\n", ["2 problems", "max_batch_size", "max_seq_len"]),
         ("target: \xff".encode("latin-1"), ["valid YAML", "utf-8"]),
+        ("target: 2001-99-99\n", ["valid YAML", "month must be in 1..12"]),
+        ("max_seq_len: " + "9" * 5000, ["valid YAML", "integer string conversion"]),
+        ("target: t\nmax_batch_size: " + "9" * 4000, ["key 'max_batch_size'", "less than or equal to 2147483647"]),
+        ("target: t\nmax_num_tokens: 2147483648\n", ["key 'max_num_tokens'"]),
+        ("target: &t a\ndrafter: *t\n", ["valid YAML", "an alias, *t: write the value out"]),
+        ("[" * 10_000, ["valid YAML"]),
+        ("x: " + "y" * 300_000, ["valid YAML", "more than 262144"]),
+        ("? [a]\n: 1\n", ["valid YAML", "unhashable key"]),
     ],
 )
 def test_a_wrong_yaml_file_is_a_usage_error_that_names_the_key(tmp_path, invoke, text, said) -> None:
@@ -134,6 +143,22 @@ def test_a_wrong_yaml_file_is_a_usage_error_that_names_the_key(tmp_path, invoke,
     config.write_bytes(text if isinstance(text, bytes) else text.encode())
     _assert_refused(invoke("build", config, "-o", tmp_path / "engine"), 2, *said)
     assert _names(tmp_path) == {"pair.yaml"}
+
+
+def test_a_bomb_of_aliases_is_refused_at_once(tmp_path, invoke) -> None:
+    """Ten levels of ten aliases each, which an error message would spell out."""
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 10)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(["l0: &l0 [x, x]", *levels, "target: *l9", ""]))
+    started_s = time.monotonic()
+    _assert_refused(invoke("build", tmp_path / "bomb.yaml", "-o", tmp_path / "engine"), 2, "an alias, *l0")
+    assert time.monotonic() - started_s < 5
+
+
+def test_keys_that_stand_twice_are_found_in_linear_time(tmp_path, invoke) -> None:
+    (tmp_path / "long.yaml").write_text("".join(f"k{i}: 0\n" for i in range(20_000)) + "k0: 0\n")
+    started_s = time.monotonic()
+    _assert_refused(invoke("build", tmp_path / "long.yaml", "-o", tmp_path / "engine"), 2, "'k0' stands twice")
+    assert time.monotonic() - started_s < 20
 
 
 def test_a_missing_checkpoint_is_refused_by_its_path(target, tmp_path, invoke) -> None:
