@@ -44,7 +44,7 @@ def _unique_loader() -> Any:
     class UniqueKeyLoader(yaml.SafeLoader):
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
+                event = self.peek_event()  # type: ignore[no-untyped-call]
                 found = f"an alias, *{event.anchor}: write the value out"
                 raise yaml.composer.ComposerError(None, None, found, event.start_mark)
             return super().compose_node(parent, index)
