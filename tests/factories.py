@@ -104,7 +104,7 @@ def make_target(
     fields |= _FAMILY_FIELDS[family] | overrides
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**fields))
-    _randomize(dict(model.named_parameters()), seed=seed)
+    randomize(dict(model.named_parameters()), seed=seed)
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)
@@ -159,7 +159,7 @@ def make_zlab_drafter(
     fields |= overrides
     num_taps = len(target_layer_ids) if target_layer_ids is not None else num_layers
     tensors = _draft_tensors(fields, num_taps=num_taps, target_hidden_size=target["hidden_size"])
-    _randomize(tensors, seed=seed)
+    randomize(tensors, seed=seed)
     return _write_drafter(path, fields, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
@@ -215,7 +215,7 @@ def make_speculators_drafter(
         tensors["embed_tokens.weight"] = torch.empty(vocab_size, hidden)
     if draft_vocab_size is not None:
         tensors["lm_head.weight"] = torch.empty(draft_vocab_size, hidden)
-    _randomize(tensors, seed=seed)
+    randomize(tensors, seed=seed)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if draft_vocab_size is not None:
         tensors |= _vocabulary_maps(vocab_size, draft_vocab_size, seed=seed)
@@ -251,7 +251,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     write_json(path, read_json(path) | changes)
 
 
-def _randomize(tensors: Tensors, *, seed: int) -> None:
+def randomize(tensors: Tensors, *, seed: int) -> None:
     """Fill in place: unit-gain matrices, norms near 1, small biases, and heads that give peaked logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -33,10 +33,8 @@ def _shared_parts(draft: DraftSpec) -> str:
 
 
 def _tap_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
-    """The last layer is no tap: references disagree on whether its output is taken before or after the final norm."""
-    last = target.num_layers - 1
-    outside = [layer_id for layer_id in draft.target_layer_ids if layer_id >= last]
+    outside = [layer_id for layer_id in draft.target_layer_ids if layer_id >= target.num_layers]
     if not outside:
         return []
-    expected = f"layers 0..{last - 1} (the output of the target's last layer, {last}, is ambiguous: final norm or not)"
+    expected = f"layers 0..{target.num_layers - 1}"
     return [problem("drafter target_layer_ids", expected=expected, found=str(outside), mend=_OTHER_DRAFTER)]

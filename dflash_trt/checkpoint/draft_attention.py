@@ -49,7 +49,8 @@ def zlab_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec
 def speculators_attention(reader: ConfigReader, num_layers: int, *, non_causal: bool) -> tuple[AttentionSpec, ...]:
     """Full layers are always non-causal; sliding layers are causal unless `sliding_window_non_causal`.
 
-    `reader` reads transformer_layer_config.
+    The window is anchored: Speculators trains a block's slots over the same `sliding_window` tokens before the anchor
+    and over the block, whatever its length. `reader` reads transformer_layer_config.
     """
     is_sliding = read_layer_types(reader, num_layers)
     window = reader.optional_integer("sliding_window")
@@ -60,7 +61,10 @@ def speculators_attention(reader: ConfigReader, num_layers: int, *, non_causal: 
     if any(is_sliding):
         require_window(reader, window)
     return tuple(
-        AttentionSpec(window=window if slides else None, is_causal=slides and not non_causal) for slides in is_sliding
+        AttentionSpec(window=window, is_causal=not non_causal, is_window_anchored=True)
+        if slides
+        else AttentionSpec(is_causal=False)
+        for slides in is_sliding
     )
 
 

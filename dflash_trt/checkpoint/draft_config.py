@@ -26,7 +26,8 @@ from dflash_trt.core.model_spec import DraftSpec
 
 LABEL = "drafter config.json"
 
-_ZLAB, _ZLAB_2, _SPECULATORS = "DFlashDraftModel", "DFlash2DraftModel", "DFlashSpeculator"
+_ZLAB, _ZLAB_2 = "DFlashDraftModel", "DFlash2DraftModel"
+_SPECULATORS_KEY = "speculators_model_type"  # in every file of Speculators, whose architectures may be z-lab's
 
 # Keys of the field that change the algorithm, and the values at which they change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -68,13 +69,12 @@ def parse_draft(directory: Path, tensor_names: Collection[str], problems: list[s
     fields = read_json_object(directory / "config.json", label=LABEL, problems=problems)
     if fields is None:
         return None
-    architecture = _architecture(fields)
-    if architecture in (_ZLAB, _ZLAB_2):
-        spec_fields = _parse_zlab(fields, problems)
-    elif architecture == _SPECULATORS:
+    if _SPECULATORS_KEY in fields:
         spec_fields = parse_speculators(ConfigReader(fields, label=LABEL, problems=problems), tensor_names)
+    elif _architecture(fields) in (_ZLAB, _ZLAB_2):
+        spec_fields = _parse_zlab(fields, problems)
     else:
-        expected = f"one of {_ZLAB}, {_SPECULATORS}"
+        expected = f"{_ZLAB}, or a key '{_SPECULATORS_KEY}'"
         mend = "Use a DFlash drafter; other methods are not implemented."
         subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
         problems.append(problem(subject, expected=expected, found=found, mend=mend))

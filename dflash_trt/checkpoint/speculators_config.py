@@ -1,6 +1,6 @@
-"""A Speculators `DFlashSpeculator` config.json -> the fields of a DraftSpec.
+"""The config.json of a Speculators drafter -> the fields of a DraftSpec.
 
-Knows that Speculators numbers taps like Hugging Face's hidden_states (one higher than ours) and that a reduced
+Knows that Speculators numbers taps like Hugging Face's hidden_states (one higher than ours), and that a reduced
 vocabulary brings a head of its own.
 """
 
@@ -30,7 +30,8 @@ _HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
 def parse_speculators(reader: ConfigReader, tensor_names: Collection[str]) -> dict[str, Any]:
     """Fields of a DraftSpec, meaningless when `reader.problems` has grown."""
     reader.ignore(("architectures", "model_type"))
-    reader.require("speculators_model_type", "dflash", mend=NOT_IMPLEMENTED)
+    if reader.value("speculators_model_type") != "dflash":
+        reader.refuse("speculators_model_type", expected='"dflash"', mend=NOT_IMPLEMENTED)
     reader.require("quantization_config", mend="Quantized drafters cannot be read yet: use the unquantized drafter.")
     mend = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
     reader.require("sample_from_anchor", False, mend=mend)
@@ -87,7 +88,9 @@ def _read_algorithm(reader: ConfigReader) -> None:
 
 
 def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
-    """hidden_states[i] of Hugging Face is the output of layer i - 1."""
+    """i is the residual sum after layer i - 1, for the target's last layer too, where transformers' hidden_states[i] is
+    normed: Speculators takes its states from vLLM, before the final norm, and norms the last one itself for its loss.
+    """
     ids = reader.optional_integers("aux_hidden_state_layer_ids", minimum=1)
     if not ids:
         expected = "a list of at least one layer, numbered from 1"

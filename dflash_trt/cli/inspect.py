@@ -186,8 +186,14 @@ def _draft_table(draft: dict[str, Any]) -> "Table":
     table = Table("drafter layer", "attention", "window")
     for i, layer in enumerate(draft["attention"]):
         kind = "causal" if layer["is_causal"] else "not causal"
-        table.add_row(str(i), kind, "full" if layer["window"] is None else f"{layer['window']} tokens")
+        table.add_row(str(i), kind, _window_words(layer))
     return table
+
+
+def _window_words(layer: dict[str, Any]) -> str:
+    if layer["window"] is None:
+        return "full"
+    return f"{layer['window']} tokens" + (" before the anchor" if layer["is_window_anchored"] else "")
 
 
 def _files_table(files: dict[str, Any]) -> "Table":

@@ -64,10 +64,14 @@ class AttentionSpec(Frozen):
 
     `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is
     not causal also asks key_position - query_position < window (Hugging Face's convention).
+
+    `is_window_anchored`, in a drafter: every slot of a block sees the same context, the last `window` tokens before the
+    anchor, and the window hides nothing of the block (Speculators' convention).
     """
 
     window: Size | None = None
     is_causal: bool = True
+    is_window_anchored: bool = False
 
 
 class DecoderSpec(Frozen):
@@ -177,7 +181,8 @@ class TargetSpec(DecoderSpec):
 
 
 class DraftSpec(DecoderSpec):
-    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of that target layer.
+    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of that target layer: the residual sum
+    after it, which for the last layer is the input of the final norm.
 
     `draft_vocab_size` is None when the drafter uses the target's lm_head; otherwise the drafter brings its own head,
     and draft token i stands for target token `draft_to_target[i]` (a tensor of the checkpoint).

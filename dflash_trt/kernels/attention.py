@@ -117,6 +117,7 @@ def absorb_own_block(
     num_rows,
     max_lag,
     max_lead,
+    window_step,
     factors,  # score_scale, softcap
     state,
     HEAD_DIM: tl.constexpr,
@@ -136,7 +137,7 @@ def absorb_own_block(
         v = tl.load(v_rows + slot_row[:, None] * v_stride + dim, mask=mask, other=0.0)
         products, factor = scores_of(queries, k, scale, softcap, HAS_SOFTCAP)
         lag = row[:, None] - slot_row[None, :]
-        visible = is_slot[None, :] & (lag <= max_lag) & (lag >= -max_lead)
+        visible = is_slot[None, :] & (lag * window_step <= max_lag) & (lag >= -max_lead)
         products = tl.where(visible, products, float("-inf"))
         maximum, total, output = absorb(products, factor, v, maximum, total, output)
     return maximum, total, output
@@ -154,6 +155,7 @@ def absorb_own_block(
         "page_shift",
         "max_lag",
         "max_lead",
+        "window_step",
         "min_rows",
         "max_rows",
         "work_slots",
@@ -186,6 +188,7 @@ def attention_kernel(
     page_shift,  # page_size == 1 << page_shift
     max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
     max_lead,
+    window_step,  # 1; 0: max_lag counts from the first query row of the request, for all of its rows
     min_rows,  # only requests with min_rows <= rows <= max_rows are served
     max_rows,
     work_slots,
@@ -244,11 +247,11 @@ def attention_kernel(
 
     last_row = tl.minimum(num_rows, first_row + rows_per_tile) - 1
     key_stop = context if HAS_BLOCK else context + last_row + 1
-    key_start = tl.maximum(context + first_row - max_lag, 0) // KEY_BLOCK * KEY_BLOCK
+    key_start = tl.maximum(context + first_row * window_step - max_lag, 0) // KEY_BLOCK * KEY_BLOCK
     keys_per_split = ceil_div(ceil_div(tl.maximum(key_stop - key_start, 0), KEY_BLOCK), num_splits) * KEY_BLOCK
     key_begin = key_start + split * keys_per_split
     key_end = tl.minimum(key_begin + keys_per_split, key_stop)
-    lowest = position - max_lag
+    lowest = context + row * window_step - max_lag
     highest = tl.minimum(position + max_lead, key_end - 1)
 
     # The sink takes part in the softmax once: as what split 0 starts from. has_sinks is 0 or 1.
@@ -261,7 +264,7 @@ def attention_kernel(
     full_begin = key_begin
     full_end = key_begin
     if HAS_FULL_LOOP:  # the blocks that every row of the tile sees whole, without masks
-        first_full = ceil_div(tl.maximum(context + last_row - max_lag, key_begin), KEY_BLOCK) * KEY_BLOCK
+        first_full = ceil_div(tl.maximum(context + last_row * window_step - max_lag, key_begin), KEY_BLOCK) * KEY_BLOCK
         last_full = tl.minimum(context + first_row + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
         full_begin = tl.where(first_full < last_full, first_full, key_begin)
         full_end = tl.where(first_full < last_full, last_full, key_begin)
@@ -325,6 +328,7 @@ def attention_kernel(
                 num_rows,
                 max_lag,
                 max_lead,
+                window_step,
                 (score_scale, softcap),
                 (maximum, total, output),
                 HEAD_DIM,

@@ -38,12 +38,14 @@ class RequestTensors:
 class AttentionOptions:
     """What one layer adds to plain attention.
 
-    `window` as in `core.model_spec.AttentionSpec`. `sinks` float32 [heads] are logits in the softmax's denominator
-    that have no value. `softcap` c turns a score s into c * tanh(s / c). The scales are those of FP8 pages.
+    `window` and `is_window_anchored` as in `core.model_spec.AttentionSpec`. `sinks` float32 [heads] are logits in the
+    softmax's denominator that have no value. `softcap` c turns a score s into c * tanh(s / c). The scales are those of
+    FP8 pages.
     """
 
     window: int | None = None
     is_causal: bool = True
+    is_window_anchored: bool = False
     softcap: float | None = None
     sinks: Tensor | None = None
     k_scale: float = 1.0
@@ -51,11 +53,20 @@ class AttentionOptions:
 
     @property
     def max_lag(self) -> int:
-        return ANY_DISTANCE if self.window is None else self.window - 1
+        """From a query to the first key it sees; with an anchored window, from the anchor, for every query."""
+        if self.window is None:
+            return ANY_DISTANCE
+        return self.window if self.is_window_anchored else self.window - 1
 
     @property
     def max_lead(self) -> int:
-        return 0 if self.is_causal else self.max_lag
+        if self.is_causal:
+            return 0
+        return ANY_DISTANCE if self.is_window_anchored else self.max_lag
+
+    @property
+    def window_step(self) -> int:
+        return 0 if self.is_window_anchored else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +170,13 @@ def attend_pages(
     num_requests = len(requests.context_lens)
     check(num_requests > 0, "requests", expected="at least one", found=0, mend="Launch nothing for an empty step.")
     check(options.is_causal, "is_causal", expected="True", found=False, mend="Only a draft block looks ahead.")
+    check(
+        not options.is_window_anchored,
+        "is_window_anchored",
+        expected="False",
+        found=True,
+        mend="Only a draft block has an anchor.",
+    )
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     launch = _Launch.of(q, pages, requests, options, workspace, attended)
     if len(q) <= num_requests * num_verify_rows:
@@ -299,6 +317,7 @@ class _Launch:
             page_size.bit_length() - 1,
             options.max_lag,
             options.max_lead,
+            options.window_step,
             part.min_rows,
             part.max_rows,
             part.num_slots,

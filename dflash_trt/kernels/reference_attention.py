@@ -38,7 +38,11 @@ def attend_draft(
         k = torch.cat((stored_k, block[0][rows].float()))
         v = torch.cat((stored_v, block[1][rows].float()))
         own = torch.arange(context, context + width)
-        attended[rows] = attend_rows(q[rows], k, v, own, torch.cat((torch.arange(context), own)), options)
+        key_positions = torch.cat((torch.arange(context), own))
+        if options.window is not None and options.is_window_anchored:
+            is_seen = key_positions >= context - options.window
+            k, v, key_positions = k[is_seen], v[is_seen], key_positions[is_seen]
+        attended[rows] = attend_rows(q[rows], k, v, own, key_positions, options)
     return attended
 
 
@@ -69,7 +73,7 @@ def attend_rows(
         scores = options.softcap * torch.tanh(scores / options.softcap)
     lag = (positions[:, None] - key_positions[None, :]).to(q.device)
     visible = torch.ones_like(lag, dtype=torch.bool) if not options.is_causal else lag >= 0
-    if options.window is not None:
+    if options.window is not None and not options.is_window_anchored:
         visible &= lag.abs() < options.window
     scores = scores.masked_fill(~visible, -torch.inf)
     if options.sinks is not None:

@@ -294,7 +294,7 @@ def _attend_with_sinks(
 
 def _causal_mask(group: QueryGroup, attention: AttentionSpec, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
     """None when nothing needs hiding: one request, one query, no window."""
-    assert attention.is_causal  # targets are; the reader of their config refuses others
+    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
     key = (attention, heads_per_kv)
     if key not in group.masks:
         num_requests, width = group.positions.shape
@@ -318,7 +318,10 @@ def _block_mask(
     heads_per_kv: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Context rows below the new context length, then the block; the window is counted in true positions."""
+    """Context rows below the new context length, then the block; the window is counted in true positions.
+
+    An anchored window starts that many positions before the block, whichever slot asks, and covers all of the block.
+    """
     key = (attention, heads_per_kv)
     if key not in group.masks:
         context_lens = acceptance.next_context_lens.long()[:, None, None]  # [R, 1, 1]
@@ -331,7 +334,9 @@ def _block_mask(
         distance = query - key_positions
         if attention.is_causal:
             visible = visible & (distance >= 0)
-        if attention.window is not None:
+        if attention.window is not None and attention.is_window_anchored:
+            visible = visible & (key_positions >= context_lens - attention.window)
+        elif attention.window is not None:
             visible = visible & (distance < attention.window) & (-distance < attention.window)
         group.masks[key] = _additive(visible.expand(len(context_lens), width, -1), heads_per_kv, dtype)
     return group.masks[key]

@@ -369,6 +369,7 @@ class TorchGpuOps:
         return AttentionOptions(
             window=attention.window,
             is_causal=attention.is_causal,
+            is_window_anchored=attention.is_window_anchored,
             sinks=None if sinks is None else _tensor(sinks).float(),
             k_scale=scales.k,
             v_scale=scales.v,

@@ -60,7 +60,7 @@ def attend_pages(
     attention: AttentionSpec,
 ) -> tuple[ITensor, Pages]:
     """([T, heads * D], pages with k and v written). See `Ops.attend_pages`."""
-    assert attention.is_causal  # targets are; the reader of their config refuses others
+    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
     codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
     written = pages.with_codes(layers, codes)
     keys, values = read_pages(layers, written, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
@@ -156,16 +156,20 @@ def _block_mask(
     columns = layers.reshape(layers.arange(num_columns), (1, -1))
     is_block = layers.unary("NOT", layers.binary("LESS", columns, _as_int32(layers, index.num_keys)))
     visible = layers.binary("OR", is_block, layers.binary("LESS", key_positions, context_lens))
+    if attention.window is not None and attention.is_window_anchored:
+        before_anchor = layers.binary("SUB", context_lens, key_positions)  # negative inside the block
+        visible = layers.binary("AND", visible, _not_greater(layers, before_anchor, attention.window))
     visible = layers.reshape(visible, (rows, 1, -1))
-    if not attention.is_causal and attention.window is None:
+    slot_window = None if attention.is_window_anchored else attention.window
+    if not attention.is_causal and slot_window is None:
         return layers.reshape(visible, (rows, 1, 1, 1, -1))  # the same for every slot
     distance = layers.binary(
         "SUB", layers.reshape(query, (rows, -1, 1)), layers.reshape(key_positions, (rows, 1, -1))
     )  # [R, S, keys + S]
     if attention.is_causal:
         visible = layers.binary("AND", visible, layers.unary("NOT", layers.binary("LESS", distance, 0)))
-    if attention.window is not None:
-        is_near = layers.binary("LESS", layers.unary("ABS", distance), attention.window)
+    if slot_window is not None:
+        is_near = layers.binary("LESS", layers.unary("ABS", distance), slot_window)
         visible = layers.binary("AND", visible, is_near)
     return layers.reshape(visible, (rows, 1, 1, block_width, -1))
 
@@ -190,7 +194,7 @@ def _columns(layers: Layers, *columns: ITensor) -> ITensor:
     return layers.concat([layers.reshape(column, (-1, 1)) for column in columns], 1)
 
 
-def _not_greater(layers: Layers, a: ITensor, b: ITensor) -> ITensor:
+def _not_greater(layers: Layers, a: ITensor, b: ITensor | int) -> ITensor:
     return layers.unary("NOT", layers.binary("GREATER", a, b))
 
 

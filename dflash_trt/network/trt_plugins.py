@@ -59,7 +59,7 @@ ATTEND_DRAFT: Final = PluginContract(
         "next_context_lens",
     ),
     outputs=("attended", "next_pages"),
-    fields=("page_size", "window", "is_causal"),
+    fields=("page_size", "window", "is_causal", "is_window_anchored"),
     real_fields=PAGE_SCALES,
     aliased=(("next_pages", "pages"),),
 )
@@ -105,7 +105,7 @@ class PluginLowering:
     def attend_pages(
         self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
     ) -> tuple[ITensor, ITensor]:
-        assert attention.is_causal  # targets are; the reader of their config refuses others
+        assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
         given = {"q": q, "k": kv[0], "v": kv[1]}
         attended, written = self._page_node(ATTEND_PAGES, given, pages, {"window": _window(attention)})
         return attended, written
@@ -120,7 +120,8 @@ class PluginLowering:
         attention: AttentionSpec,
     ) -> tuple[ITensor, ITensor]:
         given = _context(context, acceptance) | {"q": q, "block_k": block[0], "block_v": block[1]}
-        fields = {"window": _window(attention), "is_causal": int(attention.is_causal)}
+        flags = {name: int(getattr(attention, name)) for name in ("is_causal", "is_window_anchored")}
+        fields = {"window": _window(attention), **flags}
         attended, written = self._page_node(ATTEND_DRAFT, given, pages, fields)
         return attended, written
 

@@ -49,8 +49,9 @@ extern "C"
         int32_t kv_heads;
         int32_t head_dim;
         int32_t page_size;
-        int32_t window;    /* 0: none */
-        int32_t is_causal; /* of dflash_trt_attend_draft; 0 or 1 */
+        int32_t window;             /* 0: none */
+        int32_t is_causal;          /* of dflash_trt_attend_draft; 0 or 1 */
+        int32_t is_window_anchored; /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t num_tokens;
         int32_t num_requests;
         int32_t block_rows;        /* S, of dflash_trt_attend_draft */

@@ -126,7 +126,7 @@ int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_
             auto const& sizes = required(shape);
             auto const& given = required(buffers);
             DraftBlockBuffers const block{given.q, given.block_k, given.block_v, given.attended, workspace};
-            AttentionMask const mask{sizes.window, sizes.is_causal != 0};
+            AttentionMask const mask{sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0};
             attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), context_of(given), block,
                 Device::current(), stream);
         });

@@ -149,8 +149,7 @@ def test_a_pair_is_immutable(checkpoints: Path) -> None:
         ({"vocab_size": 300}, "vocab_size: expected 272 (the target's), found 300"),
         ({"hidden_size": 32}, "hidden_size (it shares the target's embedding and lm_head): expected 64"),
         ({"target_hidden_size": 32}, "target_hidden_size: expected 64 (the target's), found 32"),
-        ({"target_layer_ids": (0, 4)}, "target_layer_ids: expected layers 0..2"),
-        ({"target_layer_ids": (0, 3)}, "the output of the target's last layer, 3, is ambiguous"),
+        ({"target_layer_ids": (0, 4)}, "drafter target_layer_ids: expected layers 0..3, found [4]"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(

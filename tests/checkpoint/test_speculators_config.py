@@ -11,8 +11,8 @@ from tests.checkpoint.refusals import Copy, draft_refusal, remove_keys
 from tests.factories import edit_json, make_speculators_drafter, read_json
 
 FULL = AttentionSpec(is_causal=False)
-SLIDING = AttentionSpec(window=8, is_causal=False)
-SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True)
+SLIDING = AttentionSpec(window=8, is_causal=False, is_window_anchored=True)
+SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True, is_window_anchored=True)
 T = ("sliding_attention", "full_attention")
 
 
@@ -63,6 +63,8 @@ def test_a_full_vocabulary_uses_the_target_s_head_unless_the_drafter_ships_one(
     [
         ("sample_from_anchor", True),
         ("speculators_model_type", "dspark"),
+        ("speculators_model_type", "dflash2"),
+        ("speculators_model_type", None),
         ("quantization_config", {}),
         ("aux_hidden_state_layer_ids", [0, 2]),
         ("aux_hidden_state_layer_ids", None),
@@ -91,6 +93,15 @@ def test_what_a_speculators_layer_cannot_do_is_refused(copy_of: Copy, key: str, 
     path = drafter / "config.json"
     edit_json(path, transformer_layer_config=read_json(path)["transformer_layer_config"] | {key: value})
     assert f"key 'transformer_layer_config.{key}': expected " in draft_refusal(drafter)
+
+
+@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "DFlashSpeculator"])
+def test_speculators_files_are_known_by_their_model_type_not_by_their_architecture(
+    copy_of: Copy, architecture: str
+) -> None:
+    drafter = copy_of("speculators")
+    edit_json(drafter / "config.json", architectures=[architecture])
+    assert read_draft_spec(drafter, target=None).source_format == "speculators"
 
 
 def test_absent_speculators_fields_have_the_format_s_defaults(copy_of: Copy) -> None:

@@ -66,6 +66,16 @@ DRAFTS = {
     "causal": Step(rows=(), contexts=(7, 40)),
     "window on both sides": Step(rows=(), contexts=(7, 40, 300), options=replace(AHEAD, window=3)),
     "causal window": Step(rows=(), contexts=(7, 40, 300), options=AttentionOptions(window=20)),
+    "anchored window": Step(rows=(), contexts=(2, 40, 300), options=replace(AHEAD, window=3, is_window_anchored=True)),
+    "causal anchored window over splits": Step(
+        rows=(), contexts=(7, 40, 700), options=AttentionOptions(window=300, is_window_anchored=True)
+    ),
+    "anchored window in whole blocks of keys": Step(
+        rows=(),
+        contexts=(7, 700),
+        heads=Heads(num_heads=16, num_kv_heads=1),
+        options=replace(AHEAD, window=400, is_window_anchored=True),
+    ),
     "long context in splits": Step(rows=(), contexts=(1500, 3), heads=Heads(head_dim=128), page_size=32, options=AHEAD),
     "sinks": Step(rows=(), contexts=(150, 0), options=replace(AHEAD, sinks=SINKS)),
     "FP8 pages": Step(
@@ -77,6 +87,7 @@ DRAFTS = {
     ),
 }
 DRAFT_WIDTH = 5
+ANCHORED = ("anchored window", "causal anchored window over splits", "anchored window in whole blocks of keys")
 
 
 def run_step(step: Step, tensors: Tensors, device: torch.device) -> Tensor:
@@ -257,7 +268,31 @@ def test_kernels_agree_with_the_networks_attention(device: torch.device, window:
     assert error(got, want.view_as(got)) <= TOLERANCE[step.dtype]
 
 
-@pytest.mark.parametrize("name", ["all of the context and the block", "window on both sides", "causal window"])
+@pytest.mark.parametrize("name", ANCHORED)
+def test_an_anchored_window_is_told_from_one_that_moves_with_the_slot(name: str, device: torch.device) -> None:
+    step = DRAFTS[name]
+    tensors, block = draft_tensors(step)
+    got = run_draft(step, tensors, block, device)
+    assert step.options.window is not None
+    for wrong in (
+        replace(step.options, is_window_anchored=False),
+        replace(step.options, window=step.options.window - 1),
+        replace(step.options, window=step.options.window + 1),
+        replace(step.options, is_causal=not step.options.is_causal),
+    ):
+        want = reference_attention.attend_draft(tensors.q, block, tensors.pages, tensors.requests, wrong)
+        assert error(got, want) > 100 * TOLERANCE[step.dtype]
+
+
+def test_the_tokens_of_a_step_have_no_anchor(device: torch.device) -> None:
+    step = Step(rows=(2,), contexts=(9,), options=AttentionOptions(window=4, is_window_anchored=True))
+    with pytest.raises(ValueError, match="is_window_anchored: expected False"):
+        run_step(step, make_tensors(step), device)
+
+
+@pytest.mark.parametrize(
+    "name", ["all of the context and the block", "window on both sides", "causal window", *ANCHORED]
+)
 def test_kernels_agree_with_the_networks_draft_attention(device: torch.device, name: str) -> None:
     step = DRAFTS[name]
     tensors, block = draft_tensors(step)
@@ -273,7 +308,8 @@ def test_kernels_agree_with_the_networks_draft_attention(device: torch.device, n
         bonus_tokens=none,
         next_context_lens=requests.context_lens,
     )
-    attention = AttentionSpec(window=step.options.window, is_causal=step.options.is_causal)
+    names = ("window", "is_causal", "is_window_anchored")
+    attention = AttentionSpec(**{name: getattr(step.options, name) for name in names})
     pages = tensors.pages.nan_to_num(0.0)
     want = torch_attention.attend_draft(plan, tensors.q, block, pages, acceptance, attention)
     got = run_draft(step, tensors, block, device)

@@ -23,10 +23,11 @@ from dflash_trt.executor.torch_executor import TorchExecutor
 from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from dflash_trt.executor.torch_gpu_staging import decode_shapes, mixed_shapes
 from dflash_trt.executor.torch_loading import bind_network
+from dflash_trt.network import torch_attention
 from dflash_trt.network.torch_packed import split_packed
 from dflash_trt.quantize.pack import engine_tensors, pack, segment_amax
 from tests.engine_dir.building import build
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
 PAGE_SIZE = 4
 NUM_DRAFT_TOKENS = 2
@@ -165,6 +166,39 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     batch = StepBatch(requests=batch.requests[:1], num_draft_tokens=0)  # no drafts, but the draft context is fed
     expected = reference.step(batch)
     assert_same(executor.step(batch), expected)
+
+
+@pytest.mark.parametrize("is_anchored", [True, False])
+def test_windows_from_the_anchor_and_a_tap_on_the_last_layer_reach_the_kernels(
+    pair: tuple[Path, Path],
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_anchored: bool,
+) -> None:
+    target, _ = pair
+    drafter = make_speculators_drafter(
+        tmp_path / "drafter",
+        target_dir=target,
+        draft_vocab_size=None,
+        target_layer_ids=(1,),
+        block_size=NUM_DRAFT_TOKENS + 1,
+        layer_types=("sliding_attention", "sliding_attention"),
+        sliding_window=2,
+    )
+    reference, executor = make_executors((target, drafter), device)
+    if not is_anchored:  # the negative control
+        honest = torch_attention._block_mask
+
+        def unanchored(group, acceptance, attention, *given):
+            per_slot = attention.model_copy(update={"is_window_anchored": False})
+            return honest(group, acceptance, per_slot, *given)
+
+        monkeypatch.setattr(torch_attention, "_block_mask", unanchored)
+    batch = StepBatch(requests=(prefill("a", 7, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
+    found, expected = (each.step(batch) for each in (executor, reference))
+    drafts = [[row.draft_tokens for row in result.requests] for result in (found, expected)]
+    assert (drafts[0] == drafts[1]) == is_anchored
 
 
 def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:

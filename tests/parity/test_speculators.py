@@ -1,46 +1,39 @@
-"""Speculators drafters (reduced vocabulary, own head, d2t) against PyPI `speculators`, used as it is.
+"""Drafters of Speculators against PyPI `speculators`, in the files that it writes itself.
 
-The reference trains on anchored blocks; one anchor of its training forward is one draft block. Windows are chosen
-longer than the context: past its left edge Speculators counts the window from the anchor, engines from each slot.
+The reference trains on anchored blocks; one anchor of its training forward is one draft block. Windows are shorter than
+the contexts, and than the block.
 """
 
-import json
-import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dflash_trt.checkpoint import speculators_config
+from dflash_trt.checkpoint.pair import open_pair
 from tests.engines import decode, make_executor
-from tests.factories import make_speculators_drafter, make_target
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its dependencies deprecate things at import
-    reference = pytest.importorskip(
-        "speculators.models.dflash", reason="PyPI speculators is not installed: scripts/test installs it"
-    )
+from tests.factories import make_target, make_zlab_drafter
+from tests.speculators_files import convert_zlab_drafter, open_speculators_drafter, save_speculators_drafter
 
 PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
 NUM_NEW = 30
 BLOCK = 5
+SOME = (0, 1, 2, 4, 5, 7, 8, 10, 11)  # of twelve tokens
 
-DRAFTERS = {
-    "reduced vocabulary": {"draft_vocab_size": 9},
-    "full vocabulary, the target's head": {"draft_vocab_size": None},
-    "causal sliding and full layers": {
-        "draft_vocab_size": 9,
-        "layer_types": ("sliding_attention", "full_attention"),
-        "sliding_window": 60,
-    },
-    "non-causal sliding layers": {
-        "draft_vocab_size": 9,
-        "layer_types": ("sliding_attention", "sliding_attention"),
-        "sliding_window": 60,
-        "sliding_window_non_causal": True,
-    },
-    "three taps, out of order": {"draft_vocab_size": 9, "target_layer_ids": (2, 0, 1)},
+CAUSAL: dict[str, Any] = {"full_layers": (1,), "sliding_window": 3}
+NON_CAUSAL: dict[str, Any] = {"full_layers": (), "sliding_window": 3, "sliding_window_non_causal": True}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "full vocabulary, the target's head": {},
+    "reduced vocabulary": {"draft_tokens": SOME},
+    "three taps, out of order": {"aux_hidden_state_layer_ids": (3, 1, 2)},
+    "a tap on the last layer": {"aux_hidden_state_layer_ids": (2, 4)},
+    "Llama's layer config": {"architecture": "llama", "draft_tokens": SOME},
+    "causal sliding and full layers": CAUSAL | {"draft_tokens": SOME},
+    "causal sliding layers": {"full_layers": (), "sliding_window": 7},
+    "non-causal sliding layers": NON_CAUSAL,
 }
 
 
@@ -49,70 +42,95 @@ def target(tmp_path: Path) -> Path:
     return make_target(tmp_path / "target", vocab_size=12, tokenizer=False)
 
 
-def reference_drafter(drafter: Path, target_model):
-    """The Speculators model with its own weights, and the target's where the format says they are shared."""
-    fields = json.loads((drafter / "config.json").read_text())
-    config = reference.DFlashSpeculatorConfig(**fields)
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = reference.DFlashDraftModel(config=config).eval()
-    tensors = load_file(drafter / "model.safetensors")
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected
-    assert set(missing) <= {
-        "embed_tokens.weight",
-        "lm_head.weight",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-        "t2d",
-        "d2t",
-    }
-    model.embed_tokens.weight.data = target_model.get_input_embeddings().weight.data
-    if "lm_head.weight" not in tensors:
-        model.lm_head.weight.data = target_model.lm_head.weight.data
-    return model, tensors.get("d2t")
+@torch.no_grad()
+def layer_outputs(target_model: Any, token_ids: torch.Tensor) -> list[torch.Tensor]:
+    """After the embedding and after every layer, before the final norm, as vLLM hands them to Speculators."""
+    outputs = []
+    for module in (target_model.model.embed_tokens, *target_model.model.layers):
+        module.register_forward_hook(lambda module, given, output: outputs.append(output))
+    hidden_states = target_model(token_ids, output_hidden_states=True).hidden_states
+    assert all(torch.equal(*pair) for pair in zip(outputs[:-1], hidden_states[:-1], strict=True))
+    assert torch.equal(target_model.model.norm(outputs[-1]), hidden_states[-1])
+    return outputs
 
 
 @torch.no_grad()
-def reference_drafts(target_model, model, offsets, context: list[int], anchor: int) -> list[int]:
-    """Slots 1 .. B-1 of one block, as target tokens."""
-    padded = torch.tensor([context + [anchor] + [0] * (BLOCK + 1)])
-    hidden_states = target_model(padded, output_hidden_states=True).hidden_states
-    taps = torch.cat([hidden_states[i] for i in model.target_layer_ids], dim=-1)
-    is_anchor = torch.zeros(padded.shape)
-    is_anchor[0, len(context)] = 1
+def reference_drafts(model: Any, states: list[torch.Tensor], token_ids: torch.Tensor, anchor: int) -> list[int]:
+    """Slots 1 .. B-1 of the block at this position, as target tokens."""
+    taps = torch.cat([states[i] for i in model.target_layer_ids], dim=-1)
+    is_anchor = torch.zeros(token_ids.shape)
+    is_anchor[0, anchor] = 1
     _, logits, *_ = model._backbone_forward(
-        taps, padded, is_anchor, hidden_states[-1], torch.zeros_like(padded), max_anchors=1
+        taps, token_ids, is_anchor, states[-1], torch.zeros_like(token_ids), max_anchors=1
     )
     tokens = logits[0, 1:].argmax(-1)
-    return (tokens if offsets is None else tokens + offsets[tokens]).tolist()
+    return (tokens if model.d2t is None else tokens + model.d2t[tokens]).tolist()
 
 
-def run_and_expected(target: Path, drafter: Path, reference_dir: Path):
+def run_and_expected(target: Path, drafter: Path, reference_dir: Path | None = None, *, norms_last: bool = False):
+    """Our verify blocks, and those of the reference at the same anchors; `norms_last` is a wrong reading."""
     run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
     target_model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    model, offsets = reference_drafter(reference_dir, target_model)
+    model = open_speculators_drafter(reference_dir or drafter)
     sequence, start, expected = PROMPT + run.tokens, len(PROMPT), []
+    token_ids = torch.tensor([sequence + [0] * (BLOCK + 1)])
+    states = layer_outputs(target_model, token_ids)
+    if norms_last:
+        states[-1] = target_model.model.norm(states[-1])
     for num_accepted in run.num_accepted:
-        anchor = sequence[start]
-        expected.append([anchor, *reference_drafts(target_model, model, offsets, sequence[:start], anchor)])
+        expected.append([sequence[start], *reference_drafts(model, states, token_ids, start)])
         start += num_accepted + 1
+    assert len(run.blocks) > 5
     return run.blocks, expected
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS.keys())
 def test_every_draft_block_equals_that_of_speculators(tmp_path, target, options):
-    drafter = make_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
-    blocks, expected = run_and_expected(target, drafter, drafter)
-    assert len(blocks) > 5
+    drafter = save_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
+    blocks, expected = run_and_expected(target, drafter)
     assert blocks == expected
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3}], ids=["full", "SWA"]
+)
+def test_a_drafter_converted_from_z_lab_drafts_as_speculators_does(tmp_path, target, options):
+    drafter = make_zlab_drafter(tmp_path / "z-lab", target_dir=target, block_size=BLOCK, schema="new", **options)
+    converted = convert_zlab_drafter(drafter, tmp_path / "converted", target_dir=target)
+    blocks, expected = run_and_expected(target, converted)
+    assert blocks == expected
+
+
+@pytest.mark.parametrize("options", [CAUSAL, NON_CAUSAL], ids=["causal", "non-causal"])
+@pytest.mark.parametrize("change", [{"is_window_anchored": False}, {"window": 2}, {"window": 4}], ids=str)
+def test_a_window_from_each_slot_or_of_another_length_is_noticed(tmp_path, target, monkeypatch, options, change):
+    honest = speculators_config.speculators_attention
+
+    def wrong(*given, **named):
+        layers = honest(*given, **named)
+        return tuple(layer.model_copy(update=change) if layer.window else layer for layer in layers)
+
+    monkeypatch.setattr(speculators_config, "speculators_attention", wrong)
+    drafter = save_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
+    blocks, expected = run_and_expected(target, drafter)
+    assert blocks != expected
+
+
+def test_the_last_layer_tapped_after_the_final_norm_is_noticed(tmp_path, target):
+    options = DRAFTERS["a tap on the last layer"]
+    drafter = save_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
+    assert open_pair(target, drafter).draft.target_layer_ids == (1, 3)
+    blocks, expected = run_and_expected(target, drafter, norms_last=True)
+    assert blocks != expected
+
+
 def test_d2t_taken_as_an_index_instead_of_an_offset_is_noticed(tmp_path, target):
-    drafter = make_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, draft_vocab_size=9)
-    wrong = make_speculators_drafter(tmp_path / "wrong", target_dir=target, block_size=BLOCK, draft_vocab_size=9)
+    options = {"target_dir": target, "block_size": BLOCK, "draft_tokens": SOME}
+    drafter = save_speculators_drafter(tmp_path / "drafter", **options)
+    wrong = save_speculators_drafter(tmp_path / "wrong", **options)
     tensors = load_file(wrong / "model.safetensors")
     tensors["d2t"] = torch.zeros_like(tensors["d2t"])
-    tensors["t2d"] = torch.arange(12) < 9
+    tensors["t2d"] = torch.arange(12) < len(SOME)
     save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
     blocks, expected = run_and_expected(target, wrong, drafter)
     assert blocks != expected

@@ -11,7 +11,10 @@ from torch import Tensor
 from dflash_trt.network.trt_plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_ATTENTION = "heads kv_heads head_dim page_size window is_causal num_tokens num_requests block_rows pages_per_request"
+_ATTENTION = (
+    "heads kv_heads head_dim page_size window is_causal is_window_anchored"
+    " num_tokens num_requests block_rows pages_per_request"
+)
 _PAGES = "q k v pages positions token_offsets context_lens page_table attended"
 _DRAFT = "context_k context_v q block_k block_v pages positions token_offsets page_table next_context_lens attended"
 _SAMPLING = (
@@ -145,6 +148,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         page_size=page_size,
         window=int(fields.get("window", 0)),
         is_causal=int(fields.get("is_causal", 1)),
+        is_window_anchored=int(fields.get("is_window_anchored", 0)),
         num_tokens=len(x["positions"]),
         num_requests=num_requests,
         block_rows=0 if q is None else len(q) // num_requests,

@@ -21,6 +21,7 @@ class StepCase:
     page_size: int = PAGE_SIZE
     window: int = 0
     is_causal: int = 0
+    is_window_anchored: int = 0
     vocab_size: int = 5000
     dtype: torch.dtype = torch.float32
     page_dtype: torch.dtype | None = None  # None: dtype
@@ -38,6 +39,10 @@ CASES = {
     "long prefill": StepCase(num_tokens=(3, 35), context_lens=(14, 5), width=3, heads=2),  # beyond a verify block
     "window": StepCase(num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1),
     "one head": StepCase(num_tokens=(2, 2), context_lens=(6, 30), width=2, heads=8, kv_heads=1, window=3),
+    "anchored window": StepCase(num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_window_anchored=1),
+    "causal anchored window": StepCase(
+        num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1, is_window_anchored=1
+    ),
     "FP8 pages": StepCase(
         num_tokens=(3, 11),
         context_lens=(14, 5),
@@ -48,6 +53,7 @@ CASES = {
     ),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
+ANCHORED = ("anchored window", "causal anchored window")
 # Heads and pages are nothing to sampling.
 SAMPLING_CASES = ("verify", "prefill", "window", "one token")
 # Plugin names, and the methods that make their inputs.
@@ -90,7 +96,8 @@ class NodeInputs:
         kv = (rows, case.kv_heads, case.head_dim)
         inputs |= {"q": self._floats(rows, case.heads, case.head_dim)}
         inputs |= {"block_k": self._floats(*kv), "block_v": self._floats(*kv)}
-        return inputs, fields | {"window": case.window, "is_causal": case.is_causal}
+        names = ("window", "is_causal", "is_window_anchored")
+        return inputs, fields | {name: getattr(case, name) for name in names}
 
     def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Requests of at least `width` rows verify; drafts agree with the largest logit two times in three."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.building import BuiltLibrary, run_python
-from tests.plugins.node_inputs import NODES, PAIRS
+from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
 TOLERANCE = 5e-6
@@ -37,6 +37,11 @@ def test_a_changed_input_is_noticed(results: dict[str, Any], node: str) -> None:
 @pytest.mark.parametrize("node", ["AttendPages", "AttendDraft"])
 def test_another_scale_of_fp8_pages_is_noticed(results: dict[str, Any], node: str, scale: str) -> None:
     assert results["spoilt"][f"{node}, {scale}"] > SPOILT
+
+
+@pytest.mark.parametrize("case", ANCHORED)
+def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], case: str) -> None:
+    assert results["spoilt"][case] > SPOILT
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ class PluginReference:
         starts = x["positions"][x["token_offsets"][:-1].long()]
         width = len(x["q"]) // len(starts)
         plan = self._plan(x, settings, context_lens=starts, width=width)
-        attention = AttentionSpec(window=_window(settings), is_causal=bool(settings["is_causal"]))
+        flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
+        attention = AttentionSpec(window=_window(settings), **flags)
         acceptance = _acceptance(x["next_context_lens"])
         block = (x["block_k"], x["block_v"])
         stored = _scaled(pages, settings)
@@ -123,7 +124,13 @@ def make_executors(trt, root, *, pages=None, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3, two taps for two layers", "non-causal sliding draft layers", "sliding target layers"]
+    "name",
+    [
+        "Qwen3, two taps for two layers",
+        "non-causal sliding draft layers",
+        "non-causal window from the anchor",
+        "sliding target layers",
+    ],
 )
 def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(trt, tmp_path, name):
     ours, theirs = make_executors(trt, tmp_path, **PAIRS[name])

@@ -30,11 +30,22 @@ PAIRS = {
         "sliding_window": 4,
         "is_causal": False,
     },
+    "causal window from the anchor": {
+        "speculators": True,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 3,
+    },
+    "non-causal window from the anchor": {
+        "speculators": True,
+        "layer_types": ("sliding_attention", "sliding_attention"),
+        "sliding_window": 3,
+        "sliding_window_non_causal": True,
+    },
     "sliding target layers": {
         "target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
     },
     "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
-    "a reduced draft vocabulary": {"speculators": True, "draft_vocab_size": 8},
+    "a reduced draft vocabulary": {"speculators": True},
     "no drafter": {"has_drafter": False},
 }
 
@@ -45,7 +56,8 @@ def make_pair(root, *, family="qwen3", target=None, speculators=False, has_draft
     if not has_drafter:
         return path, None
     make = make_speculators_drafter if speculators else make_zlab_drafter
-    return path, make(root / "drafter", target_dir=path, **({"block_size": 4} | options))
+    sizes = {"block_size": 4} | ({"draft_vocab_size": 8} if speculators else {})
+    return path, make(root / "drafter", target_dir=path, **(sizes | options))
 
 
 FP8_PAGES = QuantizationSpec(
@@ -190,6 +202,16 @@ def _widen_windows(monkeypatch):
         monkeypatch.setattr(trt_attention, name, widened)
 
 
+def _count_windows_from_each_slot(monkeypatch):
+    honest = trt_attention._block_mask
+
+    def unanchored(layers, index, acceptance, attention, block_width):
+        per_slot = attention.model_copy(update={"is_window_anchored": False})
+        return honest(layers, index, acceptance, per_slot, block_width)
+
+    monkeypatch.setattr(trt_attention, "_block_mask", unanchored)
+
+
 def _turn_rope_the_other_way(monkeypatch):
     honest = trt_ops.TrtOps.rope
     monkeypatch.setattr(
@@ -217,10 +239,17 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize("perturb", TWINS)
-def test_a_perturbed_lowering_computes_something_else(trt, tmp_path, monkeypatch, perturb):
+@pytest.mark.parametrize(
+    ("perturb", "name"),
+    [
+        *((perturb, "non-causal sliding draft layers") for perturb in TWINS),
+        (_count_windows_from_each_slot, "causal window from the anchor"),
+        (_count_windows_from_each_slot, "non-causal window from the anchor"),
+    ],
+)
+def test_a_perturbed_lowering_computes_something_else(trt, tmp_path, monkeypatch, perturb, name):
     perturb(monkeypatch)
-    ours, theirs = make_executors(trt, tmp_path, **PAIRS["non-causal sliding draft layers"])
+    ours, theirs = make_executors(trt, tmp_path, **PAIRS[name])
     expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,), num_new=4)
     try:
         found, _ = trace(ours, GREEDY, num_draft_tokens=(3,), num_new=4)

@@ -16,6 +16,7 @@ constexpr TensorType kReal = TensorType::kFloat32;
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
 constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
+constexpr FieldRule kIsWindowAnchored{"is_window_anchored", FieldType::kInt32, 0, 1};
 constexpr double kLeastReal = std::numeric_limits<float>::min();
 constexpr double kMostReal = std::numeric_limits<float>::max();
 constexpr FieldRule kKScale{"k_scale", FieldType::kFloat32, kLeastReal, kMostReal};
@@ -47,7 +48,7 @@ constexpr InputRule kAttendDraftInputs[] = {
     {"next_context_lens", kInt, 1},
 };
 constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kPagesType, 5}};
-constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal, kKScale, kVScale};
+constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale};
 
 constexpr InputRule kWriteDraftContextInputs[] = {
     {"context_k", kF, 3},

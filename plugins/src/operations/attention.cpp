@@ -107,6 +107,7 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("page_shift", geometry.page_shift())
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
+        .integer("window_step", mask.is_window_anchored ? 0 : 1)
         .integer("has_sinks", 0);
     values.real("score_scale", static_cast<float>(1.0 / std::sqrt(static_cast<double>(geometry.head_dim))))
         .real("k_scale", geometry.k_scale)
@@ -158,12 +159,20 @@ void run(Pass const& pass, PageGeometry const& geometry, Attention const& attent
 
 int64_t AttentionMask::max_lag() const noexcept
 {
-    return window == kNoWindow ? kAnyDistance : window - 1;
+    if (window == kNoWindow)
+    {
+        return kAnyDistance;
+    }
+    return is_window_anchored ? window : window - 1;
 }
 
 int64_t AttentionMask::max_lead() const noexcept
 {
-    return is_causal ? 0 : max_lag();
+    if (is_causal)
+    {
+        return 0;
+    }
+    return is_window_anchored ? kAnyDistance : max_lag();
 }
 
 size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)

@@ -16,6 +16,7 @@ struct AttentionMask
 {
     int64_t window; // keys closer than this are seen; kNoWindow: all
     bool is_causal;
+    bool is_window_anchored; // of a block: the window is the context before its first slot, and all of the block
 
     [[nodiscard]] int64_t max_lag() const noexcept;
     [[nodiscard]] int64_t max_lead() const noexcept;

@@ -32,7 +32,7 @@ void attend_pages(PageGeometry const& geometry, int64_t heads, int64_t window, S
     attention.context_lens = buffers.context_lens;
     attention.page_table = buffers.page_table;
     attention.workspace = buffers.workspace;
-    attend(geometry, heads, {window, true}, attention, device, stream);
+    attend(geometry, heads, {window, true, false}, attention, device, stream);
 }
 
 void write_draft_context(PageGeometry const& geometry, StepShape const& shape, DraftContextBuffers const& buffers,

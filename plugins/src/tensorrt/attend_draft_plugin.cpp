@@ -80,7 +80,8 @@ void AttendDraftPlugin::run(Call const& call, ElementTypes types, Device const& 
         call.input("next_context_lens")};
     DraftBlockBuffers const block{
         call.input("q"), call.input("block_k"), call.input("block_v"), call.output("attended"), call.workspace};
-    AttentionMask const mask{fields().integer("window"), fields().integer("is_causal") != 0};
+    AttentionMask const mask{fields().integer("window"), fields().integer("is_causal") != 0,
+        fields().integer("is_window_anchored") != 0};
     attend_draft(pages, heads, mask, shape, context, block, device, call.stream);
 }
 
