@@ -25,6 +25,20 @@ def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
     return [*problems, *_tap_problems(target, draft)]
 
 
+def compatibility_notes(target: TargetSpec, draft: DraftSpec) -> list[str]:
+    """What the two leave open. A tap on the last layer is read in two ways.
+
+    vLLM and SGLang serve drafters on the layer's output, which is also what vLLM gives to Speculators for training;
+    transformers' hidden_states, which z-lab's reference code reads, hold it after the final norm.
+    """
+    if target.num_layers - 1 not in draft.target_layer_ids:
+        return []
+    return [
+        f"the drafter's tap on the target's last layer, {target.num_layers - 1}, is read before the final norm, as "
+        f"Speculators trains and vLLM and SGLang serve it; transformers' hidden_states[{target.num_layers}] is normed"
+    ]
+
+
 def _shared_parts(draft: DraftSpec) -> str:
     parts = [] if draft.has_own_embedding else ["embedding"]
     if draft.draft_vocab_size is None:

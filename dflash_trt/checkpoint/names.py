@@ -12,6 +12,8 @@ from typing import Literal
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a target
+
 Recipe = Literal["stacked", "experts", "offsets", "identity"]
 
 
@@ -34,9 +36,11 @@ ForeignTable = dict[str, ForeignNames]
 def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> ForeignTable:
     """Canonical `target.*` -> tensors of a Hugging Face `*ForCausalLM` checkpoint.
 
-    `stored_names` decide in which of a family's layouts the experts are; without them, in the published one.
+    `stored_names` decide in which of a family's layouts the experts are; without them, in the published one. Of a tied
+    pair of matrices either may be the stored one.
     """
-    table: ForeignTable = {"target.embedding": _one("model.embed_tokens.weight")}
+    has_head_only = spec.is_embedding_tied and EMBEDDING not in stored_names and LM_HEAD in stored_names
+    table: ForeignTable = {"target.embedding": _one(LM_HEAD if has_head_only else EMBEDDING)}
     for i in range(spec.num_layers):
         canonical, foreign = f"target.layers.{i}", f"model.layers.{i}"
         table[f"{canonical}.qkv"] = _projections(foreign, "qkv", "weight")
@@ -53,7 +57,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
             table |= _qwen3_expert_names(canonical, foreign, spec, stored_names)
     table["target.norm"] = _one("model.norm.weight")
     if not spec.is_embedding_tied:
-        table["target.lm_head"] = _one("lm_head.weight")
+        table["target.lm_head"] = _one(LM_HEAD)
     return table
 
 
@@ -93,7 +97,7 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
     if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
         return True
     if isinstance(spec, TargetSpec):
-        return spec.is_embedding_tied and name == "lm_head.weight"
+        return spec.is_embedding_tied and name == LM_HEAD
     is_speculators = isinstance(spec, DraftSpec) and spec.source_format == "speculators"
     return is_speculators and name in ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 

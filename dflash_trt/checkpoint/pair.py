@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_trt.checkpoint.compatibility import compatibility_problems
+from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
 from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelopt_config
@@ -19,6 +19,7 @@ from dflash_trt.checkpoint.packed_weights import PackedSource, resolve_packed
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
+from dflash_trt.checkpoint.tied_head import resolve_tied_head
 from dflash_trt.checkpoint.vocabulary import check_draft_vocabulary, check_tokenizers, tokenizer_files
 from dflash_trt.checkpoint.weights import WeightSource, read_weights, resolve_sources
 from dflash_trt.core.errors import CheckpointError, ConfigError, problem, raise_all
@@ -36,6 +37,7 @@ class CheckpointPair:
 
     `source_files` are what the specs and tensors come from (to be hashed as provenance); `tokenizer_files` are the
     target's, empty when it has no tokenizer. `quantization` is what the checkpoints themselves hold in low precision.
+    `notes` say how the checkpoints were read where they leave it open.
     """
 
     target: TargetSpec
@@ -44,6 +46,7 @@ class CheckpointPair:
     source_files: tuple[Path, ...]
     tokenizer_files: tuple[Path, ...]
     quantization: QuantizationSpec
+    notes: tuple[str, ...]
     _sources: dict[str, WeightSource] = field(repr=False)
     _packed: dict[str, PackedSource] = field(repr=False)
 
@@ -83,7 +86,8 @@ def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
     """
     config_problems: list[str] = []
     tensor_problems: list[str] = []
-    sides = [_open_target(target, config_problems, tensor_problems)]
+    notes: list[str] = []
+    sides = [_open_target(target, config_problems, tensor_problems, notes)]
     if drafter is not None:
         sides.append(_open_drafter(drafter, config_problems, tensor_problems))
         if target.is_dir() and drafter.is_dir():
@@ -91,6 +95,7 @@ def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
     specs = [side.spec for side in sides]
     if isinstance(specs[0], TargetSpec) and isinstance(specs[-1], DraftSpec):
         config_problems += compatibility_problems(specs[0], specs[-1])
+        notes += compatibility_notes(specs[0], specs[-1])
     error = ConfigError if config_problems else CheckpointError
     raise_all(error, _heading(target, drafter), [*config_problems, *tensor_problems])
     target_spec, draft_spec = specs[0], specs[1] if drafter is not None else None
@@ -103,6 +108,7 @@ def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
         source_files=tuple(path for side in sides for path in side.files),
         tokenizer_files=tokenizer_files(target),
         quantization=_stored_quantization(sides),
+        notes=tuple(notes),
         _sources={name: source for side in sides for name, source in side.sources.items()},
         _packed={name: source for side in sides for name, source in side.packed.items()},
     )
@@ -154,7 +160,7 @@ class _Side:
 _ABSENT = _Side(spec=None, table={}, sources={}, files=())
 
 
-def _open_target(directory: Path, config_problems: list[str], tensor_problems: list[str]) -> _Side:
+def _open_target(directory: Path, config_problems: list[str], tensor_problems: list[str], notes: list[str]) -> _Side:
     if not _is_directory(directory, "target", config_problems):
         return _ABSENT
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
@@ -162,6 +168,7 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     spec = parse_target(directory, config_problems)
     if spec is None:
         return _ABSENT
+    spec = resolve_tied_head(spec, stored, notes)
     table = target_weights(spec)
     names = target_names(spec, _all_names(stored))
     kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)

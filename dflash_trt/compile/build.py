@@ -131,7 +131,7 @@ def _build(
     plan = plan_quantization(config, pair, on_plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
-    notes += _weight_notes(pair, config, note)
+    notes += [*pair.notes, *_weight_notes(pair, config, note)]
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,

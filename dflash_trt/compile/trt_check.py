@@ -59,7 +59,8 @@ def check_config(
     if config.tp_size > 1:
         mend = "Leave tp_size out, or leave --check out."
         raise ConfigError(problem("--check", expected="tp_size 1", found=str(config.tp_size), mend=mend))
-    pair = open_pair(base_dir / config.target, base_dir / config.drafter if config.drafter is not None else None)
+    drafter = None if config.drafter is None else base_dir / config.drafter
+    pair = open_pair(base_dir / config.target, drafter)
     limits, notes = resolve_limits(config, pair.target, pair.draft)
     quantization = plan_quantization(config, pair).spec()
     pretrained = PretrainedConfig(
@@ -82,7 +83,7 @@ def check_config(
         options=PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability=CHECK_CAPABILITY),
         progress=progress,
     )
-    return CheckReport(built=built, limits=limits, compute_capability=CHECK_CAPABILITY, notes=tuple(notes))
+    return CheckReport(built=built, limits=limits, compute_capability=CHECK_CAPABILITY, notes=(*notes, *pair.notes))
 
 
 def blank_weights(config: PretrainedConfig) -> dict[str, Tensor]:

@@ -111,8 +111,51 @@ def test_a_tied_target_has_no_head_of_its_own(tmp_path: Path) -> None:
     pair = open_pair(target, make_zlab_drafter(tmp_path / "d", target_dir=target))
     assert pair.target.is_embedding_tied
     assert "target.lm_head" not in weights_of(pair)
-    edit_tensors(target, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(272, 64)}))
-    open_pair(target, None)  # a stored copy of a tied head is what transformers ignores too
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_stored_copy_of_a_tied_head_is_no_second_head(tmp_path: Path, dtype: torch.dtype) -> None:
+    sizes = {"vocab_size": 5000, "dtype": torch.bfloat16}  # more rows than are compared at a time
+    target = make_target(tmp_path / "t", tie_word_embeddings=True, **sizes)
+
+    def copy(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].to(dtype).clone()
+
+    edit_tensors(target, copy)
+    pair = open_pair(target, None)
+    assert pair.target.is_embedding_tied and pair.notes == ()
+    assert "target.lm_head" not in weights_of(pair)
+    edit_tensors(target, lambda tensors: tensors["lm_head.weight"][-1, -1].add_(1.0))
+    pair = open_pair(target, None)
+    assert not pair.target.is_embedding_tied
+    assert "lm_head.weight differs from its embedding" in pair.notes[0]
+    weights, reference = weights_of(pair), AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert torch.equal(weights["target.lm_head"], reference.lm_head.weight)
+    assert torch.equal(weights["target.embedding"], reference.model.embed_tokens.weight)
+    assert not torch.equal(weights["target.lm_head"], weights["target.embedding"])
+
+
+def test_a_second_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "t", tie_word_embeddings=True)
+    edit_tensors(target, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(271, 64)}))
+    assert "tensor 'lm_head.weight': expected shape [272, 64], found [271, 64]" in pair_refusal(target, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "is_noted"),
+    [
+        (make_zlab_drafter, (0, 2), False),
+        (make_zlab_drafter, (0, 3), True),
+        (make_speculators_drafter, (3,), True),
+    ],
+)
+def test_a_tap_on_the_last_layer_is_noted(
+    checkpoints: Path, tmp_path: Path, make: Any, layers: tuple[int, ...], is_noted: bool
+) -> None:
+    drafter = make(tmp_path / "d", target_dir=checkpoints / "qwen3", target_layer_ids=layers)
+    notes = open_pair(checkpoints / "qwen3", drafter).notes
+    said = "the drafter's tap on the target's last layer, 3, is read before the final norm"
+    assert [said in note for note in notes] == [True] * is_noted
 
 
 def test_sources_and_tokenizer_files_are_listed(checkpoints: Path, tmp_path: Path) -> None:

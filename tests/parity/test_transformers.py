@@ -109,3 +109,21 @@ def test_one_changed_weight_is_noticed(tmp_path, name):
     tensors[name] = tensors[name].roll(1, dims=0)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     assert decode(make_executor(target), PROMPT, NUM_NEW, num_draft_tokens=0).tokens[:NUM_NEW] != expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_used_as_transformers_does(tmp_path, family):
+    target = tiny_target(tmp_path / "target", family=family, tie_word_embeddings=True)
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=4)
+    tied = transformers_tokens(target)
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    expected = transformers_tokens(target)
+    assert expected != tied
+    assert decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=3).tokens[:NUM_NEW] == expected
+    del tensors["model.embed_tokens.weight"]  # transformers ties the embedding to a head that is alone
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    assert decode(make_executor(target), PROMPT, NUM_NEW, num_draft_tokens=0).tokens[:NUM_NEW] == transformers_tokens(
+        target
+    )

@@ -1,0 +1,38 @@
+"""A head that config.json ties to the embedding, and that the checkpoint stores all the same.
+
+Knows transformers' rule: two stored tensors that are equal are one, and two that differ are both kept.
+"""
+
+import torch
+from safetensors import safe_open
+
+from dflash_trt.checkpoint.names import EMBEDDING, LM_HEAD
+from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors
+from dflash_trt.core.model_spec import TargetSpec
+
+_ROWS = 4096  # compared at a time
+
+
+def resolve_tied_head(spec: TargetSpec, stored: StoredTensors, notes: list[str]) -> TargetSpec:
+    """`spec` as the tensors are: untied when both are stored and differ. Reads them only then, and up to there."""
+    embedding, head = stored.tensors.get(EMBEDDING), stored.tensors.get(LM_HEAD)
+    if not spec.is_embedding_tied or embedding is None or head is None or _is_equal(embedding, head):
+        return spec
+    notes.append(
+        f"the target's {LM_HEAD} differs from its embedding although config.json has tie_word_embeddings true: "
+        "the engine keeps both, as transformers does"
+    )
+    return spec.model_copy(update={"is_embedding_tied": False})
+
+
+def _is_equal(a: StoredTensor, b: StoredTensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    with safe_open(a.path, framework="pt", device="cpu") as one, safe_open(b.path, framework="pt", device="cpu") as two:
+        parts, others = one.get_slice(a.name), two.get_slice(b.name)
+        starts = range(0, a.shape[0], _ROWS)
+        return all(_is_same(parts[i : i + _ROWS], others[i : i + _ROWS]) for i in starts)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) if a.dtype == b.dtype else torch.equal(a.double(), b.double())
