@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
+from dflash_trt.checkpoint.config_overrides import with_overrides
+from dflash_trt.checkpoint.config_reader import ConfigReader, printable, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
     read_rope,
@@ -17,6 +18,7 @@ from dflash_trt.checkpoint.decoder_config import (
 )
 from dflash_trt.checkpoint.draft_attention import zlab_attention
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+from dflash_trt.checkpoint.gpt_oss_draft import with_gpt_oss_defaults
 from dflash_trt.checkpoint.modelopt_config import require_modelopt
 from dflash_trt.checkpoint.speculators_config import parse_speculators
 from dflash_trt.core.errors import problem
@@ -58,21 +60,29 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 _HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "num_anchors", "loss_decay_gamma")
 
 
-def parse_draft(directory: Path, tensor_names: Collection[str], problems: list[str]) -> DraftSpec | None:
+def parse_draft(
+    directory: Path,
+    tensor_names: Collection[str],
+    problems: list[str],
+    *,
+    notes: list[str],
+    overrides: Mapping[str, Any] | None = None,
+) -> DraftSpec | None:
     """The spec of the drafter in `directory`; None when `problems` has grown.
 
     `tensor_names` are those of its checkpoint: Speculators' config does not say whether the drafter brings its own
-    embedding.
+    embedding. `notes` get what the file leaves open, and the `overrides`: see `config_overrides`.
     """
     num_problems = len(problems)
     _refuse_extra_files(directory, problems)
     fields = read_json_object(directory / "config.json", label=LABEL, problems=problems)
     if fields is None:
         return None
+    fields = with_overrides(fields, overrides or {}, label=LABEL, notes=notes, problems=problems)
     if _SPECULATORS_KEY in fields:
         spec_fields = parse_speculators(ConfigReader(fields, label=LABEL, problems=problems), tensor_names)
     elif _architecture(fields) in (_ZLAB, _ZLAB_2):
-        spec_fields = _parse_zlab(fields, problems)
+        spec_fields = _parse_zlab(fields, problems, notes)
     else:
         expected = f"{_ZLAB}, or a key '{_SPECULATORS_KEY}'"
         mend = "Use a DFlash drafter; other methods are not implemented."
@@ -104,9 +114,10 @@ def _refuse_extra_files(directory: Path, problems: list[str]) -> None:
         problems.append(problem(f"drafter file '{name}'", expected="no such file", found="one", mend=mend))
 
 
-def _parse_zlab(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _parse_zlab(fields: Mapping[str, Any], problems: list[str], notes: list[str]) -> dict[str, Any]:
     """Fields of a DraftSpec, meaningless when `problems` has grown."""
-    reader = ConfigReader(_merged(fields, problems), label=LABEL, problems=problems)
+    stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
+    reader = ConfigReader(stated, label=LABEL, problems=problems)
     reader.require("architectures", [_ZLAB], mend="DFlash2 is not implemented: use a DFlash drafter.")
     require_modelopt(reader)
     require_plain_decoder(reader)
@@ -115,7 +126,9 @@ def _parse_zlab(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any
         reader.require(name, *allowed, mend=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
     reader.require("v_head_dim", sizes.head_dim, mend=NOT_IMPLEMENTED)
-    _read_model_type(reader)
+    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", mend=NOT_IMPLEMENTED)
+    if reader.value("model_type") == "gpt_oss":
+        reader.ignore(("initial_context_length",))
     has_attention_bias = reader.flag("attention_bias", default=False)
     num_target_layers = reader.optional_integer("num_target_layers")
     # Both are monotonic in the logits, so they cannot change a greedy draft; read only to be sure of that.
@@ -158,17 +171,6 @@ def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
             mend = "Keep the one that the drafter was trained with."
             problems.append(problem(f"{LABEL} key '{printable(name)}'", expected="one value", found=found, mend=mend))
     return top | nested
-
-
-def _read_model_type(reader: ConfigReader) -> None:
-    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", mend=NOT_IMPLEMENTED)
-    if reader.value("model_type") != "gpt_oss":
-        return
-    reader.ignore(("initial_context_length",))
-    if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
-        # gpt_oss's own default is yarn, factor 32; a reader that takes the file for a Qwen3 one uses none.
-        mend = 'Add "rope_parameters" with the rope_type that the drafter was trained with ("default" or "yarn").'
-        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", mend=mend)
 
 
 def _read_target_layer_ids(reader: ConfigReader, num_target_layers: int | None, num_layers: int) -> tuple[int, ...]:

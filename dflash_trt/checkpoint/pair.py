@@ -5,8 +5,10 @@ a pair come in one error.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,8 +79,10 @@ class CheckpointPair:
         )
 
 
-def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
-    """Prove a pair from its configs and tensor headers.
+def open_pair(
+    target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
+) -> CheckpointPair:
+    """Prove a pair from its configs and tensor headers. `drafter_overrides` replace keys of the drafter's config.json.
 
     Raises:
         ConfigError: a config is wrong or the two do not belong together; lists the tensor problems too.
@@ -89,7 +93,7 @@ def open_pair(target: Path, drafter: Path | None) -> CheckpointPair:
     notes: list[str] = []
     sides = [_open_target(target, config_problems, tensor_problems, notes)]
     if drafter is not None:
-        sides.append(_open_drafter(drafter, config_problems, tensor_problems))
+        sides.append(_open_drafter(drafter, drafter_overrides or {}, config_problems, tensor_problems, notes))
         if target.is_dir() and drafter.is_dir():
             check_tokenizers(target, drafter, tensor_problems)
     specs = [side.spec for side in sides]
@@ -137,7 +141,7 @@ def read_draft_spec(directory: Path, *, target: TargetSpec | None) -> DraftSpec:
     """
     problems: list[str] = []
     stored = scan_tensors(directory, label="drafter", problems=[])
-    spec = parse_draft(directory, _all_names(stored), problems)
+    spec = parse_draft(directory, _all_names(stored), problems, notes=[])
     if spec is not None and target is not None:
         problems += compatibility_problems(target, spec)
     raise_all(ConfigError, f"drafter {directory}", problems)
@@ -180,12 +184,18 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     return _Side(spec=spec, table=table, sources=sources, packed=packed, kv_scales=kv_scales, files=files)
 
 
-def _open_drafter(directory: Path, config_problems: list[str], tensor_problems: list[str]) -> _Side:
+def _open_drafter(
+    directory: Path,
+    overrides: AbcMapping[str, Any],
+    config_problems: list[str],
+    tensor_problems: list[str],
+    notes: list[str],
+) -> _Side:
     if not _is_directory(directory, "drafter", config_problems):
         return _ABSENT
     stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
     config = read_modelopt_config(directory, label="drafter", problems=config_problems)
-    spec = parse_draft(directory, _all_names(stored), config_problems)
+    spec = parse_draft(directory, _all_names(stored), config_problems, notes=notes, overrides=overrides)
     if spec is None:
         return _ABSENT
     table = draft_weights(spec)

@@ -1,7 +1,7 @@
 """`dflash-trt build`: reads the YAML and the flags, shows progress, prints sizes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,13 @@ _FIELDS = tuple(BuildConfig.model_fields)
 @click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
 @click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without one: plain decoding.")
+@click.option(
+    "--drafter-override",
+    "drafter_overrides",
+    metavar="KEY=JSON",
+    multiple=True,
+    help="Read a key of the drafter's config.json as this value; may be repeated.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
 @click.option("--backend", help="torch (default) or tensorrt.")
 @click.option(
@@ -90,6 +97,7 @@ def build(
 
 def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
     """The merged configuration and the directory its paths are relative to."""
+    overrides = _overrides(flags.pop("drafter_overrides"))
     given = {name: value for name, value in flags.items() if value is not None}
     chosen = {name: given.pop(name) for name in FLAG_KEYS if name in given}
     assert given.keys() <= set(_FIELDS)
@@ -98,6 +106,7 @@ def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfi
             mend = "Pass CONFIG.yaml, or --target PATH (and --drafter PATH)."
             raise ConfigError(problem("build", expected="a configuration", found="none", mend=mend))
         given |= {"quantization": with_flags(None, chosen)} if chosen else {}
+        given |= {"drafter_overrides": overrides} if overrides else {}
         return build_config_from(given, source="command line"), Path.cwd()
     for name in ("target", "drafter", "plugin_library"):
         if name in given:
@@ -105,7 +114,25 @@ def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfi
     fields = read_yaml(config_file)
     if chosen:
         given["quantization"] = with_flags(fields.get("quantization"), chosen)
+    if overrides:
+        of_the_file = fields.get("drafter_overrides")
+        given["drafter_overrides"] = of_the_file | overrides if isinstance(of_the_file, dict) else overrides
     return build_config_from(fields | given, source=str(config_file)), config_file.absolute().parent
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    """KEY=JSON each."""
+    overrides = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            overrides[name] = json.loads(text)
+        except ValueError as error:
+            mend = "A string is quoted twice: 'model_type=\"qwen3\"'."
+            raise ConfigError(
+                problem("--drafter-override", expected="KEY=JSON", found=repr(word), mend=mend)
+            ) from error
+    return overrides
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _build(
     progress(BuildProgress(stage="checking"))
     options = _plan_options(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
-    pair = open_pair(paths["target"], paths.get("drafter"))
+    pair = open_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
     _check_tokenizer(paths["target"], pair)
     _refuse_without_lowering(options, pair)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)

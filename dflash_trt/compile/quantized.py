@@ -69,6 +69,7 @@ def calibrate(
     key = cache_key(
         {
             "inputs": sorted(input_hashes),
+            "drafter_overrides": config.drafter_overrides,
             "dtype": str(dtype),
             "formats": plan.formats,
             "has_fp8_kv": [plan.has_fp8_target_kv, plan.has_fp8_draft_kv],

@@ -60,7 +60,7 @@ def check_config(
         mend = "Leave tp_size out, or leave --check out."
         raise ConfigError(problem("--check", expected="tp_size 1", found=str(config.tp_size), mend=mend))
     drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = open_pair(base_dir / config.target, drafter)
+    pair = open_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
     limits, notes = resolve_limits(config, pair.target, pair.draft)
     quantization = plan_quantization(config, pair).spec()
     pretrained = PretrainedConfig(

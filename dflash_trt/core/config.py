@@ -3,7 +3,7 @@
 from collections.abc import Mapping as AbcMapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
@@ -17,11 +17,12 @@ class BuildConfig(Frozen):
     """One engine to build. Limits carry TensorRT-LLM's names; paths are relative to the YAML file that names them.
 
     `drafter` may be left out: the engine then decodes autoregressively. `max_seq_len` and `max_draft_len` default to
-    what the checkpoints allow.
+    what the checkpoints allow. `drafter_overrides` replace keys of the drafter's config.json.
     """
 
     target: str
     drafter: str | None = None
+    drafter_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     backend: Backend = "torch"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     max_batch_size: int = Field(default=64, ge=1, le=MAX_INT32)
@@ -38,6 +39,8 @@ class BuildConfig(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.drafter_overrides and self.drafter is None:
+            raise ValueError("drafter_overrides need a drafter")
         if self.dtype == "float16" and self.backend != "tensorrt":
             raise ValueError("dtype float16 needs backend tensorrt; the torch backend has float32 and bfloat16")
         if self.tp_size > 1 and self.backend != "torch":

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from dflash_trt.checkpoint.draft_config import default_target_layer_ids
+from dflash_trt.checkpoint.draft_config import default_target_layer_ids, parse_draft
 from dflash_trt.checkpoint.pair import read_draft_spec, read_target_spec
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec
 from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
 
@@ -20,6 +21,13 @@ FULL = AttentionSpec(is_causal=False)
 FULL_CAUSAL = AttentionSpec(is_causal=True)
 SLIDING = AttentionSpec(window=8, is_causal=False)
 SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True)
+GPT_OSS_ROPE = RopeSpec(  # of transformers' GptOssConfig
+    theta=150000.0,
+    scaling="yarn",
+    factor=32.0,
+    original_max_position_embeddings=4096,
+    truncates_correction_range=False,
+)
 
 
 # Published files
@@ -37,6 +45,14 @@ LOADED: dict[str, dict[str, Any]] = {
         "attention": (AttentionSpec(window=2048, is_causal=True),) * 4 + (FULL,),
         "target_layer_ids": (1, 16, 31, 46, 61),
     },
+    "z-lab__gpt-oss-20b-DFlash": {
+        "num_layers": 8,
+        "attention": (FULL,) * 8,
+        "rope": GPT_OSS_ROPE,
+        "has_qkv_bias": True,
+        "has_o_bias": True,
+        "mask_token_id": 200000,
+    },
     "z-lab__Qwen3-4B-DFlash-b16": {"num_layers": 5, "max_draft_len": 15, "attention": (FULL,) * 5},
     "z-lab__gemma-4-31B-it-DFlash": {
         "num_layers": 5,
@@ -46,7 +62,6 @@ LOADED: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    "z-lab__gpt-oss-20b-DFlash": ("rope_scaling",),
     "XiaomiMiMo__MiMo-V2.5-Pro-FP4-DFlash.dflash": (
         "attention_sink_bias",
         "attention_value_scale",
@@ -101,13 +116,83 @@ def test_a_published_config_with_an_unknown_feature_is_refused_by_its_keys(name:
     assert keys == set(REFUSED[name])
 
 
-def test_the_gpt_oss_drafter_is_read_once_its_rope_is_stated(tmp_path: Path) -> None:
+def spec_and_notes(drafter: Path, **overrides: Any) -> tuple[DraftSpec, list[str]]:
+    """The drafter as read with these overrides, and the notes about it."""
+    problems: list[str] = []
+    notes: list[str] = []
+    spec = parse_draft(drafter, (), problems, notes=notes, overrides=overrides)
+    assert problems == [] and spec is not None
+    return spec, notes
+
+
+def test_rope_of_the_published_gpt_oss_drafter_is_what_transformers_assumes(tmp_path: Path) -> None:
     drafter = published("z-lab__gpt-oss-20b-DFlash", tmp_path)
-    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-    edit_json(drafter / "config.json", rope_scaling=scaling)
-    spec = read_draft_spec(drafter, target=None)
-    assert (spec.rope.scaling, spec.rope.factor, spec.rope.truncates_correction_range) == ("yarn", 32.0, False)
-    assert (spec.has_qkv_bias, spec.has_o_bias, spec.attention) == (True, True, (FULL,) * 8)
+    theirs = AutoConfig.from_pretrained(drafter).rope_parameters
+    spec, notes = spec_and_notes(drafter)
+    stated = {name: value for name, value in theirs.items() if name != "rope_theta"}
+    assert spec.rope == spec_and_notes(drafter, rope_scaling=stated)[0].rope
+    assert [note.split(":")[0] for note in notes] == [
+        "the drafter's config.json has model_type gpt_oss and no rope_scaling",
+        "the drafter's config.json has model_type gpt_oss and no layer_types",
+    ]
+
+
+def test_what_a_gpt_oss_drafter_leaves_open_may_be_overridden(tmp_path: Path) -> None:
+    drafter = published("z-lab__gpt-oss-20b-DFlash", tmp_path)
+    spec, notes = spec_and_notes(drafter, rope_scaling={"rope_type": "default"}, use_sliding_window=True)
+    assert spec.rope == RopeSpec(theta=150000.0)
+    assert spec.attention == (AttentionSpec(window=128, is_causal=True), FULL) * 4
+    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.attention]
+    assert kinds == AutoConfig.from_pretrained(drafter).layer_types[:8]
+    assert notes == [
+        """drafter config.json key 'rope_scaling' is {"rope_type": "default"} instead of nothing, """
+        "as drafter_overrides says",
+        "drafter config.json key 'use_sliding_window' is true instead of nothing, as drafter_overrides says",
+    ]
+    edit_json(drafter / "config.json", use_sliding_window=False, rope_scaling={"rope_type": "default"})
+    spec, notes = spec_and_notes(drafter)
+    assert (spec.rope.scaling, spec.attention, notes) == ("none", (FULL,) * 8, [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "expected"),
+    [
+        ({"rope_theta": 7000.0}, "rope", RopeSpec(theta=7000.0)),
+        ({"mask_token_id": 5}, "mask_token_id", 5),  # where it stands: in dflash_config
+        ({"dflash_config.mask_token_id": 5}, "mask_token_id", 5),
+        ({"is_causal": True}, "attention", (FULL_CAUSAL,) * 2),
+        ({"dflash_config.is_causal": True}, "attention", (FULL_CAUSAL,) * 2),
+        ({"dflash_config.target_layer_ids": None}, "target_layer_ids", (1, 1)),
+    ],
+)
+def test_an_override_replaces_a_key_where_it_stands(
+    checkpoints: Path, overrides: dict[str, Any], field: str, expected: Any
+) -> None:
+    spec, notes = spec_and_notes(checkpoints / "zlab", **overrides)
+    assert getattr(spec, field) == expected
+    assert len(notes) == 1
+    assert getattr(read_draft_spec(checkpoints / "zlab", target=None), field) != expected
+
+
+def test_an_override_reaches_the_layer_config_of_speculators(checkpoints: Path) -> None:
+    spec, _ = spec_and_notes(checkpoints / "speculators", rms_norm_eps=1e-5)
+    assert spec.rms_norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"is_causl": True}, "key 'is_causl': expected a known key"),
+        ({"hidden_size": "x"}, "key 'hidden_size': expected an integer"),
+        ({"transformer_layer_config.hidden_size": 1}, "key 'transformer_layer_config': expected a known key"),
+    ],
+)
+def test_a_wrong_override_is_refused_like_the_key_itself(
+    checkpoints: Path, overrides: dict[str, Any], said: str
+) -> None:
+    problems: list[str] = []
+    assert parse_draft(checkpoints / "zlab", (), problems, notes=[], overrides=overrides) is None
+    assert said in problems[0]
 
 
 # z-lab's two schemas

@@ -62,6 +62,33 @@ def test_flags_override_yaml_keys(config_file, tmp_path, invoke) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+def test_keys_of_the_drafter_s_config_are_overridden_and_noted(config_file, tmp_path, invoke) -> None:
+    with config_file.open("a") as stream:
+        stream.write("drafter_overrides: {is_causal: false, rope_theta: 7000.0}\n")
+    flags = ["--drafter-override", "is_causal=true", "--drafter-override", "dflash_config.mask_token_id=2"]
+    result = invoke("build", config_file, "-o", tmp_path / "engine", *flags)
+    assert result.exit_code == 0, result.stderr
+    overrides = {"is_causal": True, "rope_theta": 7000.0, "dflash_config.mask_token_id": 2}
+    for name in overrides:
+        assert f"note: drafter config.json key '{name}' is " in result.stdout
+    assert read_json(tmp_path / "engine/provenance.json")["config"]["drafter_overrides"] == overrides
+    draft = read_json(tmp_path / "engine/config.json")["pretrained_config"]["draft"]
+    assert [layer["is_causal"] for layer in draft["attention"]] == [True, True]
+    assert (draft["rope"]["theta"], draft["mask_token_id"]) == (7000.0, 2)
+    assert "as drafter_overrides says" in invoke("inspect", tmp_path / "engine").stdout
+
+
+@pytest.mark.parametrize("word", ["is_causal", "is_causal=yes", "model_type=qwen3"])
+def test_an_override_that_is_no_json_is_a_usage_error(config_file, tmp_path, invoke, word) -> None:
+    result = invoke("build", config_file, "-o", tmp_path / "engine", "--drafter-override", word)
+    _assert_refused(result, 2, "--drafter-override: expected KEY=JSON")
+
+
+def test_overrides_without_a_drafter_are_refused(target, tmp_path, invoke) -> None:
+    flags = ["--target", target, "--drafter-override", "is_causal=true"]
+    _assert_refused(invoke("build", "-o", tmp_path / "engine", *flags), 2, "drafter_overrides need a drafter")
+
+
 def test_the_summary_lists_every_file_and_progress_goes_to_stderr(config_file, tmp_path, invoke) -> None:
     result = invoke("build", config_file, "-o", tmp_path / "engine")
     assert result.exit_code == 0, result.stderr

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
+from dflash_trt.checkpoint.pair import open_pair
 from tests.engines import decode, make_executor
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
 
 dflash = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed: scripts/test installs it")
 
+PUBLISHED = Path(__file__).parent.parent / "data" / "drafter_configs"
 PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
 NUM_NEW = 40
 BLOCK = 6
@@ -135,6 +137,25 @@ def test_every_draft_block_for_a_target_with_experts_equals_that_of_the_referenc
     changed = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
     assert changed.tokens[:NUM_NEW] == run.tokens[:NUM_NEW]
     assert changed.blocks != expected
+
+
+def test_the_published_gpt_oss_config_drafts_with_the_yarn_that_it_leaves_out(tmp_path):
+    """Its file as it is, but for sizes; the reference is told the YaRN that transformers' GptOssConfig assumes."""
+    target = make_target(tmp_path / "target", family="gpt_oss", seed=1, vocab_size=12, tokenizer=False)
+    sized = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, attention_bias=True)
+    sizes = ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    tiny = {name: read_json(sized / "config.json")[name] for name in (*sizes, "num_key_value_heads", "dflash_config")}
+    fields = read_json(PUBLISHED / "z-lab__gpt-oss-20b-DFlash.config.json") | tiny | {"block_size": BLOCK}
+    assert "rope_scaling" not in fields and fields["model_type"] == "gpt_oss"
+    write_json(sized / "config.json", fields)
+    pair = open_pair(target, sized)
+    assert len(pair.notes) == 2
+    run = decode(make_executor(target, sized), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert len(run.blocks) > 8
+    edit_json(sized / "config.json", num_target_layers=4)  # the reference asks for it
+    assert run.blocks != expected_blocks(target, sized, run.tokens, run.blocks), "it reads the file without YaRN"
+    edit_json(sized / "config.json", rope_scaling=GptOssConfig().rope_parameters | {"rope_theta": 150000.0})
+    assert run.blocks == expected_blocks(target, sized, run.tokens, run.blocks)
 
 
 @pytest.mark.parametrize("name", [name for name, options in DRAFTERS.items() if "sliding_window" not in options])

@@ -1,0 +1,51 @@
+"""The keys that z-lab's drafters for gpt-oss leave out: their config.json says model_type gpt_oss and little more.
+
+Readers differ: transformers' GptOssConfig fills in YaRN of factor 32 and windows of 128 in every other layer, PyPI
+`dflash` takes the file for a Qwen3 one and uses neither. The published acceptance lengths were measured in SGLang, at
+a time when its drafter had YaRN and no windows. Drafts of a wrong reading are verified too: it costs speed alone.
+"""
+
+import json
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import Fields
+
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_WINDOW = 128
+
+
+def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
+    """`fields` with RoPE and layers stated, and a note about each that the file leaves open.
+
+    `use_sliding_window` true asks for the windows of GptOssConfig.
+    """
+    stated = dict(fields)
+    if fields.get("model_type") != "gpt_oss":
+        return stated
+    if not any(fields.get(name) is not None for name in ("rope_scaling", "rope_parameters")):
+        trained = fields.get("initial_context_length")
+        stated["rope_scaling"] = _ROPE | ({"original_max_position_embeddings": trained} if trained is not None else {})
+        notes.append(
+            "the drafter's config.json has model_type gpt_oss and no rope_scaling: YaRN of factor 32, as in SGLang; "
+            f"override rope_scaling with {json.dumps({'rope_type': 'default'})} for plain RoPE"
+        )
+    if any(fields.get(name) is not None for name in ("layer_types", "use_swa")):
+        return stated
+    num_layers, slides = fields.get("num_hidden_layers"), fields.get("use_sliding_window")
+    if slides is True and isinstance(num_layers, int):
+        kinds = ("sliding_attention", "full_attention")
+        stated["layer_types"] = [kinds[i % 2] for i in range(num_layers)]
+        stated["sliding_window"] = fields.get("sliding_window") or _WINDOW
+    elif slides is None:
+        notes.append(
+            "the drafter's config.json has model_type gpt_oss and no layer_types: full attention in every layer, as in "
+            f"SGLang; override use_sliding_window with true for windows of {_WINDOW} tokens in every other layer"
+        )
+    return stated
