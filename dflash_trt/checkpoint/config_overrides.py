@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_trt.checkpoint.config_reader import Fields, printable, shown
+from dflash_trt.checkpoint.config_reader import Fields, shown
 from dflash_trt.core.errors import problem
+from dflash_trt.core.json_object import printable
 
 _SECTIONS = ("dflash_config", "transformer_layer_config")
 

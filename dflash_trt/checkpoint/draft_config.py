@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.checkpoint.config_overrides import with_overrides
-from dflash_trt.checkpoint.config_reader import ConfigReader, printable, read_json_object, shown
+from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
     read_rope,

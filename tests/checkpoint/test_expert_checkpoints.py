@@ -20,7 +20,7 @@ from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, MoeSpec, RopeSpec
 from tests.checkpoint.expert_files import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_CODER_30B_A3B, to_mxfp4
-from tests.checkpoint.refusals import draft_refusal, edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
+from tests.checkpoint.refusals import edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
 from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, read_json, write_json
 
@@ -122,15 +122,13 @@ def test_the_published_names_of_experts_are_asked_for(tmp_path: Path) -> None:
     assert names["target.layers.23.sinks"].parts == ("model.layers.23.self_attn.sinks",)
 
 
-def test_the_drafter_of_gpt_oss_needs_its_rope_scaling_said(tmp_path: Path) -> None:
-    """Its published config.json has none: readers of it take either none or the target's."""
+def test_the_published_drafter_of_gpt_oss_belongs_to_its_target_and_gets_its_rope(tmp_path: Path) -> None:
     published = Path(__file__).parents[1] / "data/drafter_configs/z-lab__gpt-oss-20b-DFlash.config.json"
     write_json(tmp_path / "config.json", read_json(published))
-    assert "expected an explicit RoPE scaling, as model_type is gpt_oss" in draft_refusal(tmp_path)
-    edit_json(tmp_path / "config.json", rope_scaling=GPT_OSS_20B["rope_scaling"])
-    target = tmp_path / "target"
-    target.mkdir()
-    spec = read_draft_spec(tmp_path, target=spec_of(target, GPT_OSS_20B))
+    (tmp_path / "target").mkdir()
+    target = spec_of(tmp_path / "target", GPT_OSS_20B)
+    spec = read_draft_spec(tmp_path, target=target)
+    assert spec.rope == target.rope
     assert (spec.num_layers, spec.head_dim, spec.draft_block_size, spec.num_target_layers) == (8, 64, 8, None)
     assert (spec.has_qkv_bias, spec.has_o_bias, spec.rope.scaling) == (True, True, "yarn")
     assert spec.attention == (AttentionSpec(is_causal=False),) * 8
