@@ -1,0 +1,218 @@
+"""What the scheduler hands on and counts: every number apart from every other."""
+
+from dataclasses import asdict
+
+import pytest
+
+from dflash_trt.core.batch import StepSampling
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.executor.fake import always_wrong, right_with_probability
+from dflash_trt.scheduler.config import SchedulerConfig
+from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
+
+
+def request_ids(driver: Driver) -> list[list[str]]:
+    """Of each step's rows."""
+    return [[row.request_id for row in batch.requests] for batch in driver.executor.batches]
+
+
+def test_a_row_carries_its_requests_sampling_in_prefill_and_verify_steps() -> None:
+    for is_ahead in (False, True):
+        driver = make_driver()
+        options = {"temperature": 0.7, "top_k": 11, "top_p": 0.8, "min_p": 0.1}
+        driver.add(make_request("r", max_new_tokens=20, seed=2**40 + 3, **options))
+        driver.run(ahead=is_ahead)
+        rows = [row for batch in driver.executor.batches for row in batch.requests]
+        assert len(rows) > 2
+        assert {row.sampling for row in rows} == {StepSampling(**options, seed=2**40 + 3)}
+
+
+def test_an_event_says_where_its_step_began_and_what_it_verified() -> None:
+    driver = make_driver(draft_rule=right_with_probability(0.5))
+    driver.add(make_request("r", range(6), max_new_tokens=20))
+    driver.run()
+    first, *verified = driver.events
+    assert (first.context_len, first.num_candidates, first.num_accepted) == (0, 0, 0)
+    position = 6
+    for event in verified:
+        assert event.context_len == position
+        position += event.num_accepted + 1
+    assert {event.num_accepted for event in verified} > {0, 1}
+
+
+def test_prefixes_are_shared_within_a_salt_only() -> None:
+    driver = make_driver(make_limits(num_pages=40))
+    hits = []
+    for number, salt in enumerate(("a", "b", "a", "", "b", "")):
+        request = make_request(f"r{number}", range(12), cache_salt=salt)
+        driver.add(request)
+        driver.run()
+        assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
+        statistics = driver.events[-1].statistics
+        assert statistics is not None
+        hits.append(statistics.num_prefix_hit_tokens)
+    assert hits == [0, 0, 8, 0, 8, 8]
+
+
+def test_what_admission_needs_is_counted_within_the_salt() -> None:
+    """Pages kept for another salt are no help: the request waits for as many as it needs."""
+    driver = make_driver(make_limits(num_pages=7), draft_rule=always_wrong)
+    driver.add(make_request("runs", range(12), max_new_tokens=4, cache_salt="a"))
+    driver.step()
+    driver.add(make_request("shares", range(12), max_new_tokens=1, cache_salt="a"))
+    driver.add(make_request("does not", range(12), max_new_tokens=1, cache_salt="b"))
+    driver.step()
+    assert request_ids(driver)[-1] == ["runs", "shares"]
+    driver.run()
+    assert driver.scheduler.statistics().num_preemptions == 0
+
+
+def test_each_statistic_counts_its_own_thing() -> None:
+    driver = make_driver(
+        make_limits(max_batch_size=3, num_pages=14), draft_rule=right_with_probability(0.5), num_draft_tokens=3
+    )
+    for name in ("first", "again"):
+        driver.add(make_request(name, range(12), max_new_tokens=7))
+        driver.run()
+    for number in range(5):
+        driver.add(make_request(f"r{number}", range(100 + 20 * number, 106 + 20 * number), max_new_tokens=30))
+    driver.step()
+    driver.step()
+    driver.scheduler.park("r0")
+    driver.scheduler.preempt("r1")
+    counted = asdict(driver.scheduler.statistics())
+    verified = [event for event in driver.events if event.num_candidates]
+    steps = [batch.num_draft_tokens for batch in driver.executor.batches]
+    in_use = len({page for s in driver.scheduler._roster.running for page in s.page_ids})
+    expected = {
+        "num_arrivals": 7,
+        "num_finished": {"length": 2},
+        "num_waiting_now": 3,
+        "num_running_now": 1,
+        "num_parked_now": 1,
+        "num_steps": len(steps),
+        "num_steps_by_draft_length": {length: steps.count(length) for length in sorted(set(steps))},
+        "num_verify_blocks": len(verified),
+        "num_draft_tokens": sum(event.num_candidates for event in verified),
+        "num_accepted_tokens": sum(event.num_accepted for event in verified),
+        "num_emitted_by_verify": sum(event.num_accepted + 1 for event in verified),
+        "num_preemptions": 1,
+        "num_admitted_prompt_tokens": 12 + 12 + 3 * 6,
+        "num_prefix_hit_tokens": 8,
+        "num_pages": 14,
+        "num_pages_in_use_now": in_use,
+    }
+    assert {name: counted[name] for name in expected} == expected
+    assert driver.scheduler.statistics().prefix_hit_fraction == 8 / 42
+    assert any(event.num_candidates not in (0, 3) for event in verified), "else K alone would do for the drafts"
+    assert counted["num_pages_kept_now"] == len(driver.scheduler._roster.store._tree.page_ids()) not in (0, in_use)
+    assert counted["num_evicted_pages"] == 0
+
+
+def test_evicted_pages_are_counted_apart_from_preemptions() -> None:
+    driver = make_driver(make_limits(num_pages=6))
+    for number in range(3):
+        driver.add(make_request(f"r{number}", range(20 * number, 20 * number + 12), max_new_tokens=4))
+        driver.run()
+    statistics = driver.scheduler.statistics()
+    assert statistics.num_evicted_pages == 1 + 3, "each runs on 4 of the 6 pages and leaves 3 full ones"
+    assert statistics.num_preemptions == 0
+
+
+# Ends
+
+
+def test_an_end_in_the_queue_is_work_until_it_is_told() -> None:
+    driver = make_driver()
+    driver.add(make_request("r", queue_timeout_s=1.0))
+    driver.scheduler.expire(2.0)
+    assert driver.scheduler.num_waiting == 0 and driver.scheduler.has_work
+    driver.now = 2.0
+    driver.run()
+    assert driver.finish_reasons == {"r": "timeout"}
+
+
+def test_a_request_cancelled_as_soon_as_it_came_did_not_wait() -> None:
+    driver = make_driver()
+    driver.now = 5.0
+    driver.add(make_request("r"))
+    driver.cancel("r")
+    (event,) = driver.events
+    assert event.statistics is not None and event.statistics.queue_time_s == 0.0
+
+
+def test_a_chunk_of_a_prompt_that_was_preempted_meanwhile_gives_no_token() -> None:
+    driver = make_driver(make_limits(max_num_tokens=8))
+    request = make_request("r", range(20))
+    driver.add(request)
+    batch = driver.scheduler.schedule()
+    assert driver.scheduler.preempt("r")
+    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
+
+
+def test_nothing_is_computed_after_a_stop_token() -> None:
+    """The step that was planned behind it leaves the request out."""
+    driver = make_driver(draft_rule=always_wrong)
+    plain = driver.executor.target.generate((1, 2, 3), 12)
+    driver.add(make_request("r", max_new_tokens=50, stop_token_ids=[plain[4]]))
+    driver.run(ahead=True)
+    assert driver.tokens["r"] == plain[:5]
+    assert len(driver.executor.batches) == 5
+
+
+def test_a_request_never_holds_more_pages_than_its_longest_text_needs() -> None:
+    for is_ahead in (False, True):
+        driver = make_driver(reuses_prefixes=False, draft_rule=always_wrong)
+        driver.add(make_request("r", range(6), max_new_tokens=6))  # 12 positions: 3 pages
+        most = 0
+        while driver.scheduler.has_work:
+            driver.step_ahead() if is_ahead else driver.step()
+            most = max(most, driver.scheduler.num_pages_in_use)
+        driver.land()
+        assert most == 3
+
+
+# Order
+
+
+def test_a_request_of_higher_priority_pushes_out_the_least_important_one_only() -> None:
+    driver = make_driver(make_limits(max_batch_size=2), draft_rule=always_wrong)
+    driver.add(make_request("middle", priority=1, max_new_tokens=30))
+    driver.add(make_request("low", priority=0, max_new_tokens=30))
+    driver.step()
+    driver.add(make_request("high", priority=2))
+    driver.step()
+    assert request_ids(driver)[-1] == ["middle", "high"]
+
+
+def test_pages_of_lower_priority_make_room_for_a_request_of_higher_priority() -> None:
+    driver = make_driver(make_limits(num_pages=5), draft_rule=always_wrong, reuses_prefixes=False)
+    driver.add(make_request("low", range(12), max_new_tokens=5))
+    driver.step()
+    driver.add(make_request("high", range(12), max_new_tokens=1, priority=1))
+    driver.step()
+    assert request_ids(driver)[-1] == ["high"]
+
+
+def test_a_prompt_that_gets_no_token_of_a_step_has_no_row_in_it() -> None:
+    driver = make_driver(max_prefill_tokens=5)
+    for name in ("a", "b"):
+        driver.add(make_request(name, range(5), max_new_tokens=9))
+    driver.step()
+    driver.step()
+    assert request_ids(driver) == [["a"], ["a", "b"]]
+
+
+def test_the_defaults_are_those_of_the_documents() -> None:
+    config = SchedulerConfig()
+    assert (config.max_queue_len, config.max_prefill_tokens, config.max_parked_s) == (None, None, 60.0)
+    assert (config.reuses_prefixes, config.preempts_for_priority) == (True, True)
+
+
+@pytest.mark.parametrize("name", ["max_queue_len", "max_prefill_tokens"])
+def test_a_bound_of_one_is_allowed_and_zero_is_not(name: str) -> None:
+    SchedulerConfig(**{name: 1})
+    with pytest.raises(ConfigError, match=name):
+        SchedulerConfig(**{name: 0})
