@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
+from dflash_trt.backends.tensorrt.self_test import Finding, qualify
+from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.quantization import PageChoice
-from dflash_trt.executor.torch_executor import TorchExecutor
-from dflash_trt.executor.trt_executor import TensorRTExecutor
-from dflash_trt.executor.trt_qualify import Finding, qualify
 
 PAGES: dict[PageChoice, str] = {"none": "pages of float32", "fp8": "FP8 pages"}
 DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"

@@ -83,7 +83,7 @@ def row(name: str, summary: dict[str, Any], result: dict[str, Any]) -> str:
 def main(work: Path, num_prompts: str = "64", max_new_tokens: str = "96") -> None:
     work.mkdir(parents=True, exist_ok=True)
     prompts = work / "prompts.jsonl"
-    prompts.write_text(run([sys.executable, "-m", "dflash_trt.demo.prompts", "--num-prompts", num_prompts]))
+    prompts.write_text(run([sys.executable, "-m", "scripts.train_demo.prompts", "--num-prompts", num_prompts]))
     baseline, results, rows = Path(), [], []
     for index, variant in enumerate(VARIANTS):
         engine, summary = build(work, index, variant)

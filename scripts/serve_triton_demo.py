@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt import LLM, SamplingParams
-from dflash_trt.demo.prompts import held_out_prompts
-from dflash_trt.triton_server import aiperf
-from dflash_trt.triton_server.launcher import HOST, ServerProcess
-from dflash_trt.triton_server.repository import Deployment, write_model
-from dflash_trt.triton_server.settings import ModelSettings
+from dflash_trt.servers.triton.repository import Deployment, write_model
+from dflash_trt.servers.triton.settings import ModelSettings
+from scripts.train_demo.prompts import held_out_prompts
+from scripts.triton_server import aiperf
+from scripts.triton_server.launcher import HOST, ServerProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLATION = ROOT / ".triton_server"

@@ -12,8 +12,8 @@ from pathlib import Path
 from dflash_trt import LLM, SamplingParams
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.demo.prompts import held_out_prompts
 from dflash_trt.scheduler.config import SchedulerConfig
+from scripts.train_demo.prompts import held_out_prompts
 
 DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
 TEMPERATURES = (0.0, 0.8, 1.0)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from dflash_trt.backends.page_budget import plan_pages
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.torch.loading import bind_network
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.executor.page_budget import plan_pages
-from dflash_trt.executor.torch_executor import TorchExecutor
-from dflash_trt.executor.torch_loading import bind_network
 
 PAGE_SIZE = 4
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.checkpoint.mxfp4 import BLOCK_BYTES, BLOCK_COLUMNS, dequantize_mxfp4
 from dflash_trt.checkpoint.tensors import StoredTensor
+from dflash_trt.formats.mxfp4 import BLOCK_BYTES, BLOCK_COLUMNS, dequantize_mxfp4
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 

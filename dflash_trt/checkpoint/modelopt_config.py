@@ -147,3 +147,16 @@ def _kv_algorithm(section: Mapping[str, Any]) -> Any:
 def _plain_name(name: str) -> str:
     """ModelOpt names modules of a drafter as they were in training, not as their tensors are."""
     return name.removeprefix("dflash_module.")
+
+
+def require_mxfp4(reader: ConfigReader) -> None:
+    """Allow `quantization_config` of MXFP4 beside ModelOpt's; the tensors' names say which weights are in it."""
+    section = reader.value("quantization_config")
+    if is_modelopt(section) or not isinstance(section, dict):
+        require_modelopt(reader)
+        return
+    nested = reader.nested("quantization_config", section)
+    mend = "Use the checkpoint with MXFP4 experts, or an unquantized one."
+    nested.require("quant_method", "mxfp4", default="none", mend=mend)
+    nested.ignore(("modules_to_not_convert", "dequantize"))
+    nested.finish()

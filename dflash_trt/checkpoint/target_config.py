@@ -20,9 +20,8 @@ from dflash_trt.checkpoint.decoder_config import (
     require_window,
 )
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
-from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.modelopt_config import require_modelopt, require_mxfp4
 from dflash_trt.checkpoint.moe_config import read_gpt_oss_moe, read_qwen3_moe
-from dflash_trt.checkpoint.mxfp4 import require_mxfp4
 from dflash_trt.core.frozen import checked
 from dflash_trt.core.model_spec import AttentionSpec, TargetSpec
 

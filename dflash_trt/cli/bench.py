@@ -246,7 +246,7 @@ def _prompts(input_file: Path) -> "Sequence[Prompt]":
                 str(input_file),
                 expected="one or more rows, all of them valid",
                 found=f"{len(prompts)} valid rows of {len(rows)}",
-                mend="Use `python -m dflash_trt.demo.prompts > FILE` for the demo.",
+                mend="Pass a JSONL file with a prompt in each row.",
             )
         )
     return prompts

@@ -13,13 +13,13 @@ from dflash_trt.core.config import BuildConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dflash_trt.compile.trt_builder import StepsCallback
-    from dflash_trt.compile.trt_check import CheckReport
+    from dflash_trt.backends.tensorrt.builder import StepsCallback
+    from dflash_trt.compile.tensorrt_check import CheckReport
 
 
 def check(config: BuildConfig, base_dir: Path, *, as_json: bool) -> None:
     """Build the network of `config` on this CPU and print the report; writes nothing."""
-    from dflash_trt.compile.trt_check import check_config
+    from dflash_trt.compile.tensorrt_check import check_config
 
     with steps_shown() as progress:
         report = check_config(config, base_dir=base_dir, progress=progress)

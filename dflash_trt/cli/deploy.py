@@ -9,7 +9,7 @@ import click
 from dflash_trt.core.errors import ConfigError, problem
 
 if TYPE_CHECKING:
-    from dflash_trt.triton_server.repository import Deployment
+    from dflash_trt.servers.triton.repository import Deployment
 
 _SETTINGS = (
     click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding."),
@@ -79,7 +79,7 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
     if engine_dir is None:
         mend = "Pass the directory that `dflash-trt build` wrote."
         raise ConfigError(problem("deploy triton", expected="an ENGINE_DIR", found="none", mend=mend))
-    from dflash_trt.triton_server.repository import write_model
+    from dflash_trt.servers.triton.repository import write_model
 
     deployment = _deployment(engine_dir, options)
     model_dir = write_model(repository, deployment)
@@ -89,7 +89,7 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
 
 def _print_command(repository: Path, deployment: "Deployment") -> None:
     """A command line to copy, and what its process needs around it."""
-    from dflash_trt.triton_server.launcher import server_options
+    from dflash_trt.servers.triton.command_line import server_options
 
     click.echo(f"    {shlex.join(['tritonserver', *server_options(repository)])}")
     if deployment.environment is not None:
@@ -107,7 +107,7 @@ def _print_command(repository: Path, deployment: "Deployment") -> None:
 
 
 def _check(engine_dir: Path | None, repository: Path, model_name: str | None) -> None:
-    from dflash_trt.triton_server.repository import VERSION, check_model, model_dirs
+    from dflash_trt.servers.triton.repository import VERSION, check_model, model_dirs
 
     chosen = [repository / model_name] if model_name is not None else model_dirs(repository)
     if not chosen:
@@ -124,8 +124,8 @@ def _check(engine_dir: Path | None, repository: Path, model_name: str | None) ->
 
 
 def _deployment(engine_dir: Path, options: dict[str, Any]) -> "Deployment":
-    from dflash_trt.triton_server.repository import Deployment
-    from dflash_trt.triton_server.settings import ModelSettings
+    from dflash_trt.servers.triton.repository import Deployment
+    from dflash_trt.servers.triton.settings import ModelSettings
 
     settings = ModelSettings(
         engine_dir=str(engine_dir),

@@ -34,9 +34,9 @@ def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:
 
 def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
     """Everything `inspect` says, as plain JSON types."""
+    from dflash_trt.backends.page_budget import engine_kv_bytes_per_token, page_formats
     from dflash_trt.core.weight_spec import draft_weights, target_weights
     from dflash_trt.engine_dir import is_hashed
-    from dflash_trt.executor.page_budget import engine_kv_bytes_per_token, page_formats
 
     manifest = engine.manifest
     config = manifest.pretrained_config
@@ -72,8 +72,8 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
 
 def _page_plan(engine: "EngineDir") -> str:
     """What `run` would get on this machine at this moment, or why nothing fits."""
+    from dflash_trt.backends.page_budget import plan_engine_pages
     from dflash_trt.core.errors import CapacityError
-    from dflash_trt.executor.page_budget import plan_engine_pages
 
     try:
         return str(plan_engine_pages(engine.manifest))

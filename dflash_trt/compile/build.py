@@ -48,7 +48,7 @@ from dflash_trt.engine_dir.tokenizer_dir import tokenizer_problems
 from dflash_trt.quantize.plan import QuantizationPlan
 
 if TYPE_CHECKING:
-    from dflash_trt.compile.trt_builder import PlanOptions
+    from dflash_trt.backends.tensorrt.builder import PlanOptions
 
 BuildStage = Literal[
     "checking",
@@ -167,7 +167,7 @@ def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
     """None for the backends without a plan; a missing TensorRT is an error now, before any work."""
     if config.backend != "tensorrt":
         return None
-    from dflash_trt.compile.trt_engine_files import plan_options
+    from dflash_trt.backends.tensorrt.build_rank import plan_options
 
     return plan_options(config, base_dir)
 
@@ -190,7 +190,7 @@ def _refuse_without_lowering(options: "PlanOptions | None", pair: CheckpointPair
     """Before any work, not when the weights are compiled."""
     if options is None:
         return
-    from dflash_trt.compile.trt_spec import require_lowering
+    from dflash_trt.backends.tensorrt.support import require_lowering
 
     require_lowering(pair.target)
 
@@ -205,7 +205,7 @@ def _add_plan(
     """Compile the weights just written, for backend tensorrt; the other backends need no plan."""
     if options is None:
         return None
-    from dflash_trt.compile.trt_engine_files import build_rank_plan
+    from dflash_trt.backends.tensorrt.build_rank import build_rank_plan
 
     built, record = build_rank_plan(
         writer.weights_file(0),

@@ -11,17 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.quantized_linear import split_packed, unpack
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.core.quantization import Calibration
+from dflash_trt.formats.base import PackedWeight
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.step import Network
-from dflash_trt.network.torch_packed import split_packed, unpack
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears
 from dflash_trt.quantize.calibrate import LinearBank, observe
-from dflash_trt.quantize.packed import PackedWeight
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 from dflash_trt.quantize.stream import joined, pack_linear
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
 from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.formats.base import E4M3_MAX
 from dflash_trt.network.ops import Acceptance, Experts, Linear, StepInputs, StepState
 from dflash_trt.network.step import Network, run_step
-from dflash_trt.network.torch_ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.network.weights import LayerWeights
 from dflash_trt.quantize.calibrate import LinearBank
-from dflash_trt.quantize.packed import E4M3_MAX
 
 _PAGE_SIZE = 32
 

@@ -1,6 +1,6 @@
 """The tensors of a packed linear: names, dtypes and shapes, as checkpoints are read into and engines store.
 
-A linear `X` of `core/weight_spec.py` in a packed format is several tensors, meaning as in `quantize/packed.py`:
+A linear `X` of `core/weight_spec.py` in a packed format is several tensors, meaning as in `formats/base.py`:
 `X` the codes, `X.block_scale` (NVFP4), `X.weight_scale`, `X.input_scale` (unless weight-only).
 """
 

@@ -1,6 +1,6 @@
 """Formats of weights and K/V pages: what a user asks for (QuantizationConfig), what an engine holds (QuantizationSpec).
 
-Knows names only; layouts are in `core/packed_spec.py`, arithmetic in `quantize/packed.py`.
+Knows names only; layouts are in `core/packed_spec.py`, arithmetic in `formats/base.py`.
 """
 
 from typing import Annotated, Any, Literal, get_args

@@ -1,1 +1,1 @@
-"""A really trained tiny target and drafter, so that everything runs on a laptop."""
+"""The trained demo pair: a target and its drafter, as Hugging Face directories."""

@@ -10,9 +10,9 @@ from dflash_trt.core.batch import StepExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError, problem, raise_all
 
 if TYPE_CHECKING:
+    from dflash_trt.backends.page_budget import PagePlan
     from dflash_trt.core.quantization import QuantizationSpec
     from dflash_trt.engine_dir import EngineDir
-    from dflash_trt.executor.page_budget import PagePlan
 
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -52,7 +52,7 @@ def open_executor(
         RankError: a rank's process did not start.
     """
     if engine.manifest.backend == "tensorrt":
-        from dflash_trt.executor.trt_executor import TensorRTExecutor
+        from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 
         return TensorRTExecutor.open(
             engine,
@@ -64,7 +64,7 @@ def open_executor(
     if runs_on_gpu:
         _check_formats(engine)
     if engine.manifest.pretrained_config.mapping.world_size > 1:
-        from dflash_trt.executor.ranks import open_ranks
+        from dflash_trt.executor.ranks.executor import open_ranks
 
         return open_ranks(
             engine,
@@ -78,8 +78,8 @@ def open_executor(
     if runs_on_gpu:
         import torch
 
+        from dflash_trt.backends.cuda.executor import TorchGpuExecutor
         from dflash_trt.executor.threads import default_num_threads
-        from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 
         # The CPU still packs and reads steps.
         torch.set_num_threads(default_num_threads() if num_threads is None else num_threads)
@@ -90,8 +90,8 @@ def open_executor(
             kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
             draft_lens=draft_lens,
         )
+    from dflash_trt.backends.torch.executor import TorchExecutor
     from dflash_trt.executor.threads import default_num_threads, run_in_thread
-    from dflash_trt.executor.torch_executor import TorchExecutor
 
     threads = default_num_threads() if num_threads is None else num_threads
     return run_in_thread(

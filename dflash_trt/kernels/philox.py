@@ -1,4 +1,4 @@
-"""Philox4x32-10 for kernels: the numbers of `network/philox.py`, from 64-bit products.
+"""Philox4x32-10 for kernels: the numbers of `backends/torch/philox.py`, from 64-bit products.
 
 Definition: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
-from dflash_trt.quantize.packed import PackedWeight
+from dflash_trt.formats.base import PackedWeight
 
 T = TypeVar("T")
 

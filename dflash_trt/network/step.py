@@ -11,7 +11,7 @@ from typing import Generic
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
 from dflash_trt.network.decoder import TargetHidden, forward_target, logits_of
-from dflash_trt.network.drafter import draft_context, draft_tokens
+from dflash_trt.network.drafters.dflash import draft_context, draft_tokens
 from dflash_trt.network.ops import Acceptance, Ops, StepInputs, StepState, T
 from dflash_trt.network.weights import DraftWeights, TargetWeights
 

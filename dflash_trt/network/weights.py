@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar, cast
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.formats.base import PackedWeight, slice_packed
 from dflash_trt.network.ops import Experts, Linear, StackedExperts, T
-from dflash_trt.quantize.packed import PackedWeight, slice_packed
 
 _Weights = TypeVar("_Weights")
 

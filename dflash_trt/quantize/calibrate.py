@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.quantization import WeightFormat
-from dflash_trt.quantize.packed import BLOCK_SIZE
+from dflash_trt.formats.base import BLOCK_SIZE
 
 # ModelOpt's own descriptions of an activation, as in its FP8_DEFAULT_CFG and NVFP4_DEFAULT_CFG.
 _QUANTIZERS: dict[WeightFormat, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.packed_spec import engine_table, segments_of
 from dflash_trt.core.quantization import Calibration, WeightFormat
 from dflash_trt.core.weight_spec import WeightSpec
-from dflash_trt.quantize.pack import dequantize, engine_tensors, pack, packed_weight, segment_amax
-from dflash_trt.quantize.packed import PackedWeight
+from dflash_trt.formats.arithmetic import dequantize, engine_tensors, pack, packed_weight, segment_amax
+from dflash_trt.formats.base import PackedWeight
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 NamedTensors = Iterable[tuple[str, Tensor]]

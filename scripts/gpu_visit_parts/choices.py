@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from dflash_trt.backends.cuda.linear import Plain, apply_device_linear, prepare_device_linear
+from dflash_trt.formats.arithmetic import pack, segment_amax
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_gpu_linear import Plain, apply_device_linear, prepare_device_linear
-from dflash_trt.quantize.pack import pack, segment_amax
 from gpu_visit_parts.kernels import Call, Kernel, decode_attention
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case

@@ -4,14 +4,14 @@ import math
 
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.page_budget import kv_bytes_per_token, plan_pages
+from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
 from dflash_trt.core.packed_spec import engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.executor.page_budget import kv_bytes_per_token, plan_pages
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
-from dflash_trt.executor.torch_loading import bind_network
-from dflash_trt.network.torch_packed import split_packed
 from gpu_visit_parts.setting import SETTING
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch
-from dflash_trt.executor.cuda_graphs import GraphCache, waits_raise
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from gpu_visit_parts.models import draft_spec, target_spec
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from gpu_visit_parts.models import draft_spec, kv_bytes, linear_flops, make_executor, target_spec, weight_bytes
 from gpu_visit_parts.results import Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dflash_trt.checkpoint.mxfp4 import dequantize_mxfp4
 from dflash_trt.checkpoint.names import target_names
 from dflash_trt.checkpoint.pair import open_pair, read_draft_spec, read_target_spec
 from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, MoeSpec, RopeSpec
+from dflash_trt.formats.mxfp4 import dequantize_mxfp4
 from tests.checkpoint.expert_files import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_CODER_30B_A3B, to_mxfp4
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
 from tests.engines import decode, make_executor

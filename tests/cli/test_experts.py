@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_trt.compile.trt_spec import step_network_spec
+from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.expert_files import to_mxfp4

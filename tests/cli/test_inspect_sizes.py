@@ -10,11 +10,11 @@ import torch
 from rich.filesize import decimal
 from safetensors.torch import load_file
 
+from dflash_trt.backends.page_budget import plan_engine_pages
+from dflash_trt.backends.torch.loading import TorchPages, load_network
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.page_budget import plan_engine_pages
-from dflash_trt.executor.torch_loading import TorchPages, load_network
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
 needs_modelopt = pytest.mark.skipif(

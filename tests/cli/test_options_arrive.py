@@ -225,7 +225,7 @@ def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
 
 
 def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
-    checker = recorded(monkeypatch, "dflash_trt.compile.trt_check", "check_config")
+    checker = recorded(monkeypatch, "dflash_trt.compile.tensorrt_check", "check_config")
     assert invoke("build", *TENSORRT, "--check").stderr == "error: recorded\n"
     assert callable(checker.arguments.pop("progress"))
     assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd()}

@@ -190,7 +190,7 @@ def test_another_engine_is_refused_and_a_rebuilt_one_is_not(
 
 def test_rows_that_failed_in_the_engine_are_kept_apart_and_run_again(case: Case, monkeypatch) -> None:
     """The final file has their errors; --resume replaces them."""
-    from dflash_trt.executor.torch_executor import TorchExecutor
+    from dflash_trt.backends.torch.executor import TorchExecutor
 
     expected = case.expected()
     step = TorchExecutor.step

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from dflash_trt.demo import train_target
-from dflash_trt.demo.corpus import Corpus, train_tokenizer
-from dflash_trt.demo.responses import ResponseRecipe
-from dflash_trt.demo.train import Recipes, Stages, train_pair
-from dflash_trt.demo.train_drafter import DrafterRecipe
-from dflash_trt.demo.train_target import TargetRecipe, with_vocabulary
-from dflash_trt.demo.unlikelihood import UnlikelihoodRecipe, is_repetition, unlikelihood
+from scripts.train_demo import train_target
+from scripts.train_demo.corpus import Corpus, train_tokenizer
+from scripts.train_demo.responses import ResponseRecipe
+from scripts.train_demo.train import Recipes, Stages, train_pair
+from scripts.train_demo.train_drafter import DrafterRecipe
+from scripts.train_demo.train_target import TargetRecipe, with_vocabulary
+from scripts.train_demo.unlikelihood import UnlikelihoodRecipe, is_repetition, unlikelihood
 
 TARGET = TargetRecipe(
     vocab_size=300,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dflash_trt.demo.block_drafter import BlockDrafter
-from dflash_trt.demo.corpus import standard_library
-from dflash_trt.demo.evaluate import evaluate_drafter
-from dflash_trt.demo.responses import CachedDecoder, ResponseRecipe, distinct_4gram_fraction, generate_responses
-from dflash_trt.demo.train_drafter import DrafterRecipe, initial_drafter, save_drafter, target_taps, train_drafter
+from scripts.train_demo.block_drafter import BlockDrafter
+from scripts.train_demo.corpus import standard_library
+from scripts.train_demo.evaluate import evaluate_drafter
+from scripts.train_demo.responses import CachedDecoder, ResponseRecipe, distinct_4gram_fraction, generate_responses
+from scripts.train_demo.train_drafter import DrafterRecipe, initial_drafter, save_drafter, target_taps, train_drafter
 
 dflash_model = pytest.importorskip("dflash.model", reason="needs PyPI dflash (pip install --no-deps dflash==0.1.0)")
 

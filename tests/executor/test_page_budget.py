@@ -1,12 +1,12 @@
 import pytest
 
+from dflash_trt.backends import page_budget
+from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
 from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir.manifest import EngineManifest
-from dflash_trt.executor import page_budget
-from dflash_trt.executor.page_budget import plan_engine_pages, plan_pages
 from tests.executor.rank_engines import build, make_zlab_pair
 
 DECODER = {

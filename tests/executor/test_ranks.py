@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor import opening, rank_workers, ranks
-from dflash_trt.executor.rank_process import RunStep
-from dflash_trt.executor.rank_share import fingerprint
-from dflash_trt.executor.ranks import RankedExecutor
-from dflash_trt.executor.torch_executor import TorchExecutor
+from dflash_trt.executor import opening
+from dflash_trt.executor.ranks.executor import RankedExecutor
+from dflash_trt.executor.ranks.executor import executor as ranks
+from dflash_trt.executor.ranks.executor import launcher as rank_workers
+from dflash_trt.executor.ranks.messages import RunStep
+from dflash_trt.executor.ranks.shard import fingerprint
 from dflash_trt.network.ops import Linear
 from tests.executor.rank_engines import (
     PACKED,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
-from dflash_trt.executor.step_inputs import step_inputs
 from tests.engines import decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels import reference_attention, rope_and_pages_launch
+from dflash_trt.kernels import rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace, attend_pages
+from tests.kernels import reference_attention
 from tests.kernels import test_rope_and_pages_kernels as page_tests
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_tensors
 from tests.kernels.test_attention_kernels import DRAFTS, STEPS, draft_tensors, error, run_draft, run_step

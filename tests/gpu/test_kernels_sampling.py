@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from dflash_trt.kernels import norm_launch, reference_norm, reference_sampling
+from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.kernels import norm_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens, combine_shards, shard_argmax
 from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
-from dflash_trt.network import torch_sampling
+from tests.kernels import reference_norm, reference_sampling
 from tests.kernels.test_sampling_kernels import (
     MIXED,
     make_inputs,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.executor.cuda_graphs import GraphCache, waits_raise
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_step_on_kernels as steps
@@ -131,10 +131,10 @@ def test_speculation_does_not_change_greedy_text(executors):
 
 
 def test_a_bfloat16_engine_steps_and_stays_finite(pair):
+    from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+    from dflash_trt.backends.page_budget import plan_pages
+    from dflash_trt.backends.torch.loading import bind_network
     from dflash_trt.checkpoint.pair import open_pair
-    from dflash_trt.executor.page_budget import plan_pages
-    from dflash_trt.executor.torch_gpu import TorchGpuExecutor
-    from dflash_trt.executor.torch_loading import bind_network
 
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.bfloat16, mapping=Mapping()))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
-from dflash_trt.network.torch_ranks import ProcessRanks
 from tests.executor.rank_engines import KV_CACHE_BYTES, skipping
 from tests.traces import GREEDY, PROMPTS, Steps, trace
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dflash_trt.kernels import reference_sampling
 from dflash_trt.kernels.argmax import TILE
 from dflash_trt.kernels.argmax_launch import argmax_tokens, combine_shards, shard_argmax
+from tests.kernels import reference_sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.core.model_spec import AttentionSpec
-from dflash_trt.kernels import attention_launch, reference_attention
+from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace
-from dflash_trt.network import torch_attention
 from dflash_trt.network.ops import Acceptance, StepInputs
+from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_block, make_tensors, on
 
 FP8 = torch.float8_e4m3fn

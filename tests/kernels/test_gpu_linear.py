@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_trt.executor.cuda_graphs import waits_raise
-from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_gpu_linear import (
+from dflash_trt.backends.cuda.graphs import waits_raise
+from dflash_trt.backends.cuda.linear import (
     DeviceFp8Weight,
     DeviceInt4Weight,
     Plain,
     apply_device_linear,
     prepare_device_linear,
 )
-from dflash_trt.quantize.pack import pack, segment_amax
+from dflash_trt.formats.arithmetic import pack, segment_amax
+from dflash_trt.network.ops import Linear
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
 
 SEGMENTS = (32, 16, 48)

@@ -6,10 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
-from dflash_trt.executor.cuda_graphs import GraphCache
-from dflash_trt.executor.step_inputs import step_inputs
-from dflash_trt.executor.torch_gpu_staging import (
+from dflash_trt.backends.cuda.graphs import GraphCache
+from dflash_trt.backends.cuda.staging import (
     MAX_GRAPH_TOKENS,
     InputStaging,
     ResultStaging,
@@ -20,6 +18,8 @@ from dflash_trt.executor.torch_gpu_staging import (
     step_shape,
     warm_shapes,
 )
+from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 

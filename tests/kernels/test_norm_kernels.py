@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from dflash_trt.kernels import norm_launch, reference_norm
+from dflash_trt.kernels import norm_launch
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from tests.kernels import reference_norm
 
 SIZES = [1, 16, 96, 257, 1024]
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.executor import opening
 from dflash_trt.executor.opening import _runs_on_gpu, open_executor
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.serving.llm import LLM
 from tests.engine_dir.building import build

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dflash_trt.formats.arithmetic import e4m3
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
-from dflash_trt.quantize.pack import e4m3
 
 
 def values(dtype):

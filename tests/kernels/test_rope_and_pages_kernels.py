@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
-from dflash_trt.kernels import reference_rope_and_pages, rope_and_pages_launch
+from dflash_trt.kernels import rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, stack_draft_layers
 from dflash_trt.network.rope import rope_frequencies
-from dflash_trt.network.torch_ops import TorchOps, make_rope_table
+from tests.kernels import reference_rope_and_pages
 
 FP8 = torch.float8_e4m3fn
 PAGE_SIZE = 16

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from dflash_trt.kernels import reference_sampling
-from dflash_trt.kernels.reference_sampling import first_word, kept_masses
+from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.philox import uniform
 from dflash_trt.kernels.sampling import LIST_CAPACITY, TILE
 from dflash_trt.kernels.sampling_launch import (
     SamplingInputs,
@@ -17,9 +17,9 @@ from dflash_trt.kernels.sampling_launch import (
     draft_block,
     sample_and_accept,
 )
-from dflash_trt.network import torch_sampling
 from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.philox import uniform
+from tests.kernels import reference_sampling
+from tests.kernels.reference_sampling import first_word, kept_masses
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

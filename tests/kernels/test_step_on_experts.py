@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_trt.backends.cuda import ops as torch_gpu_ops
 from dflash_trt.core.batch import StepBatch, StepSampling
-from dflash_trt.network import torch_gpu_ops
 from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import (
     LOGPROB_TOLERANCE,

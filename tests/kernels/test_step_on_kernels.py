@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.cuda.graphs import GraphCache
+from dflash_trt.backends.cuda.staging import decode_shapes, mixed_shapes
+from dflash_trt.backends.page_budget import plan_pages
+from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import ConfigError
@@ -16,16 +24,8 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.packed_spec import engine_table, is_linear, segments_of
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec, WeightFormat
-from dflash_trt.executor.cuda_graphs import GraphCache
-from dflash_trt.executor.page_budget import plan_pages
 from dflash_trt.executor.pipelined import PipelinedExecutor
-from dflash_trt.executor.torch_executor import TorchExecutor
-from dflash_trt.executor.torch_gpu import TorchGpuExecutor
-from dflash_trt.executor.torch_gpu_staging import decode_shapes, mixed_shapes
-from dflash_trt.executor.torch_loading import bind_network
-from dflash_trt.network import torch_attention
-from dflash_trt.network.torch_packed import split_packed
-from dflash_trt.quantize.pack import engine_tensors, pack, segment_amax
+from dflash_trt.formats.arithmetic import engine_tensors, pack, segment_amax
 from tests.engine_dir.building import build
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 

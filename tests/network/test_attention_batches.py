@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch.attention import Scratch, attend_pages, plan_attention
 from dflash_trt.core.model_spec import AttentionSpec
-from dflash_trt.network import torch_attention
 from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.torch_attention import Scratch, attend_pages, plan_attention
 
 PAGE_SIZE = 8
 

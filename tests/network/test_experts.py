@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from dflash_trt.core.model_spec import AttentionSpec, MoeSpec
-from dflash_trt.kernels import reference_attention
-from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
-from dflash_trt.network import torch_moe
-from dflash_trt.network.ops import Experts, Linear, StackedExperts
-from dflash_trt.network.torch_attention import attend_pages, plan_attention
-from dflash_trt.network.torch_moe import (
+from dflash_trt.backends.torch import moe as torch_moe
+from dflash_trt.backends.torch.attention import attend_pages, plan_attention
+from dflash_trt.backends.torch.moe import (
     Choice,
     chosen_experts,
     has_grouped_gemm,
@@ -18,6 +14,10 @@ from dflash_trt.network.torch_moe import (
     run_grouped_experts,
     separated,
 )
+from dflash_trt.core.model_spec import AttentionSpec, MoeSpec
+from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
+from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
 SILU = MoeSpec(

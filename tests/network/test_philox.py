@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_trt.network.philox import philox, uniform
+from dflash_trt.backends.torch.philox import philox, uniform
 
 
 @pytest.mark.parametrize(

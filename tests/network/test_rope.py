@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from dflash_trt.backends.torch.ops import make_rope_table
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
-from dflash_trt.network.torch_ops import make_rope_table
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from dflash_trt.backends.torch.philox import uniform
+from dflash_trt.backends.torch.sampling import _smallest_kept, filtered_weights, sample_and_accept
 from dflash_trt.network.ops import Acceptance, StepInputs
-from dflash_trt.network.philox import uniform
-from dflash_trt.network.torch_sampling import _smallest_kept, filtered_weights, sample_and_accept
 
 VOCAB_SIZE = 16
 WIDTH = 4  # K + 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_trt.network.torch_sampling import draw, filtered_weights
+from dflash_trt.backends.torch.sampling import draw, filtered_weights
 
 
 def weights_of(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_trt.backends.step_inputs import step_inputs, step_result
+from dflash_trt.backends.torch.sampling import filtered_weights, sample_and_accept
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.request import MAX_SEED, SamplingParams
-from dflash_trt.executor.step_inputs import step_inputs, step_result
 from dflash_trt.network.step import StepOutputs
-from dflash_trt.network.torch_sampling import filtered_weights, sample_and_accept
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 
 ORDER = (5, 0, 3, 7, 1, 6, 2, 4)  # tokens, the most likely first

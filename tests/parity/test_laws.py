@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import StepBatch, StepSampling
-from dflash_trt.network import torch_sampling
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 

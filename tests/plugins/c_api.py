@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.network.trt_plugins import PLUGINS
+from dflash_trt.backends.tensorrt.plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
+from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, make_plugin, missing_plugins
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.network.trt_plugin_library import load_plugin_library
-from dflash_trt.network.trt_plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, make_plugin, missing_plugins
 
 
 class Logger:

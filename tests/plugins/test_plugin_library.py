@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, PluginContract
 from dflash_trt.kernels.attention_launch import work_slots, workspace_size
-from dflash_trt.network.trt_plugins import PLUGIN_NAMESPACE, PLUGIN_VERSION, PLUGINS, PluginContract
 from tests.plugins.building import ROOT, BuiltLibrary, cuda_headers, run_python, tensorrt_headers
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.node_inputs import CASES, NodeInputs

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import build_engine
 from dflash_trt.compile.calibration import calibrate_pair
@@ -18,9 +21,6 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.torch_executor import TorchExecutor
-from dflash_trt.executor.torch_loading import bind_network
-from dflash_trt.network.torch_packed import split_packed
 from dflash_trt.quantize.calibration_cache import cache_dir
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream
@@ -256,7 +256,7 @@ def test_text_prompts_need_a_tokenizer(tmp_path: Path) -> None:
 
 
 def _executor(network: Any) -> TorchExecutor:
-    from dflash_trt.executor.page_budget import plan_pages
+    from dflash_trt.backends.page_budget import plan_pages
 
     plan = plan_pages(
         target=network.target,

@@ -1,14 +1,14 @@
-"""Packed linears and FP8 pages as the torch back end runs them, against the definition in `quantize/packed.py`."""
+"""Packed linears and FP8 pages as the torch back end runs them, against the definition in `formats/base.py`."""
 
 import pytest
 import torch
 
+from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, ScaledPages, Scratch, read_pages, write_pages
+from dflash_trt.backends.torch.quantized_linear import apply_packed, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.formats.arithmetic import dequantize, pack, segment_amax
+from dflash_trt.formats.base import Fp8Weight, PackedWeight
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_attention import PageSlots, QueryGroup, ScaledPages, Scratch, read_pages, write_pages
-from dflash_trt.network.torch_packed import apply_packed, fp8_gemm, prepare_linear
-from dflash_trt.quantize.pack import dequantize, pack, segment_amax
-from dflash_trt.quantize.packed import Fp8Weight, PackedWeight
 from tests.engines import decode, make_executor
 
 SEGMENTS = (32, 16, 48)

@@ -15,7 +15,7 @@ from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.packed_spec import packed_tensors
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
-from dflash_trt.quantize.pack import segment_amax
+from dflash_trt.formats.arithmetic import segment_amax
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.packed_spec import engine_table, segments_of
-from dflash_trt.network.torch_packed import split_packed
-from dflash_trt.quantize.pack import dequantize, e2m1_values, pack
-from dflash_trt.quantize.packed import PackedWeight
+from dflash_trt.formats.arithmetic import dequantize, e2m1_values, pack
+from dflash_trt.formats.base import PackedWeight
 from dflash_trt.quantize.stream import joined
 from tests.quantize.conftest import Exports
 

@@ -1,4 +1,4 @@
-"""The formats of `quantize/packed.py`, against their definitions and against PyTorch's own float8."""
+"""The formats of `formats/base.py`, against their definitions and against PyTorch's own float8."""
 
 import math
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import CheckpointError
-from dflash_trt.quantize.pack import dequantize, e2m1_codes, e2m1_values, e4m3, pack, segment_amax
-from dflash_trt.quantize.packed import Fp8Weight, Nvfp4Weight, slice_packed
+from dflash_trt.formats.arithmetic import dequantize, e2m1_codes, e2m1_values, e4m3, pack, segment_amax
+from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight, slice_packed
 
 SEGMENTS = (48, 16, 32)
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from dflash_trt.triton_server.launcher import ServerProcess
-from dflash_trt.triton_server.tensors import INPUTS_BY_NAME
+from dflash_trt.servers.triton.tensors import INPUTS_BY_NAME
+from scripts.triton_server.launcher import ServerProcess
 
 WAIT_S = 60.0
 _DATATYPES = {"STRING": ("BYTES", np.object_), "BOOL": ("BOOL", np.bool_), "INT32": ("INT32", np.int32)}

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.cli.main import cli
-from dflash_trt.triton_server.launcher import ServerProcess
+from scripts.triton_server.launcher import ServerProcess
 from tests.factories import edit_json, make_target, make_zlab_drafter
 from tests.serving.tokenizers import CHAT_TEMPLATE
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dflash_trt.triton_server.metrics import METRICS
+from dflash_trt.servers.triton.metrics import METRICS
 
 
 class FakeSeries:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.triton_server.aiperf import PAYLOAD_TEMPLATE, REPORT_NAME, command, read_report
+from scripts.triton_server.aiperf import PAYLOAD_TEMPLATE, REPORT_NAME, command, read_report
 from tests.triton_server.clients import counter
 
 REPORT = Path(__file__).with_name("data") / "aiperf_report.json"  # of a run of aiperf 0.13.0 against the demo engine

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from dflash_trt.triton_server.launcher import ServerProcess
+from scripts.triton_server.launcher import ServerProcess
 from tests.factories import edit_json
 from tests.triton_server.clients import GrpcStream, generate, load, sse, unload, until
 from tests.triton_server.conftest import ENVIRONMENT, ROOT, deploy

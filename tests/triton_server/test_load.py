@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_trt import SamplingParams
-from dflash_trt.triton_server.launcher import ServerProcess
+from scripts.triton_server.launcher import ServerProcess
 from tests.triton_server.clients import Answer, GrpcStream, as_list, counter, sse, until
 from tests.triton_server.conftest import ENVIRONMENT, ROOT
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from dflash_trt.cli.deploy import deploy
+from dflash_trt.servers.triton.pbtxt import Message, read
+from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
-from dflash_trt.triton_server.pbtxt import Message, read
-from dflash_trt.triton_server.settings import ModelSettings
 from tests.cli.calls import Recorder, options_never_set
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.cli.test_options_arrive import LLM_DEFAULTS
@@ -55,7 +55,7 @@ def pb_utils(monkeypatch) -> Iterator[ModuleType]:
     module = ModuleType("triton_python_backend_utils")
     module.TritonModelException = type("TritonModelException", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", module)
-    monkeypatch.delitem(sys.modules, "dflash_trt.triton_server.model", raising=False)
+    monkeypatch.delitem(sys.modules, "dflash_trt.servers.triton.model", raising=False)
     log = logging.getLogger("dflash_trt")
     handlers = list(log.handlers)
     yield module
@@ -64,10 +64,10 @@ def pb_utils(monkeypatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def model(pb_utils) -> Iterator[Any]:
-    from dflash_trt.triton_server.model import TritonPythonModel
+    from dflash_trt.servers.triton.model import TritonPythonModel
 
     yield TritonPythonModel()
-    del sys.modules["dflash_trt.triton_server.model"]
+    del sys.modules["dflash_trt.servers.triton.model"]
 
 
 def written(model_dir: Path) -> Message:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import ConfigError, EngineDirError
-from dflash_trt.triton_server.environment import check_numpy, explained, select_gpu
-from dflash_trt.triton_server.pbtxt import Message, Word, read, write
-from dflash_trt.triton_server.repository import Deployment, check_model, config_text, write_model
-from dflash_trt.triton_server.settings import ModelSettings
-from dflash_trt.triton_server.tensors import INPUTS, OUTPUTS, documentation_tables
+from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
+from dflash_trt.servers.triton.pbtxt import Message, Word, read, write
+from dflash_trt.servers.triton.repository import Deployment, check_model, config_text, write_model
+from dflash_trt.servers.triton.settings import ModelSettings
+from dflash_trt.servers.triton.tensors import INPUTS, OUTPUTS, documentation_tables
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.engine_dir.building import build
 from tests.factories import make_target

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.errors import RequestError
-from dflash_trt.triton_server.request_reader import CancelOrder, Order, read_request
-from dflash_trt.triton_server.settings import ModelSettings
-from dflash_trt.triton_server.tensors import INPUTS, INPUTS_BY_NAME
+from dflash_trt.servers.triton.request_reader import CancelOrder, Order, read_request
+from dflash_trt.servers.triton.settings import ModelSettings
+from dflash_trt.servers.triton.tensors import INPUTS, INPUTS_BY_NAME
 
 SETTINGS = ModelSettings(engine_dir="engine", default_max_tokens=17)
 _DTYPES = {"STRING": np.object_, "BOOL": np.bool_, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.request import GenerationOutput, RequestStatistics, SamplingParams
+from dflash_trt.servers.triton.request_reader import Order
+from dflash_trt.servers.triton.responses import ResponseMaker
+from dflash_trt.servers.triton.tensors import OUTPUTS
 from dflash_trt.serving.stream import StreamChunk
-from dflash_trt.triton_server.request_reader import Order
-from dflash_trt.triton_server.responses import ResponseMaker
-from dflash_trt.triton_server.tensors import OUTPUTS
 
 OUTPUT = GenerationOutput(
     request_id="r",

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dflash_trt.triton_server.server_watch import ServerWatch, _address, _listening, _num_wakes
+from dflash_trt.servers.triton.server_watch import ServerWatch, _address, _listening, _num_wakes
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.servers.triton import prompt_lanes
+from dflash_trt.servers.triton.metrics import REFUSED, MetricBook
+from dflash_trt.servers.triton.service import EngineService
+from dflash_trt.servers.triton.settings import ModelSettings
+from dflash_trt.servers.triton.tensors import INPUTS_BY_NAME
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
-from dflash_trt.triton_server import prompt_lanes
-from dflash_trt.triton_server.metrics import REFUSED, MetricBook
-from dflash_trt.triton_server.service import EngineService
-from dflash_trt.triton_server.settings import ModelSettings
-from dflash_trt.triton_server.tensors import INPUTS_BY_NAME
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_codec, make_executor, make_generator, until
 from tests.triton_server.fake_series import FakeSeries

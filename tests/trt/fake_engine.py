@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.compile.trt_profiles import Profile, profile_inputs, step_profiles
+from dflash_trt.backends.tensorrt.engine import expected_io
+from dflash_trt.backends.tensorrt.network import IoTensor
+from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.engine_dir import EngineLimits
-from dflash_trt.executor.trt_engine import expected_io
-from dflash_trt.network.trt_network import IoTensor
 from tests.trt.interpreter import NetworkInterpreter, Plugins
 from tests.trt.networks import DefinedStep
 

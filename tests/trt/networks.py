@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.compile.trt_weights import TORCH_DTYPES, host_packed, host_rope_tables, host_tensors
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
-from dflash_trt.core.mapping import Mapping as RankMapping
-from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.executor.step_inputs import step_inputs, step_result
-from dflash_trt.network.host_tensor import HostTensor
-from dflash_trt.network.ops import Acceptance
-from dflash_trt.network.step import StepOutputs
-from dflash_trt.network.trt_door import make_logger
-from dflash_trt.network.trt_layers import FloatDType, Layers
-from dflash_trt.network.trt_network import (
+from dflash_trt.backends.step_inputs import step_inputs, step_result
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.host_weights import TORCH_DTYPES, host_packed, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.layers import FloatDType, Layers
+from dflash_trt.backends.tensorrt.module import make_logger
+from dflash_trt.backends.tensorrt.network import (
     NEXT_PREFIX,
     StepNetworkSpec,
     define_step_network,
     state_of,
     step_outputs_of,
 )
-from dflash_trt.network.trt_ops import PluginMode
-from dflash_trt.quantize.packed import PackedWeight
+from dflash_trt.backends.tensorrt.ops import PluginMode
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.formats.base import PackedWeight
+from dflash_trt.network.ops import Acceptance
+from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
 from tests.trt.interpreter import NetworkInterpreter, Plugins
 

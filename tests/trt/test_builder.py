@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
+from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
+from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.cli.main import cli
-from dflash_trt.compile.trt_builder import PlanOptions, build_plan
-from dflash_trt.compile.trt_profiles import profile_inputs, step_profiles
-from dflash_trt.compile.trt_timing_cache import load_timing_cache, store_timing_cache
-from dflash_trt.compile.trt_weights import host_rope_tables, host_tensors
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits

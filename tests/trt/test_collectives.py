@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.network.trt_door import make_logger
-from dflash_trt.network.trt_layers import Layers
-from dflash_trt.network.trt_ops import TrtOps
+from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.module import make_logger
+from dflash_trt.backends.tensorrt.ops import TrtOps
 from tests.trt.interpreter import NetworkInterpreter, Step
 
 MINE = torch.arange(12.0).reshape(3, 4)

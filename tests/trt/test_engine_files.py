@@ -7,14 +7,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from dflash_trt.backends.tensorrt import build_rank as trt_engine_files
+from dflash_trt.backends.tensorrt.builder import PlanOptions
+from dflash_trt.backends.tensorrt.compatibility import spec_of
 from dflash_trt.cli.main import cli
-from dflash_trt.compile import trt_engine_files
-from dflash_trt.compile.trt_builder import PlanOptions
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord
 from dflash_trt.executor.opening import open_executor
-from dflash_trt.executor.trt_identity import spec_of
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import RECORD
 

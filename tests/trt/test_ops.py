@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from dflash_trt.compile.trt_weights import host_tensor
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.host_weights import host_tensor
+from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.module import make_logger
+from dflash_trt.backends.tensorrt.ops import TrtOps
+from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
-from dflash_trt.network.host_tensor import HostTensor
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_ops import TorchOps, make_rope_table
-from dflash_trt.network.trt_door import make_logger
-from dflash_trt.network.trt_layers import Layers
-from dflash_trt.network.trt_ops import TrtOps
 from tests.trt.interpreter import NetworkInterpreter
 from tests.trt.networks import tensor_of
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.tensorrt.plugins import NO_WINDOW, PLUGINS, PluginLowering
+from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model_spec import AttentionSpec
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.network import torch_attention, torch_sampling
+from dflash_trt.formats.arithmetic import e4m3
 from dflash_trt.network.ops import Acceptance, StepInputs
-from dflash_trt.network.trt_plugins import NO_WINDOW, PLUGINS, PluginLowering
-from dflash_trt.quantize.pack import e4m3
 from tests.engines import PAGE_SIZE, make_executor
 from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair

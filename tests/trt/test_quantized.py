@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dflash_trt.compile.trt_weights import host_packed
+from dflash_trt.backends.tensorrt.host_weights import host_packed
+from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.module import make_logger
+from dflash_trt.backends.tensorrt.ops import TrtOps
+from dflash_trt.backends.torch.quantized_linear import apply_packed, prepare_linear
+from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.torch_packed import apply_packed, prepare_linear
-from dflash_trt.network.trt_door import make_logger
-from dflash_trt.network.trt_layers import Layers
-from dflash_trt.network.trt_ops import TrtOps
-from dflash_trt.quantize.packed import Fp8Weight, Nvfp4Weight
 from tests.trt.interpreter import NetworkInterpreter
 from tests.trt.networks import tensor_of
 

@@ -5,14 +5,15 @@ from dataclasses import fields
 import pytest
 import torch
 
+from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
+from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.module import make_logger
+from dflash_trt.backends.tensorrt.ops import TrtOps
+from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.step_spec import STEP_INPUTS
-from dflash_trt.executor.step_inputs import step_inputs
-from dflash_trt.network import torch_sampling, trt_sampling
 from dflash_trt.network.ops import StepInputs
-from dflash_trt.network.trt_door import make_logger
-from dflash_trt.network.trt_layers import Layers
-from dflash_trt.network.trt_ops import TrtOps
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 from tests.trt.interpreter import NetworkInterpreter
 

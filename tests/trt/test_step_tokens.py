@@ -7,8 +7,11 @@ import pytest
 import torch
 
 import dflash_trt
+from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt import lowering_pages as trt_pages
+from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
+from dflash_trt.backends.tensorrt import ops as trt_ops
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.network import trt_attention, trt_ops, trt_pages, trt_sampling
 from tests.engines import make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt.compatibility import library_mismatches, mismatches
+from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
+from dflash_trt.backends.tensorrt.executor import DECODE, MIXED, TensorRTExecutor
+from dflash_trt.backends.tensorrt.module import load_tensorrt
+from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
+from dflash_trt.backends.tensorrt.self_test import qualify
 from dflash_trt.core.batch import ExecutorLimits, StepBatch
 from dflash_trt.core.errors import BuildError, EngineDirError
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
-from dflash_trt.executor.trt_engine import check_engine_io, deserialize
-from dflash_trt.executor.trt_executor import DECODE, MIXED, TensorRTExecutor
-from dflash_trt.executor.trt_identity import library_mismatches, mismatches
-from dflash_trt.executor.trt_qualify import qualify
-from dflash_trt.network import trt_attention
-from dflash_trt.network.trt_door import load_tensorrt
-from dflash_trt.network.trt_plugin_library import load_plugin_library
 from tests.engines import PAGE_SIZE, Decoding, make_executor
 from tests.traces import GREEDY, SAMPLED, integers, trace
 from tests.trt.fake_engine import FakeEngine

@@ -1,0 +1,1 @@
+"""PyTorch on a GPU with our own kernels: CUDA graphs, staging, results."""

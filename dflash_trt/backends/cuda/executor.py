@@ -1,0 +1,306 @@
+"""The torch executor on a GPU: our kernels, CUDA graphs, no word between host and device in a step.
+
+A step is one copy in, one graph (or, with a long prefill chunk, the same launches one by one), one copy out. On a CPU
+it runs in Triton's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.cuda.graphs import CudaCapture, GraphCache
+from dflash_trt.backends.cuda.linear import prepare_device_linear
+from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
+from dflash_trt.backends.cuda.staging import (
+    InputStaging,
+    ResultStaging,
+    StepShape,
+    step_shape,
+    warm_shapes,
+)
+from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.step_inputs import check_batch, sequence_batch
+from dflash_trt.backends.torch.loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
+from dflash_trt.backends.torch.moe import has_grouped_gemm
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
+from dflash_trt.kernels.sampling_launch import advance
+from dflash_trt.kernels.variant import MAX_REQUESTS
+from dflash_trt.network.step import Network, run_step, sequence_logits
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+
+DECODE_GRAPHS = 128  # places kept for verify blocks, most of all steps: every bucket and K up to 64 requests
+FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
+
+
+class TorchGpuExecutor:
+    """Implements `core.batch.StepExecutor`. Owns pages and staging memory; weights must be on `device` already."""
+
+    def __init__(
+        self,
+        network: Network[Tensor],
+        *,
+        page_plan: PagePlan,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_draft_len: int,
+        device: torch.device,
+        quantization: QuantizationSpec | None = None,
+        ranks: RankGroup = ONE_RANK,
+    ) -> None:
+        """`ranks` are those that have the other shares of the network; all of them make the same steps.
+
+        Raises ConfigError when the engine is larger than the kernels are made for.
+        """
+        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        self._ranks = ranks
+        _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len)
+        self.page_plan = page_plan
+        self.network = with_linears(network, prepare_device_linear)
+        self.limits = limits_of(
+            network,
+            page_plan,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            max_draft_len=max_draft_len,
+        )
+        self._pages = TorchPages.allocate(network, page_plan, quantization, device=device)
+        max_rows = max_batch_size * (self.limits.max_draft_len + 1)
+        self._resources = GpuResources.allocate(
+            network.target,
+            network.draft,
+            tp_size=network.mapping.tp_size,
+            max_tokens=max(max_num_tokens, max_rows),
+            max_rows=max_rows,
+            page_scales=self._pages.scales,
+            draft_layers=_draft_layers(self.network, self._pages),
+            dtype=activation_dtype(network),
+            device=device,
+        )
+        # Experts without a grouped GEMM: a prefill step had better ask the host which are chosen than run all.
+        self._asks_host = network.target.moe is not None and not has_grouped_gemm(network.target_weights.embedding)
+        self._staging = InputStaging(self.limits, device)
+        self._results = ResultStaging(self.limits, device)
+        self._stream = _new_stream(device)
+        self.graphs = GraphCache(None if self._stream is None else CudaCapture(self._stream))
+        self._last: tuple[StepShape, int] | None = None  # of verify blocks with all their drafts: for `follow`
+
+    @classmethod
+    def open(
+        cls,
+        engine: EngineDir,
+        *,
+        rank: int = 0,
+        ranks: RankGroup = ONE_RANK,
+        use_drafter: bool = True,
+        kv_cache_bytes: int | None = None,
+        kv_cache_free_memory_fraction: float | None = None,
+        draft_lens: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> TorchGpuExecutor:
+        """Load one rank's weights to the GPU (the current one) and plan the pages in what it has free then.
+
+        Every rank gets as many pages as all of them have room for. Steps of every K in `draft_lens` are compiled and
+        captured ahead; None: of the engine's largest.
+
+        Raises:
+            ConfigError, CapacityError: see `plan_engine_pages`.
+        """
+        device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+        manifest = engine.manifest
+        build = manifest.build_config
+        network = load_network(engine, rank=rank, use_drafter=use_drafter, device=str(device))
+        page_plan = plan_engine_pages(
+            manifest,
+            use_drafter=use_drafter,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            free_bytes=partial(_free_bytes, device),
+            default_fraction=FREE_MEMORY_FRACTION,
+        )
+        executor = cls(
+            network,
+            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+            max_batch_size=build.max_batch_size,
+            max_num_tokens=build.max_num_tokens,
+            max_draft_len=build.max_draft_len,
+            device=device,
+            quantization=manifest.pretrained_config.quantization,
+            ranks=ranks,
+        )
+        if device.type == "cuda":
+            most = executor.limits.max_draft_len
+            executor.warm_up(warm_shapes(executor.limits, (most,) if draft_lens is None else draft_lens))
+        return executor
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        check_batch(batch, self.limits)
+        shape = step_shape(batch, self.limits)
+        self._staging.stage(batch, shape)
+        with self.on_stream():
+            self._staging.upload(shape)
+            self._run(shape)
+            self._results.download(shape)
+        drafts_are_full = all(len(r.token_ids) == shape.width == r.num_candidates + 1 for r in batch.requests)
+        self._last = (shape, len(batch.requests)) if shape.is_decode and drafts_are_full else None
+        return self._results.read(shape, num_requests=len(batch.requests))
+
+    @torch.inference_mode()
+    def follow(self, num_steps: int = 1) -> StepResult:
+        """Repeat the last step on its own outputs so many times, without the host in between; the last result.
+
+        It was of verify blocks with all K drafts, and so are these. The caller has made sure that pages suffice.
+        """
+        assert self._last is not None and num_steps > 0, "the last step was not of full verify blocks"
+        shape, num_requests = self._last
+        assert shape.num_draft_tokens > 0, "a step without drafts has nothing to hand over"
+        inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
+        blocks = (shape.num_requests, shape.width)
+        with self.on_stream():
+            for _ in range(num_steps):
+                advance(
+                    outputs,
+                    drafts,
+                    token_ids=inputs.token_ids.view(blocks),
+                    positions=inputs.positions.view(blocks),
+                    context_lens=inputs.context_lens,
+                )
+                self._run(shape)
+            self._results.download(shape)
+        return self._results.read(shape, num_requests=num_requests)
+
+    @torch.inference_mode()
+    def warm_up(self, shapes: Iterable[StepShape]) -> None:
+        """Compile the kernels and capture the graphs of these steps ahead.
+
+        The steps consist of padding alone, which touches no page, so requests may be alive.
+        """
+        for shape in shapes:
+            if not self._is_captured(shape):
+                continue
+            for _ in range(2):  # run, capture
+                self._staging.stage(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens), shape)
+                with self.on_stream():
+                    self._staging.upload(shape)
+                    self._run(shape)
+        self.wait()
+
+    @torch.inference_mode()
+    def enqueue(self, batch: StepBatch, *, times: int = 1) -> None:
+        """Put one step on the stream so many times and read nothing back: for measuring the device alone.
+
+        Waits for the copy of the inputs before, and for nothing else.
+        """
+        check_batch(batch, self.limits)
+        shape = step_shape(batch, self.limits)
+        self._staging.stage(batch, shape)
+        with self.on_stream():
+            self._staging.upload(shape)
+            for _ in range(times):
+                self._run(shape)
+
+    @property
+    def pages(self) -> list[Tensor]:
+        """Of every layer, the target's first."""
+        return [*self._pages.state.target_kv, *self._pages.state.draft_kv]
+
+    def wait(self) -> None:
+        """Until the device is done with everything."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @torch.inference_mode()
+    def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
+        """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
+        num_tokens = len(token_ids)
+        assert 0 < num_tokens <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
+        shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False, has_graph=False)
+        self._staging.stage(sequence_batch(token_ids, page_size=self.limits.page_size), shape)
+        with self.on_stream():
+            self._staging.upload(shape)
+            inputs = self._staging.inputs(shape)
+            ops: Any = TorchGpuOps(inputs, self._resources, may_ask_host=True, num_draft_tokens=0, ranks=self._ranks)
+            logits: Tensor = sequence_logits(ops, self.network, inputs, self._pages.state)
+            return logits.cpu()
+
+    def _run(self, shape: StepShape) -> None:
+        if self._is_captured(shape):
+            self.graphs.run(shape, partial(self._enqueue, shape), num_reserved=0 if shape.is_decode else DECODE_GRAPHS)
+        else:
+            self._enqueue(shape)
+
+    def _is_captured(self, shape: StepShape) -> bool:
+        return shape.has_graph and (shape.is_decode or not self._asks_host)
+
+    def _enqueue(self, shape: StepShape) -> None:
+        """The launches of a step; what a CUDA graph holds."""
+        inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
+        ops: Any = TorchGpuOps(
+            inputs,
+            self._resources,
+            num_draft_tokens=shape.num_draft_tokens,
+            outputs=outputs,
+            ranks=self._ranks,
+            may_ask_host=not self._is_captured(shape),
+        )
+        result = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=shape.num_draft_tokens)
+        if result.draft_tokens is not None:
+            drafts.copy_(result.draft_tokens)
+
+    def close(self) -> None:
+        """Nothing runs on its own."""
+
+    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Where the steps run."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _check_sizes(max_batch_size: int, num_positions: int) -> None:
+    """What the kernels are made for."""
+    for name, found, most in (
+        ("max_batch_size", max_batch_size, MAX_REQUESTS),
+        ("max_seq_len and drafts", num_positions, MAX_POSITIONS),
+    ):
+        if found > most:
+            mend = "Build the engine with less."
+            raise ConfigError(problem(name, expected=f"at most {most} on a GPU", found=str(found), mend=mend))
+
+
+def _draft_layers(network: Network[Tensor], pages: TorchPages) -> DraftLayers | None:
+    if network.draft_weights is None:
+        return None
+    norms = [layer.k_norm for layer in network.draft_weights.layers]
+    scales = [pages.scales.get(id(layer), LayerKvScales()) for layer in pages.state.draft_kv]
+    return stack_draft_layers(
+        pages.state.draft_kv,
+        k_norms=[norm for norm in norms if norm is not None] or None,
+        k_scales=[scale.k for scale in scales],
+        v_scales=[scale.v for scale in scales],
+    )
+
+
+def _new_stream(device: torch.device) -> Any:
+    """None on a CPU. Weights and pages were made on another stream, so they are waited for here, once."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    make_stream: Any = torch.cuda.Stream  # untyped in PyTorch
+    return make_stream(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,163 @@
+"""Linear layers on a GPU, prepared once at load so that a step reads no scale back to the host.
+
+Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations; 4-bit
+weights with plain activations stay packed and are unpacked in each call; the rest is what `torch_packed` unpacks.
+Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_packed, unpack
+from dflash_trt.formats.arithmetic import row_scale
+from dflash_trt.formats.base import BLOCK_SIZE, E2M1_VALUES, Fp8Weight, Nvfp4Weight, PackedWeight
+from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.network.ops import Linear
+
+
+class Activation(Protocol):
+    """What a linear reads: plain, or as FP8 codes, which the kernel that makes it can give at once."""
+
+    def value(self) -> Tensor: ...  # F [N, in]
+
+    def codes(self, scale: Tensor) -> Tensor: ...  # float32 [1] -> float8_e4m3fn [N, in]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An Activation that is there already."""
+
+    x: Tensor
+
+    def value(self) -> Tensor:
+        return self.x
+
+    def codes(self, scale: Tensor) -> Tensor:
+        return quantize_fp8(self.x.contiguous(), scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Piece:
+    """Consecutive segments with the same input scale. `row_scale` None: all their weight scales are `weight_scale`."""
+
+    codes: Tensor  # float8_e4m3fn [rows, in]
+    input_scale: Tensor  # float32 [1]
+    weight_scale: Tensor  # float32 [1]
+    row_scale: Tensor | None  # float32 [rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFp8Weight(PackedWeight[Tensor]):
+    pieces: tuple[Fp8Piece, ...]
+    dtype: torch.dtype  # of the product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceInt4Weight(PackedWeight[Tensor]):
+    """NVFP4 weights for plain activations."""
+
+    codes: Tensor  # uint8 [out, in / 2]
+    block_scale: Tensor  # float8_e4m3fn [out, in / 16]
+    row_scale: Tensor  # float32 [out]
+    values: Tensor  # [256, 2] in the compute dtype: the two numbers of every byte
+
+
+def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
+    """The layer as `apply_device_linear` wants it; reads scales back to the host here and never again."""
+    weight = linear.weight
+    if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
+        return replace(linear, weight=_fp8_weight(weight, dtype))
+    if isinstance(weight, Nvfp4Weight) and weight.input_scale is None:
+        return replace(linear, weight=_int4_weight(weight, dtype))
+    if isinstance(weight, PackedWeight):
+        return replace(linear, weight=unpack(weight, dtype))
+    return linear
+
+
+def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tensor:
+    """[N, in] -> [N, out], without a word to the host."""
+    weight = linear.weight
+    if isinstance(weight, DeviceFp8Weight):
+        return _apply_fp8(activation, weight, linear.bias)
+    x = activation.value()
+    if isinstance(weight, DeviceInt4Weight):
+        out = F.linear(x, _unpacked(weight, x.dtype)).mul_(weight.row_scale)
+        return out if linear.bias is None else out.add_(linear.bias)
+    if isinstance(weight, PackedWeight):
+        return apply_packed(x, linear)
+    return F.linear(x, weight, linear.bias)
+
+
+def _has_fp8_gemm(codes: Tensor) -> bool:
+    if codes.shape[0] % 16 or codes.shape[1] % 16:
+        return False  # cuBLASLt's alignment
+    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= FP8_GEMM_CAPABILITY
+
+
+def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weight:
+    assert weight.input_scale is not None
+    input_scales = cast("list[float]", weight.input_scale.tolist())
+    weight_scales = cast("list[float]", weight.weight_scale.tolist())
+    rows = row_scale(weight)
+    pieces, start = [], 0
+    segments = zip(input_scales, weight_scales, weight.segments, strict=True)
+    for input_scale, group in groupby(segments, key=lambda segment: segment[0]):
+        members = list(group)
+        stop = start + sum(size for _, _, size in members)
+        scales = {scale for _, scale, _ in members}
+        pieces.append(
+            Fp8Piece(
+                codes=weight.codes[start:stop],
+                input_scale=rows.new_tensor([input_scale]),
+                weight_scale=rows.new_tensor([scales.pop() if len(scales) == 1 else 1.0]),
+                row_scale=rows[start:stop] if len({scale for _, scale, _ in members}) > 1 else None,
+            )
+        )
+        start = stop
+    return DeviceFp8Weight(
+        segments=weight.segments,
+        weight_scale=weight.weight_scale,
+        input_scale=weight.input_scale,
+        pieces=tuple(pieces),
+        dtype=dtype,
+    )
+
+
+def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | None) -> Tensor:
+    outs = []
+    for piece in weight.pieces:
+        out = torch._scaled_mm(
+            activation.codes(piece.input_scale),
+            piece.codes.t(),
+            scale_a=piece.input_scale,
+            scale_b=piece.weight_scale,
+            out_dtype=weight.dtype,
+        )
+        outs.append(out if piece.row_scale is None else out.mul_(piece.row_scale))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+    return out if bias is None else out.add_(bias)
+
+
+def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4Weight:
+    numbers = (*E2M1_VALUES, *(-value for value in E2M1_VALUES))
+    pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]  # the even column is the low nibble
+    return DeviceInt4Weight(
+        segments=weight.segments,
+        weight_scale=weight.weight_scale,
+        input_scale=None,
+        codes=weight.codes,
+        block_scale=weight.block_scale,
+        row_scale=row_scale(weight),
+        values=torch.tensor(pairs, dtype=dtype, device=weight.codes.device),
+    )
+
+
+def _unpacked(weight: DeviceInt4Weight, dtype: torch.dtype) -> Tensor:  # [out, in], without the row scales
+    rows, num_blocks = weight.block_scale.shape
+    values = F.embedding(weight.codes.int(), weight.values).view(rows, num_blocks, BLOCK_SIZE)
+    return values.mul_(weight.block_scale.to(dtype)[..., None]).view(rows, num_blocks * BLOCK_SIZE)

@@ -1,0 +1,1 @@
+"""TensorRT: lowering, plugins, builder, executor."""

@@ -1,0 +1,213 @@
+"""A step network into a serialized TensorRT plan: configuration, profiles, timing cache, progress.
+
+Knows builder options. What the network computes is `network/trt_network`'s business, where the plan is stored
+`engine_dir`'s.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.module import Flavor, load_tensorrt, make_logger, module_version
+from dflash_trt.backends.tensorrt.network import StepNetworkSpec, define_step_network
+from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables
+from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
+from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
+from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
+from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.engine_dir import EngineLimits
+from dflash_trt.formats.base import PackedWeight
+
+StepsCallback = Callable[[str, int, int], None]  # phase, steps done, steps in all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How to build. `compute_capability` ("SM120") is what the CPU-only builder targets instead of this GPU.
+
+    `flags` are BuilderFlag names to set on top of the defaults; REFIT and STRIP_PLAN are left for later, and
+    DISTRIBUTIVE_INDEPENDENCE is refused by TensorRT for more than one profile.
+    """
+
+    flavor: Flavor = "tensorrt"
+    plugins: PluginMode = "plugin"
+    plugin_library: Path | None = None
+    timing_cache: Path | None = None
+    compute_capability: str | None = None
+    flags: tuple[str, ...] = ()
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltPlan:
+    """`plan` supports the buffer protocol. The rest is what config.json records and `--check` reports."""
+
+    plan: Any = field(repr=False)
+    tensorrt_version: str
+    plugins: PluginMode
+    flags: tuple[str, ...]
+    profiles: tuple[Profile, ...]
+    inputs: tuple[str, ...]  # "token_ids int32 [T]"
+    outputs: tuple[str, ...]
+    num_layers: int
+    layer_counts: dict[str, int]
+    plan_bytes: int
+    build_time_s: float
+    peak_memory_bytes: int
+    warnings: tuple[str, ...]
+
+
+def build_plan(
+    spec: StepNetworkSpec,
+    limits: EngineLimits,
+    tensors: Mapping[str, HostTensor],
+    *,
+    packed: Mapping[str, PackedWeight[HostTensor]] | None = None,
+    rope_tables: RopeTables,
+    options: PlanOptions,
+    progress: StepsCallback = lambda phase, done, total: None,
+) -> BuiltPlan:
+    """Define and compile the network of one rank. The tensors must stay alive until this returns.
+
+    Raises:
+        BuildError: TensorRT is missing, refused a layer, or could not build; with its own messages.
+    """
+    started_s = time.monotonic()
+    trt = load_tensorrt(options.flavor)
+    logger = make_logger(trt)
+    if options.plugins == "plugin":
+        load_plugin_library(trt, options.plugin_library)
+    builder = _make_builder(trt, logger, options)
+    network = builder.create_network(0)
+    layers = Layers(trt, network, logger)
+    define_step_network(layers, spec, tensors, packed=packed, rope_tables=rope_tables, plugins=options.plugins)
+    profiles = step_profiles(spec, limits)
+    config, flags = _configure(trt, builder, options)
+    for profile in profiles:
+        _add_profile(builder, config, spec, profile)
+    config.progress_monitor = _make_monitor(trt, progress)
+    if options.timing_cache is not None:
+        load_timing_cache(config, options.timing_cache)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise _build_failure("the network could not be compiled", logger)
+    if options.timing_cache is not None:
+        store_timing_cache(config, options.timing_cache)
+    assert layers.constant_owners is not None  # the weights' memory, alive up to here
+    return BuiltPlan(
+        plan=plan,
+        tensorrt_version=module_version(trt),
+        plugins=options.plugins,
+        flags=flags,
+        profiles=profiles,
+        inputs=_tensor_lines(network.get_input, network.num_inputs),
+        outputs=_tensor_lines(network.get_output, network.num_outputs),
+        num_layers=network.num_layers,
+        layer_counts=_layer_counts(network),
+        plan_bytes=plan.nbytes,
+        build_time_s=time.monotonic() - started_s,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
+        warnings=tuple(dict.fromkeys(logger.warnings)),
+    )
+
+
+def _make_builder(trt: Any, logger: Any, options: PlanOptions) -> Any:
+    """The enterprise builder needs a GPU; its binding says so with a TypeError."""
+    try:
+        return trt.Builder(logger)
+    except TypeError as error:
+        found = "; ".join(logger.errors) or str(error)
+        mend = "Build on the GPU the engine is for, or check the configuration here: dflash-trt build --check."
+        raise BuildError(problem("TensorRT builder", expected="a GPU with a driver", found=found, mend=mend)) from error
+
+
+def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple[str, ...]]:
+    """The builder configuration, and the names of all flags and preview features it ends up with."""
+    config = builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32, also inside a bfloat16 network
+    for name in options.flags:
+        flag = getattr(trt.BuilderFlag, name, None)
+        if flag is None:
+            known = ", ".join(sorted(trt.BuilderFlag.__members__))
+            raise BuildError(
+                problem("builder flag", expected=f"one of {known}", found=name, mend="Remove or correct it.")
+            )
+        config.set_flag(flag)
+    if options.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
+    if options.compute_capability is not None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, options.compute_capability), 0)
+    if options.plugins == "plugin":
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    flags = [name for name, flag in trt.BuilderFlag.__members__.items() if config.get_flag(flag)]
+    previews = [name for name, feature in trt.PreviewFeature.__members__.items() if config.get_preview_feature(feature)]
+    return config, (*flags, *previews)
+
+
+def _add_profile(builder: Any, config: Any, spec: StepNetworkSpec, profile: Profile) -> None:
+    shapes = builder.create_optimization_profile()
+    for tensor in profile_inputs(spec):
+        shapes.set_shape(tensor.name, *profile.shapes_of(tensor))
+    if config.add_optimization_profile(shapes) < 0:
+        raise BuildError(
+            problem(
+                f"optimization profile {profile.name}",
+                expected="ranges TensorRT accepts",
+                found=", ".join(f"{axis} {sizes}" for axis, sizes in profile.axes.items()),
+                mend="Raise the limits that leave a range empty, or report it with this message.",
+            )
+        )
+
+
+def _make_monitor(trt: Any, progress: StepsCallback) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base comes from a module chosen at run time
+        """Reports TensorRT's outermost phases; inner ones come and go too quickly to read."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._totals: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            if not parent_phase:
+                self._totals[phase_name] = num_steps
+                progress(phase_name, 0, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self._totals:
+                progress(phase_name, step + 1, self._totals[phase_name])
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            if (total := self._totals.pop(phase_name, None)) is not None:
+                progress(phase_name, total, total)
+
+    return Monitor()
+
+
+def _build_failure(what: str, logger: Any) -> BuildError:
+    said = "; ".join(logger.errors or logger.warnings[-3:]) or "nothing"
+    mend = "Lower the limits if memory ran out; otherwise report it with this message."
+    return BuildError(problem("TensorRT build", expected="a plan", found=f"{what}: {said}", mend=mend))
+
+
+def _tensor_lines(get: Callable[[int], Any], count: int) -> tuple[str, ...]:
+    tensors: Sequence[Any] = [get(i) for i in range(count)]
+    return tuple(
+        f"{tensor.name} {tensor.dtype.name} [{', '.join(map(str, tuple(tensor.shape)))}]" for tensor in tensors
+    )
+
+
+def _layer_counts(network: Any) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for i in range(network.num_layers):
+        kind = network.get_layer(i).type.name
+        counts[kind] = counts.get(kind, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

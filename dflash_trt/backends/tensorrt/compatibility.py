@@ -1,0 +1,88 @@
+"""Is this engine for this machine: GPU, TensorRT and plugin library against what config.json recorded."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from dflash_trt.backends.tensorrt.engine import require_gpu
+from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
+from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.core.errors import EngineDirError, problem, raise_all
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
+
+_REBUILD = "Build it again on this machine: dflash-trt build ... --backend tensorrt --overwrite"
+
+
+def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None) -> tuple[TensorRTRecord, Path | None]:
+    """The record and the plugin library, when this machine may run the engine.
+
+    Whichever path the library has, it is loaded only with the hash that config.json recorded.
+
+    Raises:
+        EngineDirError: no TensorRT plan in the directory, no GPU, no TensorRT, or every mismatch found.
+    """
+    record = engine_dir.manifest.tensorrt
+    if record is None:
+        found = f"an engine of backend {engine_dir.manifest.backend}"
+        raise EngineDirError(problem(str(engine_dir.path), expected="a TensorRT engine", found=found, mend=_REBUILD))
+    require_gpu()
+    version = module_version(load_tensorrt("tensorrt", error=EngineDirError))
+    major, minor = torch.cuda.get_device_capability()
+    problems = mismatches(
+        record, tensorrt_version=version, compute_capability=f"{major}.{minor}", gpu_name=torch.cuda.get_device_name()
+    )
+    library = None
+    if record.plugin_library is not None:
+        library = plugin_library or Path(record.plugin_library)
+        problems += library_mismatches(record, library)
+    raise_all(EngineDirError, f"engine directory {engine_dir.path}", problems)
+    return record, library
+
+
+def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capability: str, gpu_name: str) -> list[str]:
+    """Plans run only on the compute capability and with the TensorRT version they were built for."""
+    problems = []
+    if record.compute_capability != compute_capability:
+        expected = f"compute capability {record.compute_capability} ({record.gpu_name})"
+        found = f"{compute_capability} ({gpu_name})"
+        problems.append(problem("GPU", expected=expected, found=found, mend=_REBUILD))
+    if record.tensorrt_version != tensorrt_version:
+        mend = f"Install it: pip install tensorrt=={record.tensorrt_version}. Or: {_REBUILD}"
+        problems.append(problem("TensorRT", expected=record.tensorrt_version, found=tensorrt_version, mend=mend))
+    return problems
+
+
+def library_mismatches(record: TensorRTRecord, library: Path) -> list[str]:
+    """The plugin library must be the very file the plan was built with."""
+    if not library.is_file():
+        return [problem(f"plugin library {library}", expected="a file", found="none", mend="Pass its path.")]
+    with library.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    if sha256 == record.plugin_library_sha256:
+        return []
+    return [
+        problem(
+            f"plugin library {library}", expected=f"sha256 {record.plugin_library_sha256}", found=sha256, mend=_REBUILD
+        )
+    ]
+
+
+def spec_of(engine_dir: EngineDir) -> StepNetworkSpec:
+    """The network that the plan of this directory computes."""
+    manifest = engine_dir.manifest
+    config = manifest.pretrained_config
+    return StepNetworkSpec(
+        target=config.target,
+        draft=config.draft,
+        dtype=config.dtype,
+        page_size=manifest.build_config.page_size,
+        max_draft_len=manifest.build_config.max_draft_len if config.draft else 0,
+        mapping=config.mapping,
+        quantization=config.quantization,
+    )
+
+
+def plan_path(engine_dir: EngineDir) -> Path:
+    return engine_dir.path / plan_name(engine_dir.manifest.pretrained_config.mapping.rank)

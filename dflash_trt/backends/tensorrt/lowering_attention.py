@@ -1,0 +1,211 @@
+"""Attention over pages in plain TensorRT layers: scatter the new K/V, gather every page, mask, softmax.
+
+Exact and slow: each token row gathers all P pages of its request, in float32, so this lowering is for checking a
+network and for tiny engines; the plugin (plugins/README.md) is what serves. The definition is `torch_attention`.
+Pages are values here: a write makes a new tensor, which the step returns as the state's output.
+"""
+
+from dataclasses import dataclass
+
+from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_pages import Pages
+from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.network.ops import Acceptance, StepInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepIndex:
+    """What depends only on the step's integers, worked out once and shared by all layers."""
+
+    request_of_row: ITensor  # int32 [T]
+    page_table: ITensor  # int32 [R, P]
+    page_table_of_row: ITensor  # int32 [T, P]
+    positions: ITensor  # int32 [T]
+    kv_slots: ITensor  # int32 [2T, 3]: (page, k or v, offset) of every row's K, then of every row's V
+    num_keys: Dim  # P * page_size
+    key_positions: ITensor  # int32 [1, P * page_size]
+
+
+def index_step(layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -> StepIndex:
+    """Which request each row belongs to and where its K/V go."""
+    num_rows = layers.dim(inputs.token_ids, 0)
+    rows = layers.reshape(layers.arange(num_rows), (-1, 1))
+    ends = layers.reshape(layers.drop_ends(inputs.token_offsets, 0, first=1, last=0), (1, -1))
+    has_passed = layers.unary("NOT", layers.binary("LESS", rows, ends))  # [T, R]: the request ended before this row
+    request_of_row = layers.reduce("SUM", layers.cast(has_passed, "int32"), 1, keep_dims=False)
+    page_index = layers.binary("DIV", inputs.positions, page_size)
+    offset = layers.binary("SUB", inputs.positions, layers.binary("PROD", page_index, page_size))
+    page = layers.gather_nd(inputs.page_table, _columns(layers, request_of_row, page_index))
+    zero = layers.binary("PROD", page, 0)
+    slots = [_columns(layers, page, layers.binary("SUM", zero, is_value), offset) for is_value in (0, 1)]
+    num_pages = layers.dim(inputs.page_table, 1)
+    num_keys = num_pages * page_size if isinstance(num_pages, int) else layers.binary("PROD", num_pages, page_size)
+    return StepIndex(
+        request_of_row=request_of_row,
+        page_table=inputs.page_table,
+        page_table_of_row=layers.gather(inputs.page_table, request_of_row),
+        positions=inputs.positions,
+        kv_slots=layers.concat(slots, 0),
+        num_keys=num_keys,
+        key_positions=layers.reshape(layers.arange(num_keys), (1, -1)),
+    )
+
+
+def attend_pages(
+    layers: Layers,
+    index: StepIndex,
+    q: ITensor,  # [T, heads, D]
+    kv: tuple[ITensor, ITensor],  # [T, kv_heads, D]
+    pages: Pages,
+    attention: AttentionSpec,
+) -> tuple[ITensor, Pages]:
+    """([T, heads * D], pages with k and v written). See `Ops.attend_pages`."""
+    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
+    codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
+    written = pages.with_codes(layers, codes)
+    keys, values = read_pages(layers, written, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
+    kv_heads, head_dim = keys.shape[1], keys.shape[3]
+    num_heads = q.shape[1]
+    grouped = layers.reshape(q, (-1, kv_heads, num_heads // kv_heads, head_dim))
+    query_positions = layers.reshape(index.positions, (-1, 1))
+    visible = _not_greater(layers, index.key_positions, query_positions)  # [T, S]
+    if attention.window is not None:
+        distance = layers.binary("SUB", query_positions, index.key_positions)
+        visible = layers.binary("AND", visible, layers.binary("LESS", distance, attention.window))
+    mask = layers.reshape(visible, (-1, 1, 1, index.num_keys))
+    values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
+    attended = _attend(layers, grouped, keys, values, mask)  # [T, kv_heads, group, D]
+    return layers.reshape(attended, (-1, num_heads * head_dim)), written
+
+
+def write_draft_context(
+    layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
+) -> Pages:
+    """Pages with the rows at positions < next_context_lens written; every other slot keeps what it held."""
+    context_len_of_row = layers.gather(acceptance.next_context_lens, index.request_of_row)
+    is_kept = layers.binary("LESS", index.positions, context_len_of_row)
+    is_kept = layers.reshape(layers.concat((is_kept, is_kept), 0), (-1, 1, 1))  # for K, then for V
+    codes = pages.codes(layers)
+    old = layers.gather_nd(codes, index.kv_slots)
+    rows = layers.where(is_kept, pages.rows(layers, kv), old)
+    return pages.with_codes(layers, layers.scatter_nd(codes, index.kv_slots, rows))
+
+
+def attend_draft(
+    layers: Layers,
+    index: StepIndex,
+    q: ITensor,  # [R*S, heads, D]
+    block: tuple[ITensor, ITensor],  # k, v of the block slots, [R*S, kv_heads, D]
+    pages: Pages,
+    acceptance: Acceptance[ITensor],
+    attention: AttentionSpec,
+    *,
+    block_width: Dim,  # S
+) -> ITensor:
+    """The reading half of `Ops.attend_draft`: [R*S, heads * D]."""
+    num_heads, head_dim = q.shape[1], q.shape[2]
+    kv_heads = block[0].shape[1]
+    keys, values = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
+    context_lens = layers.reshape(acceptance.next_context_lens, (-1, 1))
+    is_own = layers.binary("LESS", index.key_positions, context_lens)  # [R, keys]
+    values = _cleared(layers, values, layers.reshape(is_own, (-1, 1, index.num_keys, 1)))
+
+    num_keys = _sum(layers, index.num_keys, block_width)
+
+    def with_block(old: ITensor, own: ITensor) -> ITensor:
+        own = layers.transpose(layers.reshape(own, (-1, block_width, kv_heads, head_dim)), (0, 2, 1, 3))
+        both = layers.concat((old, own), 2)
+        return layers.reshape(both, (-1, kv_heads, 1, num_keys, head_dim))
+
+    grouped = layers.reshape(q, (-1, block_width, kv_heads, num_heads // kv_heads, head_dim))
+    grouped = layers.transpose(grouped, (0, 2, 3, 1, 4))  # [R, kv_heads, group, S, D]
+    mask = _block_mask(layers, index, acceptance, attention, block_width)
+    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), mask)
+    attended = layers.transpose(attended, (0, 3, 1, 2, 4))
+    return layers.reshape(attended, (-1, num_heads * head_dim))
+
+
+def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor) -> tuple[ITensor, ITensor]:
+    """K and V [N, kv_heads, P * page_size, D], in the type of `like`; `page_ids` int32 [N, P] name the pages."""
+    kv_heads, head_dim = pages.tensor.shape[3:]
+    gathered = layers.gather(pages.codes(layers), page_ids)  # [N, P, 2, page_size, kv_heads, D]
+    rows = layers.dim(page_ids, 0)
+
+    def half(which: int) -> ITensor:
+        part = pages.values(layers, layers.slice(gathered, 2, which, 1), is_value=which == 1, like=like)
+        return layers.transpose(layers.reshape(part, (rows, -1, kv_heads, head_dim)), (0, 2, 1, 3))
+
+    return half(0), half(1)
+
+
+def _block_mask(
+    layers: Layers,
+    index: StepIndex,
+    acceptance: Acceptance[ITensor],
+    attention: AttentionSpec,
+    block_width: Dim,
+) -> ITensor:
+    """[R, 1, 1, S or 1, keys + S]: context rows below the new context length, then the block, in true positions."""
+    context_lens = layers.reshape(acceptance.next_context_lens, (-1, 1))  # [R, 1]
+    slots = layers.reshape(layers.arange(block_width), (1, -1))
+    query = layers.binary("SUM", context_lens, slots)  # [R, S]
+    rows = layers.dim(acceptance.next_context_lens, 0)
+    stored = layers.broadcast(index.key_positions, (rows, index.num_keys))
+    key_positions = layers.concat((stored, query), 1)  # [R, keys + S]
+    num_columns = _sum(layers, index.num_keys, block_width)
+    columns = layers.reshape(layers.arange(num_columns), (1, -1))
+    is_block = layers.unary("NOT", layers.binary("LESS", columns, _as_int32(layers, index.num_keys)))
+    visible = layers.binary("OR", is_block, layers.binary("LESS", key_positions, context_lens))
+    if attention.window is not None and attention.is_window_anchored:
+        before_anchor = layers.binary("SUB", context_lens, key_positions)  # negative inside the block
+        visible = layers.binary("AND", visible, _not_greater(layers, before_anchor, attention.window))
+    visible = layers.reshape(visible, (rows, 1, -1))
+    slot_window = None if attention.is_window_anchored else attention.window
+    if not attention.is_causal and slot_window is None:
+        return layers.reshape(visible, (rows, 1, 1, 1, -1))  # the same for every slot
+    distance = layers.binary(
+        "SUB", layers.reshape(query, (rows, -1, 1)), layers.reshape(key_positions, (rows, 1, -1))
+    )  # [R, S, keys + S]
+    if attention.is_causal:
+        visible = layers.binary("AND", visible, layers.unary("NOT", layers.binary("LESS", distance, 0)))
+    if slot_window is not None:
+        is_near = layers.binary("LESS", layers.unary("ABS", distance), slot_window)
+        visible = layers.binary("AND", visible, is_near)
+    return layers.reshape(visible, (rows, 1, 1, block_width, -1))
+
+
+def _attend(layers: Layers, q: ITensor, keys: ITensor, values: ITensor, mask: ITensor) -> ITensor:
+    """softmax(q keys^T / sqrt(D), where mask) values over the last two axes; float32 inside, back to q's dtype."""
+    head_dim = q.shape[-1]
+    scaled = layers.binary("PROD", layers.cast(q, "float32"), head_dim**-0.5)
+    scores = layers.matmul(scaled, layers.cast(keys, "float32"), is_b_transposed=True)
+    hidden = layers.like(float("-inf"), scores)
+    weights = layers.softmax(layers.where(mask, scores, hidden), len(scores.shape) - 1)
+    return layers.cast_like(layers.matmul(weights, layers.cast(values, "float32")), q)
+
+
+def _cleared(layers: Layers, values: ITensor, is_visible: ITensor) -> ITensor:
+    """0 where no query may look: pages hold what others left there, and a weight of 0 does not hide NaN."""
+    return layers.where(is_visible, values, layers.like(0.0, values))
+
+
+def _columns(layers: Layers, *columns: ITensor) -> ITensor:
+    """int32 [N] each -> [N, len(columns)]."""
+    return layers.concat([layers.reshape(column, (-1, 1)) for column in columns], 1)
+
+
+def _not_greater(layers: Layers, a: ITensor, b: ITensor | int) -> ITensor:
+    return layers.unary("NOT", layers.binary("GREATER", a, b))
+
+
+def _sum(layers: Layers, a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return layers.binary("SUM", b, a) if isinstance(a, int) else layers.binary("SUM", a, b)
+
+
+def _as_int32(layers: Layers, dim: Dim) -> ITensor:
+    """A size as int32 [1, 1]."""
+    if isinstance(dim, int):
+        return layers.ints([dim], (1, 1))
+    return layers.reshape(layers.cast(dim, "int32"), (1, 1))

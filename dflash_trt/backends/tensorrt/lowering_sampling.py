@@ -1,0 +1,166 @@
+"""sample_and_accept in plain TensorRT layers; the definition is `torch_sampling`.
+
+TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by bisection over the scaled logits
+instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the
+probabilities themselves; tokens whose probabilities differ by less than that are kept or dropped together.
+
+What TensorRT's reductions and TopK make of NaN is not documented. The sum of exponentials is NaN whatever they do, and
+so are the log probabilities of a row with NaN or +inf, or of -inf alone; tokens are brought into the vocabulary.
+"""
+
+from typing import Final
+
+from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_philox import uniform
+from dflash_trt.network.ops import Acceptance, StepInputs
+
+_LOWEST: Final = -104.0  # exp of less is 0 in float32
+_NUM_BISECTIONS: Final = 32
+
+
+def sample_and_accept(layers: Layers, logits: ITensor, inputs: StepInputs[ITensor]) -> Acceptance[ITensor]:
+    """[R*(K+1), V] at logit_rows -> tokens, log probabilities and what verification decided."""
+    num_requests, width = layers.dim(inputs.logit_rows, 0), layers.dim(inputs.logit_rows, 1)
+    scores = layers.cast(logits, "float32")
+    sampled = layers.clamp(sample_rows(layers, scores, inputs), 0, scores.shape[1] - 1)  # int32 [N, 1]
+    layer = layers.add_layer("add_gather_v2", scores, sampled, layers.trt.GatherMode.ELEMENT)
+    layer.axis = 1
+    logprobs = layers.binary("SUB", layers.output_of(layer), _logsumexp(layers, scores))
+    tokens = layers.reshape(sampled, (num_requests, width))
+    num_accepted = _count_accepted(layers, tokens, inputs, width)  # int32 [R]
+
+    layer = layers.add_layer(
+        "add_gather_v2", tokens, layers.reshape(num_accepted, (-1, 1)), layers.trt.GatherMode.ELEMENT
+    )
+    layer.axis = 1
+    starts, ends = (layers.drop_ends(inputs.token_offsets, 0, first=i, last=1 - i) for i in (0, 1))
+    num_fed = layers.binary("SUB", layers.binary("SUB", ends, starts), inputs.num_candidates)
+    return Acceptance(
+        emitted_tokens=tokens,  # an accepted draft equals the token sampled at its row
+        emitted_logprobs=layers.reshape(logprobs, (num_requests, width)),
+        num_accepted=num_accepted,
+        bonus_tokens=layers.reshape(layers.output_of(layer), (-1,)),
+        next_context_lens=layers.binary("SUM", layers.binary("SUM", inputs.context_lens, num_fed), num_accepted),
+    )
+
+
+def sample_rows(layers: Layers, scores: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
+    """One token per row, int32 [N, 1]: argmax where temperature is 0, else a draw from the filtered distribution."""
+    temperature = _per_row(layers, inputs.temperature, inputs)
+    is_random = layers.binary("GREATER", temperature, 0.0)
+    divisor = layers.where(is_random, temperature, layers.like(1.0, temperature))
+    below_largest = layers.binary("SUB", scores, layers.reduce("MAX", scores, 1))  # 0: no division makes it infinite
+    scaled = layers.binary("DIV", below_largest, divisor)
+    weights = _filtered_weights(layers, scaled, inputs)
+    rows = layers.reshape(inputs.logit_rows, (-1,))
+    drawn_position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
+    seed = layers.reshape(_per_row(layers, inputs.seed, inputs), (-1,))
+    u = layers.reshape(uniform(layers, seed, drawn_position), (-1, 1))
+    return layers.where(is_random, _draw(layers, weights, u), layers.argmax(scores, 1))
+
+
+def _filtered_weights(layers: Layers, scaled: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
+    """Probabilities, zero where top_k, then top_p, then min_p removed the token. `scaled` is at most 0."""
+    weights = layers.softmax(scaled, 1)
+    cutoff = _cutoff(layers, scaled, weights, inputs)
+    weights = _kept(layers, weights, layers.binary("GREATER", scaled, cutoff))
+    largest = layers.reduce("MAX", weights, 1)
+    min_p = _per_row(layers, inputs.min_p, inputs)
+    is_small = layers.binary("LESS", weights, layers.binary("PROD", min_p, largest))
+    return _kept(layers, weights, layers.unary("NOT", is_small))
+
+
+def _cutoff(
+    layers: Layers,
+    x: ITensor,  # float32 [N, V], scaled logits less the row's largest
+    weights: ITensor,  # float32 [N, V], their softmax
+    inputs: StepInputs[ITensor],
+) -> ITensor:
+    """What a kept token's x exceeds, [N, 1]: top_k, and then top_p, keep it; so do its ties."""
+    top_k = layers.cast(_per_row(layers, inputs.top_k, inputs), "float32")
+    has_top_k = layers.binary("GREATER", top_k, 0.0)
+    num_kept = layers.where(has_top_k, top_k, layers.like(float(x.shape[1]), top_k))
+    ones = layers.cast(layers.binary("GREATER", x, _LOWEST), "float32")
+    by_count = _bisect(layers, x, ones, num_kept)
+    is_kept = layers.binary("GREATER", x, by_count)
+    mass = layers.reduce("SUM", _kept(layers, weights, is_kept), 1)
+    num_tied = layers.binary("SUB", layers.reduce("SUM", layers.cast(is_kept, "float32"), 1), num_kept)
+    least_weight = layers.reduce(
+        "MIN", layers.where(is_kept, weights, layers.like(float("inf"), weights)), 1
+    )  # of the tied ones, top_k counts only as many as it wants
+    excess = layers.binary("PROD", layers.binary("MAX", num_tied, 0.0), least_weight)
+    top_p = _per_row(layers, inputs.top_p, inputs)
+    wanted = layers.binary("PROD", top_p, layers.binary("SUB", mass, excess))
+    by_mass = _bisect(layers, x, weights, wanted)
+    has_top_p = layers.binary("LESS", top_p, 1.0)
+    return layers.binary("MAX", by_count, layers.where(has_top_p, by_mass, layers.like(_LOWEST, by_mass)))
+
+
+def _bisect(
+    layers: Layers,
+    x: ITensor,  # float32 [N, V], at most 0
+    weight: ITensor,  # float32 [N, V], non-negative
+    limit: ITensor,  # float32 [N, 1], positive
+) -> ITensor:
+    """The greatest t in [_LOWEST, 0) above which there is at least `limit` weight (else _LOWEST), [N, 1].
+
+    Only the lower end is carried from round to round: with two ends that depend on each other, the time that
+    TensorRT-RTX needs to compile doubles with every round.
+    """
+    low = layers.binary("SUM", layers.binary("PROD", limit, 0.0), _LOWEST)
+    step = -_LOWEST
+    for _ in range(_NUM_BISECTIONS):
+        step /= 2
+        above = layers.cast(layers.binary("GREATER", x, layers.binary("SUM", low, step)), "float32")
+        total = layers.reduce("SUM", layers.binary("PROD", above, weight), 1)
+        is_enough = layers.cast(layers.unary("NOT", layers.binary("LESS", total, limit)), "float32")
+        low = layers.binary("SUM", low, layers.binary("PROD", is_enough, step))
+    return low
+
+
+def _draw(layers: Layers, weights: ITensor, u: ITensor) -> ITensor:
+    """Inverse of the cumulative distribution in vocabulary order, int32 [N, 1]; weight 0 is never drawn."""
+    cumulative = layers.cumulative_sum(weights, 1)
+    total = layers.slice(cumulative, 1, weights.shape[1] - 1, 1)
+    not_above = layers.unary("NOT", layers.binary("GREATER", cumulative, layers.binary("PROD", u, total)))
+    below = layers.binary("LESS", cumulative, total)  # the last kept token's index: u * total may round up to total
+    index, last_kept = (layers.reduce("SUM", layers.cast(flags, "int32"), 1) for flags in (not_above, below))
+    return layers.binary("MIN", index, last_kept)
+
+
+def _count_accepted(layers: Layers, tokens: ITensor, inputs: StepInputs[ITensor], width: Dim) -> ITensor:
+    """int32 [R]: the leading candidates that equal the target's own tokens."""
+    if width == 1:
+        return layers.binary("PROD", inputs.num_candidates, 0)
+    last_row = layers.dim(inputs.token_ids, 0)
+    last_row = (
+        layers.ints([last_row - 1], (1, 1))
+        if isinstance(last_row, int)
+        else layers.reshape(layers.cast(layers.binary("SUB", last_row, 1), "int32"), (1, 1))
+    )
+    next_rows = layers.binary("SUM", layers.drop_ends(inputs.logit_rows, 1, first=0, last=1), 1)
+    candidates = layers.gather(inputs.token_ids, layers.binary("MIN", next_rows, last_row))  # [R, K]
+    num_slots = width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
+    slots = layers.reshape(layers.arange(num_slots), (1, -1))
+    is_candidate = layers.binary("LESS", slots, layers.reshape(inputs.num_candidates, (-1, 1)))
+    is_same = layers.binary("EQUAL", candidates, layers.drop_ends(tokens, 1, first=0, last=1))
+    differs = layers.unary("NOT", layers.binary("AND", is_candidate, is_same))
+    num_different = layers.cumulative_sum(layers.cast(differs, "int32"), 1)
+    is_accepted = layers.binary("LESS", num_different, 1)
+    return layers.reduce("SUM", layers.cast(is_accepted, "int32"), 1, keep_dims=False)
+
+
+def _per_row(layers: Layers, values: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
+    """[R] -> [R*(K+1), 1], each request's value at each of its rows."""
+    num_requests, width = layers.dim(inputs.logit_rows, 0), layers.dim(inputs.logit_rows, 1)
+    return layers.reshape(layers.broadcast(layers.reshape(values, (-1, 1)), (num_requests, width)), (-1, 1))
+
+
+def _logsumexp(layers: Layers, scores: ITensor) -> ITensor:
+    largest = layers.reduce("MAX", scores, 1)
+    total = layers.reduce("SUM", layers.unary("EXP", layers.binary("SUB", scores, largest)), 1)
+    return layers.binary("SUM", largest, layers.unary("LOG", total))
+
+
+def _kept(layers: Layers, weights: ITensor, is_kept: ITensor) -> ITensor:
+    return layers.where(is_kept, weights, layers.like(0.0, weights))

@@ -1,0 +1,161 @@
+"""The whole step as one TensorRT network: its inputs, state and outputs, and the ops between them.
+
+Input and output tensors are those of `core/step_spec.py`. State tensors are `target_kv.{i}` and `draft_kv.{i}`,
+[pages, 2, page_size, kv_heads, D]; the written pages leave as `next_target_kv.{i}` and `next_draft_kv.{i}`, at the
+same address (plugins) or at another (plain layers).
+"""
+
+from collections.abc import Mapping as AbcMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.layers import FloatDType, ITensor, Layers
+from dflash_trt.backends.tensorrt.ops import LayersLowering, PluginMode, RopeTables, TrtOps
+from dflash_trt.backends.tensorrt.plugins import PluginLowering
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
+from dflash_trt.formats.base import PackedWeight
+from dflash_trt.network.ops import StepInputs, StepState
+from dflash_trt.network.step import Network, StepOutputs, run_step
+from dflash_trt.network.weights import bind_draft, bind_target
+
+NEXT_PREFIX = "next_"  # of a state tensor's output
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepNetworkSpec:
+    """What decides the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
+
+    `quantization` says which pages are FP8; which linears are packed, the weights say themselves.
+    """
+
+    target: TargetSpec
+    draft: DraftSpec | None
+    dtype: FloatDType
+    page_size: int
+    max_draft_len: int
+    mapping: Mapping = field(default_factory=Mapping)
+    quantization: QuantizationSpec | None = None
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.draft is not None and self.max_draft_len > 0
+
+    @property
+    def page_scales(self) -> dict[str, LayerKvScales]:
+        """Of the FP8 pages, by state tensor."""
+        quantization = self.quantization or QuantizationSpec()
+        kinds = (("target", quantization.target_kv), ("draft", quantization.draft_kv if self.draft else None))
+        return {f"{role}_kv.{i}": scales for role, layers in kinds for i, scales in enumerate(layers or ())}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IoTensor:
+    """An input or output of the engine; -1 and an axis name where the size is decided per step."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    return tuple(_io_tensor(tensor, spec) for tensor in STEP_INPUTS)
+
+
+def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Without `draft_tokens` when nothing is drafted."""
+    return tuple(
+        _io_tensor(tensor, spec) for tensor in STEP_OUTPUTS if spec.has_drafts or tensor.name != "draft_tokens"
+    )
+
+
+def state_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Inputs; each has an output of the same dtype and shape, named with NEXT_PREFIX."""
+    decoders: list[tuple[str, DecoderSpec]] = [("target", spec.target)]
+    if spec.draft is not None:
+        decoders.append(("draft", spec.draft))
+    scales = spec.page_scales
+    return tuple(
+        IoTensor(
+            name=f"{role}_kv.{i}",
+            dtype="float8_e4m3fn" if f"{role}_kv.{i}" in scales else spec.dtype,
+            shape=(-1, 2, spec.page_size, decoder.num_kv_heads // spec.mapping.tp_size, decoder.head_dim),
+            axes=("pages", "2", "page_size", "kv_heads", "D"),
+        )
+        for role, decoder in decoders
+        for i in range(decoder.num_layers)
+    )
+
+
+def define_step_network(
+    layers: Layers,
+    spec: StepNetworkSpec,
+    tensors: AbcMapping[str, HostTensor],
+    *,
+    packed: AbcMapping[str, PackedWeight[HostTensor]] | None = None,
+    rope_tables: RopeTables,
+    plugins: PluginMode,
+) -> None:
+    """Fill the empty network of `layers`. The host tensors must live as long as `layers`, which keeps them.
+
+    Raises:
+        BuildError: TensorRT refused a layer, or the plugin library lacks a plugin.
+    """
+    inputs: StepInputs[ITensor] = StepInputs(
+        **{tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
+    )
+    state = {tensor.name: _add_input(layers, tensor) for tensor in state_of(spec)}
+    lowering = (
+        PluginLowering(layers, inputs, page_size=spec.page_size)
+        if plugins == "plugin"
+        else LayersLowering(layers, inputs, page_size=spec.page_size)
+    )
+    ops = TrtOps(layers, lowering, inputs, rope_tables, page_scales=spec.page_scales, tp_size=spec.mapping.tp_size)
+    outputs: StepOutputs[Any] = run_step(
+        ops,
+        _bind(spec, tensors, packed or {}),
+        inputs,
+        StepState(
+            target_kv=[state[f"target_kv.{i}"] for i in range(spec.target.num_layers)],
+            draft_kv=[state[f"draft_kv.{i}"] for i in range(spec.draft.num_layers if spec.draft else 0)],
+        ),
+        num_draft_tokens=spec.max_draft_len,
+    )
+    for tensor in step_outputs_of(spec):
+        source = outputs if tensor.name == "draft_tokens" else outputs.acceptance
+        layers.mark_output(getattr(source, tensor.name), tensor.name)
+    for name in state:
+        layers.mark_output(ops.written_pages[name], NEXT_PREFIX + name, is_aliased=plugins == "plugin")
+
+
+def _bind(
+    spec: StepNetworkSpec, tensors: AbcMapping[str, HostTensor], packed: AbcMapping[str, PackedWeight[HostTensor]]
+) -> Network[Any]:
+    def rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
+        return tensor.rows(start, stop)
+
+    target_weights = bind_target(spec.target, tensors, spec.mapping, slice_rows=rows, packed=packed)
+    draft_weights = None
+    if spec.draft is not None:
+        draft_weights = bind_draft(spec.draft, target_weights, tensors, spec.mapping, slice_rows=rows, packed=packed)
+    return Network(
+        target=spec.target,
+        target_weights=target_weights,
+        draft=spec.draft,
+        draft_weights=draft_weights,
+        mapping=spec.mapping,
+    )
+
+
+def _io_tensor(tensor: StepTensor, spec: StepNetworkSpec) -> IoTensor:
+    fixed: dict[Axis, int] = {} if spec.has_drafts else {"K+1": 1, "K": 0}
+    shape = tuple(fixed.get(axis, -1) for axis in tensor.axes)
+    return IoTensor(name=tensor.name, dtype=tensor.dtype, shape=shape, axes=tensor.axes)
+
+
+def _add_input(layers: Layers, tensor: IoTensor) -> ITensor:
+    return layers.add_input(tensor.name, tensor.dtype, tensor.shape, tensor.axes)

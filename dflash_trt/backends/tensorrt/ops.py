@@ -1,0 +1,275 @@
+"""The TensorRT back end of the op façade: emits `INetworkDefinition` layers, strongly typed.
+
+One `TrtOps` lives for one network definition. Weights are HostTensors and become constants when an op first uses
+them; pages are values, and the op that writes them hands the written ones to the step's outputs. Attention and
+sampling are plugin nodes or plain layers, as `lowering` says; both have the same inputs and outputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_pages import Pages
+from dflash_trt.backends.tensorrt.quantized_linear import packed_linear
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.formats.base import PackedWeight
+from dflash_trt.network.drafters.dflash import context_of_layers
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
+
+PluginMode = Literal["plugin", "layers"]
+RopeTables = Sequence[tuple[DecoderSpec, tuple[HostTensor, HostTensor]]]  # cos, sin [positions, 1, D] per decoder
+
+
+class StatefulLowering(Protocol):
+    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute.
+
+    Those that write pages give the written ones back, last.
+    """
+
+    def attend_pages(
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
+    ) -> tuple[ITensor, ITensor]: ...
+
+    def attend_draft(
+        self,
+        context: tuple[ITensor, ITensor],
+        q: ITensor,
+        block: tuple[ITensor, ITensor],
+        pages: Pages,
+        acceptance: Acceptance[ITensor],
+        attention: AttentionSpec,
+    ) -> tuple[ITensor, ITensor]: ...
+
+    def write_draft_context(
+        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
+    ) -> ITensor: ...
+
+    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
+
+
+class LayersLowering:
+    """Plain layers: slow and exact, buildable without the plugin library."""
+
+    def __init__(self, layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -> None:
+        self._layers = layers
+        self._inputs = inputs
+        self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
+
+    def attend_pages(
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
+    ) -> tuple[ITensor, ITensor]:
+        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, pages, attention)
+        return attended, written.tensor
+
+    def attend_draft(
+        self,
+        context: tuple[ITensor, ITensor],
+        q: ITensor,
+        block: tuple[ITensor, ITensor],
+        pages: Pages,
+        acceptance: Acceptance[ITensor],
+        attention: AttentionSpec,
+    ) -> tuple[ITensor, ITensor]:
+        written = trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance)
+        width = self._layers.dim(self._inputs.logit_rows, 1)
+        attended = trt_attention.attend_draft(
+            self._layers, self._index, q, block, written, acceptance, attention, block_width=width
+        )
+        return attended, written.tensor
+
+    def write_draft_context(
+        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
+    ) -> ITensor:
+        return trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance).tensor
+
+    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
+        return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
+
+
+class TrtOps:
+    """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        lowering: StatefulLowering,
+        inputs: StepInputs[ITensor],
+        rope_tables: RopeTables,
+        *,
+        page_scales: Mapping[str, LayerKvScales] | None = None,
+        tp_size: int = 1,
+    ) -> None:
+        """`page_scales` belong to the FP8 pages among the state, by the input's name."""
+        self._layers = layers
+        self._lowering = lowering
+        self._inputs = inputs
+        self._rope_tables = rope_tables
+        self._page_scales = page_scales or {}
+        self._tp_size = tp_size
+        self.written_pages: dict[str, ITensor] = {}  # by name of the state input
+
+    def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
+        return self._layers.gather(self._layers.tensor(table), token_ids)
+
+    def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
+        layers = self._layers
+        if isinstance(linear.weight, PackedWeight):
+            out = packed_linear(layers, x, linear.weight)
+        else:
+            out = layers.matmul(x, layers.tensor(linear.weight), is_b_transposed=True)
+        if linear.bias is None:
+            return out
+        return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
+
+    def rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+        layers = self._layers
+        wide = layers.cast(x, "float32")  # fp32 inside
+        last = len(x.shape) - 1
+        mean_square = layers.reduce("AVG", layers.binary("PROD", wide, wide), last)
+        normed = layers.binary("DIV", wide, layers.unary("SQRT", layers.binary("SUM", mean_square, eps)))
+        gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
+        return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
+
+    def add(self, a: ITensor, b: ITensor) -> ITensor:
+        return self._layers.binary("SUM", a, b)
+
+    def scale(self, x: ITensor, factor: float) -> ITensor:
+        if factor == 1.0:
+            return x
+        layers = self._layers
+        return layers.cast_like(layers.binary("PROD", layers.cast(x, "float32"), factor), x)  # one rounding
+
+    def silu_mul(self, gate_up: ITensor) -> ITensor:
+        layers = self._layers
+        half = gate_up.shape[-1] // 2
+        gate, up = self.split(gate_up, (half, half))
+        wide = layers.cast(gate, "float32")  # fp32 inside the activation
+        return layers.binary("PROD", layers.cast_like(layers.binary("PROD", wide, layers.sigmoid(wide)), gate), up)
+
+    def split(self, x: ITensor, sizes: Sequence[int]) -> Sequence[ITensor]:
+        last = len(x.shape) - 1
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [self._layers.slice(x, last, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+    def concat(self, xs: Sequence[ITensor]) -> ITensor:
+        return self._layers.concat(list(xs), len(xs[0].shape) - 1)
+
+    def split_heads(self, x: ITensor, head_dim: int) -> ITensor:
+        return self._layers.reshape(x, (-1, x.shape[-1] // head_dim, head_dim))
+
+    def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
+        return self._layers.gather(x, self._layers.reshape(rows, (-1,)))
+
+    def rope_table(self, decoder: DecoderSpec, positions: ITensor) -> tuple[ITensor, ITensor]:
+        cos, sin = next(table for known, table in self._rope_tables if known is decoder)
+        layers = self._layers
+        return layers.gather(layers.tensor(cos), positions), layers.gather(layers.tensor(sin), positions)
+
+    def rope(self, x: ITensor, table: tuple[ITensor, ITensor]) -> ITensor:
+        cos, sin = table  # [N, 1, D], in x's dtype
+        layers = self._layers
+        half = x.shape[-1] // 2
+        first, second = self.split(x, (half, half))
+        turned = layers.concat((layers.unary("NEG", second), first), 2)
+        return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
+
+    def moe(self, x: ITensor, experts: Experts[Handle], moe: MoeSpec) -> ITensor:
+        raise AssertionError("compile/trt_spec refuses targets with experts")
+
+    def attend_pages(
+        self, q: ITensor, k: ITensor, v: ITensor, pages: ITensor, attention: AttentionSpec, sinks: Handle | None
+    ) -> ITensor:
+        assert sinks is None, "compile/trt_spec refuses targets with sinks"
+        attended, written = self._lowering.attend_pages(q, (k, v), self._pages(pages), attention)
+        self._take_written(pages, written)
+        return attended
+
+    def draft_context(
+        self, kv: ITensor, spec: DraftSpec, k_norms: Sequence[ITensor | None], rope: tuple[ITensor, ITensor]
+    ) -> list[tuple[ITensor, ITensor]]:
+        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
+
+    def attend_draft(
+        self,
+        context: tuple[ITensor, ITensor],
+        q: ITensor,
+        block: tuple[ITensor, ITensor],
+        pages: ITensor,
+        acceptance: Acceptance[ITensor],
+        attention: AttentionSpec,
+    ) -> ITensor:
+        attended, written = self._lowering.attend_draft(context, q, block, self._pages(pages), acceptance, attention)
+        self._take_written(pages, written)
+        return attended
+
+    def write_draft_context(
+        self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
+    ) -> None:
+        self._take_written(pages, self._lowering.write_draft_context(context, self._pages(pages), acceptance))
+
+    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
+        return self._lowering.sample_and_accept(logits)
+
+    def draft_block(self, acceptance: Acceptance[ITensor], *, mask_token_id: int) -> DraftBlock[ITensor]:
+        layers = self._layers
+        num_requests, width = layers.dim(self._inputs.logit_rows, 0), layers.dim(self._inputs.logit_rows, 1)
+        slots = layers.reshape(layers.arange(width), (1, -1))
+        anchors = layers.reshape(acceptance.bonus_tokens, (-1, 1))
+        masks = layers.broadcast(layers.ints([mask_token_id], (1, 1)), (num_requests, self._num_drafts()))
+        positions = layers.binary("SUM", layers.reshape(acceptance.next_context_lens, (-1, 1)), slots)
+        return DraftBlock(
+            token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)),
+            positions=layers.reshape(positions, (-1,)),
+        )
+
+    def draft_slots(self, hidden: ITensor) -> ITensor:
+        layers = self._layers
+        width, size = layers.dim(self._inputs.logit_rows, 1), hidden.shape[-1]
+        blocks = layers.reshape(hidden, (-1, width, size))
+        return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
+
+    def argmax_tokens(self, logits: ITensor) -> ITensor:
+        layers = self._layers
+        token_ids = layers.clamp(layers.argmax(logits, 1), 0, logits.shape[1] - 1)  # NaN has no largest
+        return layers.reshape(token_ids, (-1, self._num_drafts()))
+
+    def map_tokens(self, draft_to_target: Handle, token_ids: ITensor) -> ITensor:
+        layers = self._layers
+        return layers.cast(layers.gather(layers.tensor(draft_to_target), token_ids), "int32")
+
+    def all_reduce(self, x: ITensor) -> ITensor:
+        if self._tp_size == 1:
+            return x
+        trt = self._layers.trt
+        return self._collective(x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM)
+
+    def all_gather_vocab(self, logits: ITensor) -> ITensor:
+        if self._tp_size == 1:
+            return logits
+        layers, shard = self._layers, logits.shape[-1]
+        rows = layers.dim(logits, 0)
+        trt = layers.trt
+        gathered = self._collective(logits, trt.CollectiveOperation.ALL_GATHER, trt.ReduceOperation.NONE)
+        by_rank = layers.reshape(gathered, (self._tp_size, rows, shard))  # gathered along axis 0
+        return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, self._tp_size * shard))
+
+    def _collective(self, x: ITensor, operation: Any, reduction: Any) -> ITensor:
+        layer = self._layers.add_layer("add_dist_collective", x, operation, reduction, -1, [])
+        layer.num_ranks = self._tp_size
+        return self._layers.output_of(layer)
+
+    def _num_drafts(self) -> Dim:
+        width = self._layers.dim(self._inputs.logit_rows, 1)
+        return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
+
+    def _pages(self, pages: ITensor) -> Pages:
+        return Pages(pages, self._page_scales.get(str(pages.name)))
+
+    def _take_written(self, pages: ITensor, written: ITensor) -> None:
+        name = str(pages.name)
+        assert name not in self.written_pages, f"{name} has two writers in one step"
+        self.written_pages[name] = written

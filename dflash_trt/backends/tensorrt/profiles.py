@@ -1,0 +1,76 @@
+"""The two optimization profiles of a step engine: verify blocks only, and prefill chunks or mixed steps.
+
+Pure arithmetic over the build limits; knows no TensorRT.
+"""
+
+from dataclasses import dataclass
+
+from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_of, step_inputs_of
+from dflash_trt.engine_dir import EngineLimits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisRange:
+    """Sizes of one symbolic axis: the least, the one to tune for, the largest."""
+
+    least: int
+    best: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most} (best {self.best})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Ranges by axis name: T, R, R+1, K+1, P and pages."""
+
+    name: str
+    axes: dict[str, AxisRange]
+
+    def shapes_of(self, tensor: IoTensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Least, best and largest shape of an input."""
+        ranges = [
+            self.axes[axis] if size == -1 else AxisRange(least=size, best=size, most=size)
+            for axis, size in zip(tensor.axes, tensor.shape, strict=True)
+        ]
+        return (
+            tuple(sizes.least for sizes in ranges),
+            tuple(sizes.best for sizes in ranges),
+            tuple(sizes.most for sizes in ranges),
+        )
+
+
+def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile, Profile]:
+    """`decode` is tuned for a full batch of verify blocks, `mixed` for max_num_tokens."""
+    width = spec.max_draft_len + 1 if spec.has_drafts else 1
+    batch = limits.max_batch_size
+    pages = max_pages_per_sequence(limits)
+    shared = {
+        "R": AxisRange(least=1, best=batch, most=batch),
+        "R+1": AxisRange(least=2, best=batch + 1, most=batch + 1),
+        "K+1": AxisRange(least=2 if spec.has_drafts else 1, best=width, most=width),
+        "P": AxisRange(least=1, best=max(1, pages // 4), most=pages),
+        "pages": AxisRange(least=1, best=batch * max(1, pages // 4) + 1, most=max_pool_pages(limits)),
+    }
+    decode_tokens = min(batch * width, limits.max_num_tokens)
+    tokens = {
+        "decode": AxisRange(least=1, best=decode_tokens, most=decode_tokens),
+        "mixed": AxisRange(least=1, best=limits.max_num_tokens, most=limits.max_num_tokens),
+    }
+    decode, mixed = (Profile(name=name, axes=shared | {"T": sizes}) for name, sizes in tokens.items())
+    return decode, mixed
+
+
+def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Every network input: the step's tensors, then the state."""
+    return (*step_inputs_of(spec), *state_of(spec))
+
+
+def max_pages_per_sequence(limits: EngineLimits) -> int:
+    return -(-limits.max_seq_len // limits.page_size)
+
+
+def max_pool_pages(limits: EngineLimits) -> int:
+    """Pages of max_batch_size full sequences, and one scratch page for padding."""
+    return limits.max_batch_size * max_pages_per_sequence(limits) + 1

@@ -1,0 +1,193 @@
+"""What a TensorRT engine must show on a real GPU before it serves: torch's tokens, in-place pages, working graphs.
+
+Drives both executors with the same hand-made steps. Needs no scheduler; `scripts/gpu_check` prints the findings.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepExecutor, StepSampling
+
+CANARY = 40.0  # exact in every type that pages have
+_NUM_STEPS = 12
+_PAGES_PER_REQUEST = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One row of the table. `detail` says what was compared, or the first difference."""
+
+    name: str
+    has_passed: bool
+    detail: str
+
+
+@dataclass(kw_only=True)
+class Drive:
+    """One request, fed by hand: prefill chunks first, then verify blocks whose drafts are spoiled now and then."""
+
+    prompt: tuple[int, ...]
+    page_ids: tuple[int, ...]
+    sampling: StepSampling
+    context_len: int = 0
+    drafts: tuple[int, ...] = ()
+    last_token: int | None = None
+    history: list[RequestResult] = field(default_factory=list)
+
+    def part(self, *, num_draft_tokens: int, chunk: int) -> ScheduledRequest:
+        if self.last_token is None:
+            token_ids = self.prompt[self.context_len : self.context_len + chunk]
+            num_candidates = 0
+        else:
+            num_candidates = min(num_draft_tokens, len(self.drafts))
+            token_ids = (self.last_token, *self.drafts[:num_candidates])
+        return ScheduledRequest(
+            request_id=str(self.page_ids[0]),
+            token_ids=token_ids,
+            context_len=self.context_len,
+            num_candidates=num_candidates,
+            page_ids=self.page_ids,
+            sampling=self.sampling,
+        )
+
+    def take(self, result: RequestResult) -> None:
+        self.context_len, self.drafts = result.next_context_len, result.draft_tokens
+        if self.context_len >= len(self.prompt):
+            self.last_token = result.emitted_tokens[-1]
+        self.history.append(result)
+
+
+def qualify(reference: StepExecutor, engine: TensorRTExecutor, *, vocab_size: int) -> Iterator[Finding]:
+    """Every check in turn; a check that raises is a finding that failed."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("greedy tokens, prefill chunks beside verify blocks", lambda: _compare(reference, engine, vocab_size, GREEDY)),
+        ("sampled tokens, every filter", lambda: _compare(reference, engine, vocab_size, SAMPLED)),
+        ("repeated decode shapes (CUDA graphs)", lambda: _repeat(reference, engine, vocab_size)),
+        ("hand-over on the device", lambda: _follow(reference, engine, vocab_size)),
+        ("pages of others stay untouched (canary)", lambda: _canary(engine, vocab_size)),
+    ]
+    for name, check in checks:
+        try:
+            yield Finding(name=name, has_passed=True, detail=check())
+        except Exception as error:  # noqa: BLE001 - whatever it is belongs into the table
+            yield Finding(name=name, has_passed=False, detail=f"{type(error).__name__}: {error}")
+
+
+GREEDY = (StepSampling(),) * 3
+SAMPLED = (
+    StepSampling(temperature=0.8, top_k=20, top_p=0.9, seed=(1 << 61) + 1),
+    StepSampling(temperature=1.2, min_p=0.02, seed=2),
+    StepSampling(),
+)
+
+
+def _drives(vocab_size: int, samplings: tuple[StepSampling, ...], *, first_page: int = 0) -> list[Drive]:
+    generator = random.Random(7)
+    return [
+        Drive(
+            prompt=tuple(generator.randrange(vocab_size) for _ in range(5 + 4 * i)),
+            page_ids=tuple(range(first_page + _PAGES_PER_REQUEST * i, first_page + _PAGES_PER_REQUEST * (i + 1))),
+            sampling=sampling,
+        )
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+def _run(
+    executor: StepExecutor, drives: list[Drive], vocab_size: int, *, spoils: bool, num_steps: int = _NUM_STEPS
+) -> list[tuple[RequestResult, ...]]:
+    """Requests enter one step after the other. Spoiled drafts make rejections, the same in every run."""
+    generator = random.Random(11)
+    steps = []
+    for step in range(num_steps):
+        live = drives[: step + 1]
+        num_draft_tokens = executor.limits.max_draft_len
+        for drive in live:
+            if spoils and drive.drafts and generator.random() < 0.5:
+                spoiled = generator.randrange(len(drive.drafts))
+                token = (drive.drafts[spoiled] + 1) % vocab_size
+                drive.drafts = (*drive.drafts[:spoiled], token, *drive.drafts[spoiled + 1 :])
+        parts = tuple(drive.part(num_draft_tokens=num_draft_tokens, chunk=6) for drive in live)
+        results = executor.step(StepBatch(requests=parts, num_draft_tokens=num_draft_tokens)).requests
+        for drive, result in zip(live, results, strict=True):
+            drive.take(result)
+        steps.append(results)
+    return steps
+
+
+def _compare(
+    reference: StepExecutor, engine: StepExecutor, vocab_size: int, samplings: tuple[StepSampling, ...]
+) -> str:
+    expected, found = (
+        _run(executor, _drives(vocab_size, samplings), vocab_size, spoils=True) for executor in (reference, engine)
+    )
+    return _must_be_equal(expected, found)
+
+
+def _repeat(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> str:
+    """One request alone: the shape repeats after the prefill, so warm-up, capture and replays all happen."""
+    expected, found = (
+        _run(executor, _drives(vocab_size, GREEDY[:1]), vocab_size, spoils=False) for executor in (reference, engine)
+    )
+    return _must_be_equal(expected, found)
+
+
+def _follow(reference: StepExecutor, engine: TensorRTExecutor, vocab_size: int) -> str:
+    if engine.limits.max_draft_len == 0:
+        return "the engine drafts nothing; nothing to hand over"
+    [ours] = drives = _drives(vocab_size, GREEDY[:1])
+    expected = _run(reference, _drives(vocab_size, GREEDY[:1]), vocab_size, spoils=False, num_steps=5)
+    found = _run(engine, drives, vocab_size, spoils=False, num_steps=3)
+    for _ in range(2):
+        results = engine.follow().requests
+        ours.take(results[0])
+        found.append(results)
+    return _must_be_equal(expected, found)
+
+
+def _canary(engine: TensorRTExecutor, vocab_size: int) -> str:
+    """Fill every page, run a request in some of them, and look at the others; its own must have changed."""
+    own = range(_PAGES_PER_REQUEST, 2 * _PAGES_PER_REQUEST)
+    engine.fill_pages(CANARY)
+    _run(engine, _drives(vocab_size, GREEDY[:1], first_page=own.start), vocab_size, spoils=True, num_steps=4)
+    num_pages = engine.limits.num_pages
+    others = torch.tensor([page for page in range(num_pages) if page not in own])
+    for name, pages in engine.pages().items():
+        is_intact = _is_intact(pages)
+        if not bool(is_intact[others.to(pages.device)].all()):
+            raise AssertionError(f"{name}: a page of nobody was written")
+        if bool(is_intact[own.start]):
+            raise AssertionError(f"{name}: the request's own first page was not written")
+    engine.fill_pages(0.0)
+    return f"{num_pages - len(own)} pages intact in each of {len(engine.pages())} pools"
+
+
+def _is_intact(pages: Tensor) -> Tensor:  # bool [pages]
+    """Whether a page is full of canaries; by bytes, since PyTorch compares no float8."""
+    canary = torch.full_like(pages[:1], CANARY).view(torch.uint8)
+    return (pages.view(torch.uint8) == canary).flatten(1).all(1)
+
+
+def _must_be_equal(expected: list[tuple[RequestResult, ...]], found: list[tuple[RequestResult, ...]]) -> str:
+    num_tokens = 0
+    for step, (want, have) in enumerate(zip(expected, found, strict=True)):
+        for i, (a, b) in enumerate(zip(want, have, strict=True)):
+            if _integers(a) != _integers(b):
+                raise AssertionError(f"step {step}, request {i}: torch {_integers(a)}, TensorRT {_integers(b)}")
+            num_tokens += len(a.emitted_tokens)
+    worst = max(
+        abs(x - y)
+        for want, have in zip(expected, found, strict=True)
+        for a, b in zip(want, have, strict=True)
+        for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    )
+    return f"{len(expected)} steps, {num_tokens} tokens equal; log probabilities within {worst:.1e}"
+
+
+def _integers(result: RequestResult) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
+    return result.emitted_tokens, result.num_accepted, result.draft_tokens, result.next_context_len

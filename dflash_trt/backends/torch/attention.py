@@ -1,0 +1,348 @@
+"""Attention over pages in plain PyTorch: gather a request's pages, mask, scaled_dot_product_attention.
+
+Requests with few query rows (verify blocks) share one padded call; each long prefill chunk gets a call of its own.
+Everything that depends only on lengths is worked out once per step, in an `AttentionPlan`, and reused by all layers.
+
+A weight of 0 does not hide NaN. Gathered rows that are not a request's own, of pages that others have or had, are
+cleared: what is not finite in one request stays there.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.formats.arithmetic import e4m3
+from dflash_trt.network.ops import Acceptance, StepInputs
+
+_MAX_KEYS_PER_CALL = 2048  # with padding
+
+
+@dataclass(kw_only=True, slots=True)
+class QueryGroup:
+    """G requests attended in one call, Q query rows each, over S key positions starting at 0."""
+
+    rows: Tensor | None  # int64 [G*Q] of the step's tokens, a short request's last repeated; None: all, in order
+    positions: Tensor  # int64 [G, Q]
+    page_ids: Tensor  # int64 [G, P]
+    num_keys: int  # S
+    foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
+    masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PageSlots:
+    """Rows of a page pool seen as [(page, k or v, offset), kv_heads, D]; int64, one per token."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledPages:
+    """FP8 pages of one layer, float8_e4m3fn [pages, 2, page_size, kv_heads, D]: e4m3(K / k), e4m3(V / v)."""
+
+    pages: Tensor
+    scales: LayerKvScales
+
+
+Pages = Tensor | ScaledPages
+
+
+class Scratch:
+    """Memory for gathered K/V, used by one call after the other: fresh memory for each costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+
+    def take(self, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Two of [num_rows, like's row size], overwritten by the next call."""
+        size = num_rows * like.shape[1]
+        buffers = self._buffers.get(like.dtype)
+        if buffers is None or len(buffers[0]) < size:
+            buffers = self._buffers[like.dtype] = [like.new_empty(size), like.new_empty(size)]
+        k, v = (buffer[:size].view(num_rows, like.shape[1]) for buffer in buffers)
+        return k, v
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionPlan:
+    """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
+
+    page_size: int
+    slots: PageSlots  # of all T tokens
+    groups: list[QueryGroup]
+    block: QueryGroup  # the draft blocks of all requests; its foreign rows are known after acceptance
+    request_of_row: Tensor  # int64 [T]
+    scratch: Scratch = field(default_factory=Scratch)
+    context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
+    context_slots: PageSlots | None = None
+
+
+def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int) -> AttentionPlan:
+    """Work out the step's indices on the host."""
+    offsets = inputs.token_offsets.tolist()
+    num_tokens = [stop - start for start, stop in itertools.pairwise(offsets)]
+    ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
+    requests = range(len(num_tokens))
+    short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
+    members = _batches(short, ends) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
+    pages = inputs.page_table.long()
+    positions = inputs.positions.long()
+    request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
+    k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
+    return AttentionPlan(
+        page_size=page_size,
+        slots=PageSlots(k_slots, k_slots + page_size),
+        groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
+        block=QueryGroup(
+            rows=None,
+            positions=torch.empty(0),
+            page_ids=pages[:, : -(-max(ends) // page_size)],
+            num_keys=max(ends),
+        ),
+        request_of_row=request_of_row,
+    )
+
+
+def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
+    """Requests to attend together: of similar length, because K/V are padded, and few, to stay in the CPU's cache."""
+    if len(requests) * max((ends[r] for r in requests), default=0) <= _MAX_KEYS_PER_CALL:
+        return [requests] if requests else []
+    batches: list[list[int]] = []
+    for r in sorted(requests, key=lambda r: -ends[r]):
+        if not batches or (len(batches[-1]) + 1) * ends[batches[-1][0]] > _MAX_KEYS_PER_CALL:
+            batches.append([])
+        batches[-1].append(r)
+    return batches
+
+
+def _group(
+    group: list[int], offsets: list[int], ends: list[int], pages: Tensor, positions: Tensor, page_size: int
+) -> QueryGroup:
+    width = max(offsets[r + 1] - offsets[r] for r in group)
+    num_keys = max(ends[r] for r in group)
+    rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
+    is_everything = rows == list(range(offsets[-1]))
+    rows_tensor = torch.tensor(rows)
+    page_ids = pages[group][:, : -(-num_keys // page_size)]
+    return QueryGroup(
+        rows=None if is_everything else rows_tensor,
+        positions=positions[rows_tensor].view(len(group), width),
+        page_ids=page_ids,
+        num_keys=num_keys,
+        foreign_rows=_foreign_rows(torch.tensor([ends[r] for r in group]), page_ids, num_keys, page_size),
+    )
+
+
+def _foreign_rows(
+    ends: Tensor,  # int [G]
+    page_ids: Tensor,  # [G, P]
+    num_keys: int,
+    page_size: int,
+) -> Tensor | None:
+    """See QueryGroup."""
+    positions = torch.arange(page_ids.shape[1] * page_size)
+    is_foreign = (positions >= ends[:, None]) & (positions < num_keys)
+    rows = is_foreign.flatten().nonzero()[:, 0]
+    return rows if len(rows) else None
+
+
+def write_pages(pages: Pages, slots: PageSlots, k: Tensor, v: Tensor) -> None:
+    """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D]."""
+    if isinstance(pages, ScaledPages):
+        # Bytes, because PyTorch moves no float8 rows on a CPU. The division is in float32 whatever k and v are.
+        k, v = (e4m3(x.float() / scale).view(torch.uint8) for x, scale in ((k, pages.scales.k), (v, pages.scales.v)))
+        pages = pages.pages.view(torch.uint8)
+    flat = pages.view(-1, *pages.shape[3:])
+    flat.index_copy_(0, slots.k, k)
+    flat.index_copy_(0, slots.v, v)
+
+
+def attend_pages(
+    plan: AttentionPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Pages,
+    attention: AttentionSpec,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `Ops.attend_pages`."""
+    write_pages(pages, plan.slots, k, v)
+    num_heads, head_dim = q.shape[1:]
+    out = None if plan.groups[0].rows is None else torch.empty_like(q)
+    for group in plan.groups:
+        num_requests, width = group.positions.shape
+        queries = q if group.rows is None else q[group.rows]
+        keys, values = read_pages(pages, group, q.dtype, plan.scratch)
+        mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
+        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask, sinks)
+        if out is None or group.rows is None:
+            return attended.reshape(len(q), num_heads * head_dim)
+        out[group.rows] = attended.reshape(-1, num_heads, head_dim)
+    assert out is not None
+    return out.view(len(q), num_heads * head_dim)
+
+
+def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Pages) -> None:
+    """Only the rows that were accepted; `accept_context` has been called."""
+    assert plan.context_rows is not None and plan.context_slots is not None
+    k, v = (x.index_select(0, plan.context_rows) for x in context)
+    write_pages(pages, plan.context_slots, k, v)
+
+
+def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: Acceptance[Tensor]) -> None:
+    """Now it is known which rows are context: those at positions < next_context_lens."""
+    is_kept = inputs.positions < acceptance.next_context_lens[plan.request_of_row]
+    rows = is_kept.nonzero()[:, 0]
+    plan.context_rows, plan.context_slots = rows, PageSlots(plan.slots.k[rows], plan.slots.v[rows])
+    block = plan.block
+    block.foreign_rows = _foreign_rows(acceptance.next_context_lens, block.page_ids, block.num_keys, plan.page_size)
+
+
+def attend_draft(
+    plan: AttentionPlan,
+    q: Tensor,
+    block: tuple[Tensor, Tensor],
+    pages: Pages,
+    acceptance: Acceptance[Tensor],
+    attention: AttentionSpec,
+) -> Tensor:
+    """The reading half of `Ops.attend_draft`: block queries over committed pages and the block itself."""
+    num_requests = len(acceptance.next_context_lens)
+    width = len(q) // num_requests
+    num_heads, head_dim = q.shape[1:]
+    kv_heads = block[0].shape[1]
+    keys, values = read_pages(pages, plan.block, q.dtype, plan.scratch)
+    own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
+    mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
+    attended = _attend(
+        q.view(num_requests, width, num_heads, head_dim),
+        torch.cat((keys, own_k), dim=2),
+        torch.cat((values, own_v), dim=2),
+        mask,
+    )
+    return attended.reshape(len(q), num_heads * head_dim)
+
+
+def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end are 0.
+
+    They are there until the next call.
+    """
+    if isinstance(pages, ScaledPages):
+        k, v = read_pages(pages.pages.view(torch.uint8), group, torch.uint8, scratch)
+        scales = pages.scales
+        return k.view(torch.float8_e4m3fn).to(dtype) * scales.k, v.view(torch.float8_e4m3fn).to(dtype) * scales.v
+    num_requests, num_pages = group.page_ids.shape
+    _, _, page_size, kv_heads, head_dim = pages.shape
+    halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]
+    k_rows = group.page_ids.reshape(-1) * 2
+
+    def read(rows: Tensor, into: Tensor) -> Tensor:
+        torch.index_select(halves, 0, rows, out=into)
+        gathered = into.view(num_requests, num_pages * page_size, kv_heads, head_dim)
+        if group.foreign_rows is not None:
+            into.view(-1, kv_heads * head_dim).index_fill_(0, group.foreign_rows, 0)
+        return gathered[:, : group.num_keys].transpose(1, 2)
+
+    k, v = scratch.take(halves, len(k_rows))
+    return read(k_rows, k), read(k_rows + 1, v)
+
+
+def _attend(
+    q: Tensor,  # [G, Q, heads, D]
+    keys: Tensor,  # [G, kv_heads, S, D]
+    values: Tensor,
+    mask: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
+    sinks: Tensor | None = None,  # [heads]
+) -> Tensor:
+    """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
+    num_requests, width, num_heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+    if sinks is None:
+        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+    else:
+        attended = _attend_with_sinks(stacked, keys, values, mask, sinks.float().repeat_interleave(width))
+    unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
+    return unstacked.reshape(num_requests, width, num_heads, head_dim)
+
+
+def _attend_with_sinks(
+    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor,  # float32 [heads * Q]
+) -> Tensor:
+    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
+
+    The call is the one that scaled_dot_product_attention makes on a CPU; it also tells log Z.
+    """
+    attended: Tensor
+    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(stacked, keys, values, attn_mask=mask)
+    share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
+    return attended * share[..., None].to(attended.dtype)
+
+
+def _causal_mask(group: QueryGroup, attention: AttentionSpec, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+    """None when nothing needs hiding: one request, one query, no window."""
+    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
+    key = (attention, heads_per_kv)
+    if key not in group.masks:
+        num_requests, width = group.positions.shape
+        if num_requests == 1 and width == 1 and attention.window is None:
+            group.masks[key] = None
+        else:
+            query = group.positions[:, :, None]
+            key_positions = torch.arange(group.num_keys)
+            visible = key_positions <= query
+            if attention.window is not None:
+                visible &= query - key_positions < attention.window
+            group.masks[key] = _additive(visible, heads_per_kv, dtype)
+    return group.masks[key]
+
+
+def _block_mask(
+    group: QueryGroup,
+    acceptance: Acceptance[Tensor],
+    attention: AttentionSpec,
+    width: int,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Context rows below the new context length, then the block; the window is counted in true positions.
+
+    An anchored window starts that many positions before the block, whichever slot asks, and covers all of the block.
+    """
+    key = (attention, heads_per_kv)
+    if key not in group.masks:
+        context_lens = acceptance.next_context_lens.long()[:, None, None]  # [R, 1, 1]
+        slots = torch.arange(width)
+        query = context_lens + slots[:, None]  # [R, S, 1]
+        stored = torch.arange(group.num_keys).expand(len(context_lens), 1, -1)
+        key_positions = torch.cat((stored, context_lens + slots), dim=2)  # [R, 1, keys + S]
+        is_stored = torch.arange(group.num_keys + width) < group.num_keys
+        visible = ~is_stored | (key_positions < context_lens)
+        distance = query - key_positions
+        if attention.is_causal:
+            visible = visible & (distance >= 0)
+        if attention.window is not None and attention.is_window_anchored:
+            visible = visible & (key_positions >= context_lens - attention.window)
+        elif attention.window is not None:
+            visible = visible & (distance < attention.window) & (-distance < attention.window)
+        group.masks[key] = _additive(visible.expand(len(context_lens), width, -1), heads_per_kv, dtype)
+    return group.masks[key]
+
+
+def _additive(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """[G, Q, S] bool -> [G, 1, heads_per_kv * Q, S] of 0 and -inf."""
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(1, heads_per_kv, 1)[:, None]

@@ -1,0 +1,140 @@
+"""The torch executor: the step run eagerly by PyTorch, the default on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.step_inputs import check_batch, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.torch.loading import (
+    TorchPages,
+    activation_dtype,
+    decoders_of,
+    limits_of,
+    load_network,
+    with_experts,
+    with_linears,
+)
+from dflash_trt.backends.torch.moe import separated
+from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.quantized_linear import prepare_linear
+from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.step import Network, run_step, sequence_logits
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+
+
+class TorchExecutor:
+    """Implements `core.batch.StepExecutor`. Owns the pages; knows nothing of requests beyond one step."""
+
+    def __init__(
+        self,
+        network: Network[Tensor],
+        *,
+        page_plan: PagePlan,
+        max_batch_size: int,
+        max_num_tokens: int,
+        max_draft_len: int,
+        quantization: QuantizationSpec | None = None,
+        ranks: RankGroup = ONE_RANK,
+    ) -> None:
+        """`quantization` says which pages are FP8; packed weights are in the network already.
+
+        `ranks` are those that have the other shares of the network; all of them make the same steps.
+        """
+        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        self._ranks = ranks
+        self.page_plan = page_plan
+        self.network = with_linears(with_experts(network, separated), prepare_linear)
+        self.limits = limits_of(
+            network,
+            page_plan,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            max_draft_len=max_draft_len,
+        )
+        num_positions = page_plan.max_seq_len + self.limits.max_draft_len + 1  # a draft block may reach past the end
+        self._rope_tables = [
+            (decoder, make_rope_table(decoder, num_positions=num_positions, dtype=activation_dtype(network)))
+            for decoder in decoders_of(network)
+        ]
+        self._pages = TorchPages.allocate(network, page_plan, quantization)
+
+    @classmethod
+    def open(
+        cls,
+        engine: EngineDir,
+        *,
+        rank: int = 0,
+        ranks: RankGroup = ONE_RANK,
+        use_drafter: bool = True,
+        kv_cache_bytes: int | None = None,
+        kv_cache_free_memory_fraction: float | None = None,
+        num_threads: int | None = None,
+    ) -> TorchExecutor:
+        """Load one rank's weights and plan the pages, as many as every rank has room for.
+
+        `num_threads` sets PyTorch's intra-op threads for the whole process. Pages are touched, and so cost memory,
+        only when a request reaches them.
+
+        Raises:
+            ConfigError, CapacityError: see `plan_engine_pages`.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        manifest = engine.manifest
+        build = manifest.build_config
+        network = load_network(engine, rank=rank, use_drafter=use_drafter)
+        page_plan = plan_engine_pages(
+            manifest,
+            use_drafter=use_drafter,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+        )
+        return cls(
+            network,
+            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+            max_batch_size=build.max_batch_size,
+            max_num_tokens=build.max_num_tokens,
+            max_draft_len=build.max_draft_len,
+            quantization=manifest.pretrained_config.quantization,
+            ranks=ranks,
+        )
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        check_batch(batch, self.limits)
+        inputs = step_inputs(batch)
+        ops = self._ops(inputs, num_draft_tokens=batch.num_draft_tokens)
+        outputs = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=batch.num_draft_tokens)
+        return step_result(outputs)
+
+    @torch.inference_mode()
+    def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
+        """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
+        assert 0 < len(token_ids) <= self.limits.max_seq_len
+        inputs = step_inputs(sequence_batch(token_ids, page_size=self.limits.page_size))
+        return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._pages.state)
+
+    def close(self) -> None:
+        """Nothing runs on its own."""
+
+    def _ops(self, inputs: StepInputs[Tensor], *, num_draft_tokens: int) -> TorchOps:
+        return TorchOps(
+            inputs,
+            self._rope_tables,
+            page_size=self.limits.page_size,
+            num_draft_tokens=num_draft_tokens,
+            page_scales=self._pages.scales,
+            ranks=self._ranks,
+        )

@@ -1,0 +1,146 @@
+"""What both torch executors open: the network of an engine directory, and its K/V pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash_trt.backends.page_budget import PagePlan
+from dflash_trt.backends.torch.quantized_linear import PackedWeight, split_packed
+from dflash_trt.core.batch import ExecutorLimits
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.packed_spec import engine_table, rank_share
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.network.ops import Experts, Linear, StepState
+from dflash_trt.network.step import Network
+from dflash_trt.network.weights import bind_draft, bind_target, map_linears
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+
+
+def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
+    """One rank's weights; its packed linears as they are stored."""
+    manifest = engine.manifest
+    mapping = manifest.pretrained_config.mapping.of_rank(rank)
+    quantization = manifest.pretrained_config.quantization or QuantizationSpec()
+    whole = engine_table(manifest.target, manifest.draft, quantization)
+    table = {name: rank_share(spec, mapping.tp_size) for name, spec in whole.items()}
+    plain, packed = split_packed(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
+    return bind_network(manifest.target, manifest.draft if use_drafter else None, plain, packed, mapping=mapping)
+
+
+def bind_network(
+    target: TargetSpec,
+    draft: DraftSpec | None,
+    tensors: dict[str, Tensor],
+    packed: dict[str, PackedWeight[Tensor]] | None = None,
+    *,
+    mapping: Mapping | None = None,
+) -> Network[Tensor]:
+    """Canonical tensors of one rank, and its packed linears -> the network; slices are views."""
+    mapping = mapping or Mapping()
+
+    def rows(x: Tensor, start: int, stop: int) -> Tensor:
+        return x[start:stop]
+
+    target_weights = bind_target(target, tensors, mapping, slice_rows=rows, packed=packed)
+    draft_weights = None
+    if draft is not None:
+        draft_weights = bind_draft(draft, target_weights, tensors, mapping, slice_rows=rows, packed=packed)
+    return Network(
+        target=target, target_weights=target_weights, draft=draft, draft_weights=draft_weights, mapping=mapping
+    )
+
+
+def with_linears(
+    network: Network[Tensor], prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]]
+) -> Network[Tensor]:
+    """Linear weights in the layout that a device computes with; `prepare` is told the dtype of the activations."""
+    dtype = activation_dtype(network)
+    return replace(
+        network,
+        target_weights=map_linears(network.target_weights, lambda linear: prepare(linear, dtype)),
+        draft_weights=map_linears(network.draft_weights, lambda linear: prepare(linear, dtype)),
+    )
+
+
+def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
+    """Experts of the target in the form that a back end computes with."""
+    layers = tuple(
+        replace(layer, mlp=prepare(layer.mlp)) if isinstance(layer.mlp, Experts) else layer
+        for layer in network.target_weights.layers
+    )
+    return replace(network, target_weights=replace(network.target_weights, layers=layers))
+
+
+def activation_dtype(network: Network[Tensor]) -> torch.dtype:
+    """Of activations, and of pages that are not FP8."""
+    return network.target_weights.embedding.dtype
+
+
+def decoders_of(network: Network[Tensor]) -> list[DecoderSpec]:
+    """The target, then the drafter where there is one."""
+    return [network.target, *([network.draft] if network.draft else [])]
+
+
+def limits_of(
+    network: Network[Tensor], plan: PagePlan, *, max_batch_size: int, max_num_tokens: int, max_draft_len: int
+) -> ExecutorLimits:
+    """What steps of this network on these pages may be; without a drafter there are no drafts."""
+    return ExecutorLimits(
+        max_batch_size=max_batch_size,
+        max_seq_len=plan.max_seq_len,
+        max_num_tokens=max_num_tokens,
+        max_draft_len=max_draft_len if network.draft else 0,
+        page_size=plan.page_size,
+        num_pages=plan.num_pages,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPages:
+    """Per layer [pages, 2, page_size, kv_heads, D] of the target and of the drafter."""
+
+    state: StepState[Tensor]
+    scales: dict[int, LayerKvScales]  # of FP8 pages, by `id` of the layer's tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        network: Network[Tensor],
+        plan: PagePlan,
+        quantization: QuantizationSpec | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> TorchPages:
+        """Zeros. `quantization` says which pages are FP8; the others have the dtype of the activations."""
+        quantization = quantization or QuantizationSpec()
+        target = _pool(network.target, network, plan, quantization.target_kv, device)
+        draft = _pool(network.draft, network, plan, quantization.draft_kv, device) if network.draft else []
+        scales = {
+            id(pages): layer
+            for pool, layers in ((target, quantization.target_kv), (draft, quantization.draft_kv))
+            for pages, layer in zip(pool, layers or (), strict=False)
+        }
+        return cls(StepState(target_kv=target, draft_kv=draft), scales)
+
+
+def _pool(
+    decoder: DecoderSpec,
+    network: Network[Tensor],
+    plan: PagePlan,
+    scales: tuple[LayerKvScales, ...] | None,
+    device: torch.device | None,
+) -> list[Tensor]:
+    """Views into one allocation."""
+    kv_heads = decoder.num_kv_heads // network.mapping.tp_size
+    shape = (decoder.num_layers, plan.num_pages, 2, plan.page_size, kv_heads, decoder.head_dim)
+    dtype = activation_dtype(network) if scales is None else torch.float8_e4m3fn
+    return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))

@@ -1,0 +1,145 @@
+"""A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
+
+Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. On a CPU the host looks at the choice and runs
+the experts that somebody chose. On a GPU a captured step cannot: PyTorch's grouped GEMM reads the choice on the device.
+Where there is none, every row goes through every expert and those not chosen weigh nothing.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch.linear import apply_linear
+from dflash_trt.core.model_spec import MoeSpec
+from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from dflash_trt.network.weights import Mlp
+
+_MAX_HIDDEN_ELEMENTS = 1 << 27  # of all experts' hidden rows together: a quarter of a GiB in bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeparateExperts(Experts[Tensor]):
+    """Experts as linears of their own, which may be in the layout that a CPU computes with (`torch_linear`)."""
+
+    mlps: tuple[Mlp[Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Per row the experts chosen, best first, and how much of each result it takes."""
+
+    expert_ids: Tensor  # int64 [N, chosen]
+    weights: Tensor  # F [N, chosen]
+
+
+def chosen_experts(logits: Tensor, moe: MoeSpec) -> Choice:  # [N, E]
+    """The router's decision, in the order of operations of `MoeSpec.routing`."""
+    if moe.routing == "top_k_softmax":
+        best, expert_ids = logits.topk(moe.num_experts_per_token, dim=-1)
+        return Choice(expert_ids, best.softmax(dim=-1))
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    weights, expert_ids = probabilities.topk(moe.num_experts_per_token, dim=-1)
+    if moe.normalizes_top_k:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Choice(expert_ids, weights.to(logits.dtype))
+
+
+def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows.
+
+    A row adds up its results in the order of the experts, whoever else is there.
+    """
+    num_chosen = choice.expert_ids.shape[1]
+    places = choice.expert_ids.flatten().argsort(stable=True)  # of (row, rank of the choice), by expert
+    num_rows = choice.expert_ids.flatten().bincount(minlength=moe.num_experts).tolist()
+    weights = choice.weights.flatten()
+    out = torch.zeros_like(x)
+    for expert_id, mine in enumerate(torch.split(places, num_rows)):
+        if len(mine) == 0:
+            continue
+        rows = mine // num_chosen
+        mlp = experts.mlps[expert_id] if isinstance(experts, SeparateExperts) else _mlp(experts, expert_id)
+        result = apply_linear(activated(apply_linear(x[rows], mlp.gate_up), moe), mlp.down)
+        out.index_add_(0, rows, result * weights[mine, None])
+    return out
+
+
+def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
+    """Views of what is stacked."""
+    assert isinstance(experts, StackedExperts)
+    return SeparateExperts(router=experts.router, mlps=tuple(map(partial(_mlp, experts), range(len(experts.down)))))
+
+
+def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """The same without a word to the host, for a step that may be captured in a graph."""
+    weights = x.new_zeros(len(x), moe.num_experts).scatter_(1, choice.expert_ids, choice.weights)
+    widest = max(2 * moe.intermediate_size, x.shape[1])
+    rows_at_once = max(1, _MAX_HIDDEN_ELEMENTS // (moe.num_experts * widest))
+    parts = [
+        _all_experts(rows, experts, moe, row_weights)
+        for rows, row_weights in zip(torch.split(x, rows_at_once), torch.split(weights, rows_at_once), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def has_grouped_gemm(x: Tensor) -> bool:
+    """Whether PyTorch has one for these rows that never asks the host: its own kernels are for bfloat16 on SM90 and
+    SM100, and what it does elsewhere on a GPU reads the groups back. A CPU takes any type.
+    """
+    if not hasattr(F, "grouped_mm"):  # from PyTorch 2.10 on
+        return False
+    return not x.is_cuda or (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10))
+
+
+def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+    """The same: the rows of all experts in one GEMM. A row adds up its results in the order of its choice."""
+    num_chosen = choice.expert_ids.shape[1]
+    chosen = choice.expert_ids.flatten()
+    places = chosen.argsort(stable=True)
+    expert_ids = chosen[places]
+    ones = torch.ones_like(expert_ids, dtype=torch.int32)
+    num_rows = ones.new_zeros(moe.num_experts).index_add_(0, expert_ids, ones)  # bincount would ask the device
+    ends = num_rows.cumsum(0, dtype=torch.int32)
+    gate_up = F.grouped_mm(x[places // num_chosen], experts.gate_up.transpose(1, 2), offs=ends)
+    if experts.gate_up_bias is not None:
+        gate_up += experts.gate_up_bias[expert_ids]
+    results = F.grouped_mm(activated(gate_up, moe), experts.down.transpose(1, 2), offs=ends)
+    if experts.down_bias is not None:
+        results += experts.down_bias[expert_ids]
+    by_row = torch.empty_like(results).index_copy_(0, places, results * choice.weights.flatten()[places, None])
+    return by_row.view(len(x), num_chosen, -1).sum(dim=1)
+
+
+def _mlp(experts: Experts[Tensor], expert_id: int) -> Mlp[Tensor]:
+    assert isinstance(experts, StackedExperts)
+    gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert_id]
+    down_bias = None if experts.down_bias is None else experts.down_bias[expert_id]
+    return Mlp(
+        gate_up=Linear(weight=experts.gate_up[expert_id], bias=gate_up_bias),
+        down=Linear(weight=experts.down[expert_id], bias=down_bias),
+    )
+
+
+def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, weights: Tensor) -> Tensor:
+    gate_up = torch.matmul(x, experts.gate_up.transpose(1, 2))  # [E, N, 2F]
+    if experts.gate_up_bias is not None:
+        gate_up += experts.gate_up_bias[:, None]
+    # Zero where not chosen, so that nothing an expert makes of a row it did not get can reach the sum.
+    hidden = activated(gate_up, moe).masked_fill_((weights.t() == 0)[..., None], 0)
+    results = torch.bmm(hidden, experts.down.transpose(1, 2))  # [E, N, H]
+    if experts.down_bias is not None:
+        results += experts.down_bias[:, None]
+    return torch.einsum("enh,ne->nh", results, weights)
+
+
+def activated(gate_up: Tensor, moe: MoeSpec) -> Tensor:
+    """[..., 2F] -> [..., F]; see `MoeSpec.activation`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if moe.activation == "silu":
+        return F.silu(gate) * up
+    assert moe.limit is not None and moe.alpha is not None
+    gate, up = gate.clamp(max=moe.limit), up.clamp(-moe.limit, moe.limit)
+    return gate * torch.sigmoid(gate * moe.alpha) * (up + 1)

@@ -1,0 +1,163 @@
+"""The PyTorch back end of the op façade: runs the network eagerly, on a CPU.
+
+One `TorchOps` lives for one step and holds that step's inputs and attention plan.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.linear import apply_linear
+from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.quantized_linear import apply_packed
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.formats.base import PackedWeight
+from dflash_trt.network.drafters.dflash import context_of_layers
+from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.rope import rope_frequencies
+
+RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
+
+
+def make_rope_table(decoder: DecoderSpec, *, num_positions: int, dtype: torch.dtype) -> RopeTable:
+    """Tables for positions 0 .. num_positions - 1; angles in float32, as `transformers` computes them."""
+    frequencies = rope_frequencies(decoder)
+    inv_freq = torch.tensor(frequencies.inv_freq, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=1)[:, None]  # [positions, 1, D]
+    amplitude = frequencies.amplitude
+    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
+
+
+class TorchOps:
+    """Implements `Ops[Tensor]` for one step."""
+
+    def __init__(
+        self,
+        inputs: StepInputs[Tensor],
+        rope_tables: Sequence[tuple[DecoderSpec, RopeTable]],
+        *,
+        page_size: int,
+        num_draft_tokens: int,
+        page_scales: Mapping[int, LayerKvScales] | None = None,
+        ranks: RankGroup = ONE_RANK,
+    ) -> None:
+        """`page_scales` belong to the FP8 pages among the state, by `id` of the tensor."""
+        self._ranks = ranks
+        self._page_scales = page_scales or {}
+        self._inputs = inputs
+        self._rope_tables = rope_tables
+        self._num_draft_tokens = num_draft_tokens
+        self._plan = torch_attention.plan_attention(inputs, page_size=page_size, num_draft_tokens=num_draft_tokens)
+
+    def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        if isinstance(linear.weight, PackedWeight):
+            return apply_packed(x, linear)
+        return apply_linear(x, linear)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)  # fp32 inside for bfloat16 too
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else x * factor
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
+        return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return torch.split(x, list(sizes), dim=-1)
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(xs), dim=-1)
+
+    def split_heads(self, x: Tensor, head_dim: int) -> Tensor:
+        return x.view(*x.shape[:-1], -1, head_dim)
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.index_select(0, rows.flatten())
+
+    def rope_table(self, decoder: DecoderSpec, positions: Tensor) -> RopeTable:
+        cos, sin = next(table for known, table in self._rope_tables if known is decoder)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def rope(self, x: Tensor, table: RopeTable) -> Tensor:
+        cos, sin = table
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    def attend_pages(
+        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec, sinks: Tensor | None
+    ) -> Tensor:
+        return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention, sinks)
+
+    def draft_context(
+        self, kv: Tensor, spec: DraftSpec, k_norms: Sequence[Tensor | None], rope: RopeTable
+    ) -> list[tuple[Tensor, Tensor]]:
+        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
+
+    def attend_draft(
+        self,
+        context: tuple[Tensor, Tensor],
+        q: Tensor,
+        block: tuple[Tensor, Tensor],
+        pages: Tensor,
+        acceptance: Acceptance[Tensor],
+        attention: AttentionSpec,
+    ) -> Tensor:
+        scaled = self._scaled(pages)
+        torch_attention.write_draft_context(self._plan, context, scaled)
+        return torch_attention.attend_draft(self._plan, q, block, scaled, acceptance, attention)
+
+    def write_draft_context(
+        self, context: tuple[Tensor, Tensor], pages: Tensor, acceptance: Acceptance[Tensor]
+    ) -> None:
+        torch_attention.write_draft_context(self._plan, context, self._scaled(pages))
+
+    def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
+        acceptance = torch_sampling.sample_and_accept(logits, self._inputs)
+        torch_attention.accept_context(self._plan, self._inputs, acceptance)
+        return acceptance
+
+    def draft_block(self, acceptance: Acceptance[Tensor], *, mask_token_id: int) -> DraftBlock[Tensor]:
+        num_requests = len(acceptance.bonus_tokens)
+        width = self._num_draft_tokens + 1
+        token_ids = torch.full((num_requests, width), mask_token_id, dtype=torch.int32)
+        token_ids[:, 0] = acceptance.bonus_tokens
+        positions = acceptance.next_context_lens[:, None] + torch.arange(width, dtype=torch.int32)
+        return DraftBlock(token_ids=token_ids.flatten(), positions=positions.flatten())
+
+    def draft_slots(self, hidden: Tensor) -> Tensor:
+        blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])
+        return blocks[:, 1:].reshape(-1, hidden.shape[-1])
+
+    def argmax_tokens(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1).int().view(-1, self._num_draft_tokens)
+
+    def map_tokens(self, draft_to_target: Tensor, token_ids: Tensor) -> Tensor:
+        return draft_to_target[token_ids.long()].int()
+
+    def _scaled(self, pages: Tensor) -> torch_attention.Pages:
+        scales = self._page_scales.get(id(pages))
+        return pages if scales is None else torch_attention.ScaledPages(pages, scales)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._ranks.all_reduce(x)
+
+    def all_gather_vocab(self, logits: Tensor) -> Tensor:
+        return self._ranks.all_gather_columns(logits)

@@ -1,0 +1,170 @@
+"""Packed linears in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
+
+The exact path multiplies the codes themselves, which every compute dtype holds without rounding, and applies the
+scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
+from dflash_trt.core.packed_spec import packed_tensors
+from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.core.weight_spec import WeightTable
+from dflash_trt.formats.arithmetic import (
+    block_scales,
+    e2m1_codes,
+    e2m1_values,
+    e4m3,
+    packed_weight,
+    row_scale,
+    unscaled,
+)
+from dflash_trt.formats.base import BLOCK_SIZE, Fp8Weight, Nvfp4Weight, PackedWeight
+from dflash_trt.network.ops import Linear
+
+__all__ = [
+    "PackedWeight",
+    "UnpackedWeight",
+    "apply_packed",
+    "fp8_gemm",
+    "prepare_linear",
+    "split_packed",
+    "unpack",
+]
+
+FP8_GEMM_CAPABILITY = (8, 9)  # CUDA's: FP8 tensor cores from here on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Consecutive segments that see the same activations: one GEMM."""
+
+    linear: Linear[Tensor]  # [rows, in], the codes (times their block scales) in the compute dtype; no bias
+    scale: Tensor  # float32 [rows]: weight_scale * input_scale
+    input_scale: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpackedWeight(PackedWeight[Tensor]):
+    """A packed weight made ready for plain GEMMs, with nothing rounded."""
+
+    pieces: tuple[Piece, ...]
+    has_blocks: bool  # NVFP4: activations are quantized in blocks too
+
+
+def unpack(weight: PackedWeight[Tensor], dtype: torch.dtype) -> UnpackedWeight:
+    """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products)."""
+    assert dtype in (torch.float32, torch.bfloat16), f"packed weights do not compute in {dtype}"
+    input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
+    values, scales = unscaled(weight, dtype), row_scale(weight)
+    pieces, start = [], 0
+    for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
+        stop = start + sum(rows for _, rows in group)
+        scale = scales[start:stop] if input_scale is None else scales[start:stop] * input_scale
+        linear = pack_for_cpu(Linear(weight=values[start:stop]))
+        pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
+        start = stop
+    return UnpackedWeight(
+        segments=weight.segments,
+        weight_scale=weight.weight_scale,
+        input_scale=weight.input_scale,
+        pieces=tuple(pieces),
+        has_blocks=isinstance(weight, Nvfp4Weight),
+    )
+
+
+def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
+    """The layer in the form its device computes with, once, at load.
+
+    A CPU gets exact codes in `dtype`. A GPU keeps what saves memory: FP8 codes for its FP8 units, 4-bit weights with
+    plain activations to be unpacked in each call.
+    """
+    weight = linear.weight
+    if not isinstance(weight, PackedWeight):
+        return pack_for_cpu(linear)
+    if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
+        return linear
+    if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
+        return linear
+    assert isinstance(weight, Fp8Weight | Nvfp4Weight)
+    return replace(linear, weight=unpack(weight, dtype))
+
+
+def apply_packed(x: Tensor, linear: Linear[Tensor]) -> Tensor:
+    """x [N, in] -> [N, out] in x's dtype; see `formats/base.py` for what it computes."""
+    weight = linear.weight
+    if isinstance(weight, Fp8Weight):
+        return fp8_gemm(x, weight, linear.bias)
+    if isinstance(weight, Nvfp4Weight):
+        weight = unpack(weight, x.dtype)
+    assert isinstance(weight, UnpackedWeight)
+    outs = [_apply_piece(x, piece, has_blocks=weight.has_blocks) for piece in weight.pieces]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+    return out if linear.bias is None else out + linear.bias
+
+
+def split_packed(
+    tensors: Mapping[str, Tensor], table: WeightTable, formats: Mapping[str, WeightFormat]
+) -> tuple[dict[str, Tensor], dict[str, PackedWeight[Tensor]]]:
+    """An engine's tensors as plain ones and packed weights; `table` is that of the tensors' rank.
+
+    Raises KeyError on a missing tensor: the engine directory has proven them before.
+    """
+    plain, packed = dict(tensors), {}
+    for name, weight_format in formats.items():
+        packed[name] = packed_weight(name, table[name], weight_format, tensors)
+        for part in packed_tensors(name, table[name], weight_format):
+            del plain[part.name]
+    return plain, packed
+
+
+def quantized_fp8(x: Tensor, input_scale: float) -> Tensor:  # float8_e4m3fn
+    """x / input_scale, rounded; in float32 whatever x is."""
+    return e4m3(x.float() / input_scale)
+
+
+def quantized_nvfp4(x: Tensor, input_scale: float) -> Tensor:  # float32, x's shape
+    """E2M1 values times their E4M3 block scales; `input_scale` is still to be multiplied in."""
+    blocks = x.float().view(*x.shape[:-1], -1, BLOCK_SIZE)
+    scale = block_scales(blocks, torch.tensor(input_scale, device=x.device)).float()[..., None]
+    codes = e2m1_codes(blocks / (scale * input_scale))
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    return (e2m1_values(packed) * scale).view(x.shape)
+
+
+def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tensor:
+    """Real FP8 x FP8 with float32 sums, one GEMM per run of segments with the same activations."""
+    assert weight.input_scale is not None
+    scales, outs, start = row_scale(weight), [], 0
+    for input_scale, group in groupby(
+        zip(weight.input_scale.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]
+    ):
+        stop = start + sum(rows for _, rows in group)
+        one = torch.ones((), device=x.device)
+        product = torch._scaled_mm(
+            quantized_fp8(x, input_scale), weight.codes[start:stop].t(), scale_a=one, scale_b=one, out_dtype=x.dtype
+        )
+        outs.append((product * (scales[start:stop] * input_scale)).to(x.dtype))
+        start = stop
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+    return out if bias is None else out + bias
+
+
+def _apply_piece(x: Tensor, piece: Piece, *, has_blocks: bool) -> Tensor:
+    if piece.input_scale is not None:
+        quantize = quantized_nvfp4 if has_blocks else quantized_fp8
+        x_dtype, x = x.dtype, quantize(x, piece.input_scale).to(x.dtype)  # exact: few significant bits
+    else:
+        x_dtype = x.dtype
+    return (apply_linear(x, piece.linear) * piece.scale).to(x_dtype)  # the scales in float32
+
+
+def _runs_fp8_gemm(weight: Fp8Weight[Tensor]) -> bool:
+    if not weight.codes.is_cuda or weight.input_scale is None:
+        return False
+    return torch.cuda.get_device_capability(weight.codes.device) >= FP8_GEMM_CAPABILITY

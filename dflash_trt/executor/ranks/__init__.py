@@ -1,0 +1,1 @@
+"""Several ranks: one process each, driven by rank 0."""

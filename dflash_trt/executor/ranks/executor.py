@@ -1,0 +1,239 @@
+"""An engine of several ranks behind one executor: this process is rank 0, the others are its workers.
+
+Each step is told to the workers, run by all ranks at once, and their outcomes are compared. Nothing else passes
+between the processes but what the network itself exchanges. Refuses to know what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from dflash_trt.backends.page_budget import PagePlan
+from dflash_trt.backends.step_inputs import check_batch
+from dflash_trt.backends.torch.process_group import ExchangeError
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError, problem
+from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure
+from dflash_trt.executor.ranks.messages import (
+    Awake,
+    GoOn,
+    Opened,
+    OpenShare,
+    Order,
+    Raised,
+    Ran,
+    RankGoneError,
+    Report,
+    RunLogits,
+    RunStep,
+)
+from dflash_trt.executor.ranks.shard import (
+    ShareExecutor,
+    ShareOptions,
+    fingerprint,
+    join,
+    open_share,
+)
+from dflash_trt.executor.threads import default_num_threads
+
+if TYPE_CHECKING:
+    from dflash_trt.backends.torch.process_group import ProcessRanks
+    from dflash_trt.engine_dir import EngineDir
+
+# Of one exchange, and of a worker's answer; a GPU's kernels are compiled in the first steps.
+TIMEOUTS_S = {"cpu": 300.0, "cuda": 900.0}
+_START_TIMEOUT_S = 120.0  # of a process, until it has imported everything
+_LOAD_TIMEOUT_S = 1800.0  # of weights that lie on a slow disk
+_FAILURE_TIMEOUT_S = 5.0  # in which the other ranks say what happened to them
+
+_Outcome = TypeVar("_Outcome", StepResult, Tensor)
+
+
+class RankedExecutor:
+    """Implements EngineExecutor. After a RankError it is good for nothing more, and its workers have ended.
+
+    `close` ends the workers; so does forgetting it, and the end of the program, however that comes.
+    """
+
+    def __init__(self, local: ShareExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
+        """Made by `open_ranks`. `num_threads` are those of each rank."""
+        self._local = local
+        self._num_threads = num_threads
+        self._ranks = ranks
+        self._workers = workers
+        self._own_process = OwnProcess()
+        self._failure: str | None = None
+
+    @property
+    def limits(self) -> ExecutorLimits:
+        return self._local.limits
+
+    @property
+    def page_plan(self) -> PagePlan:
+        """Of each rank; all have the same."""
+        return self._local.page_plan
+
+    @property
+    def worker_process_ids(self) -> tuple[int, ...]:
+        """Of ranks 1, 2, ..."""
+        return self._workers.process_ids
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Run one step on all ranks.
+
+        Raises:
+            RankError: a rank is gone, failed alone, or came to another result.
+            Exception: whatever the step raised on every rank; the next step may be run.
+        """
+        check_batch(batch, self.limits)
+        return self._run(RunStep(batch=batch), lambda: self._local.step(batch))
+
+    def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
+        """The target's logits after every token of one sequence; raises as `step` does."""
+        return self._run(RunLogits(token_ids=tuple(token_ids)), lambda: self._local.target_logits(token_ids))
+
+    def close(self) -> None:
+        """End the workers. Calling it again does nothing."""
+        self._failure = self._failure or problem(
+            "engine of several ranks", expected="an open one", found="a closed one", mend="Open it again."
+        )
+        self._workers.close()
+
+    def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
+        with self._workers.watched():
+            return self._run_watched(order, run)
+
+    def _run_watched(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
+        self._own_process.check()
+        if self._failure is not None:
+            raise RankError(self._failure)
+        if torch.get_num_threads() != self._num_threads:  # which is a matter of the calling thread
+            torch.set_num_threads(self._num_threads)  # sums that are split otherwise have other bits
+        try:
+            self._workers.tell(order)
+            outcome = run()
+        except Exception as error:
+            reports = self._workers.hear(_FAILURE_TIMEOUT_S)
+            if self._has_failed_alike(reports, error):
+                self._tell_to_go_on(error)
+                raise
+            raise self._given_up(reports, error) from error
+        except BaseException:  # an interrupt: the ranks are no longer at the same place
+            self._failure = problem("step", expected="its end", found="an interrupt", mend="Open the engine again.")
+            self._workers.kill()
+            raise
+        expected = Ran(fingerprint=fingerprint(outcome))
+        reports = self._workers.hear(TIMEOUTS_S[self._ranks.device.type])
+        if any(report != expected for report in reports):
+            raise self._given_up(reports, None)
+        return outcome
+
+    def _tell_to_go_on(self, error: Exception) -> None:
+        try:
+            self._workers.tell(GoOn())
+        except RankGoneError as gone:
+            raise self._given_up([gone], error) from error
+
+    def _has_failed_alike(self, reports: Reports, error: Exception) -> bool:
+        """Every rank raised at the same place, with no exchange left half done. Not known of a GPU's."""
+        if isinstance(error, ExchangeError) or self._ranks.device.type != "cpu":
+            return False
+        num_calls = self._ranks.num_calls
+        return all(isinstance(report, Raised) and report.num_calls == num_calls for report in reports)
+
+    def _given_up(self, reports: Reports, error: Exception | None) -> DFlashError:
+        explained = explained_failure(reports, error)
+        self._failure = str(explained)
+        self._workers.kill()
+        return explained
+
+
+def open_ranks(
+    engine: EngineDir,
+    *,
+    device: Literal["cpu", "cuda"],
+    num_threads: int | None,
+    use_drafter: bool,
+    kv_cache_bytes: int | None,
+    kv_cache_free_memory_fraction: float | None,
+    draft_lens: Sequence[int] | None = None,
+) -> RankedExecutor:
+    """Start a worker for each rank but 0, and open all shares of the engine. Memory and threads are per rank.
+
+    Raises:
+        ConfigError: fewer GPUs than ranks, or a PyTorch that cannot join them; or see `plan_engine_pages`.
+        EngineDirError: a mapping that this back end does not run.
+        CapacityError: the pages of one max_seq_len sequence do not fit on some rank.
+        RankError: a worker did not start.
+    """
+    num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    _check(engine, device)
+    workers = RankWorkers()
+    options = ShareOptions(
+        num_ranks=num_ranks,
+        store_path=workers.directory / "store",
+        device=device,
+        num_threads=default_num_threads(num_ranks) if num_threads is None else num_threads,
+        timeout_s=TIMEOUTS_S[device],
+        load_timeout_s=_LOAD_TIMEOUT_S,
+        use_drafter=use_drafter,
+        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+        draft_lens=None if draft_lens is None else tuple(draft_lens),
+    )
+    try:
+        with workers.watched():
+            return _open(engine, options, workers)
+    except DFlashError:
+        workers.kill()
+        raise
+    except Exception as error:
+        explained = explained_failure(workers.hear(_FAILURE_TIMEOUT_S), error)
+        workers.kill()
+        raise explained from error
+    except BaseException:  # an interrupt, or SIGTERM
+        workers.kill()
+        raise
+
+
+def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> RankedExecutor:
+    for rank in range(1, options.num_ranks):
+        workers.start(OpenShare(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
+    _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
+    ranks = join(options, 0)
+    if options.device == "cuda":  # NCCL keeps asking its store
+        workers.when_one_ends(ranks.abort)
+    else:
+        workers.forget_directory()
+    local = open_share(engine, 0, ranks, options)
+    _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
+    return RankedExecutor(local, ranks, workers, num_threads=options.num_threads)
+
+
+def _expect(workers: RankWorkers, expected: Report, *, timeout_s: float) -> None:
+    reports = workers.hear(timeout_s)
+    if any(report != expected for report in reports):
+        raise explained_failure(reports, None)
+
+
+def _check(engine: EngineDir, device: Literal["cpu", "cuda"]) -> None:
+    """What can be known before a process is started."""
+    mapping = engine.manifest.pretrained_config.mapping
+    if mapping.pp_size != 1:
+        mend = "Build the engine with tensor parallelism alone."
+        raise EngineDirError(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cuda" and num_gpus < mapping.world_size:
+        mend = f'Build the engine with tp_size {num_gpus} or less, or use device "cpu".'
+        expected = f"at most {num_gpus}, the number of GPUs"
+        raise ConfigError(problem("ranks", expected=expected, found=str(mapping.world_size), mend=mend))
+    can_join = distributed.is_available() and (device == "cpu" or distributed.is_nccl_available())
+    if not can_join:
+        library = "NCCL" if device == "cuda" else "gloo"
+        mend = "Install a PyTorch that has it, or build the engine with tp_size 1."
+        raise ConfigError(problem("PyTorch", expected=f"torch.distributed with {library}", found="none", mend=mend))

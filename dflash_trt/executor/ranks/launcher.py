@@ -1,0 +1,160 @@
+"""All workers of an engine, started, told, heard and ended together, and what their silence means in words."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import finalize
+
+from dflash_trt.backends.torch.process_group import ExchangeError
+from dflash_trt.core.errors import DFlashError, RankError, problem
+from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.executor.ranks.messages import OpenShare, Order, Raised, RankGoneError, RankProcess, Report, Stop
+
+Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
+
+_END_TIMEOUT_S = 5.0
+_LOOK_S = 1.0  # how often a watched worker is looked at
+_MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks leaves them fewer
+_OPEN_AGAIN = "All ranks were ended: open the engine again."
+
+_LOG = logging.getLogger(__name__)
+
+
+class RankWorkers:
+    """The workers end with `close`, with this object, and with the program."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="dflash-ranks-"))  # for the ranks to meet in
+        self._processes: list[RankProcess] = []
+        self._is_closing = threading.Event()
+        self._is_watched = threading.Event()
+        self._own_process = OwnProcess()
+        self.close = finalize(self, _end, self._processes, self.directory, self._is_closing, self._own_process)
+        watch = (self._processes, self._is_watched, self._is_closing)
+        threading.Thread(target=_end_stopped, args=watch, name="dflash-ranks", daemon=True).start()
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        return tuple(process.process_id for process in self._processes)
+
+    def start(self, order: OpenShare) -> None:
+        """One more worker, for the next rank."""
+        process = RankProcess(order.rank)
+        self._processes.append(process)
+        process.tell(order)
+
+    def tell(self, order: Order) -> None:
+        """Raises RankGoneError."""
+        for process in self._processes:
+            process.tell(order)
+
+    def hear(self, timeout_s: float) -> list[Report | RankGoneError]:
+        """The next report of each, all of them within `timeout_s`; what is wrong with those that do not say any."""
+        end_s = time.monotonic() + timeout_s
+        reports: list[Report | RankGoneError] = []
+        for process in self._processes:
+            try:
+                reports.append(process.hear(max(0.0, end_s - time.monotonic())))
+            except RankGoneError as error:
+                reports.append(error)
+        return reports
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While this rank may wait for the others: end a worker that somebody stopped, which ends the waiting."""
+        self._is_watched.set()
+        try:
+            yield
+        finally:
+            self._is_watched.clear()
+
+    def forget_directory(self) -> None:
+        """All ranks have met. What is left in it would stay behind if this program were killed."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """`close` for workers that may wait for a rank that is gone."""
+        if not self._own_process.is_this:
+            return
+        self._is_closing.set()
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def when_one_ends(self, act: Callable[[], None]) -> None:
+        """Call `act` from a thread as soon as a worker ends that was not told to."""
+        for process in self._processes:
+            threading.Thread(target=_watch, args=(process, self._is_closing, act), daemon=True).start()
+
+
+def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
+    """Which rank failed first, and how; `error` is what rank 0 raised, often only because another one was gone."""
+    num_ranks = len(reports) + 1
+    raised = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, Raised)}
+    gone = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, RankGoneError)}
+    for rank, failure in raised.items():
+        if failure.error_class is not None:
+            return failure.error_class(f"rank {rank} of {num_ranks}: {failure.reason}")
+    for rank, silence in gone.items():
+        if silence.has_ended:
+            return _rank_error(rank, num_ranks, found=str(silence))
+    if raised:  # the one that came least far: the others failed because it was not there
+        rank = min(raised, key=lambda rank: raised[rank].num_calls)
+        _LOG.error("rank %d of %d failed:\n%s", rank, num_ranks, raised[rank].traceback)
+        return _rank_error(rank, num_ranks, found=raised[rank].reason)
+    if error is not None and not (gone and isinstance(error, ExchangeError)):
+        return _rank_error(0, num_ranks, found=f"{type(error).__name__}: {error}")
+    for rank, silence in gone.items():
+        return _rank_error(rank, num_ranks, found=str(silence))
+    expected = "the same tokens and log-probabilities on all ranks"
+    mend = f"{_OPEN_AGAIN} If it happens again, the ranks run different software, or memory is broken."
+    return RankError(problem(f"{num_ranks} ranks", expected=expected, found="others on some", mend=mend))
+
+
+def _rank_error(rank: int, num_ranks: int, *, found: str) -> RankError:
+    return RankError(
+        problem(f"rank {rank} of {num_ranks}", expected="its share of the work", found=found, mend=_OPEN_AGAIN)
+    )
+
+
+def _watch(process: RankProcess, is_closing: threading.Event, act: Callable[[], None]) -> None:
+    process.wait()
+    if not is_closing.is_set():
+        act()
+
+
+def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, is_closing: threading.Event) -> None:
+    """The thread of `watched`, until `is_closing`."""
+    num_looks: dict[int, int] = {}
+    while not is_closing.wait(_LOOK_S):
+        for process in tuple(processes):
+            is_stopped = is_watched.is_set() and process.is_stopped
+            num_looks[process.rank] = num_looks.get(process.rank, 0) + 1 if is_stopped else 0
+            if num_looks[process.rank] >= _MAX_STOPPED_LOOKS:
+                stopped_s = _LOOK_S * num_looks[process.rank]
+                process.kill(f"a process stopped by a signal such as SIGSTOP for {stopped_s:.0f} s")
+
+
+def _end(
+    processes: Sequence[RankProcess], directory: Path, is_closing: threading.Event, own_process: OwnProcess
+) -> None:
+    """Politely, then not. A forked child, to which they do not belong, leaves them alone."""
+    if not own_process.is_this:
+        return
+    is_closing.set()
+    for process in processes:
+        try:
+            process.tell(Stop())
+        except RankGoneError:
+            continue
+    end_s = time.monotonic() + _END_TIMEOUT_S
+    for process in processes:
+        process.end(max(0.0, end_s - time.monotonic()))
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,97 @@
+"""The main program of a worker: open one rank's share of an engine, then do what rank 0 says until it says stop.
+
+Ends with rank 0, whatever happens to that process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from dflash_trt.core.errors import DFlashError
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShare, Order, Raised, Ran, RunLogits, RunStep
+from dflash_trt.executor.ranks.shard import ShareExecutor, fingerprint, join, open_share
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dflash_trt.backends.torch.process_group import ProcessRanks
+    from dflash_trt.core.batch import StepResult
+
+# So long a worker whose step failed waits to hear that all ranks failed alike: longer than rank 0 listens to others.
+# Then it ends, which ends the waiting of a rank that did not fail.
+FAILED_ALONE_S = 6.0
+_PARENT_POLL_S = 0.5
+
+
+def main() -> None:
+    """Arguments: the file descriptor of the pipe to rank 0, and rank 0's process id."""
+    pipe: Connection[object, Order] = Connection(int(sys.argv[1]))
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 says what follows
+    exit_code = 1
+    try:
+        _serve(pipe)
+        exit_code = 0
+    except (EOFError, OSError):
+        pass  # rank 0 is gone
+    except BaseException:  # noqa: BLE001 - a bug of ours, which `_exit` would not show
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(exit_code)  # libraries would wait for ranks that are gone
+
+
+def _serve(pipe: Connection[object, Order]) -> None:
+    told = pipe.recv()
+    assert isinstance(told, OpenShare)
+    ranks = None
+    try:
+        pipe.send(Awake())
+        ranks = join(told.options, told.rank)
+        executor = open_share(EngineDir.open(told.engine_dir), told.rank, ranks, told.options)
+    except Exception as error:  # noqa: BLE001 - rank 0 tells the user
+        pipe.send(_raised(error, ranks))
+        return
+    pipe.send(Opened())
+    while isinstance(order := pipe.recv(), RunStep | RunLogits | GoOn):
+        if isinstance(order, GoOn):
+            continue
+        try:
+            pipe.send(Ran(fingerprint=fingerprint(_run(executor, order))))
+        except Exception as error:  # noqa: BLE001 - rank 0 tells the user
+            pipe.send(_raised(error, ranks))
+            if not pipe.poll(FAILED_ALONE_S):
+                return
+
+
+def _run(executor: ShareExecutor, order: RunStep | RunLogits) -> StepResult | Tensor:
+    return executor.step(order.batch) if isinstance(order, RunStep) else executor.target_logits(order.token_ids)
+
+
+def _raised(error: Exception, ranks: ProcessRanks | None) -> Raised:
+    is_users = isinstance(error, DFlashError)
+    return Raised(
+        reason=str(error) if is_users else traceback.format_exception_only(error)[-1].strip(),
+        traceback="".join(traceback.format_exception(error)),
+        num_calls=0 if ranks is None else ranks.num_calls,
+        error_class=type(error) if isinstance(error, DFlashError) else None,
+    )
+
+
+def _end_with(process_id: int) -> None:
+    """A process whose parent ends gets another one; also while an exchange waits for it."""
+    while os.getppid() == process_id:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What serves an engine to clients."""

@@ -1,0 +1,1 @@
+"""The Triton Inference Server model, its repository and its tensor contracts."""

@@ -1,0 +1,373 @@
+"""Requests of a server, given to one engine and answered as it steps: one response per verify step.
+
+    take (the server's thread) -> prompt lanes -> engine's thread -> queue -> delivery thread -> channel
+
+The engine never waits for the server. Cancellations are looked for whenever a response goes out, and now and then for
+requests that have none. Knows no Triton API: a request's way back is a Channel.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Literal, Protocol
+
+from dflash_trt.core.errors import QueueFullError, RequestError, problem
+from dflash_trt.core.request import FinishReason
+from dflash_trt.servers.triton.metrics import MetricBook
+from dflash_trt.servers.triton.prompt_lanes import PromptLanes
+from dflash_trt.servers.triton.request_reader import Array, CancelOrder, Order, read_request
+from dflash_trt.servers.triton.responses import Arrays, ResponseMaker, as_arrays
+from dflash_trt.servers.triton.settings import ModelSettings
+from dflash_trt.serving.generator import Generator, output_without_tokens
+from dflash_trt.serving.prompts import PromptReader, text_too_long
+from dflash_trt.serving.stream import RequestStream, StreamChunk
+from dflash_trt.serving.template_renderer import max_conversation_bytes
+
+ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
+
+_SWEEP_S = 0.05  # how often requests without responses are asked whether they are cancelled, at most
+_MAX_SWEEP_FRACTION = 0.05  # of the time
+_PUBLISH_S = 0.5
+_WATCH_S = 0.5
+_CLOSE_S = 10.0
+_CODES: dict[FinishReason, ErrorCode] = {"error": "INTERNAL", "timeout": "UNAVAILABLE"}
+
+_TEXT_INPUTS = ("text_input", "messages", "chat_template_kwargs")
+
+_LOG = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """The way back to whoever sent a request. Any thread may call it; after the last response it does nothing."""
+
+    def send(self, arrays: Arrays, *, is_last: bool) -> None: ...
+
+    def fail(self, message: str, code: ErrorCode) -> None:
+        """The last response: an error, of this request alone."""
+        ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class Watch(Protocol):
+    """Knows how the server is."""
+
+    def requests_come(self) -> None: ...
+
+    def is_stopping(self) -> bool: ...
+
+    def is_gone(self) -> bool: ...
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Open:
+    """A request that has not had its last response; its `stream` and `maker` are there once its prompt is read."""
+
+    client_id: str
+    channel: Channel
+    order: Order
+    reading: "Future[None] | None" = None
+    is_cancelled: bool = False
+    maker: ResponseMaker | None = None
+    stream: RequestStream | None = None
+
+
+class EngineService:
+    """Owns its threads, not the engine. `on_server_gone` is called when `watch` says that nobody is left to serve."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        settings: ModelSettings,
+        *,
+        vocab_size: int,
+        book: MetricBook | None = None,
+        watch: Watch | None = None,
+        on_server_gone: Callable[[], None] | None = None,
+    ) -> None:
+        self._generator = generator
+        self._settings = settings
+        max_tokens = generator.limits.max_seq_len - 1
+        self._reader = PromptReader(generator.codec, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._lanes = PromptLanes()
+        if generator.codec is not None:
+            generator.codec.start_renderer()
+        self._book = book
+        self._watch = watch
+        self._on_server_gone = on_server_gone
+        self._has_requests = False
+        self._lock = threading.Lock()  # of the two below; the engine's own lock comes after it
+        self._open: set[_Open] = set()
+        self._is_draining = False
+        self._chunks: SimpleQueue[tuple[_Open, StreamChunk] | None] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._deliver, name="dflash-responses", daemon=True),
+            threading.Thread(target=self._keep_house, name="dflash-housekeeping", daemon=True),
+            threading.Thread(target=self._watch_server, name="dflash-server-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_open(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def take(self, arrays: Mapping[str, Array], parameters: str, client_id: str, channel: Channel) -> None:
+        """Start a request, or answer at once why not. Never raises for what a client sent."""
+        if not self._has_requests:
+            self._has_requests = True
+            if self._watch is not None:
+                self._watch.requests_come()
+        try:
+            num_bytes = self._checked_size(arrays) + len(parameters)
+            order = read_request(arrays, parameters, self._settings)
+            if isinstance(order, CancelOrder):
+                self._cancel_by_id(client_id, channel)
+            else:
+                self._start(_Open(client_id=client_id, channel=channel, order=order), num_bytes)
+        except RequestError as error:
+            self._refuse(channel, str(error), _code_of(error))
+
+    def refuse(self, channel: Channel, error: RequestError) -> None:
+        """Answer a request that could not be read so far as to be taken."""
+        self._refuse(channel, str(error), "INVALID_ARG")
+
+    def drain(self) -> None:
+        """Refuse new requests; those that run get `drain_timeout_s`, then they end as cancelled."""
+        with self._lock:
+            if self._is_draining:
+                return
+            self._is_draining = True
+            num_open = len(self._open)
+        _LOG.warning(
+            "the server is stopping: %d requests may run for %g s more", num_open, self._settings.drain_timeout_s
+        )
+        threading.Thread(target=self._end_drain, name="dflash-drain", daemon=True).start()
+
+    def close(self) -> None:
+        """End everything that is still open, and the threads. The engine may be closed afterwards."""
+        with self._lock:
+            self._is_draining = True
+        self._cancel_all()
+        deadline = time.monotonic() + _CLOSE_S
+        while self.num_open and time.monotonic() < deadline:  # a step that runs tells with its end
+            time.sleep(_SWEEP_S)
+        self._lanes.close()
+        self._chunks.put(None)
+        self._is_closed.set()
+        for thread in self._threads:
+            thread.join()
+        self._publish()
+
+    # Arrivals
+
+    def _checked_size(self, arrays: Mapping[str, Array]) -> int:
+        """Bytes of the prompt as text or JSON. Raises RequestError for more than can fit."""
+        num_bytes = {name: sum(map(len, arrays[name].reshape(-1))) for name in _TEXT_INPUTS if name in arrays}
+        max_text = self._reader.max_text_bytes
+        max_conversation = max_conversation_bytes(max_text)
+        for name, found in num_bytes.items():
+            is_text = name == "text_input" and not self._settings.wraps_in_chat
+            limit = max_text if is_text else max_conversation
+            if limit is not None and found > limit:
+                raise text_too_long(found, limit)
+        return sum(num_bytes.values())
+
+    def _start(self, request: _Open, num_bytes: int) -> None:
+        """Raises QueueFullError."""
+        with self._lock:
+            if self._is_draining:
+                self._refuse(request.channel, _stopping(), "UNAVAILABLE")
+                return
+            self._open.add(request)
+        if "prompt_token_ids" in request.order.prompt:
+            self._begin(request)
+            return
+        try:
+            request.reading = self._lanes.put(
+                lambda: self._begin(request), num_bytes, is_conversation=request.order.is_conversation
+            )
+        except QueueFullError:
+            self._forget(request)
+            raise
+
+    def _begin(self, request: _Open) -> None:
+        """Read the prompt and hand it to the engine; what is wrong with it is the answer."""
+        try:
+            token_ids = self._reader.read(request.order.parsed_prompt())
+            request.maker = self._maker(request.order, token_ids)
+            with self._lock:
+                if not request.is_cancelled:
+                    request.stream = self._submit(request, token_ids)
+                    return
+            self._end_unread(request)
+        except RequestError as error:
+            self._drop(request, str(error), _code_of(error))
+        except Exception as error:  # noqa: BLE001 - a bug of ours is answered like any failure, and harms nobody else
+            _LOG.exception("a prompt could not be read")
+            self._drop(request, f"{type(error).__name__}: {error}", "INTERNAL")
+
+    def _submit(self, request: _Open, token_ids: tuple[int, ...]) -> RequestStream:
+        order = request.order
+        return self._generator.submit(
+            {"prompt_token_ids": token_ids},
+            order.sampling,
+            priority=order.priority,
+            queue_timeout_s=order.queue_timeout_s,
+            cache_salt=order.cache_salt,
+            on_chunk=lambda chunk: self._chunks.put((request, chunk)),
+        )
+
+    def _maker(self, order: Order, token_ids: tuple[int, ...]) -> ResponseMaker:
+        codec = self._generator.codec
+        text = ""
+        if order.echoes_prompt and codec is not None:
+            text = codec.decode(token_ids) if order.text is None else order.text
+        decode = codec.decode if codec is not None else None
+        return ResponseMaker(order=order, prompt_token_ids=token_ids, prompt_text=text, decode=decode)
+
+    def _end_unread(self, request: _Open) -> None:
+        """Cancelled before the engine knew of it."""
+        text = None if self._generator.codec is None else ""
+        output = output_without_tokens(request.client_id, "cancelled", text=text)
+        request.order = replace(
+            request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None
+        )  # long ones
+        request.maker = self._maker(request.order, ())
+        self._chunks.put((request, StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)))
+
+    def _drop(self, request: _Open, message: str, code: ErrorCode) -> None:
+        with self._lock:
+            self._open.discard(request)
+        self._refuse(request.channel, message, code)
+
+    def _refuse(self, channel: Channel, message: str, code: ErrorCode) -> None:
+        if self._book is not None:
+            self._book.add_refusal()
+            self._book.add_response()
+        channel.fail(message, code)
+
+    def _cancel_by_id(self, client_id: str, channel: Channel) -> None:
+        with self._lock:
+            found = [request for request in self._open if client_id and request.client_id == client_id]
+        if not found:
+            mend = "Send `stop` with the id of a request that is running, on its own request."
+            message = problem(
+                f"request id {client_id!r}", expected="that of a running request", found="none", mend=mend
+            )
+            self._refuse(channel, message, "NOT_FOUND")
+            return
+        for request in found:
+            self._cancel(request)
+        if self._book is not None:
+            self._book.add_response()
+        channel.send(as_arrays({"text_output": [""], "finish_reason": ["cancelled"]}), is_last=True)
+
+    # Delivery
+
+    def _deliver(self) -> None:
+        while (item := self._chunks.get()) is not None:
+            request, chunk = item
+            try:
+                self._send(request, chunk)
+            except Exception:  # noqa: BLE001 - a server that takes no response: the others go on
+                _LOG.exception("a response could not be sent")
+                self._forget(request)
+
+    def _send(self, request: _Open, chunk: StreamChunk) -> None:
+        if self._book is not None:
+            self._book.add_chunk(chunk)
+        output = chunk.output
+        if output is not None:
+            with self._lock:
+                self._open.discard(request)
+            if output.finish_reason in _CODES:
+                self._count_response()
+                request.channel.fail(output.error or output.finish_reason, _CODES[output.finish_reason])
+                return
+        assert request.maker is not None, "a chunk comes after the prompt was read"
+        arrays = request.maker.response(chunk)
+        if arrays is not None:
+            self._count_response()
+            request.channel.send(arrays, is_last=output is not None)
+        if output is None and request.channel.is_cancelled():
+            self._cancel(request)
+
+    def _count_response(self) -> None:
+        if self._book is not None:
+            self._book.add_response()
+
+    def _forget(self, request: _Open) -> None:
+        with self._lock:
+            self._open.discard(request)
+        self._cancel(request)
+
+    def _cancel(self, request: _Open) -> None:
+        with self._lock:  # until `_begin` has put the stream in its place
+            is_first, request.is_cancelled = not request.is_cancelled, True
+        if request.stream is not None:
+            request.stream.cancel()
+        elif is_first and request.reading is not None and request.reading.cancel():
+            self._end_unread(request)
+
+    # Housekeeping
+
+    def _keep_house(self) -> None:
+        next_sweep = next_publish = 0.0
+        while not self._is_closed.wait(_SWEEP_S):
+            now = time.monotonic()
+            try:
+                if now >= next_sweep:
+                    self._sweep()
+                    took_s = time.monotonic() - now
+                    next_sweep = now + max(_SWEEP_S, took_s / _MAX_SWEEP_FRACTION)
+                if now >= next_publish:
+                    self._publish()
+                    next_publish = now + _PUBLISH_S
+            except Exception:  # noqa: BLE001 - metrics or a sweep that fails once must not end the service
+                _LOG.exception("housekeeping failed")
+
+    def _sweep(self) -> None:
+        for request in self._copy_of_open():
+            if request.channel.is_cancelled():
+                self._cancel(request)
+
+    def _watch_server(self) -> None:
+        """In a thread of its own: a call into a server that has died never returns."""
+        while self._watch is not None and not self._is_closed.wait(_WATCH_S):
+            if self._on_server_gone is not None and self._watch.is_gone():
+                self._on_server_gone()
+            elif self.num_open and not self._is_draining and self._watch.is_stopping():
+                self.drain()
+
+    def _publish(self) -> None:
+        if self._book is not None:
+            self._book.publish(self._generator.statistics)
+
+    def _end_drain(self) -> None:
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while self.num_open and time.monotonic() < deadline:
+            time.sleep(_SWEEP_S)
+        self._cancel_all()
+
+    def _cancel_all(self) -> None:
+        for request in self._copy_of_open():
+            self._cancel(request)
+
+    def _copy_of_open(self) -> list[_Open]:
+        with self._lock:
+            return list(self._open)
+
+
+def _code_of(error: RequestError) -> ErrorCode:
+    return "UNAVAILABLE" if isinstance(error, QueueFullError) else "INVALID_ARG"
+
+
+def _stopping() -> str:
+    return problem("server", expected="one that takes requests", found="one that is stopping", mend="Try another one.")
