@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dflash_trt.checkpoint.config_reader import read_json_object
+from dflash_trt.core.dtype import num_bytes_of, stored_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.json_object import parse_json_object, printable
 
@@ -25,12 +26,6 @@ _MAX_DIMENSIONS = 16
 _MAX_COUNT = 2**63 - 1  # of bytes and of elements
 _MAX_NAME_BYTES = 255  # longer ones are an error of the file system
 _MAX_LISTED = 8
-
-# Stored dtype -> bytes per element. Others are left to the dtype check, which refuses them by name.
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +40,8 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """0 for a dtype that nobody reads."""
-        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 0)
+        dtype = stored_dtype(self.dtype)
+        return 0 if dtype is None else math.prod(self.shape) * num_bytes_of(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +145,8 @@ def _is_sound(entry: Any) -> bool:
     offsets: Any = entry.get("data_offsets")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         return False
-    item_bytes = _ITEM_BYTES.get(entry["dtype"])
-    return item_bytes is None or math.prod(shape) * item_bytes == offsets[1] - offsets[0]
+    dtype = stored_dtype(entry["dtype"])  # None is left to the dtype check, which refuses it by name
+    return dtype is None or math.prod(shape) * num_bytes_of(dtype) == offsets[1] - offsets[0]
 
 
 def _are_counts(value: Any) -> bool:

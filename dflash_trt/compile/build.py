@@ -27,6 +27,7 @@ from dflash_trt.compile.quantized import (
     plan_quantization,
 )
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import CheckpointError, ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration
@@ -60,7 +61,6 @@ BuildStage = Literal[
     "verifying",
 ]
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_BYTES = 8 * 2**20
 
 
@@ -235,7 +235,7 @@ def _calibration(
         progress(BuildProgress(stage=stage, done_prompts=done, total_prompts=total))
 
     hashes = [entry.sha256 for entry in inputs.values()]
-    dtype = _TORCH_DTYPES[config.dtype]
+    dtype = torch_dtype(config.dtype)
     return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
 
 
@@ -248,7 +248,7 @@ def _add_files(
     progress: ProgressCallback,
 ) -> None:
     """The weights of all ranks, one file after the other and reported byte by byte, and the tokenizer."""
-    dtype = _TORCH_DTYPES[config.dtype]
+    dtype = torch_dtype(config.dtype)
     rank_bytes = sum(header.num_bytes for header in tensor_headers(config).values())
     total_bytes, done_bytes = rank_bytes * config.mapping.world_size, 0
 

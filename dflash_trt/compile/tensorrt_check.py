@@ -20,20 +20,13 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.dtype import stored_dtype, torch_dtype
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.manifest import tensor_headers
 
 CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor SM100; this one knows every format
-_STORED_DTYPES: Final = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,5 +84,5 @@ def blank_weights(config: PretrainedConfig) -> dict[str, Tensor]:
     tensors = {}
     for name, header in tensor_headers(config).items():
         make = torch.ones if name.endswith("_scale") and header.dtype == "F32" else torch.zeros
-        tensors[name] = make(header.shape, dtype=_STORED_DTYPES[header.dtype])
+        tensors[name] = make(header.shape, dtype=torch_dtype(stored_dtype(header.dtype) or ""))
     return tensors

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
@@ -24,7 +25,7 @@ class BuildConfig(Frozen):
     drafter: str | None = None
     drafter_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     backend: Backend = "torch"
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: FloatDType = "bfloat16"
     max_batch_size: int = Field(default=64, ge=1, le=MAX_INT32)
     max_seq_len: int | None = Field(default=None, ge=2, le=MAX_INT32)
     max_num_tokens: int = Field(default=2048, ge=1, le=MAX_INT32)

@@ -9,8 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
 
-DType = Literal["float32", "bfloat16", "float16"]
-
 # Bounds are far beyond any model. What lies outside is a corrupt file, and would compute something without a word.
 _MAX_LAYERS = 1000
 _MAX_EXPERTS = 4096

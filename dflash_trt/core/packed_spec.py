@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from dflash_trt.core.dtype import stored_num_bytes
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
 from dflash_trt.core.quantization import QuantizationSpec, WeightFormat
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, draft_weights, target_weights
@@ -15,7 +16,6 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable, draft_weights, 
 BLOCK_COLUMNS = 16  # of one NVFP4 block scale
 
 _SCALES = ("block_scale", "weight_scale", "input_scale")
-_STORED_BYTES = {"F8_E4M3": 1, "U8": 1, "F32": 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class PackedTensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _STORED_BYTES[self.dtype]
+        return stored_num_bytes(self.dtype) * math.prod(self.shape)
 
 
 def packed_tensors(name: str, spec: WeightSpec, weight_format: WeightFormat) -> tuple[PackedTensorSpec, ...]:

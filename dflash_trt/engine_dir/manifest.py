@@ -5,10 +5,11 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from dflash_trt.core.dtype import FloatDType, safetensors_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec, check_pair
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec, check_pair
 from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
@@ -20,7 +21,6 @@ ENGINE_VERSION: Final = 2
 MANIFEST_NAME = "config.json"
 TOKENIZER_DIR = "tokenizer"
 
-_FLOAT_DTYPES: dict[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _INTEGER_DTYPE = "I64"
 
 
@@ -41,7 +41,7 @@ class PretrainedConfig(Frozen):
 
     target: TargetSpec
     draft: DraftSpec | None = None
-    dtype: DType
+    dtype: FloatDType
     mapping: Mapping = Mapping()
     quantization: QuantizationSpec | None = None
 
@@ -131,7 +131,7 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
             parts = packed_tensors(name, spec, linears[name])
             headers |= {part.name: TensorHeader(dtype=part.dtype, shape=part.shape) for part in parts}
         else:
-            dtype = _INTEGER_DTYPE if spec.is_integer else _FLOAT_DTYPES[config.dtype]
+            dtype = safetensors_dtype("int64" if spec.is_integer else config.dtype)
             headers[name] = TensorHeader(dtype=dtype, shape=spec.shape)
     return headers
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 
-_ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}
+from dflash_trt.core.dtype import stored_num_bytes
+
 _HEADER_ALIGNMENT = 8  # so that mapped tensors are aligned
 
 
@@ -27,7 +28,7 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        return _ELEMENT_BYTES[self.dtype] * math.prod(self.shape)
+        return stored_num_bytes(self.dtype) * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"

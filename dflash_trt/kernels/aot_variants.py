@@ -9,15 +9,16 @@ from typing import Final
 
 import torch
 
+from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.kernels.attention_variants import attention_variants
 from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
 from dflash_trt.kernels.sampling import TILE
 from dflash_trt.kernels.sampling_launch import sampling_variants
-from dflash_trt.kernels.variant import ELEMENT_TYPES, KernelVariant
+from dflash_trt.kernels.variant import KernelVariant
 
-FLOAT_TYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PAGE_TYPES: Final = {"network": None, "float8_e4m3fn": torch.float8_e4m3fn}  # None: the network's own
+FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
+PAGE_TYPES: Final = ("network", "float8_e4m3fn")  # network: that of the activations
 HEAD_DIMS: Final = (64, 128, 256)
 MAX_REQUESTS: Final = (256,)
 TILES: Final = (16, 32, 64, 128)
@@ -35,8 +36,8 @@ class LibrarySpec:
     tile, the vocabulary in tiles of the sampler, and the rows of a request (K + 1).
     """
 
-    dtypes: tuple[str, ...] = tuple(FLOAT_TYPES)
-    pages: tuple[str, ...] = tuple(PAGE_TYPES)
+    dtypes: tuple[str, ...] = FLOAT_TYPES
+    pages: tuple[str, ...] = PAGE_TYPES
     head_dims: tuple[int, ...] = HEAD_DIMS
     max_requests: tuple[int, ...] = MAX_REQUESTS
     tiles: tuple[int, ...] = TILES
@@ -76,11 +77,11 @@ def library_variants(spec: LibrarySpec) -> tuple[KernelVariant, ...]:
 
 def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
     for name in spec.dtypes:
-        dtype = FLOAT_TYPES[name]
+        dtype = torch_dtype(name)
         yield from _sampling(dtype, spec)
         for head_dim in spec.head_dims:
             for pages in spec.pages:
-                page_dtype = PAGE_TYPES[pages] or dtype
+                page_dtype = dtype if pages == "network" else torch_dtype(pages)
                 yield from _attention(dtype, page_dtype, head_dim, spec)
                 yield from _page_writes(dtype, page_dtype, head_dim, spec)
 
@@ -131,7 +132,7 @@ def _sampling(dtype: torch.dtype, spec: LibrarySpec) -> Iterator[KernelVariant]:
 def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
     """The launcher's name and what distinguishes its variants here."""
     parts = [variant.name]
-    if f"*{ELEMENT_TYPES[dtype]}:16" == variant.signature.get("logits"):
+    if f"*{triton_type(dtype)}:16" == variant.signature.get("logits"):
         parts.append(str(dtype).removeprefix("torch."))
     if variant.signature.get("vocab_size") == "i32:16":
         parts.append("v16")

@@ -9,19 +9,11 @@ from typing import Any, cast
 
 import torch
 
+from dflash_trt.core.dtype import triton_type
 from dflash_trt.kernels.tensor_checks import check
 
 _CAPACITIES = (16, 64, 256, 1024, 4096)
 MAX_REQUESTS = _CAPACITIES[-1]
-
-ELEMENT_TYPES: dict[torch.dtype, str] = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 
 Attributes = dict[tuple[int, ...], list[list[Any]]]
 
@@ -51,7 +43,7 @@ class KernelVariant:
 
     @property
     def has_fp8(self) -> bool:
-        return any(word.startswith(f"*{ELEMENT_TYPES[torch.float8_e4m3fn]}") for word in self.signature.values())
+        return any(word.startswith(f"*{triton_type(torch.float8_e4m3fn)}") for word in self.signature.values())
 
     def types(self) -> dict[str, str]:
         """Of all arguments, constants included, as `triton.compiler.ASTSource` wants its `signature`."""
@@ -78,7 +70,7 @@ class KernelVariant:
 
 def pointer(dtype: torch.dtype) -> str:
     """The signature word of a 16-byte aligned tensor."""
-    return f"*{ELEMENT_TYPES[dtype]}:16"
+    return f"*{triton_type(dtype)}:16"
 
 
 def next_power_of_2(n: int) -> int:

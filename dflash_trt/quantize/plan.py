@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from dflash_trt.core.dtype import FloatDType, num_bytes_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.model_spec import DraftSpec, DType, TargetSpec
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec
 from dflash_trt.core.packed_spec import BLOCK_COLUMNS, engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import (
     FormatChoice,
@@ -25,8 +26,6 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable
 
 Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
 
-_DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_INTEGER_BYTES = 8
 _KV_FORMATS = {"none": False, "fp8": True}
 
 
@@ -94,7 +93,7 @@ class QuantizationPlan:
     def table(self) -> WeightTable:
         return engine_table(self.target, self.draft, self.spec())
 
-    def sizes(self, dtype: DType) -> tuple[ComponentSize, ...]:
+    def sizes(self, dtype: FloatDType) -> tuple[ComponentSize, ...]:
         """Before and after, per component; a copy of the head that only the plan makes counts 0 before."""
         plain: dict[Component, int] = {}
         planned: dict[Component, int] = {}
@@ -102,7 +101,7 @@ class QuantizationPlan:
         models = engine_table(self.target, self.draft, None)
         for name, spec in self.table().items():
             component = component_of(name, spec)
-            element_bytes = _INTEGER_BYTES if spec.is_integer else _DTYPE_BYTES[dtype]
+            element_bytes = num_bytes_of("int64" if spec.is_integer else dtype)
             num_bytes = math.prod(spec.shape) * element_bytes
             plain[component] = plain.get(component, 0) + (num_bytes if name in models else 0)
             if name in formats:

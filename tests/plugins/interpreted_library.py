@@ -23,14 +23,15 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
-from dflash_trt.kernels.variant import ELEMENT_TYPES
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
-POINTED = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
+POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int64")
+POINTED = {triton_type(torch_dtype(name)): torch_dtype(name) for name in POINTED_NAMES}
 SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 

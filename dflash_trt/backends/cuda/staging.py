@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_result
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.dtype import num_bytes_of, torch_dtype
 from dflash_trt.core.step_spec import STEP_INPUTS
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.ops import Acceptance, StepInputs
@@ -27,7 +28,6 @@ MAX_GRAPH_TOKENS: Final = 768
 _LEAST_TOKENS, _TOKEN_GRAIN = 64, 128
 
 _ALIGNMENT_BYTES = 256
-_DTYPES: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class InputStaging:
         }
         # The page table is last: only the rows in use are copied.
         tensors = sorted(STEP_INPUTS, key=lambda tensor: tensor.name == "page_table")
-        nbytes = [_DTYPES[t.dtype].itemsize * torch.Size(sizes[axis] for axis in t.axes).numel() for t in tensors]
+        nbytes = [num_bytes_of(t.dtype) * torch.Size(sizes[axis] for axis in t.axes).numel() for t in tensors]
         starts = [0, *accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in nbytes)]
         self._table_start = starts[-2]
         self._host_block = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -146,7 +146,7 @@ class InputStaging:
         self._device: dict[str, Tensor] = {}
         for tensor, start, size in zip(tensors, starts, nbytes, strict=False):
             for block, views in ((self._host_block, self._host), (self._device_block, self._device)):
-                views[tensor.name] = block[start : start + size].view(_DTYPES[tensor.dtype])
+                views[tensor.name] = block[start : start + size].view(torch_dtype(tensor.dtype))
         self._staged_pages: list[tuple[int, ...]] = [()] * limits.max_batch_size
         self._copied = _new_event(device)
 

@@ -4,23 +4,15 @@ Addresses never change after construction, so that they are bound once and CUDA 
 """
 
 from dataclasses import fields
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec, state_of, step_inputs_of, step_outputs_of
 from dflash_trt.core.batch import ExecutorLimits
+from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.network.ops import StepInputs
 
-DTYPES: Final[dict[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -39,7 +31,7 @@ class StepBuffers:
         }
 
         def allocate(axes: tuple[str, ...], dtype: str) -> Tensor:
-            return torch.zeros([largest[axis] for axis in axes], dtype=DTYPES[dtype], device=device).flatten()
+            return torch.zeros([largest[axis] for axis in axes], dtype=torch_dtype(dtype), device=device).flatten()
 
         self.device = device
         self.inputs = {tensor.name: allocate(tensor.axes, tensor.dtype) for tensor in step_inputs_of(spec)}
@@ -47,7 +39,7 @@ class StepBuffers:
         self._output_axes = {tensor.name: tensor.axes for tensor in step_outputs_of(spec)}
         self.state = {
             tensor.name: torch.zeros(
-                (limits.num_pages + 1, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype], device=device
+                (limits.num_pages + 1, *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device
             )  # the last page takes what padding rows write
             for tensor in state_of(spec)
         }

@@ -14,16 +14,9 @@ from dflash_trt.backends.tensorrt.network import NEXT_PREFIX, IoTensor, StepNetw
 from dflash_trt.backends.tensorrt.network import step_outputs_of as outputs_of
 from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
+from dflash_trt.core.dtype import tensorrt_dtype
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
 
-_DATA_TYPES = {
-    "float32": "FLOAT",
-    "bfloat16": "BF16",
-    "float16": "HALF",
-    "float8_e4m3fn": "FP8",
-    "int32": "INT32",
-    "int64": "INT64",
-}
 _REBUILD = "Build the engine again on this machine: dflash-trt build ... --backend tensorrt --overwrite"
 
 
@@ -108,7 +101,7 @@ def _tensor_problems(engine: Any, tensor: IoTensor, direction: str) -> Iterator[
     name = tensor.name
     facts = (
         ("direction", direction, engine.get_tensor_mode(name).name),
-        ("dtype", _DATA_TYPES[tensor.dtype], engine.get_tensor_dtype(name).name),
+        ("dtype", tensorrt_dtype(tensor.dtype), engine.get_tensor_dtype(name).name),
         ("location", "DEVICE", engine.get_tensor_location(name).name),
     )
     for what, expected, found in facts:

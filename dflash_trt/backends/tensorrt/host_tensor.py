@@ -9,17 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-HostDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int32", "int64"]
-
-ELEMENT_BYTES: dict[HostDType, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
+from dflash_trt.core.dtype import DType, num_bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +17,7 @@ class HostTensor:
     """Contiguous, C order, `address` in bytes. `name` is the canonical name, for error messages and layer names."""
 
     name: str
-    dtype: HostDType
+    dtype: DType
     shape: tuple[int, ...]
     address: int
     owner: object = field(repr=False, compare=False)
@@ -39,7 +29,7 @@ class HostTensor:
     def rows(self, start: int, stop: int) -> "HostTensor":
         """Rows start .. stop - 1 of axis 0, in the same memory."""
         assert 0 <= start < stop <= self.shape[0], f"{self.name}: no rows {start}..{stop} in {self.shape}"
-        row_bytes = math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+        row_bytes = math.prod(self.shape[1:]) * num_bytes_of(self.dtype)
         return replace(
             self,
             name=f"{self.name}[{start}:{stop}]",
@@ -65,5 +55,5 @@ def host_ints(name: str, values: list[int], shape: tuple[int, ...], dtype: Liter
     return _owned(name, dtype, (element * len(values))(*values), shape)
 
 
-def _owned(name: str, dtype: HostDType, memory: Any, shape: tuple[int, ...]) -> HostTensor:
+def _owned(name: str, dtype: DType, memory: Any, shape: tuple[int, ...]) -> HostTensor:
     return HostTensor(name=name, dtype=dtype, shape=shape, address=ctypes.addressof(memory), owner=memory)

@@ -2,29 +2,14 @@
 
 from collections.abc import Mapping as AbcMapping
 
-import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.host_tensor import HostDType, HostTensor
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
+from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight, PackedWeight
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_HOST_DTYPES: dict[torch.dtype, HostDType] = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.uint8: "uint8",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 
 
 def host_tensor(name: str, tensor: Tensor) -> HostTensor:
@@ -32,7 +17,7 @@ def host_tensor(name: str, tensor: Tensor) -> HostTensor:
     assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{name} is not plain host memory"
     return HostTensor(
         name=name,
-        dtype=_HOST_DTYPES[tensor.dtype],
+        dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         address=tensor.data_ptr(),
         owner=tensor,
@@ -53,7 +38,7 @@ def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
     num_positions = max_seq_len + spec.max_draft_len + 1
     tables = []
     for role, decoder in zip(("target", "draft"), decoders, strict=False):
-        cos, sin = make_rope_table(decoder, num_positions=num_positions, dtype=TORCH_DTYPES[spec.dtype])
+        cos, sin = make_rope_table(decoder, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
         tables.append((decoder, (host_tensor(f"{role}.rope_cos", cos), host_tensor(f"{role}.rope_sin", sin))))
     return tables
 

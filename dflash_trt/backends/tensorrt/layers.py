@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats, host_ints
+from dflash_trt.core.dtype import tensorrt_dtype
 from dflash_trt.core.errors import BuildError, problem
 
 ITensor: TypeAlias = Any  # trt.ITensor; the module is chosen at run time
 Handle: TypeAlias = Any  # ITensor or HostTensor
 Dim: TypeAlias = Any  # an int, or an int64 [1] ITensor known only at run time
-FloatDType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 _HARMLESS_ERRORS = ("cudaError 35", "CUDA initialization failure")  # the checking builder without a driver
 
@@ -228,16 +228,7 @@ class Layers:
     # -- the doors themselves
 
     def data_type(self, dtype: str) -> Any:
-        names = {
-            "float32": "FLOAT",
-            "bfloat16": "BF16",
-            "float16": "HALF",
-            "float8_e4m3fn": "FP8",
-            "uint8": "UINT8",
-            "int32": "INT32",
-            "int64": "INT64",
-        }
-        return getattr(self.trt.DataType, names[dtype])
+        return getattr(self.trt.DataType, tensorrt_dtype(dtype))
 
     def add_layer(self, method: str, *arguments: Any) -> Any:
         """A layer whose properties the caller sets; read its result with `output_of`."""

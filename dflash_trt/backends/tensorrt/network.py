@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import FloatDType, ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.ops import LayersLowering, PluginMode, RopeTables, TrtOps
 from dflash_trt.backends.tensorrt.plugins import PluginLowering
+from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
