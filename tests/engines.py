@@ -11,7 +11,9 @@ from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_network
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import engine_states
 from dflash_trt.core.quantization import QuantizationSpec
 
 PAGE_SIZE = 4
@@ -30,10 +32,7 @@ def make_executor(
     pair = open_pair(target, drafter)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
     page_plan = plan_pages(
-        target=pair.target,
-        draft=pair.draft,
-        mapping=Mapping(),
-        element_bytes=dtype.itemsize,
+        engine_states(pair.target, pair.draft, dtype=dtype_name(dtype)),
         page_size=PAGE_SIZE,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError, problem
 from dflash_trt.core.host_resources import available_memory_bytes
-from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.state_spec import EngineStates
 
 if TYPE_CHECKING:
-    from dflash_trt.engine_dir import EngineManifest, PretrainedConfig
+    from dflash_trt.engine_dir import EngineManifest
 
 DEFAULT_FREE_MEMORY_FRACTION = 0.5  # of a CPU's free memory; other programs live there too
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +77,13 @@ def plan_engine_pages(
         CapacityError: the pages of one max_seq_len sequence do not fit.
     """
     config, build = manifest.pretrained_config, manifest.build_config
-    target_format, draft_format = page_formats(config)
 
     def share_of_host() -> int:
         return available_memory_bytes() // config.mapping.world_size
 
     return plan_pages(
-        target=manifest.target,
-        draft=manifest.draft if use_drafter else None,
-        mapping=config.mapping,
-        element_bytes=_ELEMENT_BYTES[target_format],
-        draft_element_bytes=_ELEMENT_BYTES[draft_format],
+        config.states(has_drafter=use_drafter),
+        num_ranks=config.mapping.world_size,
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
@@ -127,25 +121,17 @@ def _budget_bytes(
 
 
 def plan_pages(
+    states: EngineStates,  # of one rank
     *,
-    target: TargetSpec,
-    draft: DraftSpec | None,
-    mapping: Mapping,
-    element_bytes: int,
-    draft_element_bytes: int | None = None,
+    num_ranks: int = 1,
     page_size: int,
     max_batch_size: int,
     max_seq_len: int,
     budget_bytes: int,
 ) -> PagePlan:
-    """`draft_element_bytes` is that of draft pages, when it is another than the target's.
-
-    Raises CapacityError when the budget does not hold one sequence of max_seq_len.
-    """
-    target_bytes = kv_bytes_per_token(target, mapping, element_bytes)
-    draft_bytes = kv_bytes_per_token(draft, mapping, draft_element_bytes or element_bytes) if draft else 0
+    """Raises CapacityError when the budget does not hold one sequence of max_seq_len."""
     pages_per_sequence = -(-max_seq_len // page_size)
-    page_bytes = page_size * (target_bytes + draft_bytes)
+    page_bytes = page_size * states.bytes_per_token
     num_pages = min(budget_bytes // page_bytes, max_batch_size * pages_per_sequence)
     if num_pages < pages_per_sequence:
         needed_bytes = pages_per_sequence * page_bytes
@@ -160,31 +146,8 @@ def plan_pages(
     return PagePlan(
         page_size=page_size,
         num_pages=num_pages,
-        target_bytes_per_token=target_bytes,
-        draft_bytes_per_token=draft_bytes,
+        target_bytes_per_token=sum(state.bytes_per_token for state in states.target),
+        draft_bytes_per_token=sum(state.bytes_per_token for state in states.draft),
         max_seq_len=max_seq_len,
-        num_ranks=mapping.world_size,
+        num_ranks=num_ranks,
     )
-
-
-def page_formats(config: PretrainedConfig) -> tuple[str, str]:
-    """Of the target's pages and of the drafter's: "fp8", or the engine's dtype."""
-    quantization = config.quantization
-    scales = (None, None) if quantization is None else (quantization.target_kv, quantization.draft_kv)
-    target, draft = (config.dtype if layers is None else "fp8" for layers in scales)
-    return target, draft
-
-
-def engine_kv_bytes_per_token(config: PretrainedConfig) -> tuple[int, int]:
-    """K and V of all layers of the target and of the drafter, on each rank, as `plan_engine_pages` counts them."""
-    decoders = (config.target, config.draft)
-    target, draft = (
-        0 if decoder is None else kv_bytes_per_token(decoder, config.mapping, _ELEMENT_BYTES[page_format])
-        for decoder, page_format in zip(decoders, page_formats(config), strict=True)
-    )
-    return target, draft
-
-
-def kv_bytes_per_token(decoder: DecoderSpec, mapping: Mapping, element_bytes: int) -> int:
-    """K and V of all layers, on one rank."""
-    return 2 * decoder.num_layers * decoder.kv_size // mapping.tp_size * element_bytes

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.table import Table
 
     from dflash_trt.core.model_spec import DecoderSpec
+    from dflash_trt.core.state_spec import PagedKv
     from dflash_trt.core.weight_spec import WeightTable
     from dflash_trt.engine_dir import EngineDir
 
@@ -34,20 +37,17 @@ def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:
 
 def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
     """Everything `inspect` says, as plain JSON types."""
-    from dflash_trt.backends.page_budget import engine_kv_bytes_per_token, page_formats
     from dflash_trt.core.weight_spec import draft_weights, target_weights
     from dflash_trt.engine_dir import is_hashed
 
     manifest = engine.manifest
     config = manifest.pretrained_config
     weights = _stored_bytes(engine)
-    pages = [
-        {"kv_format": kv_format, "kv_bytes_per_token": num_bytes}
-        for kv_format, num_bytes in zip(page_formats(config), engine_kv_bytes_per_token(config), strict=True)
-    ]
+    states = config.states()
+    _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | _pages(states.target)
     draft = None
     if manifest.draft is not None:
-        draft = _decoder(manifest.draft, draft_weights(manifest.draft)) | weights["draft"] | pages[1]
+        draft = _decoder(manifest.draft, draft_weights(manifest.draft)) | weights["draft"] | _pages(states.draft)
         draft["max_draft_len"] = manifest.draft.max_draft_len
     return {
         "engine_dir": str(engine.path),
@@ -57,7 +57,9 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
         "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
         "mapping": config.mapping.model_dump(exclude={"rank"}),
-        "target": _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | pages[0],
+        "target": _decoder(manifest.target, target_weights(manifest.target))
+        | weights["target"]
+        | _pages(states.target),
         "draft": draft,
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
@@ -67,6 +69,14 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
             for name, entry in manifest.files.items()
         },
         "provenance": engine.provenance(),
+    }
+
+
+def _pages(states: "Sequence[PagedKv]") -> dict[str, Any]:
+    """Of one model, on each rank."""
+    return {
+        "kv_format": "fp8" if states[0].scales is not None else states[0].dtype,
+        "kv_bytes_per_token": sum(state.bytes_per_token for state in states),
     }
 
 

@@ -130,7 +130,8 @@ class _PairWeights:
                 draft, target_weights, self._plain, Mapping(), slice_rows=rows, packed=self._packed
             )
             if "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
-                draft_weights = replace(draft_weights, lm_head=Linear(weight=self.plain("draft.lm_head")))
+                head = Linear(weight=self.plain("draft.lm_head"), name="draft.lm_head")
+                draft_weights = replace(draft_weights, lm_head=head)
         return Network(
             target=target,
             target_weights=map_linears(target_weights, self._unpacked),

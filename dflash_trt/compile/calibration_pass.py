@@ -4,24 +4,22 @@ Each prompt is prefilled in chunks, and after each chunk the drafter drafts a bl
 the target as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError, problem
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec
+from dflash_trt.core.model_spec import AttentionSpec, Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
-from dflash_trt.network.ops import Acceptance, Experts, Linear, StepInputs, StepState
+from dflash_trt.network.ops import Acceptance, Cache, Linear, StepInputs
 from dflash_trt.network.step import Network, run_step
-from dflash_trt.network.weights import LayerWeights
 from dflash_trt.quantize.calibrate import LinearBank
 
 _PAGE_SIZE = 32
-
-LinearPlaces = dict[int, tuple[str, slice]]  # id of a Linear -> canonical name, rows
 
 
 class CalibrationPass:
@@ -30,22 +28,15 @@ class CalibrationPass:
     def __init__(self, network: Network[Tensor], *, max_tokens: int) -> None:
         self.input_amax: dict[str, float] = {}  # filled in by whoever ran the bank
         self._network = network
-        self._places = _linear_places(network)
         self._num_draft_tokens = network.draft.max_draft_len if network.draft else 0
         dtype = network.target_weights.embedding.dtype
-        decoders: list[DecoderSpec] = [network.target] + ([network.draft] if network.draft else [])
         num_positions = max_tokens + self._num_draft_tokens + 1
-        self._rope = [(spec, make_rope_table(spec, num_positions=num_positions, dtype=dtype)) for spec in decoders]
+        self._rope = {
+            rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
+        }
         self._num_pages = -(-max_tokens // _PAGE_SIZE)
-        pools = [
-            [
-                torch.zeros(self._num_pages, 2, _PAGE_SIZE, spec.num_kv_heads, spec.head_dim, dtype=dtype)
-                for _ in range(spec.num_layers)
-            ]
-            for spec in decoders
-        ]
-        self._state: StepState[Tensor] = StepState(target_kv=pools[0], draft_kv=pools[1] if network.draft else ())
-        self._kv_amax: dict[int, tuple[float, float]] = {}  # by id of the layer's pages
+        self._state = allocate_state(states_of(network, None), num_pages=self._num_pages, page_size=_PAGE_SIZE)
+        self._kv_amax: dict[str, tuple[float, float]] = {}  # by name of the state
 
     def run(self, bank: LinearBank, prompt: Sequence[int], *, chunk_tokens: int) -> None:
         """Prefill one prompt. Raises ConfigError on activations that are not finite."""
@@ -58,8 +49,8 @@ class CalibrationPass:
         """Per layer: amax / 448, as ModelOpt exports them."""
         pools = self._state.target_kv if part == "target" else self._state.draft_kv
         scales = []
-        for i, pages in enumerate(pools):
-            ranges = self._kv_amax[id(pages)]
+        for i, cache in enumerate(pools):
+            ranges = self._kv_amax[cache.spec.name]
             if not all(0.0 < amax < float("inf") for amax in ranges):
                 subject, found = f"calibration: K and V of {part} layer {i}", f"{ranges[0]:g} and {ranges[1]:g}"
                 mend = "Check the checkpoint, or keep K/V pages in the engine's dtype."
@@ -67,14 +58,12 @@ class CalibrationPass:
             scales.append(LayerKvScales(k=ranges[0] / E4M3_MAX, v=ranges[1] / E4M3_MAX))
         return tuple(scales)
 
-    def place_of(self, linear: Linear[Tensor]) -> tuple[str, slice]:
-        return self._places[id(linear)]
-
-    def saw_kv(self, pages: Tensor, k: Tensor, v: Tensor) -> None:
-        old = self._kv_amax.get(id(pages), (0.0, 0.0))
+    def saw_kv(self, cache: Cache[Tensor], k: Tensor, v: Tensor) -> None:
+        old = self._kv_amax.get(cache.spec.name, (0.0, 0.0))
         new = (k.abs().max().item(), v.abs().max().item())
         # `not (new <= old)` keeps a NaN where max() would drop it.
-        self._kv_amax[id(pages)] = tuple(n if not (n <= o) else o for n, o in zip(new, old, strict=True))  # type: ignore[assignment]
+        largest = [n if not (n <= o) else o for n, o in zip(new, old, strict=True)]
+        self._kv_amax[cache.spec.name] = (largest[0], largest[1])
 
 
 class _ObservedOps(TorchOps):
@@ -83,7 +72,7 @@ class _ObservedOps(TorchOps):
     def __init__(
         self,
         inputs: StepInputs[Tensor],
-        rope_tables: Sequence[tuple[DecoderSpec, RopeTable]],
+        rope_tables: Mapping[Rotary, RopeTable],
         *,
         num_draft_tokens: int,
         observer: CalibrationPass,
@@ -94,58 +83,29 @@ class _ObservedOps(TorchOps):
         self._bank = bank
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
-        name, rows = self._observer.place_of(linear)
-        if name not in self._bank:
+        if linear.name not in self._bank:
             return super().linear(x, linear)
-        out = self._bank(name, x)[:, rows]
+        assert isinstance(linear.weight, Tensor)
+        out = self._bank(linear.name, x)[:, linear.first_row : linear.first_row + len(linear.weight)]
         return out if linear.bias is None else out + linear.bias
 
     def attend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache[Tensor], attention: AttentionSpec, sinks: Tensor | None
     ) -> Tensor:
-        self._observer.saw_kv(pages, k, v)
-        return super().attend_pages(q, k, v, pages, attention, sinks)
+        self._observer.saw_kv(cache, k, v)
+        return super().attend_pages(q, k, v, cache, attention, sinks)
 
     def attend_draft(
         self,
         context: tuple[Tensor, Tensor],
         q: Tensor,
         block: tuple[Tensor, Tensor],
-        pages: Tensor,
+        cache: Cache[Tensor],
         acceptance: Acceptance[Tensor],
         attention: AttentionSpec,
     ) -> Tensor:
-        self._observer.saw_kv(pages, *context)
-        return super().attend_draft(context, q, block, pages, acceptance, attention)
-
-
-def _linear_places(network: Network[Tensor]) -> LinearPlaces:
-    """Which canonical linear, and which of its rows, every bound Linear is; a shared head is the target's."""
-    weights, draft, draft_weights = network.target_weights, network.draft, network.draft_weights
-    everything = slice(None)
-    places: LinearPlaces = {}
-    if draft is not None and draft_weights is not None:
-        rows = 2 * draft.kv_size
-        places[id(draft_weights.fc)] = ("draft.fc", everything)
-        places[id(draft_weights.context_kv)] = ("draft.kv", everything)
-        places[id(draft_weights.lm_head)] = ("draft.lm_head", everything)
-        for i, layer in enumerate(draft_weights.layers):
-            places[id(draft_weights.q[i])] = (f"draft.layers.{i}.q", everything)
-            places[id(draft_weights.block_kv[i])] = ("draft.kv", slice(i * rows, (i + 1) * rows))
-            places |= _layer_places(f"draft.layers.{i}", layer)
-    places[id(weights.lm_head)] = ("target.lm_head", everything)
-    for i, layer in enumerate(weights.layers):
-        places[id(weights.qkv[i])] = (f"target.layers.{i}.qkv", everything)
-        places |= _layer_places(f"target.layers.{i}", layer)
-    return places
-
-
-def _layer_places(prefix: str, layer: LayerWeights[Tensor]) -> LinearPlaces:
-    """Of what follows attention. Experts are no linears: they keep the engine's dtype."""
-    mlp = layer.mlp
-    linears = {"o": layer.o}
-    linears |= {"router": mlp.router} if isinstance(mlp, Experts) else {"gate_up": mlp.gate_up, "down": mlp.down}
-    return {id(linear): (f"{prefix}.{kind}", slice(None)) for kind, linear in linears.items()}
+        self._observer.saw_kv(cache, *context)
+        return super().attend_draft(context, q, block, cache, acceptance, attention)
 
 
 def _chunk_inputs(tokens: Sequence[int], start: int, num_pages: int, num_draft_tokens: int) -> StepInputs[Tensor]:

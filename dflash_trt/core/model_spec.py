@@ -3,11 +3,14 @@
 Foreign config.json files become these in `checkpoint/`; the network reads nothing else.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates, PagedKv, paged_kv_layers
 
 # Bounds are far beyond any model. What lies outside is a corrupt file, and would compute something without a word.
 _MAX_LAYERS = 1000
@@ -57,6 +60,13 @@ class RopeSpec(Frozen):
         return self
 
 
+class Rotary(NamedTuple):
+    """A rotary embedding of heads of one size. Equal values share their tables."""
+
+    rope: RopeSpec
+    head_dim: int
+
+
 class AttentionSpec(Frozen):
     """What one layer's queries may see.
 
@@ -74,6 +84,8 @@ class AttentionSpec(Frozen):
 
 class DecoderSpec(Frozen):
     """The fields a target and a drafter share. Sizes are those of the whole model, before sharding."""
+
+    role: ClassVar[str]
 
     hidden_size: Size
     intermediate_size: Size
@@ -108,6 +120,21 @@ class DecoderSpec(Frozen):
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(self.rope, self.head_dim)
+
+    def states(self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None) -> tuple[PagedKv, ...]:
+        """State of each layer of the whole model; `kv_scales` are those of FP8 pages."""
+        return paged_kv_layers(
+            self.role,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+            scales=kv_scales,
+        )
 
 
 class MoeSpec(Frozen):
@@ -152,6 +179,8 @@ class TargetSpec(DecoderSpec):
     `has_sinks`: every head of every layer has a logit of its own in the denominator of its softmax, without a value.
     """
 
+    role: ClassVar[str] = "target"
+
     family: Literal["llama", "qwen3", "qwen3_moe", "gpt_oss"]
     vocab_size: Size
     is_embedding_tied: bool
@@ -185,6 +214,8 @@ class DraftSpec(DecoderSpec):
     `draft_vocab_size` is None when the drafter uses the target's lm_head; otherwise the drafter brings its own head,
     and draft token i stands for target token `draft_to_target[i]` (a tensor of the checkpoint).
     """
+
+    role: ClassVar[str] = "draft"
 
     source_format: Literal["z-lab", "speculators"]
     target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=_MAX_LAYERS)]
@@ -233,3 +264,18 @@ def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
     for name, ours, theirs in sizes:
         if ours != theirs:
             raise ValueError(f"the drafter's {name} as the target has it, {ours} (not {theirs})")
+
+
+def engine_states(
+    target: TargetSpec,
+    draft: DraftSpec | None,
+    *,
+    dtype: FloatDType,
+    quantization: QuantizationSpec | None = None,
+) -> EngineStates:
+    """State of an engine of these models, unsharded; `quantization` says which pages are FP8."""
+    quantization = quantization or QuantizationSpec()
+    return EngineStates(
+        target=target.states(dtype=dtype, kv_scales=quantization.target_kv),
+        draft=draft.states(dtype=dtype, kv_scales=quantization.draft_kv) if draft else (),
+    )

@@ -9,9 +9,10 @@ from dflash_trt.core.dtype import FloatDType, safetensors_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec, check_pair
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec, check_pair, engine_states
 from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
@@ -52,6 +53,11 @@ class PretrainedConfig(Frozen):
         if self.quantization is not None:
             check_quantization(self.quantization, self.target, self.draft)
         return self
+
+    def states(self, *, has_drafter: bool = True) -> EngineStates:
+        """State of each rank, with the drafter's or without."""
+        draft = self.draft if has_drafter else None
+        return engine_states(self.target, draft, dtype=self.dtype, quantization=self.quantization).shard(self.mapping)
 
 
 class EngineLimits(Frozen):

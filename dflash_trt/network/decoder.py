@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DecoderSpec, TargetSpec
-from dflash_trt.network.ops import Experts, Ops, T
+from dflash_trt.network.ops import Cache, Experts, Ops, T
 from dflash_trt.network.weights import LayerWeights, Mlp, TargetWeights
 
 
@@ -30,11 +30,11 @@ def forward_target(
     *,
     token_ids: T,
     positions: T,
-    kv_pages: Sequence[T],
+    caches: Sequence[Cache[T]],
     tap_layer_ids: Sequence[int],
 ) -> TargetHidden[T]:
     """Run all tokens of the step through all layers, causally over their pages."""
-    rope = ops.rope_table(spec, positions)
+    rope = ops.rope_table(spec.rotary, positions)
     hidden = ops.embedding(weights.embedding, token_ids)
     outputs: list[T] = []
     for i, layer in enumerate(weights.layers):
@@ -45,7 +45,7 @@ def forward_target(
             rotated_heads(ops, spec, layer.q_norm, q, rope),
             rotated_heads(ops, spec, layer.k_norm, k, rope),
             ops.split_heads(v, spec.head_dim),
-            kv_pages[i],
+            caches[i],
             spec.attention[i],
             weights.sinks[i],
         )

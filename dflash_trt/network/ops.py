@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
+from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.formats.base import PackedWeight
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ class Linear(Generic[T]):
 
     weight: T | PackedWeight[T]
     bias: T | None = None
+    name: str = ""  # of the canonical weight
+    first_row: int = 0  # of the canonical weight, for a slice of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +61,20 @@ class StepInputs(Generic[T]):
     seed: T
 
 
+@dataclass(frozen=True, slots=True)
+class Cache(Generic[T]):
+    """One state of the engine, updated in place: [pages, *spec.page_shape(page_size)]."""
+
+    tensor: T
+    spec: PagedKv
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState(Generic[T]):
-    """K/V pages per layer, each [pages, 2, page_size, kv_heads, head_dim], updated in place."""
+    """K/V pages per layer."""
 
-    target_kv: Sequence[T]
-    draft_kv: Sequence[T]
+    target_kv: Sequence[Cache[T]]
+    draft_kv: Sequence[Cache[T]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,15 +142,15 @@ class Ops(Protocol[T]):
         """[N, H], int32 [R, S] -> [R*S, H]."""
         ...
 
-    def rope_table(self, decoder: DecoderSpec, positions: T) -> Any:
-        """Cosines and sines of this decoder's RoPE for these rows, made once per step; opaque to the network."""
+    def rope_table(self, rotary: Rotary, positions: T) -> Any:
+        """Cosines and sines of this RoPE for these rows, made once per step; opaque to the network."""
         ...
 
     def rope(self, x: T, table: Any) -> T:
         """Rotate-half rotary embedding of [N, heads, D]."""
         ...
 
-    def attend_pages(self, q: T, k: T, v: T, pages: T, attention: AttentionSpec, sinks: T | None) -> T:
+    def attend_pages(self, q: T, k: T, v: T, cache: Cache[T], attention: AttentionSpec, sinks: T | None) -> T:
         """Write k, v [T, kv_heads, D] at each token's position, then attend q [T, heads, D] over its request's pages.
 
         Scale is D ** -0.5. `sinks` [heads] are logits in the softmax's denominator that have no value. Returns
@@ -160,7 +171,7 @@ class Ops(Protocol[T]):
         context: Any,  # one of `draft_context`; a step takes them in the order of the layers
         q: T,  # [R*S, heads, D]
         block: tuple[T, T],  # k, v of the block slots, [R*S, kv_heads, D]
-        pages: T,
+        cache: Cache[T],
         acceptance: Acceptance[T],
         attention: AttentionSpec,
     ) -> T:
@@ -170,7 +181,7 @@ class Ops(Protocol[T]):
         """
         ...
 
-    def write_draft_context(self, context: Any, pages: T, acceptance: Acceptance[T]) -> None:
+    def write_draft_context(self, context: Any, cache: Cache[T], acceptance: Acceptance[T]) -> None:
         """The write of `attend_draft` without a block: what a step with K = 0 does to stay able to draft."""
         ...
 

@@ -7,7 +7,7 @@ corner cases as `transformers.modeling_rope_utils`, against which the tests comp
 import math
 from dataclasses import dataclass
 
-from dflash_trt.core.model_spec import DecoderSpec, RopeSpec
+from dflash_trt.core.model_spec import RopeSpec, Rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +18,16 @@ class RopeFrequencies:
     amplitude: float
 
 
-def rope_frequencies(decoder: DecoderSpec) -> RopeFrequencies:
-    """Frequencies for one head of this decoder, D/2 of them."""
-    rope, head_dim = decoder.rope, decoder.head_dim
+def rope_frequencies(rotary: Rotary) -> RopeFrequencies:
+    """Frequencies for one head, D/2 of them."""
+    rope, head_dim = rotary
     plain = [rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
     if rope.scaling == "none":
         return RopeFrequencies(inv_freq=tuple(plain), amplitude=1.0)
     if rope.scaling == "linear":
         return RopeFrequencies(inv_freq=tuple(f / rope.factor for f in plain), amplitude=1.0)
-    original = rope.original_max_position_embeddings or decoder.max_position_embeddings
+    original = rope.original_max_position_embeddings
+    assert original is not None  # proven by the spec
     if rope.scaling == "llama3":
         return RopeFrequencies(inv_freq=tuple(_llama3(f, rope, original) for f in plain), amplitude=1.0)
     return RopeFrequencies(inv_freq=_yarn(plain, rope, head_dim, original), amplitude=_yarn_amplitude(rope))

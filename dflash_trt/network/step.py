@@ -48,8 +48,8 @@ def run_step(
 
     context = draft_context(ops, draft, draft_weights, taps=hidden.taps, positions=inputs.positions)
     if num_draft_tokens == 0:
-        for layer_context, pages in zip(context, state.draft_kv, strict=True):
-            ops.write_draft_context(layer_context, pages, acceptance)
+        for layer_context, cache in zip(context, state.draft_kv, strict=True):
+            ops.write_draft_context(layer_context, cache, acceptance)
         return StepOutputs(acceptance=acceptance, draft_tokens=None)
 
     tokens = draft_tokens(
@@ -58,7 +58,7 @@ def run_step(
         draft_weights,
         network.mapping,
         context=context,
-        kv_pages=state.draft_kv,
+        caches=state.draft_kv,
         acceptance=acceptance,
     )
     return StepOutputs(acceptance=acceptance, draft_tokens=tokens)
@@ -80,6 +80,6 @@ def _run_target(
         network.mapping,
         token_ids=inputs.token_ids,
         positions=inputs.positions,
-        kv_pages=state.target_kv,
+        caches=state.target_kv,
         tap_layer_ids=tap_layer_ids,
     )

@@ -76,7 +76,7 @@ def bind_target(
     embedding = tensors["target.embedding"]
     prefixes = [f"target.layers.{i}" for i in range(spec.num_layers)]
     if spec.is_embedding_tied and "target.lm_head" not in packed:
-        lm_head = Linear(weight=_tied_head(spec, embedding, mapping, slice_rows))
+        lm_head = Linear(weight=_tied_head(spec, embedding, mapping, slice_rows), name="target.lm_head")
     else:
         lm_head = _linear("target.lm_head", tensors, packed)
     return TargetWeights(
@@ -179,7 +179,7 @@ def _summed(linear: Linear[T], mapping: Mapping) -> Linear[T]:
 
 def _linear(name: str, tensors: AbcMapping[str, T], packed: AbcMapping[str, PackedWeight[T]]) -> Linear[T]:
     weight = packed[name] if name in packed else tensors[name]
-    return Linear(weight=weight, bias=tensors.get(f"{name}_bias"))
+    return Linear(weight=weight, bias=tensors.get(f"{name}_bias"), name=name)
 
 
 def _sliced(linear: Linear[T], start: int, stop: int, slice_rows: Callable[[T, int, int], T]) -> Linear[T]:
@@ -188,7 +188,8 @@ def _sliced(linear: Linear[T], start: int, stop: int, slice_rows: Callable[[T, i
         weight = slice_packed(linear.weight, start, stop, slice_rows)
     else:
         weight = slice_rows(linear.weight, start, stop)
-    return Linear(weight=weight, bias=None if linear.bias is None else slice_rows(linear.bias, start, stop))
+    bias = None if linear.bias is None else slice_rows(linear.bias, start, stop)
+    return Linear(weight=weight, bias=bias, name=linear.name, first_row=start)
 
 
 def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> _Weights:

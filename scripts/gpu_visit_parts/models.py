@@ -5,11 +5,11 @@ import math
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.backends.page_budget import kv_bytes_per_token, plan_pages
+from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.loading import bind_network
 from dflash_trt.backends.torch.quantized_linear import split_packed
-from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
+from dflash_trt.core.dtype import dtype_name
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec, engine_states
 from dflash_trt.core.packed_spec import engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import QuantizationSpec
 from gpu_visit_parts.setting import SETTING
@@ -66,7 +66,7 @@ def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
 
 def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
     """Of one token position, target and drafter."""
-    return sum(kv_bytes_per_token(decoder, Mapping(), SETTING.dtype.itemsize) for decoder in (target, draft))
+    return engine_states(target, draft, dtype=dtype_name(SETTING.dtype)).bytes_per_token
 
 
 def make_executor(
@@ -103,10 +103,7 @@ def make_executor(
     plain, packed = split_packed(tensors, table, quantization.linears)
     max_draft_len = draft.max_draft_len
     page_plan = plan_pages(
-        target=target,
-        draft=draft,
-        mapping=Mapping(),
-        element_bytes=SETTING.dtype.itemsize,
+        engine_states(target, draft, dtype=dtype_name(SETTING.dtype)),
         page_size=SETTING.page_size,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,

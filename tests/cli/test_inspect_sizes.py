@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from safetensors.torch import load_file
 
 from dflash_trt.backends.page_budget import plan_engine_pages
-from dflash_trt.backends.torch.loading import TorchPages, load_network
+from dflash_trt.backends.torch.loading import allocate_state, load_network, states_of
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.engine_dir import EngineDir
@@ -96,7 +96,8 @@ def test_sizes_are_those_of_the_files_and_of_the_pages(case: str, root: Path, tm
     config = engine.manifest.pretrained_config
     network = load_network(engine, rank=0)
     plan = plan_engine_pages(engine.manifest, kv_cache_bytes=KV_CACHE_BYTES)
-    pages = TorchPages.allocate(network, plan, config.quantization).state
+    states = states_of(network, config.quantization)
+    pages = allocate_state(states, num_pages=plan.num_pages, page_size=plan.page_size)
     files = [load_file(engine.weights_path(rank)) for rank in range(config.mapping.world_size)]
     for model, pool in (("target", pages.target_kv), ("draft", pages.draft_kv)):
         if report[model] is None:
@@ -104,10 +105,10 @@ def test_sizes_are_those_of_the_files_and_of_the_pages(case: str, root: Path, tm
             continue
         stored = [tensor for file in files for name, tensor in file.items() if name.startswith(f"{model}.")]
         weights_bytes = sum(tensor.nbytes for tensor in stored)
-        kv_bytes = sum(layer.nbytes for layer in pool) // plan.num_tokens
+        kv_bytes = sum(layer.tensor.nbytes for layer in pool) // plan.num_tokens
         assert report[model]["weights_bytes"] == weights_bytes
         assert report[model]["kv_bytes_per_token"] == kv_bytes
-        assert report[model]["kv_format"] == DTYPES[pool[0].dtype]
+        assert report[model]["kv_format"] == DTYPES[pool[0].tensor.dtype]
         assert decimal(weights_bytes) in shown
         assert f" {kv_bytes:,} " in shown
     checkpoint = load_file(root / CASES[case].get("target", "dense") / "model.safetensors")

@@ -4,7 +4,7 @@ from dflash_trt.backends import page_budget
 from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
 from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec, engine_states
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir.manifest import EngineManifest
 from tests.executor.rank_engines import build, make_zlab_pair
@@ -35,18 +35,18 @@ QWEN3_8B_DFLASH = DraftSpec(
 )
 
 
-def plan(**changes):
+ONE_RANK = Mapping()
+
+
+def plan(draft=QWEN3_8B_DFLASH, mapping=ONE_RANK, **changes):
     options = {
-        "target": QWEN3_8B,
-        "draft": QWEN3_8B_DFLASH,
-        "mapping": Mapping(),
-        "element_bytes": 2,
         "page_size": 32,
         "max_batch_size": 64,
         "max_seq_len": 4096,
         "budget_bytes": 40 << 30,
     }
-    return plan_pages(**options | changes)
+    states = engine_states(QWEN3_8B, draft, dtype="bfloat16").shard(mapping)
+    return plan_pages(states, **options | changes)
 
 
 def test_bytes_per_token_are_those_of_the_real_checkpoints():

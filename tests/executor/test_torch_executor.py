@@ -40,7 +40,7 @@ def test_pages_may_lie_anywhere_and_others_are_not_touched(pair):
     executor = make_executor(*pair)
     prompt = [1, 2, 3, 4, 5, 6, 7]
     expected = decode(executor, prompt, 20, num_draft_tokens=3)
-    pools = [*executor._pages.state.target_kv, *executor._pages.state.draft_kv]
+    pools = [cache.tensor for cache in (*executor._state.target_kv, *executor._state.draft_kv)]
     for pool in pools:
         pool.fill_(123.0)
     scattered = (40, 3, 17, 8, 60, 21, 5, 33)

@@ -6,6 +6,7 @@ import torch
 from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import engine_states
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_step_on_kernels as steps
@@ -139,10 +140,7 @@ def test_a_bfloat16_engine_steps_and_stays_finite(pair):
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.bfloat16, mapping=Mapping()))
     plan = plan_pages(
-        target=opened.target,
-        draft=opened.draft,
-        mapping=Mapping(),
-        element_bytes=2,
+        engine_states(opened.target, opened.draft, dtype="bfloat16"),
         page_size=PAGE_SIZE,
         max_batch_size=4,
         max_seq_len=64,

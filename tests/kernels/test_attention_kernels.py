@@ -13,6 +13,7 @@ from dflash_trt.core.model_spec import AttentionSpec
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace
 from dflash_trt.network.ops import Acceptance, StepInputs
+from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_block, make_tensors, on
 
@@ -264,7 +265,7 @@ def test_kernels_agree_with_the_networks_attention(device: torch.device, window:
     plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=VERIFY_ROWS - 1)
     flat = pages.view(-1, *pages.shape[3:])
     k, v = flat[plan.slots.k], flat[plan.slots.v]
-    want = torch_attention.attend_pages(plan, tensors.q, k, v, pages, AttentionSpec(window=window))
+    want = torch_attention.attend_pages(plan, tensors.q, k, v, cache_of(pages), AttentionSpec(window=window))
     got = run_step(step, tensors, device)
     assert error(got, want.view_as(got)) <= TOLERANCE[step.dtype]
 
@@ -312,7 +313,7 @@ def test_kernels_agree_with_the_networks_draft_attention(device: torch.device, n
     names = ("window", "is_causal", "is_window_anchored")
     attention = AttentionSpec(**{name: getattr(step.options, name) for name in names})
     pages = tensors.pages.nan_to_num(0.0)
-    want = torch_attention.attend_draft(plan, tensors.q, block, pages, acceptance, attention)
+    want = torch_attention.attend_draft(plan, tensors.q, block, cache_of(pages), acceptance, attention)
     got = run_draft(step, tensors, block, device)
     assert error(got, want.view_as(got)) <= TOLERANCE[step.dtype]
 

@@ -244,7 +244,7 @@ def test_a_block_is_rotated_as_the_network_rotates_it(device: torch.device, scal
     positions = torch.tensor([0, 1, 77, 8191, 65535], dtype=torch.int32)
     q, k = (torch.randn(len(positions), heads, 64, generator=generator) for heads in (2, 1))
     q_norm, k_norm = (0.5 + torch.rand(64, generator=generator) for _ in range(2))
-    frequencies = rope_frequencies(spec)
+    frequencies = rope_frequencies(spec.rotary)
     rotation = Rotation(
         inv_freq=torch.tensor(frequencies.inv_freq, dtype=torch.float32),
         amplitude=frequencies.amplitude,
@@ -256,7 +256,7 @@ def test_a_block_is_rotated_as_the_network_rotates_it(device: torch.device, scal
         q.to(device), k.to(device), positions.to(device), rotation_on(rotation, device)
     )
     twin = reference_rope_and_pages.rotate_block(q, k, positions, rotation)
-    cos, sin = make_rope_table(spec, num_positions=65536, dtype=torch.float32)
+    cos, sin = make_rope_table(spec.rotary, num_positions=65536, dtype=torch.float32)
     table = cos[positions.long()], sin[positions.long()]
     for rotated, reference, x, norm in zip(got, twin, (q, k), (q_norm, k_norm), strict=True):
         want = TorchOps.rope(None, F.rms_norm(x, (64,), norm, spec.rms_norm_eps), table)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import engine_states
 from dflash_trt.core.packed_spec import engine_table, is_linear, segments_of
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec, WeightFormat
@@ -73,10 +74,7 @@ def make_executors(
     copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
     networks = [bind_network(opened.target, opened.draft, *split_packed(copy, table, formats)) for copy in copies]
     page_plan = plan_pages(
-        target=opened.target,
-        draft=opened.draft,
-        mapping=Mapping(),
-        element_bytes=4,
+        engine_states(opened.target, opened.draft, dtype="float32"),
         page_size=PAGE_SIZE,
         max_batch_size=4,
         max_seq_len=64,

@@ -17,6 +17,7 @@ from dflash_trt.backends.torch.moe import (
 from dflash_trt.core.model_spec import AttentionSpec, MoeSpec
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
+from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
@@ -138,7 +139,7 @@ def test_sinks_take_their_share_of_the_softmax(window: int | None) -> None:
     sinks = torch.randn(heads, generator=generator)
     inputs = _inputs(context_lens, width)
     plan = plan_attention(inputs, page_size=PAGE_SIZE, num_draft_tokens=width - 1)
-    found = attend_pages(plan, q, k, v, pages, AttentionSpec(window=window), sinks)
+    found = attend_pages(plan, q, k, v, cache_of(pages), AttentionSpec(window=window), sinks)
     requests = RequestTensors(
         token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
     )

@@ -90,7 +90,7 @@ def test_tables_equal_those_of_transformers(rope, parameters):
         rope_parameters={"rope_theta": 10000.0} | parameters,
     )
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
-    found = make_rope_table(decoder(rope), num_positions=200, dtype=torch.float32)
+    found = make_rope_table(decoder(rope).rotary, num_positions=200, dtype=torch.float32)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[:, 0], theirs[0], rtol=0, atol=2e-5)  # angles up to 200: 1 ulp is 1.5e-5
 
@@ -98,7 +98,7 @@ def test_tables_equal_those_of_transformers(rope, parameters):
 def test_a_different_factor_is_noticed():
     rope = CASES[3][0]
     tables = [
-        make_rope_table(decoder(spec), num_positions=200, dtype=torch.float32)[0]
+        make_rope_table(decoder(spec).rotary, num_positions=200, dtype=torch.float32)[0]
         for spec in (rope, rope.model_copy(update={"factor": 4.1}))
     ]
     assert (tables[0] - tables[1]).abs().max() > 1e-2

@@ -79,8 +79,8 @@ def test_a_hit_whose_draft_context_was_lost_is_noticed(pair, temperature, alone)
     executor = make_executor(*pair)
     loop = make_loop(executor)
     steps_of(loop, [request("first", PROMPTS[0], temperature)])
-    for pages in executor._pages.state.draft_kv:
-        pages.normal_()
+    for cache in executor._state.draft_kv:
+        cache.tensor.normal_()
     again = [steps_of(loop, [request(str(i), prompt, temperature)])[0] for i, prompt in enumerate(PROMPTS)]
     assert [tokens for tokens, _ in again] == [tokens for tokens, _ in alone]  # the text stays the target's
     assert again != alone  # but not the acceptance

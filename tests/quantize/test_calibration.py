@@ -19,6 +19,7 @@ from dflash_trt.compile.calibration import calibrate_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model_spec import engine_states
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.quantize.calibration_cache import cache_dir
@@ -259,10 +260,7 @@ def _executor(network: Any) -> TorchExecutor:
     from dflash_trt.backends.page_budget import plan_pages
 
     plan = plan_pages(
-        target=network.target,
-        draft=network.draft,
-        mapping=Mapping(),
-        element_bytes=4,
+        engine_states(network.target, network.draft, dtype="float32"),
         page_size=4,
         max_batch_size=8,
         max_seq_len=256,

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, ScaledPages, Scratch, read_pages, write_pages
+from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, Scratch, read_pages, write_pages
 from dflash_trt.backends.torch.quantized_linear import apply_packed, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.formats.arithmetic import dequantize, pack, segment_amax
 from dflash_trt.formats.base import Fp8Weight, PackedWeight
 from dflash_trt.network.ops import Linear
+from tests.caches import cache_of
 from tests.engines import decode, make_executor
 
 SEGMENTS = (32, 16, 48)
@@ -100,7 +101,7 @@ def test_the_fp8_gemm_of_pytorch_gives_what_the_exact_path_gives(input_amax: tup
 
 def test_fp8_pages_hold_rounded_keys_and_values() -> None:
     pages = torch.zeros(3, 2, 4, 2, 16, dtype=torch.float8_e4m3fn)
-    scaled = ScaledPages(pages, LayerKvScales(k=0.01, v=0.02))
+    scaled = cache_of(pages, LayerKvScales(k=0.01, v=0.02))
     k, v = torch.randn(2, 5, 2, 16, generator=torch.Generator().manual_seed(0))
     # Page 2 then page 0: positions 0 .. 3 and 4; a page holds its keys before its values.
     slots = torch.tensor([16, 17, 18, 19, 0])
@@ -113,7 +114,7 @@ def test_fp8_pages_hold_rounded_keys_and_values() -> None:
 
 def test_fp8_pages_saturate_instead_of_losing_a_value() -> None:
     pages = torch.zeros(1, 2, 4, 1, 16, dtype=torch.float8_e4m3fn)
-    scaled = ScaledPages(pages, LayerKvScales(k=0.001, v=0.001))
+    scaled = cache_of(pages, LayerKvScales(k=0.001, v=0.001))
     write_pages(
         scaled, PageSlots(torch.tensor([0]), torch.tensor([4])), torch.full((1, 1, 16), 9.0), torch.zeros(1, 1, 16)
     )

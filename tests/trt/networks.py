@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_trt.backends.step_inputs import step_inputs, step_result
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.host_weights import host_packed, host_rope_tables, host_tensors
-from dflash_trt.backends.tensorrt.layers import FloatDType, Layers
+from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.network import (
     NEXT_PREFIX,
@@ -23,7 +23,7 @@ from dflash_trt.backends.tensorrt.network import (
 from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
-from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.formats.base import PackedWeight

@@ -43,7 +43,7 @@ OPS = {
     "scale": lambda ops, x, w, ids: ops.scale(x, 0.37),
     "silu_mul": lambda ops, x, w, ids: ops.silu_mul(x),
     "split and concat": lambda ops, x, w, ids: ops.concat(ops.split(x, (4, 10, 2))[::-1]),
-    "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(DECODER, ids)),
+    "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(DECODER.rotary, ids)),
     "map_tokens": lambda ops, x, w, ids: ops.map_tokens(w(torch.arange(12) * 3), ids),
     "gather_rows": lambda ops, x, w, ids: ops.gather_rows(x, w(torch.tensor([[4, 0], [1, 1]], dtype=torch.int32))),
 }
@@ -65,8 +65,8 @@ def build(trt, dtype, compute):
         host = host_tensor(f"weight {next(counter)}", stored)
         return layers.tensor(host) if values.dtype == torch.int32 else host
 
-    cos, sin = make_rope_table(DECODER, num_positions=64, dtype=torch_dtype)
-    tables = [(DECODER, (host_tensor("cos", cos), host_tensor("sin", sin)))]
+    cos, sin = make_rope_table(DECODER.rotary, num_positions=64, dtype=torch_dtype)
+    tables = {DECODER.rotary: (host_tensor("cos", cos), host_tensor("sin", sin))}
     layers.mark_output(compute(TrtOps(layers, None, None, tables), x, weight, ids), "out")
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return network, layers, builder, NetworkInterpreter(trt, network, constants)
@@ -86,7 +86,7 @@ def compiled(trt, builder, network, shapes):
 
 def torch_ops(dtype):
     ops = object.__new__(TorchOps)  # no step: only the ops that need none
-    ops._rope_tables = [(DECODER, make_rope_table(DECODER, num_positions=64, dtype=dtype))]
+    ops._rope_tables = {DECODER.rotary: make_rope_table(DECODER.rotary, num_positions=64, dtype=dtype)}
     return ops
 
 

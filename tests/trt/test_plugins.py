@@ -17,6 +17,7 @@ from dflash_trt.core.model_spec import AttentionSpec
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.arithmetic import e4m3
 from dflash_trt.network.ops import Acceptance, StepInputs
+from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
@@ -94,8 +95,8 @@ class PluginReference:
 
 def _scaled(pages, settings):
     if pages.dtype != torch.float8_e4m3fn:
-        return pages
-    return torch_attention.ScaledPages(pages, LayerKvScales(k=settings["k_scale"], v=settings["v_scale"]))
+        return cache_of(pages)
+    return cache_of(pages, LayerKvScales(k=settings["k_scale"], v=settings["v_scale"]))
 
 
 def _window(settings):

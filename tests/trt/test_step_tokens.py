@@ -108,7 +108,7 @@ def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
         trace(step_executor, GREEDY, num_draft_tokens=(3,))
     for name, pages in ours.state.items():
         role, layer = name.split("_kv.")
-        expected = getattr(theirs._pages.state, f"{role}_kv")[int(layer)]
+        expected = getattr(theirs._state, f"{role}_kv")[int(layer)].tensor
         assert expected.count_nonzero() > 0
         torch.testing.assert_close(pages, expected, rtol=0, atol=1e-4)
 
@@ -120,9 +120,10 @@ def test_fp8_pages_hold_torchs_codes_and_give_torchs_tokens(trt, tmp_path, pages
     found, _ = trace(ours, GREEDY, num_draft_tokens=(3, 0, 3))
     assert integers(found) == integers(expected)
     torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    scaled = [state.name for state in ours._spec.states if state.scales is not None]
     kinds = {name: codes.dtype for name, codes in ours.state.items()}
-    assert [name for name, dtype in kinds.items() if dtype == torch.float8_e4m3fn] == list(ours._spec.page_scales)
-    differing = torch.cat([_codes(ours, name) != _codes(theirs, name) for name in ours._spec.page_scales])
+    assert [name for name, dtype in kinds.items() if dtype == torch.float8_e4m3fn] == scaled
+    differing = torch.cat([_codes(ours, name) != _codes(theirs, name) for name in scaled])
     assert differing.float().mean() < 1e-3  # values on the edge between two codes
 
 
@@ -130,7 +131,7 @@ def _codes(executor, name):
     if isinstance(executor, InterpretedExecutor):
         return executor.state[name].view(torch.uint8).flatten()
     role, layer = name.split("_kv.")
-    return getattr(executor._pages.state, f"{role}_kv")[int(layer)].view(torch.uint8).flatten()
+    return getattr(executor._state, f"{role}_kv")[int(layer)].tensor.view(torch.uint8).flatten()
 
 
 def test_keys_written_with_another_scale_are_noticed(trt, tmp_path, monkeypatch):

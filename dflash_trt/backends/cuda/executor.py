@@ -27,7 +27,14 @@ from dflash_trt.backends.cuda.staging import (
 )
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.step_inputs import check_batch, sequence_batch
-from dflash_trt.backends.torch.loading import TorchPages, activation_dtype, limits_of, load_network, with_linears
+from dflash_trt.backends.torch.loading import (
+    activation_dtype,
+    allocate_state,
+    limits_of,
+    load_network,
+    states_of,
+    with_linears,
+)
 from dflash_trt.backends.torch.moe import has_grouped_gemm
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, StepResult
@@ -36,6 +43,7 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import advance
 from dflash_trt.kernels.variant import MAX_REQUESTS
+from dflash_trt.network.ops import StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
@@ -76,7 +84,10 @@ class TorchGpuExecutor:
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
         )
-        self._pages = TorchPages.allocate(network, page_plan, quantization, device=device)
+        states = states_of(network, quantization)
+        self._state = allocate_state(
+            states, num_pages=page_plan.num_pages, page_size=page_plan.page_size, device=device
+        )
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
@@ -84,8 +95,7 @@ class TorchGpuExecutor:
             tp_size=network.mapping.tp_size,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
-            page_scales=self._pages.scales,
-            draft_layers=_draft_layers(self.network, self._pages),
+            draft_layers=_draft_layers(self.network, self._state),
             dtype=activation_dtype(network),
             device=device,
         )
@@ -216,7 +226,7 @@ class TorchGpuExecutor:
     @property
     def pages(self) -> list[Tensor]:
         """Of every layer, the target's first."""
-        return [*self._pages.state.target_kv, *self._pages.state.draft_kv]
+        return [cache.tensor for cache in (*self._state.target_kv, *self._state.draft_kv)]
 
     def wait(self) -> None:
         """Until the device is done with everything."""
@@ -234,7 +244,7 @@ class TorchGpuExecutor:
             self._staging.upload(shape)
             inputs = self._staging.inputs(shape)
             ops: Any = TorchGpuOps(inputs, self._resources, may_ask_host=True, num_draft_tokens=0, ranks=self._ranks)
-            logits: Tensor = sequence_logits(ops, self.network, inputs, self._pages.state)
+            logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
 
     def _run(self, shape: StepShape) -> None:
@@ -257,7 +267,7 @@ class TorchGpuExecutor:
             ranks=self._ranks,
             may_ask_host=not self._is_captured(shape),
         )
-        result = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=shape.num_draft_tokens)
+        result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
 
@@ -280,13 +290,13 @@ def _check_sizes(max_batch_size: int, num_positions: int) -> None:
             raise ConfigError(problem(name, expected=f"at most {most} on a GPU", found=str(found), mend=mend))
 
 
-def _draft_layers(network: Network[Tensor], pages: TorchPages) -> DraftLayers | None:
+def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:
     if network.draft_weights is None:
         return None
     norms = [layer.k_norm for layer in network.draft_weights.layers]
-    scales = [pages.scales.get(id(layer), LayerKvScales()) for layer in pages.state.draft_kv]
+    scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]
     return stack_draft_layers(
-        pages.state.draft_kv,
+        [cache.tensor for cache in state.draft_kv],
         k_norms=[norm for norm in norms if norm is not None] or None,
         k_scales=[scale.k for scale in scales],
         v_scales=[scale.v for scale in scales],

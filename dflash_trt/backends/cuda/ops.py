@@ -24,7 +24,7 @@ from dflash_trt.backends.torch.moe import (
     run_grouped_experts,
 )
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec, TargetSpec
+from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec, Rotary, TargetSpec
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
@@ -38,7 +38,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StackedExperts, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StackedExperts, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 
 
@@ -127,13 +127,12 @@ Value = Tensor | Heads | Sum | Norm | Gated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuResources:
-    """What one engine keeps on its device beside weights and pages. Page scales go by `id` of the pages' tensor."""
+    """What one engine keeps on its device beside weights and pages."""
 
-    rope: tuple[tuple[DecoderSpec, Tensor, float], ...]  # inv_freq float32 [D / 2], amplitude
+    rope: Mapping[Rotary, tuple[Tensor, float]]  # inv_freq float32 [D / 2], amplitude
     attention_workspace: Tensor
     attended: Tensor  # flat; kept from step to step so that rows of no request always hold finite numbers
     sampling_workspace: Mapping[str, Tensor]
-    page_scales: Mapping[int, LayerKvScales]
     draft_layers: DraftLayers | None  # their k_norms and pages
 
     @classmethod
@@ -145,13 +144,12 @@ class GpuResources:
         tp_size: int = 1,
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
-        page_scales: Mapping[int, LayerKvScales],
         draft_layers: DraftLayers | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
-        frequencies = [(decoder, rope_frequencies(decoder)) for decoder in decoders]
+        frequencies = {decoder.rotary: rope_frequencies(decoder.rotary) for decoder in decoders}
         workspaces = [
             attention_launch.allocate_workspace(
                 kv_heads=decoder.num_kv_heads // tp_size, head_dim=decoder.head_dim, device=device
@@ -159,11 +157,10 @@ class GpuResources:
             for decoder in decoders
         ]
         return cls(
-            rope=tuple((decoder, torch.tensor(f.inv_freq, device=device), f.amplitude) for decoder, f in frequencies),
+            rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),
             attended=torch.zeros(max_tokens * target.q_size // tp_size, dtype=dtype, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
-            page_scales=page_scales,
             draft_layers=draft_layers,
         )
 
@@ -238,8 +235,8 @@ class TorchGpuOps:
     def gather_rows(self, x: Value, rows: Value) -> Tensor:
         return _tensor(x).index_select(0, _tensor(rows).flatten())
 
-    def rope_table(self, decoder: DecoderSpec, positions: Value) -> RopeRows:
-        _, inv_freq, amplitude = next(entry for entry in self._resources.rope if entry[0] is decoder)
+    def rope_table(self, rotary: Rotary, positions: Value) -> RopeRows:
+        inv_freq, amplitude = self._resources.rope[rotary]
         return RopeRows(inv_freq, amplitude, _tensor(positions))
 
     def rope(self, x: Value, table: RopeRows) -> Heads:
@@ -247,10 +244,10 @@ class TorchGpuOps:
         return replace(x, rope=table)
 
     def attend_pages(
-        self, q: Value, k: Value, v: Value, pages: Value, attention: AttentionSpec, sinks: Value | None
+        self, q: Value, k: Value, v: Value, cache: Cache[Any], attention: AttentionSpec, sinks: Value | None
     ) -> Tensor:
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
-        pool, options = _tensor(pages), self._options(_tensor(pages), attention, sinks)
+        pool, options = cache.tensor, _options(cache, attention, sinks)
         rotated = rotate_and_store(
             q.x,
             k.x,
@@ -284,29 +281,29 @@ class TorchGpuOps:
         context: LayerContext,
         q: Value,
         block: tuple[Value, Value],
-        pages: Value,
+        cache: Cache[Any],
         acceptance: Acceptance[Any],
         attention: AttentionSpec,
     ) -> Tensor:
         k, v = block
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads) and k.rope is not None
-        self.write_draft_context(context, pages, acceptance)
+        self.write_draft_context(context, cache, acceptance)
         q_rows, k_rows = rotate_block(q.x, k.x, k.rope.positions, _rotation(q, k))
         attended = attention_launch.attend_draft(
             q_rows,
             (k_rows, v.x),
-            _tensor(pages),
+            cache.tensor,
             replace(self._requests, context_lens=acceptance.next_context_lens),
-            self._options(_tensor(pages), attention),
+            _options(cache, attention),
             workspace=self._resources.attention_workspace,
         )
         return attended.view(len(attended), -1)
 
-    def write_draft_context(self, context: LayerContext, pages: Value, acceptance: Acceptance[Any]) -> None:
+    def write_draft_context(self, context: LayerContext, cache: Cache[Any], acceptance: Acceptance[Any]) -> None:
         if context.layer > 0:
             return
         layers = self._resources.draft_layers
-        assert layers is not None and layers.first_pages is pages, "the layers come in their order"
+        assert layers is not None and layers.first_pages is cache.tensor, "the layers come in their order"
         store_draft_context(
             context.kv,
             layers,
@@ -361,19 +358,17 @@ class TorchGpuOps:
     def _device(self) -> torch.device:
         return self._inputs.token_ids.device
 
-    def _scales(self, pages: Tensor) -> LayerKvScales:
-        return self._resources.page_scales.get(id(pages), LayerKvScales())
 
-    def _options(self, pages: Tensor, attention: AttentionSpec, sinks: Value | None = None) -> AttentionOptions:
-        scales = self._scales(pages)
-        return AttentionOptions(
-            window=attention.window,
-            is_causal=attention.is_causal,
-            is_window_anchored=attention.is_window_anchored,
-            sinks=None if sinks is None else _tensor(sinks).float(),
-            k_scale=scales.k,
-            v_scale=scales.v,
-        )
+def _options(cache: Cache[Any], attention: AttentionSpec, sinks: Value | None = None) -> AttentionOptions:
+    scales = cache.spec.scales or LayerKvScales()
+    return AttentionOptions(
+        window=attention.window,
+        is_causal=attention.is_causal,
+        is_window_anchored=attention.is_window_anchored,
+        sinks=None if sinks is None else _tensor(sinks).float(),
+        k_scale=scales.k,
+        v_scale=scales.v,
+    )
 
 
 def _tensor(x: Value) -> Tensor:

@@ -34,12 +34,13 @@ def host_packed(packed: AbcMapping[str, PackedWeight[Tensor]]) -> dict[str, Pack
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
     """cos and sin of each decoder up to the last position a draft block may reach, in the network's dtype."""
-    decoders = [spec.target] if spec.draft is None else [spec.target, spec.draft]
+    decoders = [spec.target] if spec.draft is None else [spec.draft, spec.target]
     num_positions = max_seq_len + spec.max_draft_len + 1
-    tables = []
-    for role, decoder in zip(("target", "draft"), decoders, strict=False):
-        cos, sin = make_rope_table(decoder, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
-        tables.append((decoder, (host_tensor(f"{role}.rope_cos", cos), host_tensor(f"{role}.rope_sin", sin))))
+    tables = {}
+    for decoder in decoders:
+        cos, sin = make_rope_table(decoder.rotary, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
+        names = (f"{decoder.role}.rope_cos", f"{decoder.role}.rope_sin")
+        tables[decoder.rotary] = (host_tensor(names[0], cos), host_tensor(names[1], sin))
     return tables
 
 

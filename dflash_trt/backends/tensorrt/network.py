@@ -15,11 +15,12 @@ from dflash_trt.backends.tensorrt.ops import LayersLowering, PluginMode, RopeTab
 from dflash_trt.backends.tensorrt.plugins import PluginLowering
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
-from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec, engine_states
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import PackedWeight
-from dflash_trt.network.ops import StepInputs, StepState
+from dflash_trt.network.ops import Cache, StepInputs, StepState
 from dflash_trt.network.step import Network, StepOutputs, run_step
 from dflash_trt.network.weights import bind_draft, bind_target
 
@@ -46,11 +47,10 @@ class StepNetworkSpec:
         return self.draft is not None and self.max_draft_len > 0
 
     @property
-    def page_scales(self) -> dict[str, LayerKvScales]:
-        """Of the FP8 pages, by state tensor."""
-        quantization = self.quantization or QuantizationSpec()
-        kinds = (("target", quantization.target_kv), ("draft", quantization.draft_kv if self.draft else None))
-        return {f"{role}_kv.{i}": scales for role, layers in kinds for i, scales in enumerate(layers or ())}
+    def states(self) -> EngineStates:
+        """Of one rank."""
+        whole = engine_states(self.target, self.draft, dtype=self.dtype, quantization=self.quantization)
+        return whole.shard(self.mapping)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,19 +76,14 @@ def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 def state_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Inputs; each has an output of the same dtype and shape, named with NEXT_PREFIX."""
-    decoders: list[tuple[str, DecoderSpec]] = [("target", spec.target)]
-    if spec.draft is not None:
-        decoders.append(("draft", spec.draft))
-    scales = spec.page_scales
     return tuple(
         IoTensor(
-            name=f"{role}_kv.{i}",
-            dtype="float8_e4m3fn" if f"{role}_kv.{i}" in scales else spec.dtype,
-            shape=(-1, 2, spec.page_size, decoder.num_kv_heads // spec.mapping.tp_size, decoder.head_dim),
+            name=state.name,
+            dtype=state.dtype,
+            shape=(-1, *state.page_shape(spec.page_size)),
             axes=("pages", "2", "page_size", "kv_heads", "D"),
         )
-        for role, decoder in decoders
-        for i in range(decoder.num_layers)
+        for state in spec.states
     )
 
 
@@ -115,14 +110,14 @@ def define_step_network(
         if plugins == "plugin"
         else LayersLowering(layers, inputs, page_size=spec.page_size)
     )
-    ops = TrtOps(layers, lowering, inputs, rope_tables, page_scales=spec.page_scales, tp_size=spec.mapping.tp_size)
+    ops = TrtOps(layers, lowering, inputs, rope_tables, tp_size=spec.mapping.tp_size)
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, packed or {}),
         inputs,
         StepState(
-            target_kv=[state[f"target_kv.{i}"] for i in range(spec.target.num_layers)],
-            draft_kv=[state[f"draft_kv.{i}"] for i in range(spec.draft.num_layers if spec.draft else 0)],
+            target_kv=[Cache(state[kv.name], kv) for kv in spec.states.target],
+            draft_kv=[Cache(state[kv.name], kv) for kv in spec.states.draft],
         ),
         num_draft_tokens=spec.max_draft_len,
     )

@@ -14,14 +14,13 @@ from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import packed_linear
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
-from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.network.drafters.dflash import context_of_layers
-from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StepInputs
 
 PluginMode = Literal["plugin", "layers"]
-RopeTables = Sequence[tuple[DecoderSpec, tuple[HostTensor, HostTensor]]]  # cos, sin [positions, 1, D] per decoder
+RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
 
 class StatefulLowering(Protocol):
@@ -100,17 +99,14 @@ class TrtOps:
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
         *,
-        page_scales: Mapping[str, LayerKvScales] | None = None,
         tp_size: int = 1,
     ) -> None:
-        """`page_scales` belong to the FP8 pages among the state, by the input's name."""
         self._layers = layers
         self._lowering = lowering
         self._inputs = inputs
         self._rope_tables = rope_tables
-        self._page_scales = page_scales or {}
         self._tp_size = tp_size
-        self.written_pages: dict[str, ITensor] = {}  # by name of the state input
+        self.written_pages: dict[str, ITensor] = {}  # by name of the state
 
     def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
         return self._layers.gather(self._layers.tensor(table), token_ids)
@@ -164,8 +160,8 @@ class TrtOps:
     def gather_rows(self, x: ITensor, rows: ITensor) -> ITensor:
         return self._layers.gather(x, self._layers.reshape(rows, (-1,)))
 
-    def rope_table(self, decoder: DecoderSpec, positions: ITensor) -> tuple[ITensor, ITensor]:
-        cos, sin = next(table for known, table in self._rope_tables if known is decoder)
+    def rope_table(self, rotary: Rotary, positions: ITensor) -> tuple[ITensor, ITensor]:
+        cos, sin = self._rope_tables[rotary]
         layers = self._layers
         return layers.gather(layers.tensor(cos), positions), layers.gather(layers.tensor(sin), positions)
 
@@ -181,11 +177,11 @@ class TrtOps:
         raise AssertionError("compile/trt_spec refuses targets with experts")
 
     def attend_pages(
-        self, q: ITensor, k: ITensor, v: ITensor, pages: ITensor, attention: AttentionSpec, sinks: Handle | None
+        self, q: ITensor, k: ITensor, v: ITensor, cache: Cache[ITensor], attention: AttentionSpec, sinks: Handle | None
     ) -> ITensor:
         assert sinks is None, "compile/trt_spec refuses targets with sinks"
-        attended, written = self._lowering.attend_pages(q, (k, v), self._pages(pages), attention)
-        self._take_written(pages, written)
+        attended, written = self._lowering.attend_pages(q, (k, v), _pages(cache), attention)
+        self._take_written(cache, written)
         return attended
 
     def draft_context(
@@ -198,18 +194,18 @@ class TrtOps:
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: ITensor,
+        cache: Cache[ITensor],
         acceptance: Acceptance[ITensor],
         attention: AttentionSpec,
     ) -> ITensor:
-        attended, written = self._lowering.attend_draft(context, q, block, self._pages(pages), acceptance, attention)
-        self._take_written(pages, written)
+        attended, written = self._lowering.attend_draft(context, q, block, _pages(cache), acceptance, attention)
+        self._take_written(cache, written)
         return attended
 
     def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: ITensor, acceptance: Acceptance[ITensor]
+        self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], acceptance: Acceptance[ITensor]
     ) -> None:
-        self._take_written(pages, self._lowering.write_draft_context(context, self._pages(pages), acceptance))
+        self._take_written(cache, self._lowering.write_draft_context(context, _pages(cache), acceptance))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return self._lowering.sample_and_accept(logits)
@@ -266,10 +262,11 @@ class TrtOps:
         width = self._layers.dim(self._inputs.logit_rows, 1)
         return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
 
-    def _pages(self, pages: ITensor) -> Pages:
-        return Pages(pages, self._page_scales.get(str(pages.name)))
-
-    def _take_written(self, pages: ITensor, written: ITensor) -> None:
-        name = str(pages.name)
+    def _take_written(self, cache: Cache[ITensor], written: ITensor) -> None:
+        name = cache.spec.name
         assert name not in self.written_pages, f"{name} has two writers in one step"
         self.written_pages[name] = written
+
+
+def _pages(cache: Cache[ITensor]) -> Pages:
+    return Pages(cache.tensor, cache.spec.scales)

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_trt.core.model_spec import AttentionSpec
-from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.arithmetic import e4m3
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, StepInputs
 
 _MAX_KEYS_PER_CALL = 2048  # with padding
 
@@ -40,17 +39,6 @@ class PageSlots:
 
     k: Tensor
     v: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledPages:
-    """FP8 pages of one layer, float8_e4m3fn [pages, 2, page_size, kv_heads, D]: e4m3(K / k), e4m3(V / v)."""
-
-    pages: Tensor
-    scales: LayerKvScales
-
-
-Pages = Tensor | ScaledPages
 
 
 class Scratch:
@@ -152,12 +140,13 @@ def _foreign_rows(
     return rows if len(rows) else None
 
 
-def write_pages(pages: Pages, slots: PageSlots, k: Tensor, v: Tensor) -> None:
+def write_pages(cache: Cache[Tensor], slots: PageSlots, k: Tensor, v: Tensor) -> None:
     """k, v [N, kv_heads, D] into pages [pages, 2, page_size, kv_heads, D]."""
-    if isinstance(pages, ScaledPages):
+    pages, scales = cache.tensor, cache.spec.scales
+    if scales is not None:
         # Bytes, because PyTorch moves no float8 rows on a CPU. The division is in float32 whatever k and v are.
-        k, v = (e4m3(x.float() / scale).view(torch.uint8) for x, scale in ((k, pages.scales.k), (v, pages.scales.v)))
-        pages = pages.pages.view(torch.uint8)
+        k, v = (e4m3(x.float() / scale).view(torch.uint8) for x, scale in ((k, scales.k), (v, scales.v)))
+        pages = pages.view(torch.uint8)
     flat = pages.view(-1, *pages.shape[3:])
     flat.index_copy_(0, slots.k, k)
     flat.index_copy_(0, slots.v, v)
@@ -168,18 +157,18 @@ def attend_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pages: Pages,
+    cache: Cache[Tensor],
     attention: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Ops.attend_pages`."""
-    write_pages(pages, plan.slots, k, v)
+    write_pages(cache, plan.slots, k, v)
     num_heads, head_dim = q.shape[1:]
     out = None if plan.groups[0].rows is None else torch.empty_like(q)
     for group in plan.groups:
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
-        keys, values = read_pages(pages, group, q.dtype, plan.scratch)
+        keys, values = read_pages(cache, group, q.dtype, plan.scratch)
         mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
         attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask, sinks)
         if out is None or group.rows is None:
@@ -189,11 +178,11 @@ def attend_pages(
     return out.view(len(q), num_heads * head_dim)
 
 
-def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], pages: Pages) -> None:
+def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], cache: Cache[Tensor]) -> None:
     """Only the rows that were accepted; `accept_context` has been called."""
     assert plan.context_rows is not None and plan.context_slots is not None
     k, v = (x.index_select(0, plan.context_rows) for x in context)
-    write_pages(pages, plan.context_slots, k, v)
+    write_pages(cache, plan.context_slots, k, v)
 
 
 def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: Acceptance[Tensor]) -> None:
@@ -209,7 +198,7 @@ def attend_draft(
     plan: AttentionPlan,
     q: Tensor,
     block: tuple[Tensor, Tensor],
-    pages: Pages,
+    cache: Cache[Tensor],
     acceptance: Acceptance[Tensor],
     attention: AttentionSpec,
 ) -> Tensor:
@@ -218,7 +207,7 @@ def attend_draft(
     width = len(q) // num_requests
     num_heads, head_dim = q.shape[1:]
     kv_heads = block[0].shape[1]
-    keys, values = read_pages(pages, plan.block, q.dtype, plan.scratch)
+    keys, values = read_pages(cache, plan.block, q.dtype, plan.scratch)
     own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
     mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
     attended = _attend(
@@ -230,15 +219,19 @@ def attend_draft(
     return attended.reshape(len(q), num_heads * head_dim)
 
 
-def read_pages(pages: Pages, group: QueryGroup, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
+def read_pages(cache: Cache[Tensor], group: QueryGroup, dtype: torch.dtype, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """K and V of the group's requests, each [G, kv_heads, S, D]; rows past a request's end are 0.
 
     They are there until the next call.
     """
-    if isinstance(pages, ScaledPages):
-        k, v = read_pages(pages.pages.view(torch.uint8), group, torch.uint8, scratch)
-        scales = pages.scales
-        return k.view(torch.float8_e4m3fn).to(dtype) * scales.k, v.view(torch.float8_e4m3fn).to(dtype) * scales.v
+    scales = cache.spec.scales
+    if scales is None:
+        return _gathered(cache.tensor, group, scratch)
+    k, v = _gathered(cache.tensor.view(torch.uint8), group, scratch)
+    return k.view(torch.float8_e4m3fn).to(dtype) * scales.k, v.view(torch.float8_e4m3fn).to(dtype) * scales.v
+
+
+def _gathered(pages: Tensor, group: QueryGroup, scratch: Scratch) -> tuple[Tensor, Tensor]:
     num_requests, num_pages = group.page_ids.shape
     _, _, page_size, kv_heads, head_dim = pages.shape
     halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]

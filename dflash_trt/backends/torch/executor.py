@@ -12,11 +12,12 @@ from torch import Tensor
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.step_inputs import check_batch, sequence_batch, step_inputs, step_result
 from dflash_trt.backends.torch.loading import (
-    TorchPages,
     activation_dtype,
-    decoders_of,
+    allocate_state,
     limits_of,
     load_network,
+    rotaries_of,
+    states_of,
     with_experts,
     with_linears,
 )
@@ -63,11 +64,12 @@ class TorchExecutor:
             max_draft_len=max_draft_len,
         )
         num_positions = page_plan.max_seq_len + self.limits.max_draft_len + 1  # a draft block may reach past the end
-        self._rope_tables = [
-            (decoder, make_rope_table(decoder, num_positions=num_positions, dtype=activation_dtype(network)))
-            for decoder in decoders_of(network)
-        ]
-        self._pages = TorchPages.allocate(network, page_plan, quantization)
+        dtype = activation_dtype(network)
+        self._rope_tables = {
+            rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
+        }
+        states = states_of(network, quantization)
+        self._state = allocate_state(states, num_pages=page_plan.num_pages, page_size=page_plan.page_size)
 
     @classmethod
     def open(
@@ -116,7 +118,7 @@ class TorchExecutor:
         check_batch(batch, self.limits)
         inputs = step_inputs(batch)
         ops = self._ops(inputs, num_draft_tokens=batch.num_draft_tokens)
-        outputs = run_step(ops, self.network, inputs, self._pages.state, num_draft_tokens=batch.num_draft_tokens)
+        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=batch.num_draft_tokens)
         return step_result(outputs)
 
     @torch.inference_mode()
@@ -124,7 +126,7 @@ class TorchExecutor:
         """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
         assert 0 < len(token_ids) <= self.limits.max_seq_len
         inputs = step_inputs(sequence_batch(token_ids, page_size=self.limits.page_size))
-        return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._pages.state)
+        return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state)
 
     def close(self) -> None:
         """Nothing runs on its own."""
@@ -135,6 +137,5 @@ class TorchExecutor:
             self._rope_tables,
             page_size=self.limits.page_size,
             num_draft_tokens=num_draft_tokens,
-            page_scales=self._pages.scales,
             ranks=self._ranks,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.torch.quantized_linear import PackedWeight, split_packed
 from dflash_trt.core.batch import ExecutorLimits
+from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.model_spec import DraftSpec, Rotary, TargetSpec, engine_states
 from dflash_trt.core.packed_spec import engine_table, rank_share
-from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.network.ops import Experts, Linear, StepState
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.network.ops import Cache, Experts, Linear, StepState
 from dflash_trt.network.step import Network
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears
 
@@ -85,9 +87,9 @@ def activation_dtype(network: Network[Tensor]) -> torch.dtype:
     return network.target_weights.embedding.dtype
 
 
-def decoders_of(network: Network[Tensor]) -> list[DecoderSpec]:
-    """The target, then the drafter where there is one."""
-    return [network.target, *([network.draft] if network.draft else [])]
+def rotaries_of(network: Network[Tensor]) -> set[Rotary]:
+    """Of the target and, where there is one, of the drafter."""
+    return {network.target.rotary} | ({network.draft.rotary} if network.draft else set())
 
 
 def limits_of(
@@ -104,43 +106,28 @@ def limits_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TorchPages:
-    """Per layer [pages, 2, page_size, kv_heads, D] of the target and of the drafter."""
+def allocate_state(
+    states: EngineStates,  # of one rank
+    *,
+    num_pages: int,
+    page_size: int,
+    device: torch.device | None = None,
+) -> StepState[Tensor]:
+    """Zeros; the layers of one model lie in one allocation."""
 
-    state: StepState[Tensor]
-    scales: dict[int, LayerKvScales]  # of FP8 pages, by `id` of the layer's tensor
+    def caches(specs: Sequence[PagedKv]) -> list[Cache[Tensor]]:
+        if not specs:
+            return []
+        shape = (len(specs), num_pages, *specs[0].page_shape(page_size))
+        pool = torch.zeros(shape, dtype=torch_dtype(specs[0].dtype), device=device)
+        return [Cache(tensor, spec) for tensor, spec in zip(pool.unbind(0), specs, strict=True)]
 
-    @classmethod
-    def allocate(
-        cls,
-        network: Network[Tensor],
-        plan: PagePlan,
-        quantization: QuantizationSpec | None = None,
-        *,
-        device: torch.device | None = None,
-    ) -> TorchPages:
-        """Zeros. `quantization` says which pages are FP8; the others have the dtype of the activations."""
-        quantization = quantization or QuantizationSpec()
-        target = _pool(network.target, network, plan, quantization.target_kv, device)
-        draft = _pool(network.draft, network, plan, quantization.draft_kv, device) if network.draft else []
-        scales = {
-            id(pages): layer
-            for pool, layers in ((target, quantization.target_kv), (draft, quantization.draft_kv))
-            for pages, layer in zip(pool, layers or (), strict=False)
-        }
-        return cls(StepState(target_kv=target, draft_kv=draft), scales)
+    return StepState(target_kv=caches(states.target), draft_kv=caches(states.draft))
 
 
-def _pool(
-    decoder: DecoderSpec,
-    network: Network[Tensor],
-    plan: PagePlan,
-    scales: tuple[LayerKvScales, ...] | None,
-    device: torch.device | None,
-) -> list[Tensor]:
-    """Views into one allocation."""
-    kv_heads = decoder.num_kv_heads // network.mapping.tp_size
-    shape = (decoder.num_layers, plan.num_pages, 2, plan.page_size, kv_heads, decoder.head_dim)
-    dtype = activation_dtype(network) if scales is None else torch.float8_e4m3fn
-    return list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
+def states_of(network: Network[Tensor], quantization: QuantizationSpec | None) -> EngineStates:
+    """States of one rank's network."""
+    dtype = dtype_name(activation_dtype(network))
+    assert dtype in ("float32", "bfloat16", "float16")
+    whole = engine_states(network.target, network.draft, dtype=dtype, quantization=quantization)
+    return whole.shard(network.mapping)

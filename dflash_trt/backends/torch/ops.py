@@ -15,19 +15,18 @@ from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_packed
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec
-from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.network.drafters.dflash import context_of_layers
-from dflash_trt.network.ops import Acceptance, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StepInputs
 from dflash_trt.network.rope import rope_frequencies
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
 
 
-def make_rope_table(decoder: DecoderSpec, *, num_positions: int, dtype: torch.dtype) -> RopeTable:
+def make_rope_table(rotary: Rotary, *, num_positions: int, dtype: torch.dtype) -> RopeTable:
     """Tables for positions 0 .. num_positions - 1; angles in float32, as `transformers` computes them."""
-    frequencies = rope_frequencies(decoder)
+    frequencies = rope_frequencies(rotary)
     inv_freq = torch.tensor(frequencies.inv_freq, dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=1)[:, None]  # [positions, 1, D]
@@ -41,16 +40,13 @@ class TorchOps:
     def __init__(
         self,
         inputs: StepInputs[Tensor],
-        rope_tables: Sequence[tuple[DecoderSpec, RopeTable]],
+        rope_tables: Mapping[Rotary, RopeTable],
         *,
         page_size: int,
         num_draft_tokens: int,
-        page_scales: Mapping[int, LayerKvScales] | None = None,
         ranks: RankGroup = ONE_RANK,
     ) -> None:
-        """`page_scales` belong to the FP8 pages among the state, by `id` of the tensor."""
         self._ranks = ranks
-        self._page_scales = page_scales or {}
         self._inputs = inputs
         self._rope_tables = rope_tables
         self._num_draft_tokens = num_draft_tokens
@@ -92,8 +88,8 @@ class TorchOps:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows.flatten())
 
-    def rope_table(self, decoder: DecoderSpec, positions: Tensor) -> RopeTable:
-        cos, sin = next(table for known, table in self._rope_tables if known is decoder)
+    def rope_table(self, rotary: Rotary, positions: Tensor) -> RopeTable:
+        cos, sin = self._rope_tables[rotary]
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def rope(self, x: Tensor, table: RopeTable) -> Tensor:
@@ -102,9 +98,9 @@ class TorchOps:
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
     def attend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, attention: AttentionSpec, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache[Tensor], attention: AttentionSpec, sinks: Tensor | None
     ) -> Tensor:
-        return torch_attention.attend_pages(self._plan, q, k, v, self._scaled(pages), attention, sinks)
+        return torch_attention.attend_pages(self._plan, q, k, v, cache, attention, sinks)
 
     def draft_context(
         self, kv: Tensor, spec: DraftSpec, k_norms: Sequence[Tensor | None], rope: RopeTable
@@ -116,18 +112,17 @@ class TorchOps:
         context: tuple[Tensor, Tensor],
         q: Tensor,
         block: tuple[Tensor, Tensor],
-        pages: Tensor,
+        cache: Cache[Tensor],
         acceptance: Acceptance[Tensor],
         attention: AttentionSpec,
     ) -> Tensor:
-        scaled = self._scaled(pages)
-        torch_attention.write_draft_context(self._plan, context, scaled)
-        return torch_attention.attend_draft(self._plan, q, block, scaled, acceptance, attention)
+        torch_attention.write_draft_context(self._plan, context, cache)
+        return torch_attention.attend_draft(self._plan, q, block, cache, acceptance, attention)
 
     def write_draft_context(
-        self, context: tuple[Tensor, Tensor], pages: Tensor, acceptance: Acceptance[Tensor]
+        self, context: tuple[Tensor, Tensor], cache: Cache[Tensor], acceptance: Acceptance[Tensor]
     ) -> None:
-        torch_attention.write_draft_context(self._plan, context, self._scaled(pages))
+        torch_attention.write_draft_context(self._plan, context, cache)
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
         acceptance = torch_sampling.sample_and_accept(logits, self._inputs)
@@ -151,10 +146,6 @@ class TorchOps:
 
     def map_tokens(self, draft_to_target: Tensor, token_ids: Tensor) -> Tensor:
         return draft_to_target[token_ids.long()].int()
-
-    def _scaled(self, pages: Tensor) -> torch_attention.Pages:
-        scales = self._page_scales.get(id(pages))
-        return pages if scales is None else torch_attention.ScaledPages(pages, scales)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ranks.all_reduce(x)

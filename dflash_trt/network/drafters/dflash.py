@@ -10,7 +10,7 @@ from typing import Any
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec
 from dflash_trt.network.decoder import finish_layer, rotated_heads
-from dflash_trt.network.ops import Acceptance, Ops, T
+from dflash_trt.network.ops import Acceptance, Cache, Ops, T
 from dflash_trt.network.weights import DraftWeights
 
 
@@ -20,7 +20,9 @@ def draft_context(
     """Taps of all T tokens -> the context of each layer, as `attend_draft` takes it. No input layernorm."""
     fused = ops.rms_norm(ops.linear(ops.concat(taps), weights.fc), weights.context_norm, spec.rms_norm_eps)
     kv = ops.linear(fused, weights.context_kv)
-    return ops.draft_context(kv, spec, [layer.k_norm for layer in weights.layers], ops.rope_table(spec, positions))
+    return ops.draft_context(
+        kv, spec, [layer.k_norm for layer in weights.layers], ops.rope_table(spec.rotary, positions)
+    )
 
 
 def context_of_layers(
@@ -41,7 +43,7 @@ def draft_tokens(
     mapping: Mapping,
     *,
     context: Sequence[Any],
-    kv_pages: Sequence[T],
+    caches: Sequence[Cache[T]],
     acceptance: Acceptance[T],
 ) -> T:
     """Write the accepted context, run the block [bonus, MASK x K], return its greedy tokens int32 [R, K].
@@ -52,7 +54,7 @@ def draft_tokens(
     """
     block = ops.draft_block(acceptance, mask_token_id=spec.mask_token_id)
     hidden = ops.scale(ops.embedding(weights.embedding, block.token_ids), spec.input_embedding_scale)
-    rope = ops.rope_table(spec, block.positions)
+    rope = ops.rope_table(spec.rotary, block.positions)
     kv_size = spec.kv_size // mapping.tp_size
     for i, layer in enumerate(weights.layers):
         x = ops.rms_norm(hidden, layer.attention_norm, spec.rms_norm_eps)
@@ -61,7 +63,7 @@ def draft_tokens(
             context[i],
             rotated_heads(ops, spec, layer.q_norm, ops.linear(x, weights.q[i]), rope),
             (rotated_heads(ops, spec, layer.k_norm, k, rope), ops.split_heads(v, spec.head_dim)),
-            kv_pages[i],
+            caches[i],
             acceptance,
             spec.attention[i],
         )
