@@ -12,12 +12,12 @@ from typing import Any, TypeGuard
 
 from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.core.errors import problem
-from dflash_trt.core.packed_spec import BLOCK_COLUMNS
-from dflash_trt.core.quantization import WeightFormat
+from dflash_trt.formats.base import WeightFormat
+from dflash_trt.formats.registry import weight_formats
 
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 
-_ALGORITHMS: dict[str, WeightFormat] = {"FP8": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4_w4a16"}
+_ALGORITHMS: dict[str, WeightFormat] = {known.modelopt_algorithm: known for known in weight_formats().values()}
 _MIXED = "MIXED_PRECISION"
 _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, or use the unquantized checkpoint."
 
@@ -26,12 +26,12 @@ _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, 
 class ModelOptConfig:
     """`layers` names modules of a mixed-precision checkpoint; otherwise `default` holds for all but `excluded`."""
 
-    default: WeightFormat | None
+    default: str | None
     excluded: tuple[str, ...] = ()  # patterns
-    layers: Mapping[str, WeightFormat]
+    layers: Mapping[str, str]
     has_fp8_kv: bool = False
 
-    def format_of(self, module: str) -> WeightFormat | None:
+    def format_of(self, module: str) -> str | None:
         """What the export claims for one module, for example `model.layers.0.mlp.down_proj`."""
         if self.layers:
             return self.layers.get(module)
@@ -62,10 +62,10 @@ def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) ->
     excluded = section.get("exclude_modules", section.get("ignore")) or []
     algorithm = section.get("quant_algo")
     return ModelOptConfig(
-        default=None if algorithm in (None, _MIXED) else _ALGORITHMS[algorithm],
+        default=None if algorithm in (None, _MIXED) else _ALGORITHMS[algorithm].name,
         excluded=tuple(_plain_name(name) for name in excluded),
         layers={
-            _plain_name(name): _ALGORITHMS[entry["quant_algo"]]
+            _plain_name(name): _ALGORITHMS[entry["quant_algo"]].name
             for name, entry in (section.get("quantized_layers") or {}).items()
         },
         has_fp8_kv=_kv_algorithm(section) == "FP8",
@@ -128,11 +128,11 @@ def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
 
 def _group_size_problems(section: Mapping[str, Any], subject: str) -> Iterator[str]:
     algorithm, group_size = section.get("quant_algo"), section.get("group_size")
-    if isinstance(algorithm, str) and "NVFP4" in algorithm and group_size not in (None, BLOCK_COLUMNS):
-        mend = "NVFP4 has blocks of 16 columns: export the checkpoint again."
-        yield problem(
-            f"{subject}: group_size of {algorithm}", expected=str(BLOCK_COLUMNS), found=shown(group_size), mend=mend
-        )
+    known = _ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    if known is not None and known.columns_per_block > 1 and group_size not in (None, known.columns_per_block):
+        block = str(known.columns_per_block)
+        mend = f"{algorithm} has blocks of {block} columns: export the checkpoint again."
+        yield problem(f"{subject}: group_size of {algorithm}", expected=block, found=shown(group_size), mend=mend)
 
 
 def _kv_algorithm(section: Mapping[str, Any]) -> Any:

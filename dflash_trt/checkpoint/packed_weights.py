@@ -2,7 +2,7 @@
 
 Foreign per module M: `M.weight` (codes), `M.weight_scale` (FP8: a number; NVFP4: block scales), `M.weight_scale_2`
 (NVFP4: a number), `M.input_scale`; K/V scales are `k_proj.k_scale` and `v_proj.v_scale`. Canonical names and layouts:
-`core/packed_spec.py`, where the parts of a fused linear are segments, each with the scales it came with.
+`formats/base.py`, where the parts of a fused linear are segments, each with the scales it came with.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,18 +16,14 @@ from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, ModelOptCon
 from dflash_trt.checkpoint.names import ForeignTable
 from dflash_trt.checkpoint.sharding import share
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
+from dflash_trt.core.dtype import safetensors_dtype
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.packed_spec import BLOCK_COLUMNS, is_linear
-from dflash_trt.core.quantization import WeightFormat
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
+from dflash_trt.formats.base import PER_SEGMENT, WeightFormat, tensor_name
+from dflash_trt.formats.registry import weight_format
 
 _PACKED_DTYPES = ("F8_E4M3", "U8")
-_SCALES: dict[WeightFormat, tuple[str, ...]] = {
-    "fp8": ("weight_scale", "input_scale"),
-    "nvfp4": ("weight_scale", "weight_scale_2", "input_scale"),
-    "nvfp4_w4a16": ("weight_scale", "weight_scale_2"),
-}
 _EXPORT_AGAIN = "Export the checkpoint again."
 
 OpenSlice = Callable[[StoredTensor], Any]  # the stored tensor, to be indexed as safetensors' slices are
@@ -38,7 +34,7 @@ class PackedPart:
     """One of the linears that make up a canonical one. Without a `format` it is plain, and has no `scales`."""
 
     weight: StoredTensor
-    format: WeightFormat | None
+    format: str | None
     scales: dict[str, StoredTensor]
 
 
@@ -49,7 +45,7 @@ class PackedSource:
     parts: tuple[PackedPart, ...]
 
     @property
-    def format(self) -> WeightFormat | None:
+    def format(self) -> str | None:
         formats = {part.format for part in self.parts}
         return formats.pop() if len(formats) == 1 else None
 
@@ -96,7 +92,7 @@ def read_packed(
     dtype: torch.dtype,
     mapping: Mapping,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The engine tensors of a packed linear in the order of `core/packed_spec.packed_tensors`.
+    """The engine tensors of a packed linear in the order of its format's layout.
 
     When its parts differ in format, they come one by one, as linears `NAME/0`, `NAME/1`, ...
 
@@ -104,11 +100,11 @@ def read_packed(
         CheckpointError: a scale or a code that is not a number, or a scale that is not positive.
     """
     if source.format is not None:
-        yield from _read_parts(name, spec, source.parts, open_slice, source.format, mapping)
+        yield from _read_parts(name, spec, source.parts, open_slice, weight_format(source.format), mapping)
         return
     for i, part in enumerate(source.parts):
         if part.format is not None:
-            yield from _read_parts(f"{name}/{i}", spec, (part,), open_slice, part.format, mapping)
+            yield from _read_parts(f"{name}/{i}", spec, (part,), open_slice, weight_format(part.format), mapping)
         else:
             yield f"{name}/{i}", _cut(part.weight, spec, part, open_slice, mapping).to(dtype)
 
@@ -118,17 +114,17 @@ def _read_parts(
     spec: WeightSpec,
     parts: tuple[PackedPart, ...],
     open_slice: OpenSlice,
-    weight_format: WeightFormat,
+    known: WeightFormat,
     mapping: Mapping,
 ) -> Iterator[tuple[str, Tensor]]:
-    yield name, torch.cat([_cut(part.weight, spec, part, open_slice, mapping) for part in parts])
-    if weight_format != "fp8":
-        blocks = [_cut(part.scales["weight_scale"], spec, part, open_slice, mapping) for part in parts]
-        yield f"{name}.block_scale", torch.cat([block.view(torch.uint8) for block in blocks]).view(torch.float8_e4m3fn)
-    which = "weight_scale" if weight_format == "fp8" else "weight_scale_2"
-    yield f"{name}.weight_scale", _numbers([part.scales[which] for part in parts], open_slice)
-    if "input_scale" in _SCALES[weight_format]:
-        yield f"{name}.input_scale", _numbers([part.scales["input_scale"] for part in parts], open_slice)
+    for field, kind in known.modelopt_tensors.items():
+        stored = [part.weight if field == "codes" else part.scales[kind] for part in parts]
+        if field in PER_SEGMENT:
+            yield tensor_name(name, field), _numbers(stored, open_slice)
+            continue
+        pieces = [_cut(tensor, spec, part, open_slice, mapping) for tensor, part in zip(stored, parts, strict=True)]
+        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # PyTorch joins no float8 on a CPU
+        yield tensor_name(name, field), joined.view(pieces[0].dtype)
 
 
 def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
@@ -165,16 +161,17 @@ def _resolve_part(
         expected = f"a plain dtype, for {QUANT_CONFIG_FILE} does not quantize it"
         problems.append(problem(subject, expected=expected, found=weight.dtype, mend=_EXPORT_AGAIN))
         return PackedPart(weight=weight, format=None, scales={})
-    shapes = _shapes(claimed, rows, columns)
-    _check(weight, shapes["weight"], claimed, label=label, problems=problems)
+    known = weight_format(claimed)
+    shapes = _shapes(known, rows, columns)
+    _check(weight, shapes["weight"], known, label=label, problems=problems)
     scales = {}
     missing = []
-    for kind in _SCALES[claimed]:
+    for kind in [kind for kind in known.modelopt_tensors.values() if kind != "weight"]:
         scale = stored.tensors.get(f"{module}.{kind}")
         if scale is None:
             missing.append(f"{module}.{kind}")
             continue
-        _check(scale, shapes[kind], claimed, label=label, problems=problems)
+        _check(scale, shapes[kind], known, label=label, problems=problems)
         scales[kind] = scale
     if missing:
         found = f"no {listed(missing)}"
@@ -183,19 +180,19 @@ def _resolve_part(
     return PackedPart(weight=weight, format=claimed, scales=scales)
 
 
-def _shapes(weight_format: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    number: tuple[str, tuple[int, ...]] = ("F32", ())
-    shapes = {"input_scale": number, "weight_scale_2": number}
-    if weight_format == "fp8":
-        return shapes | {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": number}
-    blocks = (rows, columns // BLOCK_COLUMNS)
-    return shapes | {"weight": ("U8", (rows, columns // 2)), "weight_scale": ("F8_E4M3", blocks)}
+def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each kind of tensor; scales of segments are numbers here."""
+    layout = known.layout((rows, columns), 1)
+    return {
+        kind: (safetensors_dtype(layout[field].dtype), () if field in PER_SEGMENT else layout[field].shape)
+        for field, kind in known.modelopt_tensors.items()
+    }
 
 
 def _check(
     tensor: StoredTensor,
     expected: tuple[str, tuple[int, ...]],
-    weight_format: WeightFormat,
+    known: WeightFormat,
     *,
     label: str,
     problems: list[str],
@@ -205,9 +202,10 @@ def _check(
     if tensor.dtype == dtype and (tensor.shape == shape or is_number):
         return
     hint = ""
-    if dtype == "F8_E4M3" and len(tensor.shape) == len(shape) == 2 and weight_format != "fp8" and tensor.shape[1]:
-        hint = f" (blocks of {shape[1] * BLOCK_COLUMNS // tensor.shape[1]} columns instead of {BLOCK_COLUMNS})"
-    wanted, found = f"{dtype} {list(shape)} for {weight_format}", f"{tensor.dtype} {list(tensor.shape)}{hint}"
+    block = known.columns_per_block
+    if dtype == "F8_E4M3" and len(tensor.shape) == len(shape) == 2 and block > 1 and tensor.shape[1]:
+        hint = f" (blocks of {shape[1] * block // tensor.shape[1]} columns instead of {block})"
+    wanted, found = f"{dtype} {list(shape)} for {known.name}", f"{tensor.dtype} {list(tensor.shape)}{hint}"
     problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, mend=_EXPORT_AGAIN))
 
 

@@ -44,7 +44,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
     config = manifest.pretrained_config
     weights = _stored_bytes(engine)
     states = config.states()
-    _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | _pages(states.target)
+    target = _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | _pages(states.target)
     draft = None
     if manifest.draft is not None:
         draft = _decoder(manifest.draft, draft_weights(manifest.draft)) | weights["draft"] | _pages(states.draft)
@@ -57,9 +57,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
         "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
         "mapping": config.mapping.model_dump(exclude={"rank"}),
-        "target": _decoder(manifest.target, target_weights(manifest.target))
-        | weights["target"]
-        | _pages(states.target),
+        "target": target,
         "draft": draft,
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
@@ -102,15 +100,15 @@ def _decoder(spec: "DecoderSpec", weights: "WeightTable") -> dict[str, Any]:
 
 def _stored_bytes(engine: "EngineDir") -> dict[str, dict[str, Any]]:
     """Bytes of each model's tensors in the files of all ranks, together and by format."""
-    from dflash_trt.core.packed_spec import stored_format
+    from dflash_trt.core.quantization import QuantizationSpec
 
     config = engine.manifest.pretrained_config
-    linears = config.quantization.linears if config.quantization else {}
+    quantization = config.quantization or QuantizationSpec()
     by_format: dict[str, dict[str, int]] = {"target": {}, "draft": {}}
     for rank in range(config.mapping.world_size):
         for name, header in engine.stored_tensors(rank).items():
             formats = by_format[name.partition(".")[0]]
-            tensor_format = stored_format(name, linears) or ("int64" if header.dtype == "I64" else config.dtype)
+            tensor_format = quantization.format_of(name) or ("int64" if header.dtype == "I64" else config.dtype)
             formats[tensor_format] = formats.get(tensor_format, 0) + header.num_bytes
     return {
         model: {"weights_bytes": sum(formats.values()), "weights_bytes_by_format": formats}

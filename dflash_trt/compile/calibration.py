@@ -11,13 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.quantized_linear import split_packed, unpack
+from dflash_trt.backends.torch.quantized_linear import unpack
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.core.quantization import Calibration
+from dflash_trt.core.weight_spec import engine_table
 from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.registry import split_packed
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.step import Network
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears

@@ -15,7 +15,6 @@ from torch import Tensor
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_packed, host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.support import step_network_spec
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
@@ -25,6 +24,7 @@ from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.manifest import tensor_headers
+from dflash_trt.formats.registry import split_packed
 
 CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor SM100; this one knows every format
 

@@ -1,19 +1,16 @@
 """Formats of weights and K/V pages: what a user asks for (QuantizationConfig), what an engine holds (QuantizationSpec).
 
-Knows names only; layouts are in `core/packed_spec.py`, arithmetic in `formats/base.py`.
+Knows names only; layouts and arithmetic are in `formats/`.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from dflash_trt.core.frozen import Frozen
 
-WeightFormat = Literal["fp8", "nvfp4", "nvfp4_w4a16"]  # W8A8 static; W4A4; 4-bit weights with plain activations
-FormatChoice = Literal["none", "fp8", "nvfp4", "nvfp4_w4a16"]
+FormatChoice = str  # a name of `formats`, or "none"
 PageChoice = Literal["none", "fp8"]
-
-FORMAT_CHOICES: tuple[str, ...] = get_args(FormatChoice)
 
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -86,9 +83,13 @@ class QuantizationSpec(Frozen):
     K/V scales are one per layer, for FP8 pages; None means pages of the engine's dtype.
     """
 
-    linears: dict[str, WeightFormat] = Field(default_factory=dict)
+    linears: dict[str, str] = Field(default_factory=dict)
     target_kv: tuple[LayerKvScales, ...] | None = None
     draft_kv: tuple[LayerKvScales, ...] | None = None
+
+    def format_of(self, tensor_name: str) -> str | None:
+        """Format of the linear that a stored tensor belongs to, codes or scales; None for any other tensor."""
+        return self.linears.get(tensor_name, self.linears.get(tensor_name.rpartition(".")[0]))
 
     @property
     def is_empty(self) -> bool:

@@ -4,10 +4,12 @@
 invents a tensor name.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec
 
 Sharding = Literal["replicated", "rows", "columns"]
 
@@ -76,6 +78,42 @@ def draft_weights(spec: DraftSpec) -> WeightTable:
         table["draft.lm_head"] = _rows((spec.draft_vocab_size, hidden), (spec.draft_vocab_size,))
         table["draft.draft_to_target"] = WeightSpec(shape=(spec.draft_vocab_size,), is_integer=True)
     return table
+
+
+def segments_of(spec: WeightSpec) -> tuple[int, ...]:
+    """Rows per stacked linear; one segment for a linear that is not fused."""
+    return spec.segments or (spec.shape[0],)
+
+
+def engine_table(target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None) -> WeightTable:
+    """The canonical weights of an engine, with the packed copies of the head that quantization adds."""
+    table = target_weights(target)
+    if draft is not None:
+        table |= draft_weights(draft)
+    for name in extra_heads(table, quantization.linears if quantization else ()):
+        shape = (target.vocab_size, target.hidden_size)
+        table[name] = WeightSpec(shape=shape, sharding="rows", segments=(target.vocab_size,))
+    return table
+
+
+def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
+    """Heads among `linears` that the models themselves do not have: copies of the target's."""
+    wanted = set(linears)
+    return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
+
+
+def rank_share(spec: WeightSpec, tp_size: int) -> WeightSpec:
+    """The part that every rank of `tp_size` holds, as a spec of its own."""
+    rows, cut = spec.shape[0], tp_size if spec.sharding != "replicated" else 1
+    if spec.sharding == "columns":
+        return replace(spec, shape=(rows, spec.shape[1] // cut))
+    shape = (rows // cut, *spec.shape[1:])
+    return replace(spec, shape=shape, segments=tuple(segment // cut for segment in spec.segments))
+
+
+def is_linear(spec: WeightSpec, name: str) -> bool:
+    """Whether a canonical tensor is the weight of a GEMM: a matrix that is no embedding, and no biases of experts."""
+    return len(spec.shape) == 2 and not name.endswith((".embedding", "_bias"))
 
 
 def _layer_weights(prefix: str, spec: DecoderSpec, mlp: WeightTable) -> WeightTable:

@@ -10,10 +10,10 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec, check_pair, engine_states
-from dflash_trt.core.packed_spec import check_quantization, engine_table, packed_tensors, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
+from dflash_trt.core.weight_spec import WeightTable, engine_table, rank_share
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -51,6 +51,8 @@ class PretrainedConfig(Frozen):
         if self.draft is not None:
             check_pair(self.target, self.draft)
         if self.quantization is not None:
+            from dflash_trt.formats.registry import check_quantization  # torch is not loaded for plain engines
+
             check_quantization(self.quantization, self.target, self.draft)
         return self
 
@@ -130,16 +132,25 @@ def weights_name(rank: int) -> str:
 def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor in each `rank{r}.safetensors`, in the order of the file."""
     linears = config.quantization.linears if config.quantization else {}
+    whole = engine_table(config.target, config.draft, config.quantization)
+    table = {name: rank_share(spec, config.mapping.tp_size) for name, spec in whole.items()}
     headers: dict[str, TensorHeader] = {}
-    for name, whole in engine_table(config.target, config.draft, config.quantization).items():
-        spec = rank_share(whole, config.mapping.tp_size)
+    for name, spec in table.items():
         if name in linears:
-            parts = packed_tensors(name, spec, linears[name])
-            headers |= {part.name: TensorHeader(dtype=part.dtype, shape=part.shape) for part in parts}
+            headers |= _quantized_headers(name, table, linears[name])
         else:
             dtype = safetensors_dtype("int64" if spec.is_integer else config.dtype)
             headers[name] = TensorHeader(dtype=dtype, shape=spec.shape)
     return headers
+
+
+def _quantized_headers(name: str, table: WeightTable, format_name: str) -> dict[str, TensorHeader]:
+    from dflash_trt.formats.registry import quantized_tensors
+
+    return {
+        key: TensorHeader(dtype=safetensors_dtype(tensor.dtype), shape=tensor.shape)
+        for key, tensor in quantized_tensors(name, table, format_name).items()
+    }
 
 
 def file_problems(error: ValidationError, file_name: str) -> list[str]:

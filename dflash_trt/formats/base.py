@@ -1,7 +1,4 @@
-"""Packed weights: what stands in a Linear's `weight` when it is not a plain [out, in] tensor.
-
-`T` is a back end's tensor handle, as in `network/ops`; nothing here computes, so no tensor library is needed. The
-formats are those of ModelOpt 0.47's `export_hf_checkpoint`, so an exported checkpoint is taken as it is.
+"""Weight formats: what every one of them says of itself, and what stands in a Linear's `weight` in place of a tensor.
 
 A canonical linear may be several ones stacked along its rows (q, k, v; gate, up). Each of these *segments* has scalar
 scales of its own: `segments` are their row counts, in order, with sum `out`; a tensor of scales has one float32 per
@@ -9,82 +6,176 @@ segment. In exact arithmetic, for the rows of segment s,
 
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
-where W_s is the dequantized weight below, and x_s is x itself when `input_scale` is None, else x quantized and
-dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a back end can see
-that one activation quantization serves the whole GEMM.
+where W_s is the dequantized weight that the format's file defines, and x_s is x itself when `input_scale` is None, else
+x quantized and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a back
+end can see that one activation quantization serves the whole GEMM.
 
-FP8 (E4M3 "fn": no infinity, largest 448, smallest subnormal 2**-9; round to nearest even, saturating)
-    W_s = codes * weight_scale[s]
-    x_s = e4m3(clamp(x / input_scale[s], -448, 448)) * input_scale[s]          static, per tensor
-
-NVFP4 (E2M1 values 0 .5 1 1.5 2 3 4 6 and their negatives; blocks of 16 along `in`)
-    code c = sign << 3 | magnitude index; byte j of a row holds column 2j in bits 0-3 and column 2j + 1 in bits 4-7
-    W_s[n, k] = e2m1(code[n, k]) * block_scale[n, k // 16] * weight_scale[s]   block_scale in E4M3, never negative
-    x_s: per row and block b of 16, g = input_scale[s]:
-        scale_b = e4m3(clamp(max|x_b| / (6 g), 2**-9, 448))   (1 for a block of zeros)
-        x_s = e2m1(x_b / (scale_b g)) * scale_b * g                            block scales dynamic, g static
-
-`weight_scale` is amax / 448 for FP8 and amax / (6 * 448) for NVFP4 (ModelOpt's `weight_scale_2`); likewise
-`input_scale`. E2M1 rounds to nearest, ties to the even code (0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2,
-3.5 -> 4, 5 -> 4) and saturates at 6.
+Weights are N-D: the last two axes are out and in, leading axes are experts. `T` is a back end's tensor handle.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.dtype import DType, num_bytes_of
+from dflash_trt.core.errors import CheckpointError, problem
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 E4M3_MAX: Final = 448.0
-E2M1_MAX: Final = 6.0
-E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by magnitude index; the sign is bit 3
-BLOCK_SIZE: Final = 16  # columns that share an NVFP4 block scale
+PER_SEGMENT: Final = ("weight_scale", "input_scale")  # fields with one number per segment; the others have rows
 
 SliceRows = Callable[[T, int, int], T]  # (tensor, start, stop) -> rows start .. stop - 1 of axis 0
 
 
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Dtype and shape of one tensor of a quantized weight."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes_of(self.dtype) * math.prod(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedWeight(Generic[T]):
-    """What the packed formats share."""
+    """Fields that all formats share; a format's own class adds its codes."""
 
     segments: tuple[int, ...]  # rows per stacked linear
-    weight_scale: T  # float32 [segments]
-    input_scale: T | None  # float32 [segments]; None: activations stay as they are (weight-only)
+    weight_scale: T  # float32 [..., segments]
+    input_scale: T | None  # float32 [..., segments]; None: activations stay as they are (weight-only)
 
+    def tensors(self) -> dict[str, T]:
+        """Tensors by field name, codes first and the scales of segments last."""
+        own = [item.name for item in fields(self) if item.name != "segments" and item.name not in PER_SEGMENT]
+        found = {name: getattr(self, name) for name in (*own, *PER_SEGMENT)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Weight(PackedWeight[T]):
-    """FP8 E4M3, W8A8 (or weight-only). Per-segment scale: TensorRT's DQ over axis 0 takes it repeated per row."""
-
-    codes: T  # float8_e4m3fn [out, in]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Nvfp4Weight(PackedWeight[T]):
-    """NVFP4, W4A4, or W4A16 when `input_scale` is None. `in` is a multiple of 16."""
-
-    codes: T  # uint8 [out, in / 2], two codes per byte, the even column in the low nibble
-    block_scale: T  # float8_e4m3fn [out, in / 16]
+    def map_tensors(self, change: Callable[[str, T], U]) -> PackedWeight[U]:
+        """The same weight with `change(field name, tensor)` in place of every tensor."""
+        changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
+        return cast("PackedWeight[U]", replace(self, **changed))
 
 
 def slice_packed(weight: PackedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> PackedWeight[T]:
-    """Whole segments of a packed weight: rows start .. stop - 1, which must lie between segment boundaries."""
+    """Whole segments of a matrix: rows start .. stop - 1, which must lie between segment boundaries."""
     edges = [0]
     for rows in weight.segments:
         edges.append(edges[-1] + rows)
     assert start in edges and stop in edges and start < stop, f"rows {start}..{stop} cut a segment of {weight.segments}"
     first, last = edges.index(start), edges.index(stop)
-    segments = weight.segments[first:last]
-    weight_scale = slice_rows(weight.weight_scale, first, last)
-    input_scale = None if weight.input_scale is None else slice_rows(weight.input_scale, first, last)
-    if isinstance(weight, Fp8Weight):
-        codes = slice_rows(weight.codes, start, stop)
-        return Fp8Weight(segments=segments, weight_scale=weight_scale, input_scale=input_scale, codes=codes)
-    assert isinstance(weight, Nvfp4Weight), f"not a packed format: {type(weight).__name__}"
-    return Nvfp4Weight(
-        segments=segments,
-        weight_scale=weight_scale,
-        input_scale=input_scale,
-        codes=slice_rows(weight.codes, start, stop),
-        block_scale=slice_rows(weight.block_scale, start, stop),
+
+    def cut(name: str, tensor: T) -> T:
+        return slice_rows(tensor, first, last) if name in PER_SEGMENT else slice_rows(tensor, start, stop)
+
+    return replace(weight.map_tensors(cut), segments=weight.segments[first:last])
+
+
+class WeightFormat(ABC):
+    """One format: layout, arithmetic, the hardware it needs, and the checkpoints it is read from."""
+
+    name: ClassVar[str]
+    weight_type: ClassVar[type[PackedWeight[Any]]]
+    first_capability: ClassVar[tuple[int, int] | None]  # CUDA's, of a GPU that computes in it; None: any
+    instead: ClassVar[str]  # hint for a GPU that does not
+    has_input_scale: ClassVar[bool]  # activations are quantized, too, with static scales from calibration
+    shares_weight_scale: ClassVar[bool]  # quantizing gives all segments the largest of their scales
+    columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
+    modelopt_algorithm: ClassVar[str]
+    # Kind of the ModelOpt tensor that holds each field: `MODULE.KIND`. Fields per segment are single numbers there.
+    modelopt_tensors: ClassVar[Mapping[str, str]]
+    modelopt_activation: ClassVar[Mapping[str, Any]]  # ModelOpt's description of the activation quantizer
+
+    @abstractmethod
+    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+        """Tensors by field of a weight of this shape, in the order of the file."""
+
+    @abstractmethod
+    def unscaled(self, weight: PackedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+        """W [..., out, in] without `weight_scale`; exact in float32 and bfloat16."""
+
+    @abstractmethod
+    def pack_matrix(
+        self,
+        weight: Tensor,  # [out, in], float
+        *,
+        segments: Sequence[int],
+        weight_amax: Tensor,  # float32 [segments]
+        input_amax: Tensor | None,  # float32 [segments]; None for weight-only formats
+    ) -> PackedWeight[Tensor]:
+        """`pack` without experts; ranges are checked."""
+
+    def pack(
+        self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
+    ) -> PackedWeight[Tensor]:
+        """Quantize [..., out, in] with the ranges [..., segments] of its segments.
+
+        Raises:
+            CheckpointError: a range that is not finite and positive.
+        """
+        _require_ranges(weight_amax, "weight")
+        if input_amax is not None:
+            _require_ranges(input_amax, "activation")
+        assert (input_amax is not None) == self.has_input_scale
+        if weight.dim() == 2:
+            return self.pack_matrix(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
+        experts = [
+            self.pack(w, segments=segments, weight_amax=weight_amax[i], input_amax=_item(input_amax, i))
+            for i, w in enumerate(weight)
+        ]
+        return _stacked(experts)
+
+    def dequantize(self, weight: PackedWeight[Tensor]) -> Tensor:
+        """W [..., out, in] in float32, exact."""
+        return self.unscaled(weight, torch.float32) * row_scale(weight)[..., None]
+
+    def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> PackedWeight[T]:
+        """The reverse of `PackedWeight.tensors`."""
+        return self.weight_type(segments=segments, **{"input_scale": None, **tensors})
+
+
+def tensor_name(linear: str, field_name: str) -> str:
+    """Canonical name of a tensor of a linear: the codes bear the linear's own."""
+    return linear if field_name == "codes" else f"{linear}.{field_name}"
+
+
+def row_scale(weight: PackedWeight[Tensor]) -> Tensor:  # float32 [..., out]
+    """`weight_scale`, repeated for the rows of each segment."""
+    scale = weight.weight_scale
+    return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)
+
+
+def segment_amax(weight: Tensor, segments: Sequence[int]) -> Tensor:  # float32 [..., segments]
+    """Largest magnitude of each segment of [..., out, in]."""
+    parts = torch.split(weight, list(segments), dim=-2)
+    return torch.stack([part.abs().amax(dim=(-2, -1)) for part in parts], dim=-1).float()
+
+
+def _stacked(weights: Sequence[PackedWeight[Tensor]]) -> PackedWeight[Tensor]:
+    tensors = [weight.tensors() for weight in weights]
+    return weights[0].map_tensors(lambda name, _: torch.stack([each[name] for each in tensors]))
+
+
+def _item(tensor: Tensor | None, index: int) -> Tensor | None:
+    return None if tensor is None else tensor[index]
+
+
+def _require_ranges(amax: Tensor, subject: str) -> None:
+    if bool((amax.isfinite() & (amax > 0)).all()):
+        return
+    found = ", ".join(f"{value:g}" for value in amax.flatten().tolist())
+    mend = "Check the checkpoint and the calibration prompts, or keep this linear plain with an override."
+    raise CheckpointError(
+        problem(f"{subject} ranges", expected="finite and positive magnitudes", found=found, mend=mend)
     )

@@ -15,17 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_trt.core.errors import ConfigError, problem
-from dflash_trt.core.quantization import WeightFormat
-from dflash_trt.formats.base import BLOCK_SIZE
-
-# ModelOpt's own descriptions of an activation, as in its FP8_DEFAULT_CFG and NVFP4_DEFAULT_CFG.
-_QUANTIZERS: dict[WeightFormat, dict[str, Any]] = {
-    "fp8": {"num_bits": (4, 3), "axis": None},
-    "nvfp4": {
-        "num_bits": (2, 1),
-        "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},
-    },
-}
+from dflash_trt.formats.registry import weight_format
 
 
 class LinearBank(nn.Module):
@@ -54,7 +44,7 @@ class LinearBank(nn.Module):
 
 def observe(
     weights: Mapping[str, Tensor],  # [out, in] by canonical name
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, str],
     run: Callable[[LinearBank], None],
 ) -> dict[str, float]:
     """The largest magnitude that entered each linear during `run`, which calls the bank for each of them.
@@ -69,7 +59,7 @@ def observe(
     rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name in weights:
         pattern = f"linears.{_key(name)}.input_quantizer"
-        rules.append({"quantizer_name": pattern, "cfg": _QUANTIZERS[formats[name]]})
+        rules.append({"quantizer_name": pattern, "cfg": dict(weight_format(formats[name]).modelopt_activation)})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # ModelOpt prints its progress
         warnings.simplefilter("ignore")
         quantization.quantize(bank, {"quant_cfg": rules, "algorithm": "max"}, run)

@@ -3,24 +3,16 @@
 from collections.abc import Mapping
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.quantization import WeightFormat
-
-# CUDA compute capabilities: FP8 tensor cores since Ada and Hopper, FP4 since Blackwell.
-_FIRST_CAPABILITY: dict[WeightFormat, tuple[int, int]] = {"fp8": (8, 9), "nvfp4": (10, 0)}
-_INSTEAD: dict[WeightFormat, str] = {
-    "fp8": "Use `none`, or `nvfp4_w4a16`, whose weights are unpacked before the GEMM.",
-    "nvfp4": "Use `fp8` for speed, or `nvfp4_w4a16` for 4-bit weights with plain activations.",
-}
+from dflash_trt.formats.registry import weight_formats
 
 
-def require_hardware(formats: Mapping[str, WeightFormat], capability: tuple[int, int]) -> None:
+def require_hardware(formats: Mapping[str, str], capability: tuple[int, int]) -> None:
     """Raises ConfigError when a GPU of this compute capability has no units for a format; weight-only runs anywhere."""
     problems = []
-    for weight_format, first in _FIRST_CAPABILITY.items():
-        if weight_format in formats.values() and capability < first:
+    for name, known in weight_formats().items():
+        first = known.first_capability
+        if first is not None and name in formats.values() and capability < first:
             expected = f"a GPU of compute capability {first[0]}.{first[1]} or later"
             found = f"{capability[0]}.{capability[1]}"
-            problems.append(
-                problem(f"format {weight_format}", expected=expected, found=found, mend=_INSTEAD[weight_format])
-            )
+            problems.append(problem(f"format {name}", expected=expected, found=found, mend=known.instead))
     raise_all(ConfigError, "quantization", problems)

@@ -14,15 +14,14 @@ from dflash_trt.core.dtype import FloatDType, num_bytes_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.model_spec import DraftSpec, TargetSpec
-from dflash_trt.core.packed_spec import BLOCK_COLUMNS, engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import (
     FormatChoice,
     LayerKvScales,
     QuantizationConfig,
     QuantizationSpec,
-    WeightFormat,
 )
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, engine_table, is_linear
+from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
 Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
 
@@ -36,7 +35,7 @@ class PlannedLinear:
     name: str
     component: Component
     spec: WeightSpec
-    format: WeightFormat | None
+    format: str | None
     is_stored: bool = False
 
     @property
@@ -45,7 +44,7 @@ class PlannedLinear:
 
     @property
     def needs_activations(self) -> bool:
-        return not self.is_stored and self.format in ("fp8", "nvfp4")
+        return self.is_to_be_packed and weight_format(self.format or "").has_input_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +68,7 @@ class QuantizationPlan:
     draft: DraftSpec | None
 
     @property
-    def formats(self) -> dict[str, WeightFormat]:
+    def formats(self) -> dict[str, str]:
         return {linear.name: linear.format for linear in self.linears if linear.format is not None}
 
     @property
@@ -98,14 +97,14 @@ class QuantizationPlan:
         plain: dict[Component, int] = {}
         planned: dict[Component, int] = {}
         formats = self.formats
-        models = engine_table(self.target, self.draft, None)
-        for name, spec in self.table().items():
+        models, table = engine_table(self.target, self.draft, None), self.table()
+        for name, spec in table.items():
             component = component_of(name, spec)
             element_bytes = num_bytes_of("int64" if spec.is_integer else dtype)
             num_bytes = math.prod(spec.shape) * element_bytes
             plain[component] = plain.get(component, 0) + (num_bytes if name in models else 0)
             if name in formats:
-                num_bytes = sum(part.num_bytes for part in packed_tensors(name, spec, formats[name]))
+                num_bytes = sum(tensor.num_bytes for tensor in quantized_tensors(name, table, formats[name]).values())
             planned[component] = planned.get(component, 0) + num_bytes
         return tuple(
             ComponentSize(component=component, plain_bytes=plain[component], planned_bytes=planned[component])
@@ -122,6 +121,7 @@ def make_plan(
         ConfigError: an override that matches nothing, a shape that a format cannot hold, a choice that contradicts
             the checkpoint or has nothing to apply to; all of them in one error.
     """
+    raise_all(ConfigError, "quantization", list(_unknown_formats(config)))
     copies = _head_copies(config, target, draft)
     table = engine_table(target, draft, QuantizationSpec(linears=copies))
     linears, problems = [], list(_config_problems(config, draft, table, stored))
@@ -147,12 +147,12 @@ def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
     """Why packed linears cannot be cut for so many ranks; empty when they can."""
     problems = []
     for linear in plan.linears:
-        if linear.spec.sharding != "columns" or linear.format not in ("nvfp4", "nvfp4_w4a16"):
+        if linear.spec.sharding != "columns" or linear.format is None:
             continue
-        columns = linear.spec.shape[1] // tp_size
-        if columns % BLOCK_COLUMNS:
+        columns, block = linear.spec.shape[1] // tp_size, weight_format(linear.format).columns_per_block
+        if columns % block:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
-            expected = f"input features per rank in blocks of {BLOCK_COLUMNS} for {linear.format}"
+            expected = f"input features per rank in blocks of {block} for {linear.format}"
             found = f"{columns} with tp_size {tp_size}"
             mend = f"Choose a smaller tp_size{override}."
             problems.append(problem(linear.name, expected=expected, found=found, mend=mend))
@@ -179,7 +179,7 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, WeightFormat]:
+def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, str]:
     """Heads that exist only as packed copies. A pattern makes none: only a choice, or an override by full name."""
     choices = {"target.lm_head": config.lm_head}
     if draft is not None:
@@ -213,7 +213,7 @@ def _planned(name: str, spec: WeightSpec, asked: FormatChoice, stored: Quantizat
     component = component_of(name, spec)
     if name in stored.linears:
         return PlannedLinear(name=name, component=component, spec=spec, format=stored.linears[name], is_stored=True)
-    weight_format: WeightFormat | None = None if asked == "none" else asked
+    weight_format: str | None = None if asked == "none" else asked
     return PlannedLinear(name=name, component=component, spec=spec, format=weight_format)
 
 
@@ -222,10 +222,23 @@ def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[st
     if planned.is_stored and asked not in ("none", planned.format):
         mend = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
         yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, mend=mend)
-    elif planned.format in ("nvfp4", "nvfp4_w4a16") and columns % BLOCK_COLUMNS:
+    elif planned.format is not None and columns % weight_format(planned.format).columns_per_block:
         mend = f"Add the override '{name}: fp8' or '{name}: none'."
-        expected = f"input features in blocks of {BLOCK_COLUMNS} for {planned.format}"
+        block = weight_format(planned.format).columns_per_block
+        expected = f"input features in blocks of {block} for {planned.format}"
         yield problem(name, expected=expected, found=str(columns), mend=mend)
+
+
+def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
+    known = ("none", *weight_formats())
+    parts = {"target": config.target, "drafter": config.drafter, "lm_head": config.lm_head}
+    parts |= {"draft_lm_head": config.draft_lm_head}
+    parts |= {f"override '{pattern}'": choice for pattern, choice in config.overrides.items()}
+    for part, choice in parts.items():
+        if choice not in (None, *known):
+            nearest = nearest_name(str(choice), known)
+            mend = f"Did you mean '{nearest}'?" if nearest else "Choose one of them."
+            yield problem(f"quantization of {part}", expected=", ".join(known), found=str(choice), mend=mend)
 
 
 def _config_problems(

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.sharding import shard
 from dflash_trt.core.mapping import Mapping as RankMapping
-from dflash_trt.core.packed_spec import engine_table, segments_of
-from dflash_trt.core.quantization import Calibration, WeightFormat
-from dflash_trt.core.weight_spec import WeightSpec
-from dflash_trt.formats.arithmetic import dequantize, engine_tensors, pack, packed_weight, segment_amax
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.core.quantization import Calibration
+from dflash_trt.core.weight_spec import engine_table, segments_of
+from dflash_trt.formats.base import PackedWeight, segment_amax
+from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -92,14 +91,14 @@ def pack_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration)
     and E4M3 block scales absorb the rest. FP8 keeps a weight scale per segment, which costs nothing.
     """
     assert linear.format is not None
-    segments = segments_of(linear.spec)
+    known, segments = weight_format(linear.format), segments_of(linear.spec)
     weight_amax = segment_amax(weight, segments)
-    if linear.format != "fp8":
+    if known.shares_weight_scale:
         weight_amax = weight_amax.max().expand(len(segments)).clone()
     input_amax = None
-    if linear.format != "nvfp4_w4a16":
+    if known.has_input_scale:
         input_amax = torch.full((len(segments),), calibration.input_amax[linear.name])
-    return pack(weight, linear.format, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
+    return known.pack(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
 
 
 def joined(tensors: NamedTensors, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -114,12 +113,11 @@ def joined(tensors: NamedTensors, *, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 
 def _plain_part(name: str, held: Mapping[str, Tensor]) -> Tensor:
-    tensor = held[name]
-    if f"{name}.weight_scale" not in held:
-        return tensor
-    weight_format: WeightFormat = "fp8"
-    columns = tensor.shape[1]
-    if tensor.dtype == torch.uint8:
-        weight_format, columns = ("nvfp4" if f"{name}.input_scale" in held else "nvfp4_w4a16"), 2 * columns
-    spec = WeightSpec(shape=(tensor.shape[0], columns))
-    return dequantize(packed_weight(name, spec, weight_format, held))
+    """A part as it is, or dequantized when its scales came with it."""
+    prefix = f"{name}."
+    scales = {key.removeprefix(prefix): tensor for key, tensor in held.items() if key.startswith(prefix)}
+    if not scales:
+        return held[name]
+    tensors = {"codes": held[name], **scales}
+    known = format_with(tensors.keys())
+    return known.dequantize(known.weight_of((len(held[name]),), tensors))

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear, prepare_device_linear
-from dflash_trt.formats.arithmetic import pack, segment_amax
+from dflash_trt.formats.base import segment_amax
+from dflash_trt.formats.registry import weight_format
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
@@ -103,9 +104,8 @@ def _fp8(x: Tensor, weight: Tensor, *, use_fast_accum: bool) -> Call:
 
 def _w4a16(x: Tensor, weight: Tensor) -> Call:
     segments = (len(weight),)
-    packed = pack(
+    packed = weight_format("nvfp4_w4a16").pack(
         weight.float(),
-        "nvfp4_w4a16",
         segments=segments,
         weight_amax=segment_amax(weight.float(), segments),
         input_amax=None,

@@ -7,11 +7,11 @@ import torch
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.loading import bind_network
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec, engine_states
-from dflash_trt.core.packed_spec import engine_table, is_linear, packed_tensors
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.weight_spec import engine_table, is_linear
+from dflash_trt.formats.registry import quantized_tensors, split_packed
 from gpu_visit_parts.setting import SETTING
 
 
@@ -88,12 +88,11 @@ def make_executor(
     tensors = {}
     for name, spec in table.items():
         if name in quantization.linears:
-            for part in packed_tensors(name, spec, "fp8"):
-                is_code = part.dtype == "F8_E4M3"
-                tensors[part.name] = (
-                    torch.randn(part.shape, device=device, dtype=SETTING.dtype).mul_(64).to(torch.float8_e4m3fn)
-                    if is_code
-                    else torch.full(part.shape, 2e-4 if part.name.endswith("weight_scale") else 0.02, device=device)
+            for part, layout in quantized_tensors(name, table, "fp8").items():
+                tensors[part] = (
+                    torch.randn(layout.shape, device=device, dtype=SETTING.dtype).mul_(64).to(torch.float8_e4m3fn)
+                    if layout.dtype == "float8_e4m3fn"
+                    else torch.full(layout.shape, 2e-4 if part.endswith("weight_scale") else 0.02, device=device)
                 )
         elif len(spec.shape) == 1:
             tensors[name] = torch.ones(spec.shape, dtype=SETTING.dtype, device=device)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.bench.comparison import Acceptance, Comparison
-from dflash_trt.core.packed_spec import engine_table
+from dflash_trt.core.weight_spec import engine_table
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_target
 

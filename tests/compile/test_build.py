@@ -12,9 +12,8 @@ from dflash_trt.compile.build import BuildProgress, build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.packed_spec import engine_table
 from dflash_trt.core.quantization import QuantizationConfig
-from dflash_trt.core.weight_spec import WeightSpec
+from dflash_trt.core.weight_spec import WeightSpec, engine_table
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.joining import join, ranks
 from tests.factories import make_target, make_zlab_drafter

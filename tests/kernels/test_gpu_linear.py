@@ -14,7 +14,8 @@ from dflash_trt.backends.cuda.linear import (
     apply_device_linear,
     prepare_device_linear,
 )
-from dflash_trt.formats.arithmetic import pack, segment_amax
+from dflash_trt.formats.base import segment_amax
+from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.ops import Linear
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
 
@@ -30,7 +31,7 @@ def packed_weight(weight_format, *, input_amax=(3.0, 3.0, 3.0), are_equal=False)
     if are_equal:
         ranges = ranges.amax().expand(3).clone()
     amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
-    return pack(weight, weight_format, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
+    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
 def moved(weight, device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_trt.formats.arithmetic import e4m3
+from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 
 

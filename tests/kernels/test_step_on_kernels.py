@@ -16,17 +16,18 @@ from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_network
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import engine_states
-from dflash_trt.core.packed_spec import engine_table, is_linear, segments_of
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
-from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec, WeightFormat
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.weight_spec import engine_table, is_linear, segments_of
 from dflash_trt.executor.pipelined import PipelinedExecutor
-from dflash_trt.formats.arithmetic import engine_tensors, pack, segment_amax
+from dflash_trt.formats.base import segment_amax
+from dflash_trt.formats.registry import engine_tensors, split_packed
+from dflash_trt.formats.registry import weight_format as known_format
 from tests.engine_dir.building import build
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
@@ -87,15 +88,17 @@ def make_executors(
     )
 
 
-def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[str, WeightFormat]:
+def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Pack every linear but the head in place, with activations calibrated to 6; their formats."""
-    formats: dict[str, WeightFormat] = {}
+    formats: dict[str, str] = {}
     for name, spec in engine_table(pair.target, pair.draft, None).items():
         if not is_linear(spec, name) or name.endswith("lm_head"):
             continue
         weight, segments = tensors[name], segments_of(spec)
         ranges = segment_amax(weight, segments)
-        packed = pack(weight, "fp8", segments=segments, weight_amax=ranges, input_amax=torch.full_like(ranges, 6.0))
+        packed = known_format("fp8").pack(
+            weight, segments=segments, weight_amax=ranges, input_amax=torch.full_like(ranges, 6.0)
+        )
         tensors |= engine_tensors(name, packed)
         formats[name] = "fp8"
     return formats

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_network
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import build_engine
 from dflash_trt.compile.calibration import calibrate_pair
@@ -22,6 +21,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import engine_states
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.formats.registry import split_packed
 from dflash_trt.quantize.calibration_cache import cache_dir
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream

@@ -6,8 +6,10 @@ import torch
 from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, Scratch, read_pages, write_pages
 from dflash_trt.backends.torch.quantized_linear import apply_packed, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.formats.arithmetic import dequantize, pack, segment_amax
-from dflash_trt.formats.base import Fp8Weight, PackedWeight
+from dflash_trt.formats.base import PackedWeight, segment_amax
+from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.registry import dequantize
+from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.ops import Linear
 from tests.caches import cache_of
 from tests.engines import decode, make_executor
@@ -26,7 +28,7 @@ def packed_weight(weight_format: str, *, input_amax: tuple[float, ...] = (3.0, 3
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
     amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
     ranges = segment_amax(weight, SEGMENTS)
-    return pack(weight, weight_format, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
+    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
 
 
 def activations() -> torch.Tensor:  # [7, 64], with values beyond the calibrated range

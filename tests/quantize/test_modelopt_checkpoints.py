@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.packed_spec import packed_tensors
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
-from dflash_trt.formats.arithmetic import segment_amax
+from dflash_trt.formats.base import segment_amax
+from dflash_trt.formats.registry import quantized_tensors
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream
 
@@ -109,8 +109,8 @@ def test_a_whole_export_is_read(good: Callable[[str], Path], weight_format: str)
     assert set(pair.quantization.linears.values()) == {weight_format}
     tensors = dict(pair.iter_weights(dtype=torch.float32, mapping=Mapping()))
     for name in pair.quantization.linears:
-        for part in packed_tensors(name, pair.table[name], weight_format):  # type: ignore[arg-type]
-            assert tuple(tensors[part.name].shape) == part.shape
+        for part, layout in quantized_tensors(name, pair.table, weight_format).items():
+            assert tuple(tensors[part].shape) == layout.shape
 
 
 @pytest.mark.parametrize(

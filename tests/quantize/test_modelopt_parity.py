@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.packed_spec import engine_table, segments_of
-from dflash_trt.formats.arithmetic import dequantize, e2m1_values, pack
+from dflash_trt.core.weight_spec import engine_table, segments_of
 from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.nvfp4 import e2m1_values
+from dflash_trt.formats.registry import dequantize, split_packed
+from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.quantize.stream import joined
 from tests.quantize.conftest import Exports
 
@@ -73,9 +74,8 @@ def test_our_packing_writes_what_modelopt_wrote(
     plain = dict(open_pair(exports.target, exports.drafter).iter_weights(dtype=dtype, mapping=Mapping()))
     for name, theirs in packed_of(pair, dtype).items():
         largest = {"fp8": 448.0}.get(weight_format, 6.0 * 448.0)
-        ours = pack(
+        ours = known_format(weight_format).pack(
             plain[name],
-            weight_format,  # type: ignore[arg-type]
             segments=theirs.segments,
             weight_amax=theirs.weight_scale * largest,
             input_amax=None if theirs.input_scale is None else theirs.input_scale * largest,
@@ -113,7 +113,7 @@ def test_a_changed_weight_packs_to_something_else(exports: Exports, dtype_name: 
     changed[5, 17] = -changed[5, 17] - 0.1
     amax = theirs.weight_scale * (6 * 448)
     kept, moved = (
-        pack(weight, "nvfp4_w4a16", segments=theirs.segments, weight_amax=amax, input_amax=None)
+        known_format("nvfp4_w4a16").pack(weight, segments=theirs.segments, weight_amax=amax, input_amax=None)
         for weight in (plain, changed)
     )
     assert torch.equal(dequantize(kept), dequantize(theirs))
@@ -173,7 +173,7 @@ def test_two_ranks_hold_the_two_halves_of_a_packed_weight(exports: Exports) -> N
     pair = opened(exports, "target", "target-nvfp4")
     whole = packed_of(pair, torch.float32)
     table = engine_table(pair.target, None, pair.quantization)
-    from dflash_trt.core.packed_spec import rank_share
+    from dflash_trt.core.weight_spec import rank_share
 
     halves = []
     for rank in range(2):

@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import CheckpointError
-from dflash_trt.formats.arithmetic import dequantize, e2m1_codes, e2m1_values, e4m3, pack, segment_amax
-from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight, slice_packed
+from dflash_trt.formats.base import segment_amax, slice_packed
+from dflash_trt.formats.fp8 import Fp8Weight, e4m3
+from dflash_trt.formats.nvfp4 import Nvfp4Weight, e2m1_codes, e2m1_values
+from dflash_trt.formats.registry import dequantize
+from dflash_trt.formats.registry import weight_format as known_format
 
 SEGMENTS = (48, 16, 32)
 
@@ -24,7 +27,7 @@ def random_weight(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Te
 def packed(weight: torch.Tensor, weight_format: str, *, input_amax: float = 3.0):
     amax = None if weight_format == "nvfp4_w4a16" else torch.full((3,), input_amax)
     ranges = segment_amax(weight, SEGMENTS)
-    return pack(weight, weight_format, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
+    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
 @settings(deadline=None)
@@ -113,4 +116,4 @@ def test_a_range_that_is_no_range_is_refused(wrong: float, which: str) -> None:
     ranges = {"weight_amax": good, "input_amax": good}
     ranges["weight_amax" if which == "weight" else "input_amax"] = bad
     with pytest.raises(CheckpointError, match=f"{which} ranges: expected finite and positive"):
-        pack(random_weight(), "fp8", segments=SEGMENTS, **ranges)
+        known_format("fp8").pack(random_weight(), segments=SEGMENTS, **ranges)

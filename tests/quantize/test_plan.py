@@ -168,10 +168,6 @@ def test_one_word_in_the_yaml_is_the_format_of_the_target() -> None:
             {"targt": "fp8"},
             "key 'quantization.targt': expected a known key, found an unknown one. Did you mean 'target'?",
         ),
-        (
-            {"target": "fp4"},
-            "key 'quantization.target': expected Input should be 'none', 'fp8', 'nvfp4' or 'nvfp4_w4a16'",
-        ),
         ({"calibration": {"num_prompt": 3}}, "Did you mean 'num_prompts'?"),
         ({"calibration": {"num_prompts": 0}}, "key 'quantization.calibration.num_prompts'"),
     ],
@@ -180,3 +176,10 @@ def test_a_wrong_key_or_value_is_named(section: dict[str, Any], words: str) -> N
     with pytest.raises(ConfigError) as raised:
         build_config_from({"target": "t", "quantization": section}, source="test")
     assert words in str(raised.value)
+
+
+def test_an_unknown_format_is_named_with_the_known_ones(specs: Any) -> None:
+    words = refusal(specs, target="fp4", lm_head="nvfp", overrides={"draft.fc": "fp9"})
+    assert "quantization of target: expected none, fp8, nvfp4, nvfp4_w4a16, found fp4" in words
+    assert "quantization of lm_head" in words and "Did you mean 'nvfp4'?" in words
+    assert "override 'draft.fc'" in words

@@ -15,7 +15,7 @@ from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model_spec import AttentionSpec
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.formats.arithmetic import e4m3
+from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.network.ops import Acceptance, StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor

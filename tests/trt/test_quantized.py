@@ -8,7 +8,8 @@ from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.backends.torch.quantized_linear import apply_packed, prepare_linear
-from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight
+from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.network.ops import Linear
 from tests.trt.interpreter import NetworkInterpreter
 from tests.trt.networks import tensor_of

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_packed, unpack
-from dflash_trt.formats.arithmetic import row_scale
-from dflash_trt.formats.base import BLOCK_SIZE, E2M1_VALUES, Fp8Weight, Nvfp4Weight, PackedWeight
+from dflash_trt.formats.base import PackedWeight, row_scale
+from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.nvfp4 import BLOCK_SIZE, E2M1_VALUES, Nvfp4Weight
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
 

@@ -13,12 +13,12 @@ from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
 from dflash_trt.backends.tensorrt.profiles import Profile
 from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.backends.tensorrt.timing_cache import default_timing_cache
-from dflash_trt.backends.torch.quantized_linear import split_packed
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError, problem
-from dflash_trt.core.packed_spec import engine_table
+from dflash_trt.core.weight_spec import engine_table
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord, TensorRTRecord
+from dflash_trt.formats.registry import split_packed
 
 
 def build_rank_plan(

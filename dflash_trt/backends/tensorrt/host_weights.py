@@ -9,7 +9,7 @@ from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
 from dflash_trt.core.dtype import dtype_name, torch_dtype
-from dflash_trt.formats.base import Fp8Weight, Nvfp4Weight, PackedWeight
+from dflash_trt.formats.base import PackedWeight, tensor_name
 
 
 def host_tensor(name: str, tensor: Tensor) -> HostTensor:
@@ -29,7 +29,10 @@ def host_tensors(tensors: AbcMapping[str, Tensor]) -> dict[str, HostTensor]:
 
 
 def host_packed(packed: AbcMapping[str, PackedWeight[Tensor]]) -> dict[str, PackedWeight[HostTensor]]:
-    return {name: _host_packed(name, weight) for name, weight in packed.items()}
+    def hosted(name: str, weight: PackedWeight[Tensor]) -> PackedWeight[HostTensor]:
+        return weight.map_tensors(lambda field, tensor: host_tensor(tensor_name(name, field), tensor))
+
+    return {name: hosted(name, weight) for name, weight in packed.items()}
 
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
@@ -42,19 +45,3 @@ def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
         names = (f"{decoder.role}.rope_cos", f"{decoder.role}.rope_sin")
         tables[decoder.rotary] = (host_tensor(names[0], cos), host_tensor(names[1], sin))
     return tables
-
-
-def _host_packed(name: str, weight: PackedWeight[Tensor]) -> PackedWeight[HostTensor]:
-    scale = host_tensor(f"{name}.weight_scale", weight.weight_scale)
-    input_scale = None if weight.input_scale is None else host_tensor(f"{name}.input_scale", weight.input_scale)
-    if isinstance(weight, Fp8Weight):
-        codes = host_tensor(name, weight.codes)
-        return Fp8Weight(segments=weight.segments, weight_scale=scale, input_scale=input_scale, codes=codes)
-    assert isinstance(weight, Nvfp4Weight), f"no host form for {type(weight).__name__}"
-    return Nvfp4Weight(
-        segments=weight.segments,
-        weight_scale=scale,
-        input_scale=input_scale,
-        codes=host_tensor(name, weight.codes),
-        block_scale=host_tensor(f"{name}.block_scale", weight.block_scale),
-    )

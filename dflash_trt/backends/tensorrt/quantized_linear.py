@@ -8,7 +8,9 @@ from itertools import groupby
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.formats.base import BLOCK_SIZE, Fp8Weight, Nvfp4Weight, PackedWeight, slice_packed
+from dflash_trt.formats.base import PackedWeight, slice_packed
+from dflash_trt.formats.fp8 import Fp8Weight
+from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
 
 
 def packed_linear(layers: Layers, x: ITensor, weight: PackedWeight[HostTensor]) -> ITensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_trt.core.model_spec import AttentionSpec
-from dflash_trt.formats.arithmetic import e4m3
+from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.network.ops import Acceptance, Cache, StepInputs
 
 _MAX_KEYS_PER_CALL = 2048  # with padding

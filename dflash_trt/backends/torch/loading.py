@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.backends.torch.quantized_linear import PackedWeight, split_packed
 from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model_spec import DraftSpec, Rotary, TargetSpec, engine_states
-from dflash_trt.core.packed_spec import engine_table, rank_share
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.core.weight_spec import engine_table, rank_share
+from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.registry import split_packed
 from dflash_trt.network.ops import Cache, Experts, Linear, StepState
 from dflash_trt.network.step import Network
 from dflash_trt.network.weights import bind_draft, bind_target, map_linears

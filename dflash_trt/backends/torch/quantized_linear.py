@@ -4,7 +4,6 @@ The exact path multiplies the codes themselves, which every compute dtype holds 
 scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -12,30 +11,11 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
-from dflash_trt.core.packed_spec import packed_tensors
-from dflash_trt.core.quantization import WeightFormat
-from dflash_trt.core.weight_spec import WeightTable
-from dflash_trt.formats.arithmetic import (
-    block_scales,
-    e2m1_codes,
-    e2m1_values,
-    e4m3,
-    packed_weight,
-    row_scale,
-    unscaled,
-)
-from dflash_trt.formats.base import BLOCK_SIZE, Fp8Weight, Nvfp4Weight, PackedWeight
+from dflash_trt.formats.base import PackedWeight, row_scale
+from dflash_trt.formats.fp8 import Fp8Weight, e4m3
+from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
+from dflash_trt.formats.registry import format_of
 from dflash_trt.network.ops import Linear
-
-__all__ = [
-    "PackedWeight",
-    "UnpackedWeight",
-    "apply_packed",
-    "fp8_gemm",
-    "prepare_linear",
-    "split_packed",
-    "unpack",
-]
 
 FP8_GEMM_CAPABILITY = (8, 9)  # CUDA's: FP8 tensor cores from here on
 
@@ -61,7 +41,7 @@ def unpack(weight: PackedWeight[Tensor], dtype: torch.dtype) -> UnpackedWeight:
     """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products)."""
     assert dtype in (torch.float32, torch.bfloat16), f"packed weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
-    values, scales = unscaled(weight, dtype), row_scale(weight)
+    values, scales = format_of(weight).unscaled(weight, dtype), row_scale(weight)
     pieces, start = [], 0
     for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in group)
@@ -106,21 +86,6 @@ def apply_packed(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     outs = [_apply_piece(x, piece, has_blocks=weight.has_blocks) for piece in weight.pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if linear.bias is None else out + linear.bias
-
-
-def split_packed(
-    tensors: Mapping[str, Tensor], table: WeightTable, formats: Mapping[str, WeightFormat]
-) -> tuple[dict[str, Tensor], dict[str, PackedWeight[Tensor]]]:
-    """An engine's tensors as plain ones and packed weights; `table` is that of the tensors' rank.
-
-    Raises KeyError on a missing tensor: the engine directory has proven them before.
-    """
-    plain, packed = dict(tensors), {}
-    for name, weight_format in formats.items():
-        packed[name] = packed_weight(name, table[name], weight_format, tensors)
-        for part in packed_tensors(name, table[name], weight_format):
-            del plain[part.name]
-    return plain, packed
 
 
 def quantized_fp8(x: Tensor, input_scale: float) -> Tensor:  # float8_e4m3fn

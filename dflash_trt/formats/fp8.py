@@ -1,0 +1,66 @@
+"""FP8: E4M3 "fn" (no infinity, largest 448, smallest subnormal 2**-9; to nearest even, saturating), W8A8, per tensor.
+
+    W_s = codes * weight_scale[s]
+    x_s = e4m3(clamp(x / input_scale[s], -448, 448)) * input_scale[s]          static, per tensor
+
+`weight_scale` is amax / 448, likewise `input_scale`. The codes are those that ModelOpt 0.47's exporter writes, bit for
+bit, when given the same ranges: the division is in the weight's own dtype, so bfloat16 weights round twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dflash_trt.formats.base import E4M3_MAX, PackedWeight, T, TensorLayout, WeightFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Weight(PackedWeight[T]):
+    """Per-segment scale: TensorRT's dequantization over axis 0 takes it repeated per row."""
+
+    codes: T  # float8_e4m3fn [..., out, in]
+
+
+class Fp8(WeightFormat):
+    name = "fp8"
+    weight_type = Fp8Weight
+    first_capability = (8, 9)  # Ada and Hopper
+    instead = "Use `none`, or `nvfp4_w4a16`, whose weights are unpacked before the GEMM."
+    has_input_scale = True
+    shares_weight_scale = False
+    modelopt_algorithm = "FP8"
+    modelopt_tensors: ClassVar = {"codes": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"}
+    modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # of its FP8_DEFAULT_CFG
+
+    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+        scales = TensorLayout("float32", (*shape[:-2], num_segments))
+        return {"codes": TensorLayout("float8_e4m3fn", shape), "weight_scale": scales, "input_scale": scales}
+
+    def pack_matrix(
+        self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
+    ) -> PackedWeight[Tensor]:
+        scale = weight_amax.float() / E4M3_MAX
+        parts = torch.split(weight, list(segments))
+        return Fp8Weight(
+            segments=tuple(segments),
+            weight_scale=scale,
+            input_scale=None if input_amax is None else input_amax.float() / E4M3_MAX,
+            # In the weight's dtype: a scale without axes does not promote bfloat16.
+            codes=torch.cat([e4m3(part / scale[s]) for s, part in enumerate(parts)]),
+        )
+
+    def unscaled(self, weight: PackedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+        assert isinstance(weight, Fp8Weight)
+        values: Tensor = weight.codes.to(dtype)
+        return values
+
+
+def e4m3(values: Tensor) -> Tensor:  # float8_e4m3fn
+    """Round to nearest even, saturating."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+FORMATS = (Fp8(),)

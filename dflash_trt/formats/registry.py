@@ -1,0 +1,91 @@
+"""Weight formats by name. A module of this package that has FORMATS is found; nothing else lists them."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+
+from torch import Tensor
+
+from dflash_trt import formats
+from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.weight_spec import WeightTable, engine_table, is_linear, segments_of
+from dflash_trt.formats.base import PackedWeight, TensorLayout, WeightFormat, tensor_name
+
+
+@cache
+def weight_formats() -> Mapping[str, WeightFormat]:
+    """Every format that an engine can hold."""
+    modules = [import_module(f"{formats.__name__}.{found.name}") for found in pkgutil.iter_modules(formats.__path__)]
+    return {item.name: item for module in modules for item in getattr(module, "FORMATS", ())}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Raises KeyError for a name that `weight_formats` lacks."""
+    return weight_formats()[name]
+
+
+def format_of(weight: PackedWeight[Tensor]) -> WeightFormat:
+    """Format of a weight as an engine stores it; a weight-only one may share the arithmetic of another."""
+    known = [item for item in weight_formats().values() if type(weight) is item.weight_type]
+    has_input_scale = weight.input_scale is not None
+    return next((item for item in known if item.has_input_scale == has_input_scale), known[0])
+
+
+def format_with(fields: Iterable[str]) -> WeightFormat:
+    """Format whose weights have just these tensors."""
+    wanted = set(fields)
+    for item in weight_formats().values():
+        if item.layout((1, item.columns_per_block), 1).keys() == wanted:
+            return item
+    raise AssertionError(f"no format has {sorted(wanted)}")
+
+
+def dequantize(weight: PackedWeight[Tensor]) -> Tensor:  # float32 [..., out, in]
+    """The numbers that a quantized weight stands for, exact."""
+    return format_of(weight).dequantize(weight)
+
+
+def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[str, TensorLayout]:
+    """Tensors of one linear by canonical name, in the order of the file; `table` may be a rank's."""
+    spec = table[name]
+    layout = weight_format(format_name).layout(spec.shape, len(segments_of(spec)))
+    return {tensor_name(name, field_name): tensor for field_name, tensor in layout.items()}
+
+
+def split_packed(
+    tensors: Mapping[str, Tensor], table: WeightTable, linears: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, PackedWeight[Tensor]]]:
+    """An engine's tensors as plain ones and packed weights; `table` is that of the tensors' rank.
+
+    Raises KeyError on a missing tensor: the engine directory has proven them before.
+    """
+    plain, packed = dict(tensors), {}
+    for name, format_name in linears.items():
+        known, spec = weight_format(format_name), table[name]
+        names = {key: tensor_name(name, key) for key in known.layout(spec.shape, len(segments_of(spec)))}
+        packed[name] = known.weight_of(segments_of(spec), {key: plain.pop(stored) for key, stored in names.items()})
+    return plain, packed
+
+
+def engine_tensors(name: str, weight: PackedWeight[Tensor]) -> dict[str, Tensor]:
+    """A packed weight under canonical names, in the order of the file."""
+    return {tensor_name(name, key): tensor for key, tensor in weight.tensors().items()}
+
+
+def check_quantization(quantization: QuantizationSpec, target: TargetSpec, draft: DraftSpec | None) -> None:
+    """Raises ValueError when the formats, names or lengths do not fit the models."""
+    table = engine_table(target, draft, quantization)
+    unknown = sorted(set(quantization.linears.values()) - weight_formats().keys())
+    if unknown:
+        raise ValueError(f"formats among {', '.join(weight_formats())} (not {', '.join(unknown)})")
+    wrong = [name for name in quantization.linears if name not in table or not is_linear(table[name], name)]
+    if wrong:
+        raise ValueError(f"quantization of linears that the models have (not {', '.join(wrong)})")
+    for kv_scales, spec in ((quantization.target_kv, target), (quantization.draft_kv, draft)):
+        num_layers = spec.num_layers if spec is not None else 0
+        if kv_scales is not None and len(kv_scales) != num_layers:
+            raise ValueError(f"K/V scales of {num_layers} layers (not {len(kv_scales)})")
