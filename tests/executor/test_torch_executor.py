@@ -1,7 +1,11 @@
+import weakref
+
+import psutil
 import pytest
 import torch
 
 from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.torch.loading import allocate_state, states_of
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from tests.engines import decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
@@ -62,3 +66,22 @@ def test_a_batch_beyond_the_limits_is_a_bug_and_says_so(pair):
     executor = make_executor(*pair)
     with pytest.raises(AssertionError):
         executor.step(StepBatch(requests=(part((1,) * 9, 0, 0),), num_draft_tokens=3))  # two pages hold 8 tokens
+
+
+def test_pages_cost_memory_only_once_they_are_written(pair):
+    process = psutil.Process()
+    executor = make_executor(*pair)
+    states = states_of(executor.network, None)
+    num_pages = (1 << 28) // (states.bytes_per_token * executor.limits.page_size)  # 256 MiB
+    before = process.memory_info().rss
+    state = allocate_state(states, num_pages=num_pages, page_size=executor.limits.page_size)
+    assert process.memory_info().rss - before < 1 << 25
+    assert all(not bool(cache.tensor[:: num_pages // 8].any()) for cache in (*state.target_kv, *state.draft_kv))
+
+
+def test_a_closed_executor_gives_its_pages_back_though_it_is_still_held(pair):
+    executor = make_executor(*pair)
+    decode(executor, [1, 2, 3], 4, num_draft_tokens=3)
+    pages = weakref.ref(executor._state.target_kv[0].tensor)
+    executor.close()
+    assert pages() is None

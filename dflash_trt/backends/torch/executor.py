@@ -129,7 +129,9 @@ class TorchExecutor:
         return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state)
 
     def close(self) -> None:
-        """Nothing runs on its own."""
+        """Give weights and pages back at once, whoever still holds the executor. Closing again does nothing."""
+        for name in ("network", "_state"):
+            vars(self).pop(name, None)
 
     def _ops(self, inputs: StepInputs[Tensor], *, num_draft_tokens: int) -> TorchOps:
         return TorchOps(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -114,13 +116,13 @@ def allocate_state(
     page_size: int,
     device: torch.device | None = None,
 ) -> StepState[Tensor]:
-    """Zeros; the layers of one model lie in one allocation."""
+    """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written."""
 
     def caches(specs: Sequence[PagedKv]) -> list[Cache[Tensor]]:
         if not specs:
             return []
         shape = (len(specs), num_pages, *specs[0].page_shape(page_size))
-        pool = torch.zeros(shape, dtype=torch_dtype(specs[0].dtype), device=device)
+        pool = _zeros(shape, torch_dtype(specs[0].dtype), device)
         return [Cache(tensor, spec) for tensor, spec in zip(pool.unbind(0), specs, strict=True)]
 
     return StepState(target_kv=caches(states.target), draft_kv=caches(states.draft))
@@ -132,3 +134,11 @@ def states_of(network: Network[Tensor], quantization: QuantizationSpec | None) -
     assert dtype in ("float32", "bfloat16", "float16")
     whole = engine_states(network.target, network.draft, dtype=dtype, quantization=quantization)
     return whole.shard(network.mapping)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """torch.zeros writes every byte on a CPU; the kernel's zero pages cost nothing until they are written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
