@@ -44,8 +44,8 @@ def _supervise(options: argparse.Namespace) -> int:
             results.forget(part)
         elif options.retry_failed:
             results.forget(part, ("failed",))
-    installed = wheels.install_missing(options.wheels, options.site) if options.wheels.is_dir() else []
-    print(f"installed from {options.wheels}: {', '.join(installed) or 'nothing'}", flush=True)
+    installed = wheels.install(options.wheels, options.site) if options.wheels.is_dir() else []
+    print(f"installed from {options.wheels}: {len(installed)} wheels", flush=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(options.site), str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONUNBUFFERED"] = "1"
     for part in options.part:
@@ -141,7 +141,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build/gpu_wheels", help="directory of wheels")
     site = Path(tempfile.gettempdir()) / "gpu_visit_site"
-    parser.add_argument("--site", type=Path, default=site, help="where missing wheels are unpacked")
+    parser.add_argument("--site", type=Path, default=site, help="where the wheels are unpacked")
     parser.add_argument("--fetch-wheels", action="store_true", help="fill --wheels by pip, and end")
     parser.add_argument("--python-version", default="3.12", help="of the machine that the wheels are for")
     parser.add_argument("--child", type=int, choices=PARTS, help=argparse.SUPPRESS)

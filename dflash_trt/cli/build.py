@@ -37,8 +37,8 @@ _FIELDS = tuple(BuildConfig.model_fields)
 @click.option("--backend", help="torch (default) or tensorrt.")
 @click.option(
     "--dtype",
-    help="float32, bfloat16 or (tensorrt) float16; bfloat16 by default. With float32 on a CPU, a text does not "
-    "depend on K or on batch mates.",
+    help="float32, bfloat16 or (tensorrt) float16; bfloat16 by default. With float32 on a CPU, K and "
+    "batch mates change practically no text.",
 )
 @click.option("--max-batch-size", type=int, help="Requests that run together.")
 @click.option("--max-seq-len", type=int, help="Prompt and output tokens of one request.")

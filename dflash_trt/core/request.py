@@ -72,9 +72,10 @@ class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
 
     Filters apply in the order temperature, top_k, top_p, min_p, on the target's distribution of every row. A `seed`
-    fixes the random numbers of every position; without one the engine draws a seed for each request. In float32 on a
-    CPU it fixes the text, whatever K, batch mates and prompt chunks are. In bfloat16, FP8 and FP4, and on a GPU, the
-    shape of a step decides how sums are rounded, so near-ties may fall differently; the distribution is the same.
+    fixes the random numbers of every position; without one the engine draws a seed for each request. K, batch
+    mates and prompt chunks change how the sums of a step are rounded, never the distribution: in float32 on a CPU by so
+    little that greedy texts are equal and a sampled one changes only at a draw within a rounding of two tokens' border;
+    in bfloat16, FP8 and FP4 near-ties are common, and so are changed texts.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
 
     Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0 and a top_p

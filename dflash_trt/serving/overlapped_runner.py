@@ -1,7 +1,7 @@
 """The overlapped loop: step n+1 is planned while the device runs step n, whose results are read one turn later.
 
-In float32 on a CPU the same tokens as the plain loop, because there a request's tokens depend on nothing but the
-request; elsewhere roundings depend on which requests share a step.
+The same tokens as the plain loop, but for near-ties: a request's tokens depend on the request, and roundings on which
+requests share a step. `SamplingParams` says what that means in each dtype.
 """
 
 import contextlib

@@ -17,8 +17,6 @@ from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
 from gpu_visit_parts.steps import decode_batch, open_executor
 
-NUM_STEPS = 4
-NUM_REQUESTS = 4
 # Calls that make the host wait for the device. A step waits once, for the event after its results were copied.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaStreamWaitEvent")
 
@@ -30,11 +28,19 @@ def cases(directory: Path) -> Iterator[Case]:
         yield Case(name=f"{weights}: profile", run=partial(_profile, model, weights, context, directory))
 
 
+def _num_requests() -> int:
+    return 1 if SETTING.is_dry_run else 4
+
+
+def _num_steps() -> int:
+    return 1 if SETTING.is_dry_run else 4
+
+
 def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, StepBatch]:
     target = target_spec(model)
-    executor = open_executor((model, weights, context, NUM_REQUESTS))
-    num_drafts = draft_spec(model, target).max_draft_len
-    batch = decode_batch(NUM_REQUESTS, num_drafts, context, vocab_size=target.vocab_size)
+    executor = open_executor((model, weights, context, _num_requests()))
+    num_drafts = 1 if SETTING.is_dry_run else draft_spec(model, target).max_draft_len
+    batch = decode_batch(_num_requests(), num_drafts, context, vocab_size=target.vocab_size)
     for _ in range(1 if SETTING.is_dry_run else 3):  # compile, capture, replay
         executor.step(batch)
     return executor, batch
@@ -60,20 +66,21 @@ def _hidden_waits(model: str, weights: str, context: int) -> Tables:
 def _profile(model: str, weights: str, context: int, directory: Path) -> Tables:
     executor, batch = _step(model, weights, context)
     with torch.profiler.profile(activities=_activities()) as profiler:
-        for _ in range(NUM_STEPS):
+        for _ in range(_num_steps()):
             executor.step(batch)
     profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}.json.gz"))
     events = profiler.events()
     on_host = (event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU)
     calls = collections.Counter(name for name in on_host if name.startswith("cu"))  # CUDA's runtime and driver
     # The profiler itself waits once, when it stops; what a step does, it does in every step.
-    waits = {name: calls[name] / NUM_STEPS for name in WAITS if calls[name] >= NUM_STEPS}
+    waits = {name: calls[name] / _num_steps() for name in WAITS if calls[name] >= _num_steps()}
     only_results = waits == {"cudaEventSynchronize": 1.0}
     kernels = _kernels(events, weights)
     return {
         "waits of a step": [{"weights": weights, "found": str(waits), "only_the_wait_for_results": str(only_results)}],
         "host calls of a step": [
-            {"weights": weights, "call": name, "per_step": count / NUM_STEPS} for name, count in sorted(calls.items())
+            {"weights": weights, "call": name, "per_step": count / _num_steps()}
+            for name, count in sorted(calls.items())
         ],
         "device time of a step": kernels,
     }
@@ -99,7 +106,7 @@ def _kernels(events: Any, weights: str) -> list[Row]:
         for name, took_us in times.most_common(25)
     ]
     for row in rows:
-        row["launches"] /= NUM_STEPS
+        row["launches"] /= _num_steps()
         row["fraction"] = row["us_per_step"] / total if total else 0.0
-        row["us_per_step"] /= NUM_STEPS
+        row["us_per_step"] /= _num_steps()
     return rows

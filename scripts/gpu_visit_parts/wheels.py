@@ -1,16 +1,15 @@
-"""Wheels for a machine without a package index: fetched here, installed there as far as they are missing.
+"""Wheels for a machine without a package index: fetched here, unpacked there.
 
 Needs nothing but Python, and pip.
 """
 
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 # What the parts import beyond torch, triton and numpy, which must be there.
 PACKAGES = ("pydantic>=2.9,<3", "transformers>=4.57,<5.15", "pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120")
-_NOT_CARRIED = ("numpy",)
+_NOT_CARRIED = ("numpy",)  # large, and torch has brought it along
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
@@ -26,18 +25,10 @@ def fetch(directory: Path, *, python_version: str) -> int:
     return sum(wheel.stat().st_size for wheel in directory.glob("*.whl"))
 
 
-def install_missing(wheels: Path, site: Path) -> list[str]:
-    """Unpack into `site` what this interpreter does not have; the names. What it has is left as it is."""
-    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not _is_installed(wheel.name.split("-")[0])]
-    if missing:
+def install(wheels: Path, site: Path) -> list[str]:
+    """Unpack all of them into `site`, which goes before what the machine has: these versions were tried together."""
+    found = sorted(wheels.glob("*.whl"))
+    if found:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        subprocess.run([*command, "--upgrade", "--target", str(site), *map(str, missing)], check=True)
-    return [wheel.name for wheel in missing]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+        subprocess.run([*command, "--upgrade", "--target", str(site), *map(str, found)], check=True)
+    return [wheel.name for wheel in found]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,13 +141,15 @@ def test_a_dry_run_leaves_json_and_tables_and_is_resumed(tmp_path: Path) -> None
     assert "part 3: ok: tiny" not in second.stdout and "- part 3: 5 ok" in second.stdout
 
 
-def test_only_missing_wheels_are_installed(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pytest-9.0-py3-none-any.whl", "not_a_package-1.0-py3-none-any.whl"):
-        (tmp_path / name).touch()
-    commands: list[list[str]] = []
-    monkeypatch.setattr(parts.wheels.subprocess, "run", lambda command, check: commands.append(command))
-    assert parts.wheels.install_missing(tmp_path, tmp_path / "site") == ["not_a_package-1.0-py3-none-any.whl"]
-    assert len(commands) == 1 and not any(Path(word).name.startswith("pytest") for word in commands[0])
+def test_carried_wheels_are_unpacked_without_an_index(parts: Any, tmp_path: Path) -> None:
+    metadata = "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n"
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "found = True\n")
+        wheel.writestr("carried-1.0.dist-info/METADATA", metadata)
+        wheel.writestr("carried-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    assert parts.wheels.install(tmp_path, tmp_path / "site") == ["carried-1.0-py3-none-any.whl"]
+    assert (tmp_path / "site" / "carried.py").read_text() == "found = True\n"
 
 
 def test_weights_and_sums_of_a_step_are_counted(parts: Any) -> None:

@@ -96,7 +96,7 @@ INPUTS: tuple[InputTensor, ...] = (
         "UINT64",
         "seed",
         "sampling_param_seed",
-        "Fixes the random numbers, and in float32 on a CPU the text; drawn where unset.",
+        "Fixes the random numbers, and in float32 on a CPU practically the text; drawn where unset.",
     ),
     *_pair("stop", "STRING", "stop_words", "sampling_param_stop", "Stop before one of these strings.", is_list=True),
     _own("stop_token_ids", "INT32", "Stop after one of these tokens.", is_list=True),
