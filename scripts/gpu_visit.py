@@ -27,8 +27,9 @@ PARTS = {1: "native kernels", 2: "kernel times", 3: "steps", 4: "profile", 5: "c
 def main() -> int:
     options = _parse()
     if options.fetch_wheels:
-        num_bytes = wheels.fetch(options.wheels, python_version=options.python_version)
-        print(f"{num_bytes / 2**20:.1f} MiB in {options.wheels}: pass it along, with --wheels, to the machine")
+        directory = options.wheels or ROOT / "build/gpu_wheels"
+        num_bytes = wheels.fetch(directory, python_version=options.python_version)
+        print(f"{num_bytes / 2**20:.1f} MiB in {directory}: pass it along, with --wheels, to the machine")
         return 0
     if options.child:
         return _run_child(options.child, options)
@@ -44,8 +45,8 @@ def _supervise(options: argparse.Namespace) -> int:
             results.forget(part)
         elif options.retry_failed:
             results.forget(part, ("failed",))
-    installed = wheels.install(options.wheels, options.site) if options.wheels.is_dir() else []
-    print(f"installed from {options.wheels}: {len(installed)} wheels", flush=True)
+    installed = wheels.install(options.wheels, options.site) if options.wheels else []
+    print(f"wheels unpacked: {len(installed)}", flush=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(options.site), str(ROOT), os.environ.get("PYTHONPATH", "")])
     os.environ["PYTHONUNBUFFERED"] = "1"
     for part in options.part:
@@ -139,14 +140,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--retry-failed", action="store_true", help="with --resume: run what failed again")
     parser.add_argument("--max-seconds", type=float, default=540.0, help="of each part")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes under Triton's interpreter, on the CPU")
-    parser.add_argument("--wheels", type=Path, default=ROOT / "build/gpu_wheels", help="directory of wheels")
+    parser.add_argument("--wheels", type=Path, help="directory of wheels to unpack, or to fill (build/gpu_wheels)")
     site = Path(tempfile.gettempdir()) / "gpu_visit_site"
     parser.add_argument("--site", type=Path, default=site, help="where the wheels are unpacked")
     parser.add_argument("--fetch-wheels", action="store_true", help="fill --wheels by pip, and end")
     parser.add_argument("--python-version", default="3.12", help="of the machine that the wheels are for")
     parser.add_argument("--child", type=int, choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.out, options.wheels = options.out.resolve(), options.wheels.resolve()
+    options.out, options.wheels = options.out.resolve(), options.wheels and options.wheels.resolve()
     if options.resume is None:
         options.resume = options.out
     elif options.resume is False:

@@ -15,6 +15,8 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_
 
 def fetch(directory: Path, *, python_version: str) -> int:
     """Download the packages with all they need; the bytes that lie there then."""
+    for wheel in directory.glob("*.whl"):  # another version beside it would stop the installation
+        wheel.unlink()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(directory)]
     command += ["--implementation", "cp", "--python-version", python_version]
     command += [word for platform in _PLATFORMS for word in ("--platform", platform)]
