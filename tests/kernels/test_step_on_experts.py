@@ -57,7 +57,7 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     expected = reference.step(batch)
     assert_same(executor.step(batch), expected)
     is_grouped = has_grouped_gemm and device.type == "cpu"
-    late = prefill("late", 9, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
+    late = prefill("late", 3, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = reference.step(batch)
@@ -71,7 +71,7 @@ def test_a_changed_expert_or_sink_is_noticed(tmp_path: Path, device: torch.devic
     reference, executor = make_executors(make_pair(tmp_path, family), device)
     layer = executor.network.target_weights.layers[1]
     sinks = executor.network.target_weights.sinks[1]
-    batch = StepBatch(requests=(prefill("greedy", 5, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
+    batch = StepBatch(requests=(prefill("greedy", 3, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = reference.step(batch).requests[0].logprobs[0]
     for perturbed in [layer.mlp.down] + ([] if sinks is None else [sinks]):
         original = perturbed.clone()

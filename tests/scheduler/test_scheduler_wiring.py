@@ -56,7 +56,7 @@ def test_prefixes_are_shared_within_a_salt_only() -> None:
 
 def test_what_admission_needs_is_counted_within_the_salt() -> None:
     """Pages kept for another salt are no help: the request waits for as many as it needs."""
-    driver = make_driver(make_limits(num_pages=7), draft_rule=always_wrong)
+    driver = make_driver(make_limits(num_pages=6), draft_rule=always_wrong)
     driver.add(make_request("runs", range(12), max_new_tokens=4, cache_salt="a"))
     driver.step()
     driver.add(make_request("shares", range(12), max_new_tokens=1, cache_salt="a"))

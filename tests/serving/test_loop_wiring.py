@@ -1,22 +1,24 @@
 """What the loop hands on: times to the policy, held text to the reader, ends to whoever waits, threads back."""
 
+import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from dflash_trt.core.batch import StepBatch, StepResult
-from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving import engine_loop
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.stream import StreamChunk
+from dflash_trt.serving.stream import RequestStream, StreamChunk, merged
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits, make_request
-from tests.serving.engines import VOCAB_SIZE, WAIT_S, make_executor, make_loop, run
+from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_loop, run
 from tests.serving.test_engine_failures import BrokenExecutor
 
 STEP_S = 0.004
@@ -157,3 +159,111 @@ def test_a_callback_gets_each_chunk_of_its_request(codec: TextCodec) -> None:
     assert sum(chunk.num_draft_tokens for chunk in chunks) == output.num_draft_tokens > 0
     assert sum(chunk.num_accepted_tokens for chunk in chunks) == output.num_accepted_tokens > 0
     assert [chunk.finish_reason for chunk in chunks if chunk.output is not None] == ["length"]
+
+
+def test_a_step_that_was_run_again_in_parts_counts_with_its_own_number_of_drafts(overlaps: bool) -> None:
+    policy, executor = Listener(), SlowExecutor(make_limits(), vocab_size=VOCAB_SIZE)
+    loop = EngineLoop(executor, Scheduler(executor.limits, policy=policy), overlaps=overlaps)
+    streams = [loop.submit(make_request(name, max_new_tokens=10)) for name in ("good", "bad")]
+    loop.step()
+    loop.step()
+    assert [step.num_draft_tokens for step in policy.steps if step.num_prefill_tokens] == [3]
+    run(loop)
+    assert [stream.result().finish_reason for stream in streams] == ["length", "error"]
+    loop.shutdown()
+
+
+def test_the_events_of_each_step_are_kept_only_where_they_are_asked_for() -> None:
+    for records_steps in (True, False):
+        executor = make_executor()
+        loop = EngineLoop(executor, records_steps=records_steps)
+        stream = loop.submit(make_request("r"))
+        run(loop)
+        assert bool(stream.result().steps) == records_steps
+
+
+def test_a_stop_string_and_broken_text_are_counted_as_what_they_are(codec: TextCodec) -> None:
+    """With the scheduler's statistics of the request: here, what it found computed."""
+
+    class Broken:
+        def push(self, token_id: int) -> str:
+            raise ValueError("no such piece")
+
+        def flush(self) -> str:
+            return ""
+
+    loop = make_loop()
+    first = loop.submit(make_request("first", range(12), max_new_tokens=9), codec.detokenizer())
+    run(loop)
+    assert first.result().text
+    logging.disable(logging.CRITICAL)
+    stopped = loop.submit(
+        make_request("stopped", range(12), max_new_tokens=9, stop=(str(first.result().text)[:1],)), codec.detokenizer()
+    )
+    failed = loop.submit(make_request("failed", range(12)), Broken())
+    run(loop)
+    logging.disable(logging.NOTSET)
+    for stream, reason in ((stopped, "stop"), (failed, "error")):
+        assert stream.result().finish_reason == reason
+        assert stream.result().statistics.num_prefix_hit_tokens == 8
+    assert loop.statistics().scheduler.num_finished == {"length": 1, "stop": 1, "error": 1}
+
+
+def test_pending_chunks_become_one_that_has_all_of_them() -> None:
+    chunks = [
+        StreamChunk(text="a", token_ids=(1,), logprobs=(-0.1,), num_draft_tokens=3, num_accepted_tokens=0),
+        StreamChunk(text="", token_ids=(2, 3), logprobs=(-0.2, -0.3), num_draft_tokens=2, num_accepted_tokens=1),
+        StreamChunk(text="b", token_ids=(), finish_reason="stop"),
+    ]
+    assert merged(chunks) == StreamChunk(
+        text="ab",
+        token_ids=(1, 2, 3),
+        logprobs=(-0.1, -0.2, -0.3),
+        num_draft_tokens=5,
+        num_accepted_tokens=1,
+        finish_reason="stop",
+    )
+
+
+def test_submit_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop()
+    taken: dict[str, Any] = {}
+    submit = loop.submit
+
+    def spy(request: Request, *arguments: Any, **options: Any) -> RequestStream:
+        taken.update(options, request=request)
+        return submit(request, *arguments, **options)
+
+    monkeypatch.setattr(loop, "submit", spy)
+    sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, stop_token_ids=(9,), logprobs=True, seed=12)
+    chunks: list[StreamChunk] = []
+    options: dict[str, Any] = {"max_pending_tokens": 77, "on_chunk": chunks.append}
+    with Generator(loop, vocab_size=VOCAB_SIZE, eos_token_ids=(2,)) as generator:
+        stream = generator.submit(
+            [4, 5], sampling, request_id="mine", priority=3, queue_timeout_s=8.5, cache_salt="tenant", **options
+        )
+        assert stream.result(WAIT_S).finish_reason in ("length", "stop")
+    assert taken == options | {
+        "request": Request(
+            request_id="mine",
+            prompt_token_ids=(4, 5),
+            sampling=sampling,
+            stop_token_ids=frozenset({2, 9}),
+            seed=12,
+            priority=3,
+            queue_timeout_s=8.5,
+            cache_salt="tenant",
+        )
+    }
+    assert chunks
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_close_lets_requests_finish_when_it_is_asked_to(drains: bool) -> None:
+    executor = GatedExecutor(make_limits(), vocab_size=VOCAB_SIZE)
+    generator = Generator(EngineLoop(executor), vocab_size=VOCAB_SIZE)
+    stream = generator.submit([1, 2, 3], SamplingParams(max_new_tokens=20))
+    assert executor.entered.wait(WAIT_S)
+    threading.Timer(0.1, executor.open).start()
+    generator.close(drains=drains)
+    assert stream.result(WAIT_S).finish_reason == ("length" if drains else "cancelled")
