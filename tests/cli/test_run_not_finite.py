@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.executor import torch_executor
+from dflash_trt.backends.torch import executor as torch_executor
 from tests.cli.conftest import Invoke
 
 BAD_TOKEN = 77
