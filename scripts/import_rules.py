@@ -213,7 +213,21 @@ def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
+def markdown() -> str:
+    """The rules as the table of docs/architecture.md."""
+    rows = ["| package | knows | imports of ours | third-party imports |", "|---|---|---|---|"]
+    for name, rule in RULES.items():
+        ours = "any" if rule.packages == frozenset(RULES) - {name} else " ".join(sorted(rule.packages)) or "-"
+        libraries = [" ".join(sorted(rule.libraries))] if rule.libraries else []
+        libraries += [f"`{pattern}`: {' '.join(sorted(names))}" for pattern, names in rule.file_libraries.items()]
+        rows.append(f"| `{name}/` | {rule.knows} | {ours} | {'; '.join(libraries) or '-'} |")
+    return "\n".join(rows)
+
+
 def main() -> int:
+    if sys.argv[1:] == ["--markdown"]:
+        print(markdown())
+        return 0
     found = violations(ROOT / PACKAGE)
     for violation in found:
         print(violation)

@@ -2,11 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.import_rules import PACKAGE, ROOT, RULES, violations
+from scripts.import_rules import PACKAGE, ROOT, RULES, markdown, violations
 
 
 def test_every_import_of_the_package_is_allowed() -> None:
     assert violations(ROOT / PACKAGE) == []
+
+
+def test_the_architecture_page_has_the_rules() -> None:
+    assert markdown() in (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_a_package_imports_only_packages_above_it() -> None:

@@ -19,9 +19,9 @@ from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, St
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening
+from dflash_trt.executor.ranks import executor as ranks
+from dflash_trt.executor.ranks import launcher as rank_workers
 from dflash_trt.executor.ranks.executor import RankedExecutor
-from dflash_trt.executor.ranks.executor import executor as ranks
-from dflash_trt.executor.ranks.executor import launcher as rank_workers
 from dflash_trt.executor.ranks.messages import RunStep
 from dflash_trt.executor.ranks.shard import fingerprint
 from dflash_trt.network.ops import Linear
