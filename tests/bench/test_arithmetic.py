@@ -17,6 +17,7 @@ from dflash_trt.bench.speculation import SpeculationReport
 from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_flight
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.prompts import PromptReader
@@ -164,6 +165,10 @@ def side(speed: float, length: float | None = None) -> LockstepReport:
     return LockstepReport(num_output_tokens=int(speed * 2), elapsed_s=2.0, acceptance_length=length)
 
 
+def engine_that_drafts(most: int) -> Any:
+    return SimpleNamespace(manifest=SimpleNamespace(build_config=SimpleNamespace(max_draft_len=most)))
+
+
 def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_count(monkeypatch) -> None:
     runs = iter([{"in flight": side(9), "whole batches": side(1)}, {"in flight": side(30), "whole batches": side(20)}])
     made: list[Any] = []
@@ -179,11 +184,15 @@ def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_c
 
     executor = SimpleNamespace(limits=make_limits(), close=lambda: None)
     monkeypatch.setattr(serving_sweep, "Lockstep", Sides)
-    monkeypatch.setattr(serving_sweep, "EngineDir", SimpleNamespace(open=lambda path: None))
-    monkeypatch.setattr(serving_sweep, "open_executor", lambda engine: executor)
+    warmed: list[Any] = []
+    monkeypatch.setattr(serving_sweep, "EngineDir", SimpleNamespace(open=lambda path: engine_that_drafts(3)))
+    monkeypatch.setattr(
+        serving_sweep, "open_executor", lambda engine, *, draft_lens: warmed.append(draft_lens) or executor
+    )
     monkeypatch.setattr(serving_sweep, "prompt_reader", lambda engine: None)
     assert serving_sweep._batching(Path("dir"), [], 2, 1, print) == (1.5,)
     assert made == [(["in flight", "whole batches"], {"whole batches"})]
+    assert warmed == [AdaptiveDraftLength(3).lengths]
 
 
 def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_with_it() -> None:
@@ -227,7 +236,7 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
 
     executor = SimpleNamespace(limits=make_limits(max_draft_len=most), close=lambda: None)
     monkeypatch.setattr(lockstep, "Lockstep", Sides)
-    monkeypatch.setattr(lockstep, "EngineDir", SimpleNamespace(open=lambda path: None))
+    monkeypatch.setattr(lockstep, "EngineDir", SimpleNamespace(open=lambda path: engine_that_drafts(most)))
     monkeypatch.setattr(lockstep, "open_executor", lambda engine, **options: opened.append(options) or executor)
     monkeypatch.setattr(lockstep, "prompt_reader", lambda engine: None)
     (report,) = lockstep.compare_policies(
@@ -242,7 +251,7 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
         progress=lambda line: None,
     )
     assert list(made[0]) == [*(f"K = {length}" for length in expected), "adaptive"]
-    assert opened == [{"num_threads": 4}]
+    assert opened == [{"num_threads": 4, "draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)}]
     assert works == [6] * 3
     assert {speed.output_tok_per_s for speed in report.speeds} == {25.0}, "the first of three runs does not count"
 

@@ -29,7 +29,7 @@ class HostileInterpreter(NetworkInterpreter):
 
         def top1(given):
             value, index = honest(given)
-            return [value, torch.where(given[0].isnan().any(1, keepdim=True), 2**31 - 1, index).int()]
+            return [value, torch.where(given[0].isnan().any(1, keepdim=True), 2**31 - 1, index)]
 
         return top1
 
