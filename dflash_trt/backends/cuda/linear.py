@@ -1,7 +1,7 @@
 """Linear layers on a GPU, prepared once at load so that a step reads no scale back to the host.
 
 Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations; 4-bit
-weights with plain activations stay packed and are unpacked in each call; the rest is what `torch_packed` unpacks.
+weights with plain activations stay packed and are unpacked in each call; the rest is unpacked as on a CPU.
 Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
 """
 

@@ -1,7 +1,7 @@
 """Attention over pages in plain TensorRT layers: scatter the new K/V, gather every page, mask, softmax.
 
 Exact and slow: each token row gathers all P pages of its request, in float32, so this lowering is for checking a
-network and for tiny engines; the plugin (plugins/README.md) is what serves. The definition is `torch_attention`.
+network and for tiny engines; the plugin (plugins/README.md) is what serves. The definition is `torch/attention`.
 Pages are values here: a write makes a new tensor, which the step returns as the state's output.
 """
 

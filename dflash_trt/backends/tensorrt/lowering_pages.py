@@ -1,6 +1,6 @@
 """K/V pages as TensorRT holds them: of the network's float type, or FP8 with one scale for K and one for V.
 
-Knows how rows become codes and codes become rows again in plain layers, as `torch_attention` defines it: the division
+Knows how rows become codes and codes become rows again in plain layers, as `torch/attention` defines it: the division
 and the rounding in float32, whatever the network's type is.
 """
 

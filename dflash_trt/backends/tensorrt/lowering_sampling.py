@@ -1,4 +1,4 @@
-"""sample_and_accept in plain TensorRT layers; the definition is `torch_sampling`.
+"""sample_and_accept in plain TensorRT layers; the definition is `backends/torch/sampling`.
 
 TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by bisection over the scaled logits
 instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the

@@ -14,7 +14,7 @@ from dflash_trt.network.ops import Linear
 def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
     """The same layer with its weight in oneDNN's blocked layout; unchanged where oneDNN cannot serve it."""
     weight = linear.weight
-    assert isinstance(weight, Tensor), "packed weights have a file of their own, torch_packed"
+    assert isinstance(weight, Tensor), "quantized weights have a file of their own"
     if weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return linear
     return Linear(weight=torch.ops.mkldnn._reorder_linear_weight(weight), bias=linear.bias)
@@ -23,7 +23,7 @@ def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
 def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x @ weight.T + bias, whichever layout the weight has."""
     weight = linear.weight
-    assert isinstance(weight, Tensor), "packed weights have a file of their own, torch_packed"
+    assert isinstance(weight, Tensor), "quantized weights have a file of their own"
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, linear.bias, "none", [], "")
         return out
