@@ -238,7 +238,7 @@ def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
         if choice not in (None, *known):
             nearest = nearest_name(str(choice), known)
             mend = f"Did you mean '{nearest}'?" if nearest else "Choose one of them."
-            yield problem(f"quantization of {part}", expected=", ".join(known), found=str(choice), mend=mend)
+            yield problem(f"format of {part}", expected=", ".join(known), found=str(choice), mend=mend)
 
 
 def _config_problems(

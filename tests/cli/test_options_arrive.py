@@ -190,13 +190,14 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
 BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
-BUILD += ["--kv-cache", "fp8"]
+BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4"]
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
 TENSORRT += ["--plugin-library", "/p"]
 QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
     drafter="d",
+    drafter_overrides={"block_size": 4},
     max_batch_size=3,
     max_seq_len=77,
     max_num_tokens=55,

@@ -44,7 +44,7 @@ def test_a_prompt_reader_gives_conversations_and_plain_texts_their_own_tokens(pa
     reader = PromptReader(codec, vocab_size=500)
     options = {"shout": True}
     assert reader.read({"messages": MESSAGES}) == tuple(codec.encode_chat(MESSAGES))
-    with_options = {"messages": MESSAGES, "chat_template_options": options}
+    with_options = {"messages": MESSAGES, "chat_template_kwargs": options}
     assert reader.read(with_options) == tuple(codec.encode_chat(MESSAGES, options))
     assert reader.read(with_options) != reader.read({"messages": MESSAGES})
     assert reader.read("hello") == reader.read({"prompt": "hello"}) == tuple(codec.encode("hello"))
