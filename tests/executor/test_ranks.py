@@ -352,6 +352,7 @@ def test_fewer_gpus_than_ranks_are_refused(engine: EngineDir, monkeypatch: pytes
     monkeypatch.setattr(opening, "_runs_on_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(ConfigError, match="ranks: expected at most 1, the number of GPUs, found 2"):
         opening.open_executor(engine, device="cuda")
 
