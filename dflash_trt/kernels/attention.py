@@ -117,7 +117,6 @@ def absorb_own_block(
     num_rows,
     max_lag,
     max_lead,
-    window_step,
     factors,  # score_scale, softcap
     state,
     HEAD_DIM: tl.constexpr,
@@ -137,7 +136,7 @@ def absorb_own_block(
         v = tl.load(v_rows + slot_row[:, None] * v_stride + dim, mask=mask, other=0.0)
         products, factor = scores_of(queries, k, scale, softcap, HAS_SOFTCAP)
         lag = row[:, None] - slot_row[None, :]
-        visible = is_slot[None, :] & (lag * window_step <= max_lag) & (lag >= -max_lead)
+        visible = is_slot[None, :] & (lag <= max_lag) & (lag >= -max_lead)
         products = tl.where(visible, products, float("-inf"))
         maximum, total, output = absorb(products, factor, v, maximum, total, output)
     return maximum, total, output
@@ -326,9 +325,9 @@ def attention_kernel(
                 block_v_stride,
                 row,
                 num_rows,
-                max_lag,
+                # A window that counts from the first row hides nothing of the block itself.
+                tl.where(window_step > 0, max_lag, num_rows),
                 max_lead,
-                window_step,
                 (score_scale, softcap),
                 (maximum, total, output),
                 HEAD_DIM,

@@ -215,7 +215,7 @@ def test_log_probabilities_and_times_come_where_asked_for(server, offline) -> No
         ({"text_input": PROMPT, "input_ids": [1]}, "found text_input and input_ids"),
         ({"text_input": PROMPT, "max_tokenz": 5}, "'max_tokenz': expected a known one"),
         ({"text_input": PROMPT, "max_tokens": 0}, "max_new_tokens: expected an integer of 1 or more"),
-        ({"text_input": PROMPT, "temperature": -1.0}, "temperature: expected 0 or more"),
+        ({"text_input": PROMPT, "temperature": -1.0}, "temperature: expected 0 (greedy) to"),
         ({"text_input": PROMPT, "beam_width": 4}, "'beam_width': expected nothing"),
         ({"text_input": PROMPT, "max_tokens": 4, "sampling_param_max_tokens": 5}, "'max_tokens' and 'sampling_param"),
         ({"text_input": "x" * 3000}, f"at most {2047} tokens"),
