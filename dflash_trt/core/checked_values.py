@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 Reader = Callable[[object], _T]  # raises ValueError, with what was expected
 
 
-def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, subject: str, heading: str) -> None:
+def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, prefix: str = "", heading: str) -> None:
     """Replace each field of a frozen dataclass by what its reader makes of it.
 
     Raises:
@@ -31,7 +31,7 @@ def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, subject: 
         try:
             object.__setattr__(owner, name, read(value))
         except ValueError as error:
-            problems.append(_refusal(f"{subject} {name}", value, error))
+            problems.append(_refusal(f"{prefix}{name}", value, error))
     raise_all(RequestError, heading, problems)
 
 

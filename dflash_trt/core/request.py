@@ -98,7 +98,7 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, _SAMPLING_READERS, subject="sampling", heading="sampling parameters")
+        check_fields(self, _SAMPLING_READERS, prefix="sampling ", heading="sampling parameters")
         raise_all(RequestError, "sampling parameters", _stop_problems(self.stop))
 
     @property
@@ -137,7 +137,7 @@ class Request:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, _REQUEST_READERS, subject="request", heading="request")
+        check_fields(self, _REQUEST_READERS, heading="request")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,7 +90,7 @@ def test_a_sampling_value_of_a_wrong_kind_is_refused_by_its_name(name: str, valu
     ],
 )
 def test_a_request_field_of_a_wrong_kind_is_refused_by_its_name(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"request {name}: expected .*, found "):
+    with pytest.raises(RequestError, match=f"request: {name}: expected .*, found "):
         request(**{name: value})
 
 
