@@ -113,6 +113,16 @@ def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
         torch.testing.assert_close(pages, expected, rtol=0, atol=1e-4)
 
 
+def test_what_others_left_in_the_pages_changes_nothing_even_if_it_is_not_finite(trt, tmp_path):
+    expected, _ = trace(make_executors(trt, tmp_path / "clean")[1], SAMPLED, num_draft_tokens=(3, 0, 3))
+    ours, theirs = make_executors(trt, tmp_path / "used")
+    for pages in (*ours.state.values(), *theirs._pages.state.target_kv, *theirs._pages.state.draft_kv):
+        pages.fill_(torch.nan)
+    for executor in (ours, theirs):
+        found, _ = trace(executor, SAMPLED, num_draft_tokens=(3, 0, 3))
+        assert integers(found) == integers(expected)
+
+
 @pytest.mark.parametrize("pages", [FP8_PAGES, FP8_PAGES.model_copy(update={"draft_kv": None})])
 def test_fp8_pages_hold_torchs_codes_and_give_torchs_tokens(trt, tmp_path, pages):
     ours, theirs = make_executors(trt, tmp_path, pages=pages)
