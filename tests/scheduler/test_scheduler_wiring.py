@@ -216,3 +216,18 @@ def test_a_bound_of_one_is_allowed_and_zero_is_not(name: str) -> None:
     SchedulerConfig(**{name: 1})
     with pytest.raises(ConfigError, match=name):
         SchedulerConfig(**{name: 0})
+
+
+def test_a_request_sent_back_while_its_step_runs_waits_for_the_end_of_that_step() -> None:
+    """Its pages are gone, so that nothing may follow on what the running step writes."""
+    driver = make_driver(draft_rule=always_wrong)
+    request = make_request("r", max_new_tokens=20)
+    driver.add(request)
+    running = driver.scheduler.plan()
+    assert driver.scheduler.preempt("r")
+    assert driver.scheduler.plan().rows == ()
+    batch = running.resolve({})
+    driver._take(driver.scheduler.commit(batch, driver.executor.step(batch)))
+    driver.scheduler.abandon()
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(driver.executor, request)
