@@ -9,6 +9,7 @@ from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.scheduler.step_cost import StepCosts
 from tests.scheduler.driver import Driver, make_limits, make_request
 from tests.scheduler.simulation import CostFunction, Device, gpu_cost_s
 
@@ -88,3 +89,27 @@ def test_the_real_loop_teaches_the_policy() -> None:
         batch = driver.scheduler.schedule()
         driver.scheduler.commit(batch, executor.step(batch), elapsed_s=gpu_cost_s(1, 7, 7))
     assert policy.choose(1) == 7
+
+
+def costs_of(entries: dict[tuple[int, int], float], *, count: int = 3) -> StepCosts:
+    costs = StepCosts()
+    for (num_decoding, length), cost_s in entries.items():
+        for _ in range(count):
+            costs.add(num_decoding, length, cost_s, num_prefill_tokens=0, is_steady=True)
+    return costs
+
+
+def test_a_machine_that_slows_down_is_noticed_before_the_medians_are() -> None:
+    costs = costs_of({(4, 2): 0.010}, count=40)
+    for _ in range(12):
+        costs.add(4, 2, 0.020, num_prefill_tokens=0, is_steady=True)
+    slow = costs.estimate(4, 2)
+    assert slow is not None and slow > 0.013
+
+
+def test_a_length_is_never_taken_to_cost_more_than_a_longer_one_was_measured_to() -> None:
+    """What a small batch costs would say so."""
+    bounded = costs_of({(1, 2): 0.1, (4, 6): 0.01}).estimate(4, 2)
+    unbounded = costs_of({(1, 2): 0.1}).estimate(4, 2)
+    assert unbounded is not None and unbounded > 0.05, "otherwise the test says nothing"
+    assert bounded is not None and bounded <= 0.011
