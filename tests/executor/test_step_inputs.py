@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dflash_trt.backends.step_inputs import check_batch, sequence_batch, step_inputs, step_result
 from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.executor.step_inputs import check_batch, sequence_batch, step_inputs, step_result
 from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
 
