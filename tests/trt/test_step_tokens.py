@@ -116,7 +116,8 @@ def test_pages_hold_what_torchs_hold_and_nothing_else_is_written(trt, tmp_path):
 def test_what_others_left_in_the_pages_changes_nothing_even_if_it_is_not_finite(trt, tmp_path):
     expected, _ = trace(make_executors(trt, tmp_path / "clean")[1], SAMPLED, num_draft_tokens=(3, 0, 3))
     ours, theirs = make_executors(trt, tmp_path / "used")
-    for pages in (*ours.state.values(), *theirs._pages.state.target_kv, *theirs._pages.state.draft_kv):
+    caches = (*theirs._state.target_kv, *theirs._state.draft_kv)
+    for pages in (*ours.state.values(), *(cache.tensor for cache in caches)):
         pages.fill_(torch.nan)
     for executor in (ours, theirs):
         found, _ = trace(executor, SAMPLED, num_draft_tokens=(3, 0, 3))
