@@ -86,7 +86,8 @@ INPUTS: tuple[InputTensor, ...] = (
         "FP32",
         "temperature",
         "sampling_param_temperature",
-        "0 is greedy, and so is anything below 1.2e-38. Unset: 0, or 1 where one of the filters below is on.",
+        "0 is greedy, and so is anything below 1.2e-38; at most 10000. "
+        "Unset: 0, or 1 where one of the filters below is on.",
     ),
     *_pair("top_k", "INT32", "top_k", "sampling_param_top_k", "Keep the k most likely tokens; 0 is off."),
     *_pair("top_p", "FP32", "top_p", "sampling_param_top_p", "Keep the likeliest tokens up to this sum; 1 is off."),
