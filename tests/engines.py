@@ -8,12 +8,12 @@ import torch
 
 from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import engine_states
+from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import QuantizationSpec
 
 PAGE_SIZE = 4
@@ -39,7 +39,7 @@ def make_executor(
         budget_bytes=1 << 28,
     )
     return TorchExecutor(
-        bind_network(pair.target, pair.draft, tensors),
+        bind_tensors(pair.target, pair.draft, tensors),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
         max_num_tokens=1024,

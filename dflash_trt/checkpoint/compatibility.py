@@ -1,7 +1,8 @@
 """Does this drafter belong to this target? Every mismatch that would otherwise only show as low acceptance."""
 
 from dflash_trt.core.errors import problem
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 
 _OTHER_DRAFTER = "Use the drafter trained for this target."
 

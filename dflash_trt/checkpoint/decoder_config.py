@@ -3,6 +3,7 @@
 Knows Hugging Face's key names for a Llama-like decoder. It refuses to know whose decoder it is.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,8 +37,28 @@ class DecoderSizes:
 
     def spec_fields(self) -> dict[str, Any]:
         """The fields of a DecoderSpec that are sizes."""
-        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps")
-        return {name: getattr(self, name) for name in (*names, "max_position_embeddings")}
+        return {name: getattr(self, name) for name in ("hidden_size", "rms_norm_eps", "max_position_embeddings")}
+
+    def mixer_fields(self, reader: ConfigReader, *, has_biases: bool = False) -> dict[str, Any]:
+        """Of a Gqa, with `attention_bias`; `has_biases` where the file does not say."""
+        has_bias = reader.flag("attention_bias", default=has_biases)
+        sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        return sizes | {"has_qkv_bias": has_bias, "has_o_bias": has_bias}
+
+    def dense_fields(self, *, has_bias: bool = False) -> dict[str, Any]:
+        """Of a Dense."""
+        return {"kind": "dense", "intermediate_size": self.intermediate_size, "has_bias": has_bias}
+
+    def full_masks(self) -> list[dict[str, Any]]:
+        """Causal attention without windows in every layer."""
+        return [{} for _ in range(self.num_layers)]
+
+
+def layers_of(
+    mixer: Mapping[str, Any], feed_forward: Mapping[str, Any], masks: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Fields of LayerSpecs that differ in their masks alone."""
+    return [{"mixer": {**mixer, "mask": mask}, "feed_forward": feed_forward} for mask in masks]
 
 
 def read_sizes(reader: ConfigReader) -> DecoderSizes:

@@ -8,7 +8,7 @@ from dflash_trt.checkpoint.modelopt_config import ModelOptConfig
 from dflash_trt.checkpoint.packed_weights import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
-from dflash_trt.core.model_spec import TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.quantization import LayerKvScales
 
 _EXPORT_AGAIN = "Export the checkpoint again."

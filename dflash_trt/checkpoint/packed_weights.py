@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, ModelOptConfig
-from dflash_trt.checkpoint.names import ForeignTable
 from dflash_trt.checkpoint.sharding import share
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype

@@ -26,9 +26,10 @@ from dflash_trt.checkpoint.vocabulary import check_draft_vocabulary, check_token
 from dflash_trt.checkpoint.weights import WeightSource, read_weights, resolve_sources
 from dflash_trt.core.errors import CheckpointError, ConfigError, problem, raise_all
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.weight_spec import WeightTable, draft_weights, target_weights
+from dflash_trt.core.weight_spec import WeightTable
 
 _CONFIG_FILES = ("config.json", "generation_config.json", QUANT_CONFIG_FILE)
 
@@ -173,7 +174,7 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     if spec is None:
         return _ABSENT
     spec = resolve_tied_head(spec, stored, notes)
-    table = target_weights(spec)
+    table = spec.weights()
     names = target_names(spec, _all_names(stored))
     kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)
     packed, rest = resolve_packed(table, names, rest, config, label="target", problems=tensor_problems)
@@ -198,7 +199,7 @@ def _open_drafter(
     spec = parse_draft(directory, _all_names(stored), config_problems, notes=notes, overrides=overrides)
     if spec is None:
         return _ABSENT
-    table = draft_weights(spec)
+    table = spec.weights()
     names = draft_names(spec, _all_names(stored))
     num_problems = len(tensor_problems)
     packed, rest = resolve_packed(table, names, stored, config, label="drafter", problems=tensor_problems)

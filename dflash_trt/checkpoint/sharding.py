@@ -4,7 +4,8 @@ import torch
 
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.weight_spec import WeightSpec
 
 
@@ -48,16 +49,16 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     if mapping.pp_size != 1:
         mend = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
-    if mapping.tp_size != 1 and target.moe is not None:
+    if mapping.tp_size != 1 and target.num_expert_layers > 0:
         mend = "Use one rank: cutting experts is not implemented."
         found = f"{mapping.tp_size}, for a target with experts"
         problems.append(problem("mapping tp_size", expected="1", found=found, mend=mend))
-    lengths = _lengths(target, "target") | {"target vocab_size": target.vocab_size}
+    lengths = [*_lengths(target, "target"), ("target vocab_size", target.vocab_size)]
     if draft is not None:
-        lengths |= _lengths(draft, "drafter")
+        lengths += _lengths(draft, "drafter")
         if draft.draft_vocab_size is not None:
-            lengths["drafter draft_vocab_size"] = draft.draft_vocab_size
-    for name, length in lengths.items():
+            lengths.append(("drafter draft_vocab_size", draft.draft_vocab_size))
+    for name, length in lengths:
         if length % mapping.tp_size:
             expected = f"a divisor of {name} {length}"
             mend = "Choose a smaller tp_size: padding, and copies of a KV head on several ranks, are not implemented."
@@ -65,10 +66,7 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     return problems
 
 
-def _lengths(spec: DecoderSpec, owner: str) -> dict[str, int]:
-    """What tensor parallelism cuts: whole heads, not their rows."""
-    return {
-        f"{owner} num_heads": spec.num_heads,
-        f"{owner} num_kv_heads": spec.num_kv_heads,
-        f"{owner} intermediate_size": spec.intermediate_size,
-    }
+def _lengths(spec: DecoderSpec, owner: str) -> list[tuple[str, int]]:
+    """What tensor parallelism cuts, each size once."""
+    sizes = dict.fromkeys(item for layer in spec.layers for item in layer.sharded_sizes.items())
+    return [(f"{owner} {name}", size) for name, size in sizes]

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from dflash_trt.checkpoint.names import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors
-from dflash_trt.core.model_spec import TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
 
 _ROWS = 4096  # compared at a time
 

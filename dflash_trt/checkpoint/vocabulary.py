@@ -13,7 +13,7 @@ from safetensors import safe_open
 from dflash_trt.checkpoint.config_reader import read_json_object
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors
 from dflash_trt.core.errors import problem
-from dflash_trt.core.model_spec import DraftSpec
+from dflash_trt.core.model.draft import DraftSpec
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_FILES = (

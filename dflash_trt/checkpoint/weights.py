@@ -14,14 +14,15 @@ import torch
 from safetensors import safe_open
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout, part_dtypes, part_shapes, read_experts
-from dflash_trt.checkpoint.names import ForeignNames, ForeignTable, Recipe, is_ignorable
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
+from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.packed_weights import PackedSource, read_packed
 from dflash_trt.checkpoint.sharding import shard, shard_shape, share
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.checkpoint.vocabulary import read_draft_to_target
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec
+from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable
 
 _INTEGER_DTYPES = ("I64", "I32")

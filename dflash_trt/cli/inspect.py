@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import Console
     from rich.table import Table
 
-    from dflash_trt.core.model_spec import DecoderSpec
+    from dflash_trt.core.model.decoder import TargetSpec
+    from dflash_trt.core.model.draft import DraftSpec
     from dflash_trt.core.state_spec import PagedKv
-    from dflash_trt.core.weight_spec import WeightTable
     from dflash_trt.engine_dir import EngineDir
+
+_LAYER_SIZES = (
+    ("feed_forward", "intermediate_size"),
+    ("mixer", "num_heads"),
+    ("mixer", "num_kv_heads"),
+    ("mixer", "head_dim"),
+)
 
 
 @click.command(short_help="Check an engine directory and describe it.")
@@ -37,17 +44,16 @@ def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:
 
 def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
     """Everything `inspect` says, as plain JSON types."""
-    from dflash_trt.core.weight_spec import draft_weights, target_weights
     from dflash_trt.engine_dir import is_hashed
 
     manifest = engine.manifest
     config = manifest.pretrained_config
     weights = _stored_bytes(engine)
     states = config.states()
-    target = _decoder(manifest.target, target_weights(manifest.target)) | weights["target"] | _pages(states.target)
+    target = _decoder(manifest.target) | weights["target"] | _pages(states.target)
     draft = None
     if manifest.draft is not None:
-        draft = _decoder(manifest.draft, draft_weights(manifest.draft)) | weights["draft"] | _pages(states.draft)
+        draft = _decoder(manifest.draft) | weights["draft"] | _pages(states.draft)
         draft["max_draft_len"] = manifest.draft.max_draft_len
     return {
         "engine_dir": str(engine.path),
@@ -89,12 +95,12 @@ def _page_plan(engine: "EngineDir") -> str:
         return str(error)
 
 
-def _decoder(spec: "DecoderSpec", weights: "WeightTable") -> dict[str, Any]:
+def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
     """The spec, with what follows from it. Sizes are those of the whole model."""
     return {
         **spec.model_dump(mode="json"),
         "num_layers": spec.num_layers,
-        "num_parameters": sum(math.prod(weight.shape) for weight in weights.values() if not weight.is_integer),
+        "num_parameters": sum(math.prod(weight.shape) for weight in spec.weights().values() if not weight.is_integer),
     }
 
 
@@ -154,12 +160,14 @@ def _models_table(report: dict[str, Any]) -> "Table":
     if report["draft"]:
         vocab_sizes.append(report["draft"]["draft_vocab_size"] or "the target's")
     table.add_row("family", *(model.get("family", model.get("source_format")) for model in models))
-    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+    for name in ("num_layers", "hidden_size"):
         table.add_row(name, *(str(model[name]) for model in models))
+    for part, name in _LAYER_SIZES:
+        table.add_row(name, *(_each_once(layer[part][name] for layer in model["layers"]) for model in models))
     for name, words in _target_features(report["target"]).items():
         table.add_row(name, words, *(["none"] if report["draft"] else []))
     table.add_row("vocabulary", *map(str, vocab_sizes))
-    table.add_row("rope", *(f"{model['rope']['scaling']}, theta {model['rope']['theta']:g}" for model in models))
+    table.add_row("rope", *(_each_once(_rope_words(layer) for layer in model["layers"]) for model in models))
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
     table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
     has_ranks = report["mapping"]["world_size"] > 1
@@ -175,15 +183,18 @@ def _models_table(report: dict[str, Any]) -> "Table":
 def _target_features(target: dict[str, Any]) -> dict[str, str]:
     """Rows that only some targets have."""
     rows = {}
-    moe, windows = target["moe"], [layer["window"] for layer in target["attention"]]
-    if moe is not None:
+    mixers = [layer["mixer"] for layer in target["layers"]]
+    experts = [layer["feed_forward"] for layer in target["layers"] if layer["feed_forward"]["kind"] == "moe"]
+    windows = [mixer["mask"]["window"] for mixer in mixers]
+    if experts:
+        moe = experts[0]
         rows["experts"] = (
             f"{moe['num_experts']} of {moe['intermediate_size']} features, {moe['num_experts_per_token']} per token, "
-            f"in {len(moe['layer_ids'])} of {target['num_layers']} layers"
+            f"in {len(experts)} of {target['num_layers']} layers"
         )
     for window in sorted({window for window in windows if window is not None}):
         rows[f"window of {window} tokens"] = f"{windows.count(window)} of {target['num_layers']} layers"
-    if target["has_sinks"]:
+    if any(mixer["has_sinks"] for mixer in mixers):
         rows["attention sinks"] = "one per head"
     return rows
 
@@ -192,16 +203,25 @@ def _draft_table(draft: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     table = Table("drafter layer", "attention", "window")
-    for i, layer in enumerate(draft["attention"]):
-        kind = "causal" if layer["is_causal"] else "not causal"
-        table.add_row(str(i), kind, _window_words(layer))
+    for i, layer in enumerate(draft["layers"]):
+        mask = layer["mixer"]["mask"]
+        table.add_row(str(i), "causal" if mask["is_causal"] else "not causal", _window_words(mask))
     return table
 
 
-def _window_words(layer: dict[str, Any]) -> str:
-    if layer["window"] is None:
+def _each_once(values: "Iterable[Any]") -> str:
+    return ", ".join(dict.fromkeys(map(str, values)))
+
+
+def _rope_words(layer: dict[str, Any]) -> str:
+    rope = layer["mixer"]["rope"]
+    return f"{rope['scaling']}, theta {rope['theta']:g}"
+
+
+def _window_words(mask: dict[str, Any]) -> str:
+    if mask["window"] is None:
         return "full"
-    return f"{layer['window']} tokens" + (" before the anchor" if layer["is_window_anchored"] else "")
+    return f"{mask['window']} tokens" + (" before the anchor" if mask["is_window_anchored"] else "")
 
 
 def _files_table(files: dict[str, Any]) -> "Table":

@@ -39,8 +39,8 @@ def plan_table(plan: "QuantizationPlan", dtype: str) -> "Table":
     pages = {"target K/V pages": plan.has_fp8_target_kv} | (
         {"draft K/V pages": plan.has_fp8_draft_kv} if plan.draft is not None else {}
     )
-    if plan.target.moe is not None:
-        table.add_row("experts of the target", str(len(plan.target.moe.layer_ids)), "", dtype, "never quantized")
+    if plan.target.num_expert_layers:
+        table.add_row("experts of the target", str(plan.target.num_expert_layers), "", dtype, "never quantized")
     for name, has_fp8 in pages.items():
         table.add_row(name, "", "", "fp8" if has_fp8 else dtype, "")
     return table

@@ -15,13 +15,14 @@ from dflash_trt.backends.torch.quantized_linear import unpack
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.core.weight_spec import engine_table
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.formats.registry import split_packed
+from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import Linear
-from dflash_trt.network.step import Network
-from dflash_trt.network.weights import bind_draft, bind_target, map_linears
+from dflash_trt.network.rank_tensors import RankTensors, map_linears
+from dflash_trt.network.step import Network, bind_network
 from dflash_trt.quantize.calibrate import LinearBank, observe
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 from dflash_trt.quantize.stream import joined, pack_linear
@@ -99,7 +100,7 @@ class _PairWeights:
         self._plan = plan
         self._dtype = dtype
         stream = joined(pair.iter_weights(dtype=dtype, mapping=Mapping()), dtype=dtype)
-        table = engine_table(pair.target, pair.draft, pair.quantization)
+        table = engine_weights(pair.target, pair.draft, pair.quantization)
         self._plain, self._packed = split_packed(dict(stream), table, pair.quantization.linears)
         self._head = self._plain.get("target.embedding" if pair.target.is_embedding_tied else "target.lm_head")
 
@@ -124,21 +125,16 @@ class _PairWeights:
         def rows(x: Tensor, start: int, stop: int) -> Tensor:
             return x[start:stop]
 
-        target_weights = bind_target(target, self._plain, Mapping(), slice_rows=rows, packed=self._packed)
-        draft_weights = None
-        if draft is not None:
-            draft_weights = bind_draft(
-                draft, target_weights, self._plain, Mapping(), slice_rows=rows, packed=self._packed
-            )
-            if "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
-                head = Linear(weight=self.plain("draft.lm_head"), name="draft.lm_head")
-                draft_weights = replace(draft_weights, lm_head=head)
-        return Network(
-            target=target,
-            target_weights=map_linears(target_weights, self._unpacked),
-            draft=draft,
-            draft_weights=map_linears(draft_weights, self._unpacked),
-            mapping=Mapping(),
+        tensors = RankTensors(plain=self._plain, packed=self._packed, slice_rows=rows)
+        network = bind_network(target, draft, tensors)
+        drafter = network.drafter
+        if draft is not None and "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
+            assert isinstance(drafter, DFlashDrafter)
+            drafter = replace(drafter, lm_head=Linear(weight=self.plain("draft.lm_head"), name="draft.lm_head"))
+        return replace(
+            network,
+            target_weights=map_linears(network.target_weights, self._unpacked),
+            drafter=map_linears(drafter, self._unpacked),
         )
 
     def _unpacked(self, linear: Linear[Tensor]) -> Linear[Tensor]:

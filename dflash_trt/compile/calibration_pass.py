@@ -12,10 +12,12 @@ from torch import Tensor
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError, problem
-from dflash_trt.core.model_spec import AttentionSpec, Rotary
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
-from dflash_trt.network.ops import Acceptance, Cache, Linear, StepInputs
+from dflash_trt.network.mixers.gqa import rotated_kv
+from dflash_trt.network.ops import Cache, KvDestination, Linear, Rows, StepInputs
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.quantize.calibrate import LinearBank
 
@@ -89,23 +91,24 @@ class _ObservedOps(TorchOps):
         out = self._bank(linear.name, x)[:, linear.first_row : linear.first_row + len(linear.weight)]
         return out if linear.bias is None else out + linear.bias
 
-    def attend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache[Tensor], attention: AttentionSpec, sinks: Tensor | None
-    ) -> Tensor:
-        self._observer.saw_kv(cache, k, v)
-        return super().attend_pages(q, k, v, cache, attention, sinks)
-
-    def attend_draft(
+    def attend(
         self,
-        context: tuple[Tensor, Tensor],
         q: Tensor,
-        block: tuple[Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        rows: Rows[Tensor],
         cache: Cache[Tensor],
-        acceptance: Acceptance[Tensor],
-        attention: AttentionSpec,
+        gqa: Gqa,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        self._observer.saw_kv(cache, *context)
-        return super().attend_draft(context, q, block, cache, acceptance, attention)
+        if rows.keeps_kv:
+            self._observer.saw_kv(cache, k, v)
+        return super().attend(q, k, v, rows, cache, gqa, sinks)
+
+    def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
+        for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):
+            self._observer.saw_kv(layer.cache, k, v)
+        super().store_kv(kv, layers, rows, limits)
 
 
 def _chunk_inputs(tokens: Sequence[int], start: int, num_pages: int, num_draft_tokens: int) -> StepInputs[Tensor]:

@@ -2,7 +2,8 @@
 
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, problem, raise_all
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.engine_dir import EngineLimits
 
 

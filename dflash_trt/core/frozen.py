@@ -12,6 +12,7 @@ MAX_INT32 = 2**31 - 1  # no size, count or token id is larger: steps carry them 
 
 Index = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Size = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Scale = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class Frozen(BaseModel):
@@ -28,7 +29,12 @@ def checked(kind: type[F], fields: Mapping[str, Any], *, label: str, problems: l
     try:
         return kind(**fields)
     except ValidationError as error:
+        # What is wrong with all layers alike is said of the first.
+        distinct: dict[Any, Any] = {}
         for details in error.errors():
+            names = tuple(part for part in details["loc"] if isinstance(part, str))
+            distinct.setdefault((names, details["msg"], repr(details["input"])), details)
+        for details in distinct.values():
             expected = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             subject = f"{label}: {'.'.join(map(str, details['loc'])) or kind.__name__}"
             found = f"{details['input']!r:.80}" if details["loc"] else "another combination"

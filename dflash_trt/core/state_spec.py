@@ -55,25 +55,3 @@ class EngineStates:
             target=tuple(state.shard(mapping) for state in self.target),
             draft=tuple(state.shard(mapping) for state in self.draft),
         )
-
-
-def paged_kv_layers(
-    role: str,
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: DType,
-    scales: tuple[LayerKvScales, ...] | None,
-) -> tuple[PagedKv, ...]:
-    """Equal layers of one model, in FP8 where there are scales and in `dtype` otherwise."""
-    return tuple(
-        PagedKv(
-            name=f"{role}_kv.{i}",
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype if scales is None else "float8_e4m3fn",
-            scales=None if scales is None else scales[i],
-        )
-        for i in range(num_layers)
-    )

@@ -9,11 +9,12 @@ from dflash_trt.core.dtype import FloatDType, safetensors_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec, check_pair, engine_states
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, check_pair, engine_states, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
-from dflash_trt.core.weight_spec import WeightTable, engine_table, rank_share
+from dflash_trt.core.weight_spec import WeightTable, rank_share
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -132,7 +133,7 @@ def weights_name(rank: int) -> str:
 def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor in each `rank{r}.safetensors`, in the order of the file."""
     linears = config.quantization.linears if config.quantization else {}
-    whole = engine_table(config.target, config.draft, config.quantization)
+    whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_share(spec, config.mapping.tp_size) for name, spec in whole.items()}
     headers: dict[str, TensorHeader] = {}
     for name, spec in table.items():

@@ -10,9 +10,10 @@ from importlib import import_module
 from torch import Tensor
 
 from dflash_trt import formats
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.weight_spec import WeightTable, engine_table, is_linear, segments_of
+from dflash_trt.core.weight_spec import WeightTable, is_linear, segments_of
 from dflash_trt.formats.base import PackedWeight, TensorLayout, WeightFormat, tensor_name
 
 
@@ -78,7 +79,7 @@ def engine_tensors(name: str, weight: PackedWeight[Tensor]) -> dict[str, Tensor]
 
 def check_quantization(quantization: QuantizationSpec, target: TargetSpec, draft: DraftSpec | None) -> None:
     """Raises ValueError when the formats, names or lengths do not fit the models."""
-    table = engine_table(target, draft, quantization)
+    table = engine_weights(target, draft, quantization)
     unknown = sorted(set(quantization.linears.values()) - weight_formats().keys())
     if unknown:
         raise ValueError(f"formats among {', '.join(weight_formats())} (not {', '.join(unknown)})")

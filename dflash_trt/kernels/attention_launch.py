@@ -38,14 +38,15 @@ class RequestTensors:
 class AttentionOptions:
     """What one layer adds to plain attention.
 
-    `window` and `is_window_anchored` as in `core.model_spec.AttentionSpec`. `sinks` float32 [heads] are logits in the
-    softmax's denominator that have no value. `softcap` c turns a score s into c * tanh(s / c). The scales are those of
-    FP8 pages.
+    `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
+    turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
+    value. The other scales are those of FP8 pages.
     """
 
     window: int | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
+    score_scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     k_scale: float = 1.0
@@ -303,7 +304,7 @@ class _Launch:
             requests.context_lens,
             requests.page_table,
             stats if options.sinks is None else options.sinks,
-            head_dim**-0.5,
+            head_dim**-0.5 if options.score_scale is None else options.score_scale,
             options.k_scale,
             options.v_scale,
             options.softcap or 1.0,

@@ -1,57 +1,79 @@
-"""The target: one decoder described by data, for every family.
+"""A stack of pre-norm residual layers, described by data. Knows nothing of drafts, sampling or where state lives."""
 
-Pre-norm residual layers, GQA, optional per-head q/k norm, rotate-half RoPE, gated SiLU MLP or a mixture of experts.
-Knows nothing of drafts, sampling or where K/V live.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
-from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DecoderSpec, TargetSpec
-from dflash_trt.network.ops import Cache, Experts, Ops, T
-from dflash_trt.network.weights import LayerWeights, Mlp, TargetWeights
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
+from dflash_trt.network.feed_forward import Mlp, bind_feed_forward, run_feed_forward
+from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
+from dflash_trt.network.ops import Cache, Experts, Linear, Ops, Rows, T
+from dflash_trt.network.rank_tensors import RankTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TargetHidden(Generic[T]):
-    """`last` [T, H] is before the final norm; `taps` are layer outputs, in the order the drafter asked for."""
+class Layer(Generic[T]):
+    """One layer of one rank: `spec` has the sizes of the rank's own part."""
 
-    last: T
-    taps: Sequence[T]
+    spec: LayerSpec
+    attention_norm: T
+    mixer: GqaWeights[T]
+    mlp_norm: T
+    feed_forward: Mlp[T] | Experts[T]
 
 
-def forward_target(
-    ops: Ops[T],
-    spec: TargetSpec,
-    weights: TargetWeights[T],
-    mapping: Mapping,
-    *,
-    token_ids: T,
-    positions: T,
-    caches: Sequence[Cache[T]],
-    tap_layer_ids: Sequence[int],
-) -> TargetHidden[T]:
-    """Run all tokens of the step through all layers, causally over their pages."""
-    rope = ops.rope_table(spec.rotary, positions)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetWeights(Generic[T]):
+    embedding: T
+    layers: tuple[Layer[T], ...]
+    norm: T
+    lm_head: Linear[T]
+
+
+def bind_layer(tensors: RankTensors[T], prefix: str, spec: LayerSpec, *, kv: Linear[T] | None = None) -> Layer[T]:
+    """`kv`: see `bind_gqa`."""
+    return Layer(
+        spec=spec.shard(tensors.mapping),
+        attention_norm=tensors[f"{prefix}.attention_norm"],
+        mixer=bind_gqa(tensors, prefix, kv=kv),
+        mlp_norm=tensors[f"{prefix}.mlp_norm"],
+        feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
+    )
+
+
+def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
+    """Raises KeyError on a missing tensor."""
+    has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.packed
+    return TargetWeights(
+        embedding=tensors["target.embedding"],
+        layers=tuple(bind_layer(tensors, f"target.layers.{i}", layer) for i, layer in enumerate(spec.layers)),
+        norm=tensors["target.norm"],
+        lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
+    )
+
+
+def run_target(
+    ops: Ops[T], spec: TargetSpec, weights: TargetWeights[T], token_ids: T, rows: Rows[T], caches: Sequence[Cache[T]]
+) -> list[T]:
+    """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
     hidden = ops.embedding(weights.embedding, token_ids)
-    outputs: list[T] = []
-    for i, layer in enumerate(weights.layers):
-        x = ops.rms_norm(hidden, layer.attention_norm, spec.rms_norm_eps)
-        q_size, kv_size = spec.q_size // mapping.tp_size, spec.kv_size // mapping.tp_size
-        q, k, v = ops.split(ops.linear(x, weights.qkv[i]), (q_size, kv_size, kv_size))
-        attended = ops.attend_pages(
-            rotated_heads(ops, spec, layer.q_norm, q, rope),
-            rotated_heads(ops, spec, layer.k_norm, k, rope),
-            ops.split_heads(v, spec.head_dim),
-            caches[i],
-            spec.attention[i],
-            weights.sinks[i],
-        )
-        hidden = finish_layer(ops, spec, layer, hidden, attended)
-        outputs.append(hidden)
-    return TargetHidden(last=hidden, taps=[outputs[layer_id] for layer_id in tap_layer_ids])
+    return list(run_layers(ops, spec, weights.layers, hidden, rows, caches))
+
+
+def run_layers(
+    ops: Ops[T], spec: DecoderSpec, layers: Sequence[Layer[T]], hidden: T, rows: Rows[T], caches: Sequence[Cache[T]]
+) -> Iterator[T]:
+    """Outputs [N, H] of one layer after the other: norm, mixer, residual, norm, feed-forward, residual."""
+    eps = spec.rms_norm_eps
+    ropes = {rotary: ops.rope_table(rotary, rows.positions) for rotary in spec.rotaries}
+    for layer, cache in zip(layers, caches, strict=True):
+        x = ops.rms_norm(hidden, layer.attention_norm, eps)
+        mixed = run_gqa(ops, layer.spec.mixer, layer.mixer, x, rows, cache, ropes=ropes, eps=eps)
+        hidden = ops.add(hidden, ops.all_reduce(mixed))
+        x = ops.rms_norm(hidden, layer.mlp_norm, eps)
+        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
+        hidden = ops.add(hidden, ops.all_reduce(fed))
+        yield hidden
 
 
 def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:
@@ -60,23 +82,11 @@ def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: 
     return ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
 
 
-def rotated_heads(ops: Ops[T], spec: DecoderSpec, norm: T | None, x: T, rope: Any) -> T:
-    """Queries or keys, [N, heads * D] -> normed (where the model does) and rotated [N, heads, D]."""
-    heads = ops.split_heads(x, spec.head_dim)
-    if norm is not None:
-        heads = ops.rms_norm(heads, norm, spec.rms_norm_eps)
-    return ops.rope(heads, rope)
-
-
-def finish_layer(ops: Ops[T], spec: DecoderSpec, layer: LayerWeights[T], hidden: T, attended: T) -> T:
-    """Output projection, residual, MLP or experts, residual."""
-    hidden = ops.add(hidden, ops.all_reduce(ops.linear(attended, layer.o)))
-    x = ops.rms_norm(hidden, layer.mlp_norm, spec.rms_norm_eps)
-    return ops.add(hidden, ops.all_reduce(_feed_forward(ops, spec, layer.mlp, x)))
-
-
-def _feed_forward(ops: Ops[T], spec: DecoderSpec, mlp: Mlp[T] | Experts[T], x: T) -> T:
-    if isinstance(mlp, Experts):
-        assert isinstance(spec, TargetSpec) and spec.moe is not None, "drafters are dense"
-        return ops.moe(x, mlp, spec.moe)
-    return ops.linear(ops.silu_mul(ops.linear(x, mlp.gate_up)), mlp.down)
+def _tied_head(spec: TargetSpec, tensors: RankTensors[T]) -> Linear[T]:
+    """Every rank holds the whole embedding; its rows of it are its head."""
+    embedding = Linear(weight=tensors["target.embedding"], name="target.lm_head")
+    tp_size, tp_rank = tensors.mapping.tp_size, tensors.mapping.tp_rank
+    if tp_size == 1:
+        return embedding
+    num_rows = spec.vocab_size // tp_size
+    return tensors.rows_of(embedding, tp_rank * num_rows, (tp_rank + 1) * num_rows)

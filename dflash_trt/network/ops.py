@@ -1,15 +1,17 @@
 """The op façade: everything the network is made of, and nothing a back end could not lower.
 
-`T` is a back end's tensor handle (a torch.Tensor, a TensorRT ITensor). A back end implements `Ops[T]`; `decoder`,
-`drafter` and `step` call it and never look inside a handle. Shapes use the letters of `core/step_spec.py`; N is any
-row count, H hidden size, D head_dim, V vocabulary.
+`T` is a back end's tensor handle (a torch.Tensor, a TensorRT ITensor). A back end implements `Ops[T]`; mixers, drafters
+and the step call it and never look inside a handle. Shapes use the letters of `core/step_spec.py`; N is any row
+count, H hidden size, D head_dim, V vocabulary, S = K + 1 the slots of a draft block.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.formats.base import PackedWeight
 
@@ -89,15 +91,46 @@ class Acceptance(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftBlock(Generic[T]):
-    """Input of the drafter, R blocks of S = K+1 slots: [bonus, MASK x K] from the next anchor's position on."""
+class Rows(Generic[T]):
+    """Rows of tokens [N] that a mixer runs over, and the requests they belong to.
+
+    `token_offsets` None: as many rows for every request. `keeps_kv`: K/V of the rows are state, written to the pages at
+    `positions`; otherwise the rows stand behind the first `context_lens` positions of the pages and their K/V live for
+    one call only. `index` is what the back end worked out from the others, opaque to the network.
+    """
+
+    positions: T  # int32 [N]
+    token_offsets: T | None  # int32 [R+1]
+    context_lens: T  # int32 [R], positions in the pages before a request's first row
+    page_table: T  # int32 [R, P]
+    keeps_kv: bool
+    index: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBlocks(Generic[T]):
+    """R blocks of S tokens, [first, fill x K] each, from the position after the accepted tokens on."""
 
     token_ids: T  # int32 [R*S]
-    positions: T  # int32 [R*S]
+    rows: Rows[T]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvDestination(Generic[T]):
+    """Where a layer's K and V go, and what is done to K before: normed where there is a norm, and rotated."""
+
+    cache: Cache[T]
+    k_norm: T | None
+    eps: float
+    rope: Any  # of `Ops.rope_table`
 
 
 class Ops(Protocol[T]):
-    """What a back end must provide. Attention ops are each the only writer of the state they are given."""
+    """What a back end must provide. In one step, at most one op writes to a state."""
+
+    def token_rows(self) -> Rows[T]:
+        """The step's own T tokens, whose K/V are kept."""
+        ...
 
     def embedding(self, table: T, token_ids: T) -> T:
         """[V, H], int32 [N] -> [N, H]."""
@@ -119,7 +152,7 @@ class Ops(Protocol[T]):
         """[N, 2F] -> silu(first half) * second half, [N, F]."""
         ...
 
-    def moe(self, x: T, experts: Experts[T], moe: MoeSpec) -> T:
+    def moe(self, x: T, experts: Experts[T], moe: Moe) -> T:
         """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed as the router weighs them.
 
         What a row gets does not depend on the other rows, beyond the rounding of a GEMM of another height.
@@ -150,39 +183,19 @@ class Ops(Protocol[T]):
         """Rotate-half rotary embedding of [N, heads, D]."""
         ...
 
-    def attend_pages(self, q: T, k: T, v: T, cache: Cache[T], attention: AttentionSpec, sinks: T | None) -> T:
-        """Write k, v [T, kv_heads, D] at each token's position, then attend q [T, heads, D] over its request's pages.
+    def attend(self, q: T, k: T, v: T, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None) -> T:
+        """Attend q [N, heads, D] over the pages of each row's request and over the rows' own k, v [N, kv_heads, D].
 
-        Scale is D ** -0.5. `sinks` [heads] are logits in the softmax's denominator that have no value. Returns
-        [T, heads * D]. Rows are the step's tokens; page table and offsets are the step's.
+        Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale` and masked by `gqa.mask`.
+        `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
         """
         ...
 
-    def draft_context(self, kv: T, spec: DraftSpec, k_norms: Sequence[T | None], rope: Any) -> Sequence[Any]:
-        """[T, layers * 2 * kv_heads * D], which is k of layer 0, v of layer 0, k of layer 1, ... -> one per layer.
+    def store_kv(self, kv: T, layers: Sequence[KvDestination[T]], rows: Rows[T], limits: T) -> None:
+        """Write K and V that one GEMM made for several layers, [N, k_0 | v_0 | k_1 | ...], kv_heads * D each.
 
-        Keys are normed where there is a norm, and rotated. What is in one is for `attend_draft` to know; see
-        `drafter.context_of_layers`.
+        Rows at positions >= limits [R] of their request leave the pages alone.
         """
-        ...
-
-    def attend_draft(
-        self,
-        context: Any,  # one of `draft_context`; a step takes them in the order of the layers
-        q: T,  # [R*S, heads, D]
-        block: tuple[T, T],  # k, v of the block slots, [R*S, kv_heads, D]
-        cache: Cache[T],
-        acceptance: Acceptance[T],
-        attention: AttentionSpec,
-    ) -> T:
-        """Write the context rows at positions < next_context_lens, then attend the block over pages and itself.
-
-        The block's K/V live for this call only. Returns [R*S, heads * D].
-        """
-        ...
-
-    def write_draft_context(self, context: Any, cache: Cache[T], acceptance: Acceptance[T]) -> None:
-        """The write of `attend_draft` without a block: what a step with K = 0 does to stay able to draft."""
         ...
 
     def sample_and_accept(self, logits: T) -> Acceptance[T]:
@@ -192,10 +205,12 @@ class Ops(Protocol[T]):
         """
         ...
 
-    def draft_block(self, acceptance: Acceptance[T], *, mask_token_id: int) -> DraftBlock[T]: ...
+    def token_blocks(self, acceptance: Acceptance[T], *, fill: int) -> TokenBlocks[T]:
+        """A block [bonus token, fill x K] behind the accepted tokens of every request; its K/V are not kept."""
+        ...
 
-    def draft_slots(self, hidden: T) -> T:
-        """Drop slot 0 of each block: [R*(K+1), H] -> [R*K, H]."""
+    def without_first(self, hidden: T) -> T:
+        """Drop slot 0 of each block: [R*S, H] -> [R*K, H]."""
         ...
 
     def argmax_tokens(self, logits: T) -> T:

@@ -7,7 +7,7 @@ corner cases as `transformers.modeling_rope_utils`, against which the tests comp
 import math
 from dataclasses import dataclass
 
-from dflash_trt.core.model_spec import RopeSpec, Rotary
+from dflash_trt.core.model.rope import RopeSpec, Rotary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,14 +13,15 @@ from typing import Literal
 from dflash_trt.core.dtype import FloatDType, num_bytes_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import (
     FormatChoice,
     LayerKvScales,
     QuantizationConfig,
     QuantizationSpec,
 )
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, engine_table, is_linear
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
 Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
@@ -90,14 +91,14 @@ class QuantizationPlan:
         )
 
     def table(self) -> WeightTable:
-        return engine_table(self.target, self.draft, self.spec())
+        return engine_weights(self.target, self.draft, self.spec())
 
     def sizes(self, dtype: FloatDType) -> tuple[ComponentSize, ...]:
         """Before and after, per component; a copy of the head that only the plan makes counts 0 before."""
         plain: dict[Component, int] = {}
         planned: dict[Component, int] = {}
         formats = self.formats
-        models, table = engine_table(self.target, self.draft, None), self.table()
+        models, table = engine_weights(self.target, self.draft, None), self.table()
         for name, spec in table.items():
             component = component_of(name, spec)
             element_bytes = num_bytes_of("int64" if spec.is_integer else dtype)
@@ -123,7 +124,7 @@ def make_plan(
     """
     raise_all(ConfigError, "quantization", list(_unknown_formats(config)))
     copies = _head_copies(config, target, draft)
-    table = engine_table(target, draft, QuantizationSpec(linears=copies))
+    table = engine_weights(target, draft, QuantizationSpec(linears=copies))
     linears, problems = [], list(_config_problems(config, draft, table, stored))
     for name, spec in table.items():
         if not is_linear(spec, name):
@@ -184,7 +185,7 @@ def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpe
     choices = {"target.lm_head": config.lm_head}
     if draft is not None:
         choices["draft.lm_head"] = config.draft_lm_head
-    models = engine_table(target, draft, None)
+    models = engine_weights(target, draft, None)
     asked = {name: config.overrides.get(name, choice) for name, choice in choices.items() if name not in models}
     return {name: choice for name, choice in asked.items() if choice != "none"}
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.sharding import shard
 from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.core.weight_spec import engine_table, segments_of
+from dflash_trt.core.weight_spec import segments_of
 from dflash_trt.formats.base import PackedWeight, segment_amax
 from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
@@ -62,7 +63,7 @@ def whole_weights(plan: QuantizationPlan) -> frozenset[str]:
 
 def _copies(plan: QuantizationPlan) -> list[PlannedLinear]:
     """Of the head; last in the file."""
-    models = engine_table(plan.target, plan.draft, None)
+    models = engine_weights(plan.target, plan.draft, None)
     return [linear for linear in plan.linears if linear.name not in models]
 
 

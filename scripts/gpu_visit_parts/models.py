@@ -6,34 +6,41 @@ import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.page_budget import plan_pages
-from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.core.dtype import dtype_name
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec, engine_states
+from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
+from dflash_trt.core.model.feed_forward import Dense
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.weight_spec import engine_table, is_linear
+from dflash_trt.core.weight_spec import is_linear
 from dflash_trt.formats.registry import quantized_tensors, split_packed
 from gpu_visit_parts.setting import SETTING
 
 
 def target_spec(model: str) -> TargetSpec:
     """Sizes of Qwen/Qwen3-8B and meta-llama/Llama-3.1-8B, from their config.json; `tiny` is for trying the script."""
-    common = {"rms_norm_eps": 1e-6, "is_embedding_tied": False, "max_position_embeddings": 131072}
-    if model == "tiny":
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-        layers, vocab_size, family = 1, 512, "qwen3"
-    else:
-        sizes = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-        is_qwen = model == "qwen3-8b"
-        sizes["intermediate_size"] = 12288 if is_qwen else 14336
-        layers, vocab_size, family = (36, 151936, "qwen3") if is_qwen else (32, 128256, "llama")
+    hidden, ffn, heads, kv_heads, head_dim, layers, vocab_size, family = {
+        "tiny": (64, 96, 2, 1, 32, 1, 512, "qwen3"),
+        "qwen3-8b": (4096, 12288, 32, 8, 128, 36, 151936, "qwen3"),
+        "llama-3.1-8b": (4096, 14336, 32, 8, 128, 32, 128256, "llama"),
+    }[model]
+    mixer = Gqa(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=RopeSpec(theta=1e6),
+        has_qk_norm=family == "qwen3",
+    )
     return TargetSpec(
         family=family,
         vocab_size=vocab_size,
-        attention=(AttentionSpec(),) * layers,
-        rope=RopeSpec(theta=1e6),
-        has_qk_norm=family == "qwen3",
-        **sizes,
-        **common,
+        hidden_size=hidden,
+        rms_norm_eps=1e-6,
+        is_embedding_tied=False,
+        max_position_embeddings=131072,
+        layers=(LayerSpec(mixer=mixer, feed_forward=Dense(intermediate_size=ffn)),) * layers,
     )
 
 
@@ -44,17 +51,13 @@ def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
         "llama-3.1-8b": (5, (1, 8, 15, 22, 29), 10),
         "tiny": (1, (0,), 4),
     }[model]
+    mixer = target.layers[0].mixer.model_copy(update={"mask": AttentionMask(is_causal=False), "has_qk_norm": True})
+    layer = LayerSpec(mixer=mixer, feed_forward=Dense(intermediate_size=12288 if model != "tiny" else 96))
     return DraftSpec(
         source_format="z-lab",
         hidden_size=target.hidden_size,
-        intermediate_size=12288 if model != "tiny" else 96,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
         rms_norm_eps=1e-6,
-        rope=RopeSpec(theta=1e6),
-        attention=(AttentionSpec(is_causal=False),) * layers,
-        has_qk_norm=True,
+        layers=(layer,) * layers,
         max_position_embeddings=131072,
         target_layer_ids=taps,
         target_hidden_size=target.hidden_size,
@@ -79,7 +82,7 @@ def make_executor(
 ) -> TorchGpuExecutor:
     """Pages for max_batch_size sequences of max_seq_len. Raises torch.OutOfMemoryError where they do not fit."""
     device = SETTING.device
-    table = engine_table(target, draft, None)
+    table = engine_weights(target, draft, None)
     linears = [name for name, spec in table.items() if is_linear(spec, name)]
     kept = {"target.lm_head"}  # as the field's FP8 checkpoints keep it
     quantization = QuantizationSpec(
@@ -109,7 +112,7 @@ def make_executor(
         budget_bytes=1 << 60,
     )
     return TorchGpuExecutor(
-        bind_network(target, draft, plain, packed),
+        bind_tensors(target, draft, plain, packed),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
         max_num_tokens=max(2048, max_batch_size * (max_draft_len + 1)),
@@ -122,7 +125,7 @@ def make_executor(
 def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, has_drafts: bool) -> float:
     """What a step reads of the weights: everything but embeddings, and with drafts the head twice."""
     total = 0.0
-    for name, spec in engine_table(target, draft, None).items():
+    for name, spec in engine_weights(target, draft, None).items():
         is_unread = name.startswith("draft.") and name not in ("draft.fc", "draft.kv", "draft.context_norm")
         if name.endswith(".embedding") or (is_unread and not has_drafts):
             continue
@@ -135,7 +138,7 @@ def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, ha
 def linear_flops(target: TargetSpec, draft: DraftSpec, *, num_tokens: int, num_rows: int, num_drafts: int) -> float:
     """Multiply-adds of all GEMMs of a step, times two: T tokens, the head for R*(K+1) rows and for R*K drafts."""
     flops = 0.0
-    for name, spec in engine_table(target, draft, None).items():
+    for name, spec in engine_weights(target, draft, None).items():
         if not is_linear(spec, name):
             continue
         size = math.prod(spec.shape)

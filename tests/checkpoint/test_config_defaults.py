@@ -8,25 +8,27 @@ import pytest
 from transformers import AutoConfig
 
 from dflash_trt.checkpoint.pair import read_target_spec
-from dflash_trt.core.model_spec import MoeSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.feed_forward import Moe
 from tests.factories import make_target, read_json, write_json
+from tests.specs import Flat
 
 
-def experts(spec: TargetSpec) -> MoeSpec:
-    assert spec.moe is not None
-    return spec.moe
+def experts(spec: TargetSpec) -> Moe:
+    assert Flat(spec).moe is not None
+    return Flat(spec).moe
 
 
 def layer_types(spec: TargetSpec) -> list[str]:
-    return ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.attention]
+    return ["full_attention" if layer.window is None else "sliding_attention" for layer in Flat(spec).masks]
 
 
 MEANINGS: list[tuple[str, str, Callable[[TargetSpec], Any]]] = [
     *((family, "tie_word_embeddings", lambda spec: spec.is_embedding_tied) for family in ("qwen3", "llama")),
     *((family, "tie_word_embeddings", lambda spec: spec.is_embedding_tied) for family in ("qwen3_moe", "gpt_oss")),
-    *((family, "attention_bias", lambda spec: spec.has_qkv_bias) for family in ("qwen3", "llama")),
-    *((family, "attention_bias", lambda spec: spec.has_o_bias) for family in ("qwen3_moe", "gpt_oss")),
-    ("llama", "mlp_bias", lambda spec: spec.has_mlp_bias),
+    *((family, "attention_bias", lambda spec: Flat(spec).has_qkv_bias) for family in ("qwen3", "llama")),
+    *((family, "attention_bias", lambda spec: Flat(spec).has_o_bias) for family in ("qwen3_moe", "gpt_oss")),
+    ("llama", "mlp_bias", lambda spec: Flat(spec).has_mlp_bias),
     ("qwen3_moe", "norm_topk_prob", lambda spec: experts(spec).normalizes_top_k),
     ("gpt_oss", "layer_types", layer_types),
     ("qwen3", "layer_types", layer_types),

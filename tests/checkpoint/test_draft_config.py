@@ -8,19 +8,23 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dflash_trt.checkpoint.draft_config import default_target_layer_ids, parse_draft
+from dflash_trt.checkpoint.draft_config import parse_draft
+from dflash_trt.checkpoint.drafters.zlab import default_target_layer_ids
 from dflash_trt.checkpoint.pair import read_draft_spec, read_target_spec
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
+from tests.specs import Flat
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "drafter_configs"
 
-FULL = AttentionSpec(is_causal=False)
-FULL_CAUSAL = AttentionSpec(is_causal=True)
-SLIDING = AttentionSpec(window=8, is_causal=False)
-SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True)
+FULL = AttentionMask(is_causal=False)
+FULL_CAUSAL = AttentionMask(is_causal=True)
+SLIDING = AttentionMask(window=8, is_causal=False)
+SLIDING_CAUSAL = AttentionMask(window=8, is_causal=True)
 GPT_OSS_ROPE = RopeSpec(  # of transformers' GptOssConfig
     theta=150000.0,
     scaling="yarn",
@@ -42,21 +46,21 @@ LOADED: dict[str, dict[str, Any]] = {
     "SpecForge__qwen3.5-4b-dflash": {"num_layers": 5, "mask_token_id": 248070, "num_target_layers": 32},
     "SpecForge__qwen3.6-27b-dflash": {
         "num_layers": 5,
-        "attention": (AttentionSpec(window=2048, is_causal=True),) * 4 + (FULL,),
+        "masks": (AttentionMask(window=2048, is_causal=True),) * 4 + (FULL,),
         "target_layer_ids": (1, 16, 31, 46, 61),
     },
     "z-lab__gpt-oss-20b-DFlash": {
         "num_layers": 8,
-        "attention": (FULL,) * 8,
+        "masks": (FULL,) * 8,
         "rope": GPT_OSS_ROPE,
         "has_qkv_bias": True,
         "has_o_bias": True,
         "mask_token_id": 200000,
     },
-    "z-lab__Qwen3-4B-DFlash-b16": {"num_layers": 5, "max_draft_len": 15, "attention": (FULL,) * 5},
+    "z-lab__Qwen3-4B-DFlash-b16": {"num_layers": 5, "max_draft_len": 15, "masks": (FULL,) * 5},
     "z-lab__gemma-4-31B-it-DFlash": {
         "num_layers": 5,
-        "attention": (AttentionSpec(window=2048, is_causal=True),) * 4 + (FULL,),
+        "masks": (AttentionMask(window=2048, is_causal=True),) * 4 + (FULL,),
         "target_layer_ids": (1, 12, 23, 35, 46, 57),
     },
 }
@@ -102,9 +106,9 @@ def test_every_published_config_has_an_expectation() -> None:
 @pytest.mark.parametrize("name", LOADED)
 def test_a_published_config_is_read(name: str, tmp_path: Path) -> None:
     spec = read_draft_spec(published(name, tmp_path), target=None)
-    assert {field: getattr(spec, field) for field in LOADED[name]} == LOADED[name]
+    assert {field: getattr(Flat(spec), field) for field in LOADED[name]} == LOADED[name]
     assert spec.source_format == "z-lab"
-    assert spec.has_qk_norm
+    assert Flat(spec).has_qk_norm
     assert not spec.has_own_embedding
     assert spec.draft_vocab_size is None
 
@@ -130,7 +134,7 @@ def test_rope_of_the_published_gpt_oss_drafter_is_what_transformers_assumes(tmp_
     theirs = AutoConfig.from_pretrained(drafter).rope_parameters
     spec, notes = spec_and_notes(drafter)
     stated = {name: value for name, value in theirs.items() if name != "rope_theta"}
-    assert spec.rope == spec_and_notes(drafter, rope_scaling=stated)[0].rope
+    assert Flat(spec).rope == Flat(spec_and_notes(drafter, rope_scaling=stated)[0]).rope
     assert [note.split(":")[0] for note in notes] == [
         "the drafter's config.json has model_type gpt_oss and no rope_scaling",
         "the drafter's config.json has model_type gpt_oss and no layer_types",
@@ -140,9 +144,9 @@ def test_rope_of_the_published_gpt_oss_drafter_is_what_transformers_assumes(tmp_
 def test_what_a_gpt_oss_drafter_leaves_open_may_be_overridden(tmp_path: Path) -> None:
     drafter = published("z-lab__gpt-oss-20b-DFlash", tmp_path)
     spec, notes = spec_and_notes(drafter, rope_scaling={"rope_type": "default"}, use_sliding_window=True)
-    assert spec.rope == RopeSpec(theta=150000.0)
-    assert spec.attention == (AttentionSpec(window=128, is_causal=True), FULL) * 4
-    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.attention]
+    assert Flat(spec).rope == RopeSpec(theta=150000.0)
+    assert Flat(spec).masks == (AttentionMask(window=128, is_causal=True), FULL) * 4
+    kinds = ["full_attention" if layer.window is None else "sliding_attention" for layer in Flat(spec).masks]
     assert kinds == AutoConfig.from_pretrained(drafter).layer_types[:8]
     assert notes == [
         """drafter config.json key 'rope_scaling' is {"rope_type": "default"} instead of nothing, """
@@ -151,7 +155,8 @@ def test_what_a_gpt_oss_drafter_leaves_open_may_be_overridden(tmp_path: Path) ->
     ]
     edit_json(drafter / "config.json", use_sliding_window=False, rope_scaling={"rope_type": "default"})
     spec, notes = spec_and_notes(drafter)
-    assert (spec.rope.scaling, spec.attention, notes) == ("none", (FULL,) * 8, [])
+    flat = Flat(spec)
+    assert (flat.rope.scaling, flat.masks, notes) == ("none", (FULL,) * 8, [])
 
 
 @pytest.mark.parametrize(
@@ -160,8 +165,8 @@ def test_what_a_gpt_oss_drafter_leaves_open_may_be_overridden(tmp_path: Path) ->
         ({"rope_theta": 7000.0}, "rope", RopeSpec(theta=7000.0)),
         ({"mask_token_id": 5}, "mask_token_id", 5),  # where it stands: in dflash_config
         ({"dflash_config.mask_token_id": 5}, "mask_token_id", 5),
-        ({"is_causal": True}, "attention", (FULL_CAUSAL,) * 2),
-        ({"dflash_config.is_causal": True}, "attention", (FULL_CAUSAL,) * 2),
+        ({"is_causal": True}, "masks", (FULL_CAUSAL,) * 2),
+        ({"dflash_config.is_causal": True}, "masks", (FULL_CAUSAL,) * 2),
         ({"dflash_config.target_layer_ids": None}, "target_layer_ids", (1, 1)),
     ],
 )
@@ -169,9 +174,9 @@ def test_an_override_replaces_a_key_where_it_stands(
     checkpoints: Path, overrides: dict[str, Any], field: str, expected: Any
 ) -> None:
     spec, notes = spec_and_notes(checkpoints / "zlab", **overrides)
-    assert getattr(spec, field) == expected
+    assert getattr(Flat(spec), field) == expected
     assert len(notes) == 1
-    assert getattr(read_draft_spec(checkpoints / "zlab", target=None), field) != expected
+    assert getattr(Flat(read_draft_spec(checkpoints / "zlab", target=None)), field) != expected
 
 
 def test_an_override_reaches_the_layer_config_of_speculators(checkpoints: Path) -> None:
@@ -263,7 +268,7 @@ def test_absent_target_layer_ids_are_derived_from_num_target_layers(checkpoints:
 # What each query sees
 
 T = ("sliding_attention", "full_attention")
-CAUSALITY: list[tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = [
+CAUSALITY: list[tuple[dict[str, Any], tuple[AttentionMask, ...]]] = [
     # per-layer default
     ({}, (FULL, FULL)),
     ({"layer_types": None}, (FULL, FULL)),
@@ -289,14 +294,14 @@ CAUSALITY: list[tuple[dict[str, Any], tuple[AttentionSpec, ...]]] = [
 
 @pytest.mark.parametrize(("fields", "expected"), CAUSALITY)
 def test_window_and_causality_are_resolved_per_layer(
-    copy_of: Copy, fields: dict[str, Any], expected: tuple[AttentionSpec, ...]
+    copy_of: Copy, fields: dict[str, Any], expected: tuple[AttentionMask, ...]
 ) -> None:
     drafter = copy_of("zlab")
     edit_json(drafter / "config.json", use_sliding_window="layer_types" in fields and bool(fields["layer_types"]))
     edit_json(drafter / "config.json", **{name: value for name, value in fields.items() if name != "causal"})
     if "causal" in fields:
         edit_dflash(drafter, causal=fields["causal"])
-    assert read_draft_spec(drafter, target=None).attention == expected
+    assert Flat(read_draft_spec(drafter, target=None)).masks == expected
 
 
 @pytest.mark.parametrize(
@@ -414,7 +419,8 @@ def test_the_input_embedding_scale_is_read(copy_of: Copy) -> None:
 def test_attention_bias_covers_q_k_v_and_o(checkpoints: Path, tmp_path: Path) -> None:
     drafter = make_zlab_drafter(tmp_path / "d", target_dir=checkpoints / "qwen3", attention_bias=True)
     spec = read_draft_spec(drafter, target=None)
-    assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, True, False)
+    flat = Flat(spec)
+    assert (flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (True, True, False)
 
 
 def test_a_file_that_changes_the_drafter_is_refused(copy_of: Copy) -> None:

@@ -17,12 +17,15 @@ from dflash_trt.checkpoint.names import target_names
 from dflash_trt.checkpoint.pair import open_pair, read_draft_spec, read_target_spec
 from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import AttentionSpec, MoeSpec, RopeSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.formats.mxfp4 import dequantize_mxfp4
 from tests.checkpoint.expert_files import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_CODER_30B_A3B, to_mxfp4
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
 from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, read_json, write_json
+from tests.specs import Flat
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +61,14 @@ def spec_of(directory: Path, fields: dict[str, Any]) -> Any:
 def test_a_published_qwen3_moe_config_is_read(tmp_path: Path, fields: Any, theta: float, positions: int) -> None:
     spec = spec_of(tmp_path, fields)
     assert (spec.family, spec.num_layers, spec.hidden_size) == ("qwen3_moe", 48, 2048)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.q_size) == (32, 4, 128, 4096)
-    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_sinks, spec.is_embedding_tied) == (True, False, False, False)
-    assert spec.rope == RopeSpec(theta=theta) and spec.max_position_embeddings == positions
-    assert spec.attention == (AttentionSpec(),) * 48
-    assert spec.moe == MoeSpec(
-        layer_ids=tuple(range(48)),
+    flat = Flat(spec)
+    assert (flat.num_heads, flat.num_kv_heads, flat.head_dim, flat.q_size) == (32, 4, 128, 4096)
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_sinks) == (True, False, False)
+    assert not spec.is_embedding_tied
+    assert Flat(spec).rope == RopeSpec(theta=theta) and spec.max_position_embeddings == positions
+    assert Flat(spec).masks == (AttentionMask(),) * 48
+    assert spec.num_expert_layers == 48
+    assert Flat(spec).moe == Moe(
         num_experts=128,
         num_experts_per_token=8,
         intermediate_size=768,
@@ -80,10 +85,17 @@ def test_a_published_qwen3_moe_config_is_read(tmp_path: Path, fields: Any, theta
 def test_a_published_gpt_oss_config_is_read(tmp_path: Path, fields: Any, num_layers: int, num_experts: int) -> None:
     spec = spec_of(tmp_path, fields)
     assert (spec.family, spec.num_layers, spec.hidden_size) == ("gpt_oss", num_layers, 2880)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.q_size) == (64, 8, 64, 4096)
-    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_sinks) == (False, True, True, True)
-    assert spec.attention == (AttentionSpec(window=128), AttentionSpec()) * (num_layers // 2)
-    assert spec.rope == RopeSpec(
+    flat = Flat(spec)
+    assert (flat.num_heads, flat.num_kv_heads, flat.head_dim, flat.q_size) == (64, 8, 64, 4096)
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_sinks) == (
+        False,
+        True,
+        True,
+        True,
+    )
+    assert Flat(spec).masks == (AttentionMask(window=128), AttentionMask()) * (num_layers // 2)
+    assert spec.num_expert_layers == num_layers
+    assert Flat(spec).rope == RopeSpec(
         theta=150000.0,
         scaling="yarn",
         factor=32.0,
@@ -92,8 +104,7 @@ def test_a_published_gpt_oss_config_is_read(tmp_path: Path, fields: Any, num_lay
         beta_slow=1.0,
         truncates_correction_range=False,
     )
-    assert spec.moe == MoeSpec(
-        layer_ids=tuple(range(num_layers)),
+    assert Flat(spec).moe == Moe(
         num_experts=num_experts,
         num_experts_per_token=4,
         intermediate_size=2880,
@@ -128,10 +139,11 @@ def test_the_published_drafter_of_gpt_oss_belongs_to_its_target_and_gets_its_rop
     (tmp_path / "target").mkdir()
     target = spec_of(tmp_path / "target", GPT_OSS_20B)
     spec = read_draft_spec(tmp_path, target=target)
-    assert spec.rope == target.rope
-    assert (spec.num_layers, spec.head_dim, spec.draft_block_size, spec.num_target_layers) == (8, 64, 8, None)
-    assert (spec.has_qkv_bias, spec.has_o_bias, spec.rope.scaling) == (True, True, "yarn")
-    assert spec.attention == (AttentionSpec(is_causal=False),) * 8
+    assert Flat(spec).rope == Flat(target).rope
+    assert (spec.num_layers, Flat(spec).head_dim, spec.draft_block_size, spec.num_target_layers) == (8, 64, 8, None)
+    flat = Flat(spec)
+    assert (flat.has_qkv_bias, flat.has_o_bias, flat.rope.scaling) == (True, True, "yarn")
+    assert Flat(spec).masks == (AttentionMask(is_causal=False),) * 8
 
 
 def test_experts_lie_gate_above_up_whatever_the_layout(targets: Path, tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 
 from dflash_trt.checkpoint.pair import read_draft_spec
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model.gqa import AttentionMask
 from tests.checkpoint.refusals import Copy, draft_refusal, remove_keys
 from tests.factories import edit_json, make_speculators_drafter, read_json
+from tests.specs import Flat
 
-FULL = AttentionSpec(is_causal=False)
-SLIDING = AttentionSpec(window=8, is_causal=False, is_window_anchored=True)
-SLIDING_CAUSAL = AttentionSpec(window=8, is_causal=True, is_window_anchored=True)
+FULL = AttentionMask(is_causal=False)
+SLIDING = AttentionMask(window=8, is_causal=False, is_window_anchored=True)
+SLIDING_CAUSAL = AttentionMask(window=8, is_causal=True, is_window_anchored=True)
 T = ("sliding_attention", "full_attention")
 
 
@@ -22,7 +23,7 @@ def test_a_speculators_drafter_is_read(checkpoints: Path) -> None:
     assert read_json(checkpoints / "speculators" / "config.json")["aux_hidden_state_layer_ids"] == [1, 3]
     assert spec.target_layer_ids == (0, 2)  # one lower than in the file
     assert (spec.draft_vocab_size, spec.target_vocab_size, spec.has_own_embedding) == (64, 272, False)
-    assert spec.attention == (FULL, FULL)
+    assert Flat(spec).masks == (FULL, FULL)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_a_speculators_drafter_is_read(checkpoints: Path) -> None:
     [(None, (SLIDING_CAUSAL, FULL)), (False, (SLIDING_CAUSAL, FULL)), (True, (SLIDING, FULL))],
 )
 def test_speculators_sliding_layers_are_causal_unless_told_otherwise_and_full_ones_never(
-    checkpoints: Path, tmp_path: Path, non_causal: bool | None, expected: tuple[AttentionSpec, ...]
+    checkpoints: Path, tmp_path: Path, non_causal: bool | None, expected: tuple[AttentionMask, ...]
 ) -> None:
     drafter = make_speculators_drafter(
         tmp_path / "d",
@@ -39,7 +40,7 @@ def test_speculators_sliding_layers_are_causal_unless_told_otherwise_and_full_on
         sliding_window=8,
         sliding_window_non_causal=non_causal,
     )
-    assert read_draft_spec(drafter, target=None).attention == expected
+    assert Flat(read_draft_spec(drafter, target=None)).masks == expected
 
 
 @pytest.mark.parametrize("has_head", [False, True])

@@ -9,9 +9,11 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from dflash_trt.checkpoint.pair import read_target_spec
-from dflash_trt.core.model_spec import AttentionSpec, RopeSpec
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, remove_keys, target_refusal
 from tests.factories import edit_json
+from tests.specs import Flat
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3_SCALING = {
@@ -25,30 +27,51 @@ YARN_SCALING = {"factor": 4.0, "original_max_position_embeddings": 128}
 
 def test_a_qwen3_target_is_read_with_qk_norms_and_without_biases(checkpoints: Path) -> None:
     spec = read_target_spec(checkpoints / "qwen3")
-    assert (spec.family, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == ("qwen3", 4, 4, 2, 16)
-    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, False, False, False)
-    assert spec.attention == (AttentionSpec(),) * 4
-    assert spec.rope == RopeSpec(theta=10000.0)
+    flat = Flat(spec)
+    assert (spec.family, spec.num_layers, flat.num_heads, flat.num_kv_heads, flat.head_dim) == (
+        "qwen3",
+        4,
+        4,
+        2,
+        16,
+    )
+    flat = Flat(spec)
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (
+        True,
+        False,
+        False,
+        False,
+    )
+    assert Flat(spec).masks == (AttentionMask(),) * 4
+    assert Flat(spec).rope == RopeSpec(theta=10000.0)
 
 
 def test_a_llama_target_is_read_with_its_biases_and_without_qk_norms(checkpoints: Path) -> None:
     spec = read_target_spec(checkpoints / "llama")
     assert spec.family == "llama"
-    assert (spec.has_qk_norm, spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (False, True, True, True)
+    flat = Flat(spec)
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (
+        False,
+        True,
+        True,
+        True,
+    )
 
 
 def test_qwen3_attention_bias_covers_q_k_v_and_o(copy_of: Copy) -> None:
     target = copy_of("qwen3")
     edit_json(target / "config.json", attention_bias=True)
     spec = read_target_spec(target)
-    assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (True, True, False)
+    flat = Flat(spec)
+    assert (flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (True, True, False)
 
 
 def test_head_dim_and_kv_heads_have_hugging_face_defaults(copy_of: Copy) -> None:
     target = copy_of("llama")
     edit_json(target / "config.json", head_dim=None, num_key_value_heads=None)
     spec = read_target_spec(target)
-    assert (spec.head_dim, spec.num_kv_heads) == (16, 4)
+    flat = Flat(spec)
+    assert (flat.head_dim, flat.num_kv_heads) == (16, 4)
 
 
 def test_tied_embeddings_are_read(copy_of: Copy) -> None:
@@ -116,13 +139,13 @@ def test_rope_is_the_same_in_every_schema(
         if schema == "legacy type":
             old["type"] = old.pop("rope_type")
         edit_json(target / "config.json", rope_parameters=None, rope_theta=7e5, rope_scaling=old)
-    assert read_target_spec(target).rope == expected
+    assert Flat(read_target_spec(target)).rope == expected
 
 
 def test_a_llama_file_older_than_rope_theta_has_hugging_face_s_default(copy_of: Copy) -> None:
     target = copy_of("llama")
     remove_keys(target / "config.json", "rope_parameters")
-    assert read_target_spec(target).rope.theta == LlamaConfig().default_theta == 10000.0
+    assert Flat(read_target_spec(target)).rope.theta == LlamaConfig().default_theta == 10000.0
 
 
 def test_a_qwen3_file_without_rope_theta_is_refused(copy_of: Copy) -> None:
@@ -156,7 +179,7 @@ def test_two_different_thetas_are_refused(copy_of: Copy) -> None:
     edit_json(target / "config.json", rope_theta=5e5)
     assert "key 'rope_theta': expected 10000.0" in target_refusal(target)
     edit_json(target / "config.json", rope_theta=10000)
-    assert read_target_spec(target).rope.theta == 10000.0
+    assert Flat(read_target_spec(target)).rope.theta == 10000.0
 
 
 def test_two_different_rope_schemas_are_refused(copy_of: Copy) -> None:
@@ -187,8 +210,8 @@ def test_qwen3_windows_are_those_of_transformers(copy_of: Copy, fields: dict[str
     assert reference.layer_types is not None
     expected = [reference.sliding_window if kind == "sliding_attention" else None for kind in reference.layer_types]
     spec = read_target_spec(target)
-    assert [layer.window for layer in spec.attention] == expected
-    assert all(layer.is_causal for layer in spec.attention)
+    assert [layer.window for layer in Flat(spec).masks] == expected
+    assert all(layer.is_causal for layer in Flat(spec).masks)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +412,8 @@ def test_a_real_llama_3_1_config_is_read(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     spec = read_target_spec(tmp_path)
-    assert (spec.head_dim, spec.rope.scaling, spec.rope.theta) == (128, "llama3", 500000.0)
+    flat = Flat(spec)
+    assert (flat.head_dim, flat.rope.scaling, flat.rope.theta) == (128, "llama3", 500000.0)
     assert spec.eos_token_ids == (128001, 128008, 128009)
 
 

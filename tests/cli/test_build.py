@@ -73,8 +73,8 @@ def test_keys_of_the_drafter_s_config_are_overridden_and_noted(config_file, tmp_
         assert f"note: drafter config.json key '{name}' is " in result.stdout
     assert read_json(tmp_path / "engine/provenance.json")["config"]["drafter_overrides"] == overrides
     draft = read_json(tmp_path / "engine/config.json")["pretrained_config"]["draft"]
-    assert [layer["is_causal"] for layer in draft["attention"]] == [True, True]
-    assert (draft["rope"]["theta"], draft["mask_token_id"]) == (7000.0, 2)
+    assert [layer["mixer"]["mask"]["is_causal"] for layer in draft["layers"]] == [True, True]
+    assert {layer["mixer"]["rope"]["theta"] for layer in draft["layers"]} == {7000.0} and draft["mask_token_id"] == 2
     assert "as drafter_overrides says" in invoke("inspect", tmp_path / "engine").stdout
 
 

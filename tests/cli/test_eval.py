@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.bench.comparison import Acceptance, Comparison
-from dflash_trt.core.weight_spec import engine_table
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_target
 
@@ -103,7 +103,7 @@ def test_the_manifest_says_what_is_packed(weight_only) -> None:
     config = EngineDir.open(weight_only).manifest.pretrained_config
     assert config.quantization is not None
     assert set(config.quantization.linears.values()) == {"nvfp4_w4a16"}
-    assert set(config.quantization.linears) < set(engine_table(config.target, config.draft, config.quantization))
+    assert set(config.quantization.linears) < set(engine_weights(config.target, config.draft, config.quantization))
 
 
 def test_inspect_shows_the_formats(weight_only, invoke) -> None:

@@ -49,7 +49,9 @@ def test_a_build_says_that_it_dequantizes_mxfp4_and_the_engine_runs(gpt_oss, inv
     ):
         assert words_of_a_row in described
     target_report = json.loads(invoke("inspect", engine, "--json").stdout)["target"]
-    assert target_report["moe"]["num_experts_per_token"] == 3 and target_report["has_sinks"] is True
+    layers = target_report["layers"]
+    assert all(layer["feed_forward"]["num_experts_per_token"] == 3 for layer in layers)
+    assert all(layer["mixer"]["has_sinks"] is True for layer in layers)
     run = invoke("run", engine, "--prompt", "def f", "--max-new-tokens", "8")
     assert run.exit_code == 0, run.stderr
 

@@ -12,7 +12,7 @@ def test_json_describes_both_models_limits_files_and_provenance(engine_dir, invo
     report = json.loads(result.stdout)
     assert report["target"]["family"] == "qwen3"
     assert report["target"]["num_layers"] == 4
-    assert report["draft"]["attention"] == [FULL] * 2
+    assert [layer["mixer"]["mask"] for layer in report["draft"]["layers"]] == [FULL] * 2
     assert report["draft"]["target_layer_ids"] == [0, 2]
     assert report["draft"]["max_draft_len"] == 3
     assert report["build_config"]["max_seq_len"] == 96

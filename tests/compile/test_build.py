@@ -12,8 +12,9 @@ from dflash_trt.compile.build import BuildProgress, build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import QuantizationConfig
-from dflash_trt.core.weight_spec import WeightSpec, engine_table
+from dflash_trt.core.weight_spec import WeightSpec
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.joining import join, ranks
 from tests.factories import make_target, make_zlab_drafter
@@ -63,7 +64,7 @@ def test_the_packed_shares_of_two_ranks_are_those_of_the_packed_whole(base_dir: 
     whole = _build(base_dir, tmp_path / "whole", quantization=quantization)
     cut = _build(base_dir, tmp_path / "cut", quantization=quantization, tp_size=2)
     config = whole.manifest.pretrained_config
-    table = engine_table(config.target, config.draft, config.quantization)
+    table = engine_weights(config.target, config.draft, config.quantization)
     expected = load_file(whole.weights_path(0))
     shares = [load_file(cut.weights_path(rank)) for rank in range(2)]
     assert shares[0].keys() == shares[1].keys() == expected.keys()

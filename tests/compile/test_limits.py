@@ -5,7 +5,11 @@ import pytest
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
+from tests.specs import layered
 
 DECODER: dict[str, Any] = {
     "hidden_size": 8,
@@ -15,18 +19,17 @@ DECODER: dict[str, Any] = {
     "head_dim": 8,
     "rms_norm_eps": 1e-6,
     "rope": RopeSpec(theta=1e4),
-    "attention": (AttentionSpec(),),
     "has_qk_norm": True,
 }
 
 
 def _target(max_position_embeddings: int) -> TargetSpec:
-    fields = {**DECODER, "max_position_embeddings": max_position_embeddings}
+    fields = layered((AttentionMask(),), **DECODER, max_position_embeddings=max_position_embeddings)
     return TargetSpec(family="qwen3", vocab_size=32, is_embedding_tied=True, **fields)
 
 
 def _draft(max_position_embeddings: int, draft_block_size: int = 8) -> DraftSpec:
-    fields = {**DECODER, "max_position_embeddings": max_position_embeddings}
+    fields = layered((AttentionMask(),), **DECODER, max_position_embeddings=max_position_embeddings)
     return DraftSpec(
         source_format="z-lab",
         target_layer_ids=(0,),

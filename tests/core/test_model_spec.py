@@ -6,7 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, RopeSpec, TargetSpec, check_pair
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, check_pair
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
+from tests.specs import layered
 
 DECODER: dict[str, Any] = {
     "hidden_size": 64,
@@ -16,7 +21,7 @@ DECODER: dict[str, Any] = {
     "head_dim": 16,
     "rms_norm_eps": 1e-6,
     "rope": {"theta": 1e4},
-    "attention": ({}, {}),
+    "masks": ({}, {}),
     "has_qk_norm": True,
     "max_position_embeddings": 512,
 }
@@ -30,7 +35,6 @@ DRAFT = DECODER | {
     "mask_token_id": 1,
 }
 MOE = {
-    "layer_ids": (0, 1),
     "num_experts": 8,
     "num_experts_per_token": 2,
     "intermediate_size": 32,
@@ -59,10 +63,10 @@ def test_a_size_is_a_positive_int32(name: str, value: int) -> None:
         ({"rope": YARN | {"original_max_position_embeddings": None}}, "rope"),
         ({"rope": YARN | {"beta_slow": 32.0}}, "rope"),
         ({"rope": {"theta": 1e4, "scaling": "llama3", "original_max_position_embeddings": 8}}, "rope"),
-        ({"attention": ()}, "attention"),
-        ({"attention": ({},) * 1001}, "attention"),
-        ({"attention": ({"window": -1}, {})}, "attention.0.window"),
-        ({"attention": ({}, {"window": 0})}, "attention.1.window"),
+        ({"masks": ()}, "layers"),
+        ({"masks": ({},) * 1001}, "layers"),
+        ({"masks": ({"window": -1}, {})}, "mask.window"),
+        ({"masks": ({}, {"window": 0})}, "mask.window"),
         ({"num_kv_heads": 3}, "num_kv_heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"vocab_size": 0}, "vocab_size"),
@@ -70,7 +74,6 @@ def test_a_size_is_a_positive_int32(name: str, value: int) -> None:
         ({"eos_token_ids": (-1,)}, "eos_token_ids.0"),
         ({"bos_token_id": 272}, "bos_token_id"),
         ({"moe": MOE | {"num_experts_per_token": 9}}, "moe.num_experts_per_token"),
-        ({"moe": MOE | {"layer_ids": (0, 2)}}, ""),
         ({"moe": MOE | {"activation": "clamped_swiglu"}}, "moe"),
         ({"moe": MOE | {"activation": "clamped_swiglu", "limit": -7.0, "alpha": 1.7}}, "moe.limit"),
     ],
@@ -106,9 +109,9 @@ def test_a_drafter_that_cannot_be_is_refused(changes: dict[str, Any], field: str
     ],
 )
 def test_a_pair_that_cannot_run_together_is_refused(changes: dict[str, Any], said: str) -> None:
-    check_pair(TargetSpec(**TARGET), DraftSpec(**DRAFT))
+    check_pair(_built(TargetSpec, TARGET), _built(DraftSpec, DRAFT))
     with pytest.raises(ValueError, match=said):
-        check_pair(TargetSpec(**TARGET), DraftSpec(**DRAFT | changes))
+        check_pair(_built(TargetSpec, TARGET), _built(DraftSpec, DRAFT | changes))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +123,21 @@ def test_a_mapping_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
 
 
 def test_what_models_have_is_accepted() -> None:
-    TargetSpec(**TARGET | {"moe": MOE, "eos_token_ids": (271, 0), "bos_token_id": 0})
-    DraftSpec(**DRAFT | {"draft_vocab_size": 272, "mask_token_id": 271})
+    _built(TargetSpec, TARGET | {"moe": MOE, "eos_token_ids": (271, 0), "bos_token_id": 0})
+    _built(DraftSpec, DRAFT | {"draft_vocab_size": 272, "mask_token_id": 271})
     RopeSpec(**YARN | {"attention_factor": 1.3, "theta": 4.56e10})
-    AttentionSpec(window=1)
-    MoeSpec(**MOE | {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.702})
+    AttentionMask(window=1)
+    Moe(**MOE | {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.702})
+
+
+def _built(kind: Any, fields: dict[str, Any]) -> Any:
+    return kind(**layered(**fields, moe_layer_ids=range(2) if "moe" in fields else ()))
 
 
 def _assert_refused(kind: type[TargetSpec | DraftSpec], fields: dict[str, Any], field: str) -> None:
+    """What is wrong with every layer is said of every one."""
     with pytest.raises(ValidationError) as caught:
-        kind(**fields)
-    assert [".".join(map(str, error["loc"])) for error in caught.value.errors()] == [field]
+        _built(kind, fields)
+    names = [[str(part) for part in error["loc"]] for error in caught.value.errors()]
+    found = {".".join(parts[3:] if parts[0] == "layers" and len(parts) > 1 else parts) for parts in names}
+    assert found == {"dense.intermediate_size" if field == "intermediate_size" else field}

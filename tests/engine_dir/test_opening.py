@@ -190,11 +190,15 @@ def test_a_changed_config_is_seen_by_the_hash_in_provenance(engine: Path, verify
     [
         ("target.rms_norm_eps", 1e30, "rms_norm_eps': expected less than or equal to 0.1, found 1e+30"),
         ("target.rms_norm_eps", float("nan"), "rms_norm_eps': expected a finite number, found nan"),
-        ("target.rope.theta", float("inf"), "rope.theta': expected a finite number, found inf"),
-        ("target.rope.theta", 1.0, "rope.theta': expected greater than or equal to 2"),
-        ("target.num_heads", 0, "num_heads': expected greater than or equal to 1"),
-        ("target.head_dim", 15, "head_dim': expected a multiple of 2"),
-        ("target.attention", [{"window": -4, "is_causal": True}], "window': expected greater than or equal to 1"),
+        ("target.layers.0.mixer.rope.theta", float("inf"), "rope.theta': expected a finite number, found inf"),
+        ("target.layers.0.mixer.rope.theta", 1.0, "rope.theta': expected greater than or equal to 2"),
+        ("target.layers.0.mixer.num_heads", 0, "num_heads': expected greater than or equal to 1"),
+        ("target.layers.0.mixer.head_dim", 15, "head_dim': expected a multiple of 2"),
+        (
+            "target.layers.0.mixer.mask",
+            {"window": -4, "is_causal": True},
+            "window': expected greater than or equal to 1",
+        ),
         ("target.eos_token_ids", [272], "eos_token_ids': expected ids below vocab_size 272"),
         ("draft.mask_token_id", 272, "mask_token_id': expected an id below the target's vocab_size 272, found 272"),
         ("draft.target_layer_ids", [0, 4], "target_layer_ids below the target's 4 layers (not [4])"),
@@ -210,7 +214,7 @@ def test_a_config_that_would_compute_something_else_is_refused(
     *sections, key = where.split(".")
     section = fields["pretrained_config"]
     for name in sections:
-        section = section[name]
+        section = section[int(name) if name.isdigit() else name]
     section[key] = value
     write_json(engine / "config.json", fields)
     _rehash(engine)

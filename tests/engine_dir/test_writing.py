@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError
-from dflash_trt.core.weight_spec import draft_weights, target_weights
 from dflash_trt.engine_dir import EngineDir, reserve_output, write_engine_dir
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
 from tests.engine_dir.building import build
@@ -19,7 +18,7 @@ from tests.engine_dir.building import build
 def test_the_weights_are_those_of_the_tables_in_their_order(built: Path) -> None:
     manifest = EngineDir.open(built).manifest
     assert manifest.draft is not None
-    table = target_weights(manifest.target) | draft_weights(manifest.draft)
+    table = manifest.target.weights() | manifest.draft.weights()
     headers = read_tensor_headers(built / "rank0.safetensors")
     assert {name: header.shape for name, header in headers.items()} == {
         name: spec.shape for name, spec in table.items()

@@ -4,10 +4,14 @@ from dflash_trt.backends import page_budget
 from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
 from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, RopeSpec, TargetSpec, engine_states
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_states
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir.manifest import EngineManifest
 from tests.executor.rank_engines import build, make_zlab_pair
+from tests.specs import layered
 
 DECODER = {
     "hidden_size": 4096,
@@ -21,11 +25,10 @@ DECODER = {
     "max_position_embeddings": 40960,
 }
 QWEN3_8B = TargetSpec(
-    **DECODER, attention=(AttentionSpec(),) * 36, family="qwen3", vocab_size=151936, is_embedding_tied=False
+    **layered((AttentionMask(),) * 36, **DECODER), family="qwen3", vocab_size=151936, is_embedding_tied=False
 )
 QWEN3_8B_DFLASH = DraftSpec(
-    **DECODER,
-    attention=(AttentionSpec(is_causal=False),) * 5,
+    **layered((AttentionMask(is_causal=False),) * 5, **DECODER),
     source_format="z-lab",
     target_layer_ids=(1, 9, 17, 25, 33),
     target_hidden_size=4096,
@@ -114,7 +117,7 @@ def test_fp8_pages_are_planned_as_bytes_the_targets_and_the_drafters_alone(manif
         found = plan_engine_pages(_with_pages(manifest, **kv), kv_cache_bytes=GIB)
         return found.target_bytes_per_token, found.draft_bytes_per_token, found.num_pages
 
-    target, draft = (2 * spec.num_layers * spec.kv_size for spec in (manifest.target, manifest.draft))
+    target, draft = (2 * spec.num_layers * spec.layers[0].mixer.kv_size for spec in (manifest.target, manifest.draft))
     target_kv = (LayerKvScales(),) * manifest.target.num_layers
     draft_kv = (LayerKvScales(),) * manifest.draft.num_layers
     page_size = manifest.build_config.page_size

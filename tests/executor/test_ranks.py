@@ -122,8 +122,8 @@ def test_a_lost_weight_of_one_rank_changes_the_tokens(pair: Pair) -> None:
     local = pair.two._local
     network = local.network
     layers = list(network.target_weights.layers)
-    mlp = replace(layers[2].mlp, down=Linear(weight=torch.zeros(64, 48)))
-    layers[2] = replace(layers[2], mlp=mlp)
+    mlp = replace(layers[2].feed_forward, down=Linear(weight=torch.zeros(64, 48)))
+    layers[2] = replace(layers[2], feed_forward=mlp)
     local.network = replace(network, target_weights=replace(network.target_weights, layers=tuple(layers)))
     found, _ = trace(pair.two, GREEDY, num_draft_tokens=(K,))
     local.network = network

@@ -6,7 +6,7 @@ import torch
 from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import engine_states
+from dflash_trt.core.model.draft import engine_states
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_step_on_kernels as steps
@@ -134,7 +134,7 @@ def test_speculation_does_not_change_greedy_text(executors):
 def test_a_bfloat16_engine_steps_and_stays_finite(pair):
     from dflash_trt.backends.cuda.executor import TorchGpuExecutor
     from dflash_trt.backends.page_budget import plan_pages
-    from dflash_trt.backends.torch.loading import bind_network
+    from dflash_trt.backends.torch.loading import bind_tensors
     from dflash_trt.checkpoint.pair import open_pair
 
     opened = open_pair(*pair)
@@ -147,7 +147,7 @@ def test_a_bfloat16_engine_steps_and_stays_finite(pair):
         budget_bytes=1 << 24,
     )
     executor = TorchGpuExecutor(
-        bind_network(opened.target, opened.draft, {name: x.to(DEVICE) for name, x in tensors.items()}),
+        bind_tensors(opened.target, opened.draft, {name: x.to(DEVICE) for name, x in tensors.items()}),
         page_plan=plan,
         max_batch_size=4,
         max_num_tokens=48,

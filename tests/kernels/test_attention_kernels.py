@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch import attention as torch_attention
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_block, make_tensors, on
@@ -265,7 +265,7 @@ def test_kernels_agree_with_the_networks_attention(device: torch.device, window:
     plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=VERIFY_ROWS - 1)
     flat = pages.view(-1, *pages.shape[3:])
     k, v = flat[plan.slots.k], flat[plan.slots.v]
-    want = torch_attention.attend_pages(plan, tensors.q, k, v, cache_of(pages), AttentionSpec(window=window))
+    want = torch_attention.attend_rows(plan, tensors.q, k, v, cache_of(pages), AttentionMask(window=window))
     got = run_step(step, tensors, device)
     assert error(got, want.view_as(got)) <= TOLERANCE[step.dtype]
 
@@ -298,22 +298,14 @@ def test_the_tokens_of_a_step_have_no_anchor(device: torch.device) -> None:
 def test_kernels_agree_with_the_networks_draft_attention(device: torch.device, name: str) -> None:
     step = DRAFTS[name]
     tensors, block = draft_tensors(step)
-    # One token after each context, so that the network's plan covers the contexts.
-    requests = replace(tensors.requests, token_offsets=torch.arange(len(step.contexts) + 1, dtype=torch.int32))
-    inputs = step_inputs(requests, [1] * len(step.contexts))
-    plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=DRAFT_WIDTH - 1)
-    none = torch.empty(0)
-    acceptance = Acceptance(
-        emitted_tokens=none,
-        emitted_logprobs=none,
-        num_accepted=none,
-        bonus_tokens=none,
-        next_context_lens=requests.context_lens,
+    requests = tensors.requests
+    plan = torch_attention.plan_blocks(
+        requests.page_table, requests.context_lens, page_size=step.page_size, num_slots=DRAFT_WIDTH
     )
     names = ("window", "is_causal", "is_window_anchored")
-    attention = AttentionSpec(**{name: getattr(step.options, name) for name in names})
+    attention = AttentionMask(**{name: getattr(step.options, name) for name in names})
     pages = tensors.pages.nan_to_num(0.0)
-    want = torch_attention.attend_draft(plan, tensors.q, block, cache_of(pages), acceptance, attention)
+    want = torch_attention.attend_blocks(plan, tensors.q, *block, cache_of(pages), attention)
     got = run_draft(step, tensors, block, device)
     assert error(got, want.view_as(got)) <= TOLERANCE[step.dtype]
 

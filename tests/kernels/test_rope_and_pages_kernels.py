@@ -1,6 +1,7 @@
 """The kernels that norm, rotate and store, against their plain-PyTorch twin and against the network's own."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
+from dflash_trt.core.model.rope import RopeSpec, Rotary
 from dflash_trt.kernels import rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, stack_draft_layers
@@ -214,7 +215,10 @@ def test_a_perturbed_twin_is_told_apart(change: str, device: torch.device) -> No
     assert error(got, want) > 100 * TOLERANCE[case.dtype]
 
 
-def decoder(scaling: str) -> DecoderSpec:
+EPS = 1e-5
+
+
+def rotary_of(scaling: Any) -> Rotary:
     rope = RopeSpec(
         theta=5e5,
         scaling=scaling,
@@ -223,43 +227,32 @@ def decoder(scaling: str) -> DecoderSpec:
         low_freq_factor=1.0,
         high_freq_factor=4.0,
     )
-    return DecoderSpec(
-        hidden_size=128,
-        intermediate_size=128,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope=rope,
-        attention=(AttentionSpec(),),
-        has_qk_norm=True,
-        max_position_embeddings=65536,
-    )
+    return Rotary(rope, 64)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "llama3", "yarn"])
 def test_a_block_is_rotated_as_the_network_rotates_it(device: torch.device, scaling: str) -> None:
-    spec = decoder(scaling)
+    rotary = rotary_of(scaling)
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([0, 1, 77, 8191, 65535], dtype=torch.int32)
     q, k = (torch.randn(len(positions), heads, 64, generator=generator) for heads in (2, 1))
     q_norm, k_norm = (0.5 + torch.rand(64, generator=generator) for _ in range(2))
-    frequencies = rope_frequencies(spec.rotary)
+    frequencies = rope_frequencies(rotary)
     rotation = Rotation(
         inv_freq=torch.tensor(frequencies.inv_freq, dtype=torch.float32),
         amplitude=frequencies.amplitude,
         q_norm=q_norm,
         k_norm=k_norm,
-        eps=spec.rms_norm_eps,
+        eps=EPS,
     )
     got = rope_and_pages_launch.rotate_block(
         q.to(device), k.to(device), positions.to(device), rotation_on(rotation, device)
     )
     twin = reference_rope_and_pages.rotate_block(q, k, positions, rotation)
-    cos, sin = make_rope_table(spec.rotary, num_positions=65536, dtype=torch.float32)
+    cos, sin = make_rope_table(rotary, num_positions=65536, dtype=torch.float32)
     table = cos[positions.long()], sin[positions.long()]
     for rotated, reference, x, norm in zip(got, twin, (q, k), (q_norm, k_norm), strict=True):
-        want = TorchOps.rope(None, F.rms_norm(x, (64,), norm, spec.rms_norm_eps), table)  # type: ignore[arg-type]
+        want = TorchOps.rope(None, F.rms_norm(x, (64,), norm, EPS), table)  # type: ignore[arg-type]
         assert error(rotated.cpu(), want) <= TOLERANCE[torch.float32]
         assert error(reference, want) <= TOLERANCE[torch.float32]
 

@@ -70,10 +70,10 @@ def test_a_changed_expert_or_sink_is_noticed(tmp_path: Path, device: torch.devic
     """The perturbed twin of the test above; without the change the step is as plain PyTorch gives it."""
     reference, executor = make_executors(make_pair(tmp_path, family), device)
     layer = executor.network.target_weights.layers[1]
-    sinks = executor.network.target_weights.sinks[1]
+    sinks = layer.mixer.sinks
     batch = StepBatch(requests=(prefill("greedy", 3, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = reference.step(batch).requests[0].logprobs[0]
-    for perturbed in [layer.mlp.down] + ([] if sinks is None else [sinks]):
+    for perturbed in [layer.feed_forward.down] + ([] if sinks is None else [sinks]):
         original = perturbed.clone()
         perturbed.add_(0.1)
         assert abs(executor.step(batch).requests[0].logprobs[0] - expected) > 10 * LOGPROB_TOLERANCE

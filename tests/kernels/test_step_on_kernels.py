@@ -15,19 +15,20 @@ from dflash_trt.backends.cuda.staging import decode_shapes, mixed_shapes
 from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import engine_states
+from dflash_trt.core.model.draft import engine_states, engine_weights
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.core.weight_spec import engine_table, is_linear, segments_of
+from dflash_trt.core.weight_spec import is_linear, segments_of
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import engine_tensors, split_packed
 from dflash_trt.formats.registry import weight_format as known_format
+from dflash_trt.network.drafters.dflash import DFlashDrafter
 from tests.engine_dir.building import build
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
@@ -72,9 +73,9 @@ def make_executors(
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
     formats = fp8_linears(opened, tensors) if has_fp8 else {}
-    table = engine_table(opened.target, opened.draft, None)
+    table = engine_weights(opened.target, opened.draft, None)
     copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
-    networks = [bind_network(opened.target, opened.draft, *split_packed(copy, table, formats)) for copy in copies]
+    networks = [bind_tensors(opened.target, opened.draft, *split_packed(copy, table, formats)) for copy in copies]
     page_plan = plan_pages(
         engine_states(opened.target, opened.draft, dtype="float32"),
         page_size=PAGE_SIZE,
@@ -92,7 +93,7 @@ def make_executors(
 def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Pack every linear but the head in place, with activations calibrated to 6; their formats."""
     formats: dict[str, str] = {}
-    for name, spec in engine_table(pair.target, pair.draft, None).items():
+    for name, spec in engine_weights(pair.target, pair.draft, None).items():
         if not is_linear(spec, name) or name.endswith("lm_head"):
             continue
         weight, segments = tensors[name], segments_of(spec)
@@ -189,13 +190,12 @@ def test_windows_from_the_anchor_and_a_tap_on_the_last_layer_reach_the_kernels(
     )
     reference, executor = make_executors((target, drafter), device)
     if not is_anchored:  # the negative control
-        honest = torch_attention._block_mask
+        honest = torch_attention._block_bias
 
-        def unanchored(group, acceptance, attention, *given):
-            per_slot = attention.model_copy(update={"is_window_anchored": False})
-            return honest(group, acceptance, per_slot, *given)
+        def unanchored(plan, mask, *given):
+            return honest(plan, mask.model_copy(update={"is_window_anchored": False}), *given)
 
-        monkeypatch.setattr(torch_attention, "_block_mask", unanchored)
+        monkeypatch.setattr(torch_attention, "_block_bias", unanchored)
     batch = StepBatch(requests=(prefill("a", 7, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     found, expected = (each.step(batch) for each in (executor, reference))
     drafts = [[row.draft_tokens for row in result.requests] for result in (found, expected)]
@@ -216,9 +216,9 @@ def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path]
 def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.device) -> None:
     """The perturbed twin of the test above."""
     reference, executor = make_executors(pair, device)
-    weights = executor.network.draft_weights
-    assert weights is not None
-    weights.norm.mul_(-1)
+    drafter = executor.network.drafter
+    assert isinstance(drafter, DFlashDrafter)
+    drafter.norm.mul_(-1)
     executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
     request = prefill("greedy", 3, StepSampling(), first_page=0)
     batch = StepBatch(requests=(request,), num_draft_tokens=NUM_DRAFT_TOKENS)

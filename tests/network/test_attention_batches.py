@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_trt.backends.torch import attention as torch_attention
-from dflash_trt.backends.torch.attention import Scratch, attend_pages, plan_attention
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.backends.torch.attention import Scratch, attend_rows, plan_attention
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 
@@ -34,8 +34,8 @@ def test_requests_attended_in_several_calls_get_what_one_call_gives(monkeypatch:
     for most in (1 << 20, 256):
         monkeypatch.setattr(torch_attention, "_MAX_KEYS_PER_CALL", most)
         plan = plan_attention(_inputs(context_lens, width), page_size=PAGE_SIZE, num_draft_tokens=width - 1)
-        attention = AttentionSpec(is_causal=True, window=None)
-        attended[most] = (len(plan.groups), attend_pages(plan, q, k, v, cache_of(pages.clone()), attention))
+        attention = AttentionMask(is_causal=True, window=None)
+        attended[most] = (len(plan.groups), attend_rows(plan, q, k, v, cache_of(pages.clone()), attention))
     assert attended[1 << 20][0] == 1
     assert attended[256][0] > 2
     torch.testing.assert_close(attended[256][1], attended[1 << 20][1], rtol=0, atol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.torch import moe as torch_moe
-from dflash_trt.backends.torch.attention import attend_pages, plan_attention
+from dflash_trt.backends.torch.attention import attend_rows, plan_attention
 from dflash_trt.backends.torch.moe import (
     Choice,
     chosen_experts,
@@ -14,15 +14,15 @@ from dflash_trt.backends.torch.moe import (
     run_grouped_experts,
     separated,
 )
-from dflash_trt.core.model_spec import AttentionSpec, MoeSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
-SILU = MoeSpec(
-    layer_ids=(0,),
+SILU = Moe(
     num_experts=16,
     num_experts_per_token=3,
     intermediate_size=24,
@@ -43,7 +43,7 @@ SPECS = pytest.mark.parametrize("moe", [SILU, CLAMPED], ids=["silu", "clamped_sw
 HIDDEN = 64
 
 
-def random_experts(moe: MoeSpec, *, seed: int = 0) -> StackedExperts[torch.Tensor]:
+def random_experts(moe: Moe, *, seed: int = 0) -> StackedExperts[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def random_experts(moe: MoeSpec, *, seed: int = 0) -> StackedExperts[torch.Tenso
     )
 
 
-def rows_and_choice(moe: MoeSpec, experts: Experts[torch.Tensor], num_rows: int) -> tuple[torch.Tensor, Choice]:
+def rows_and_choice(moe: Moe, experts: Experts[torch.Tensor], num_rows: int) -> tuple[torch.Tensor, Choice]:
     x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(9))
     logits = torch.nn.functional.linear(x, experts.router.weight, experts.router.bias)
     return x, chosen_experts(logits, moe)
@@ -67,7 +67,7 @@ def rows_and_choice(moe: MoeSpec, experts: Experts[torch.Tensor], num_rows: int)
 
 @SPECS
 @pytest.mark.parametrize("num_rows", [1, 37])
-def test_a_grouped_gemm_gives_what_running_the_chosen_ones_gives(moe: MoeSpec, num_rows: int) -> None:
+def test_a_grouped_gemm_gives_what_running_the_chosen_ones_gives(moe: Moe, num_rows: int) -> None:
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, num_rows)
     assert has_grouped_gemm(x)
@@ -79,7 +79,7 @@ def test_a_grouped_gemm_gives_what_running_the_chosen_ones_gives(moe: MoeSpec, n
 
 @SPECS
 def test_running_all_experts_gives_what_running_the_chosen_ones_gives(
-    moe: MoeSpec, monkeypatch: pytest.MonkeyPatch
+    moe: Moe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, 37)
@@ -93,7 +93,7 @@ def test_running_all_experts_gives_what_running_the_chosen_ones_gives(
 
 
 @SPECS
-def test_weights_sum_to_one_where_they_should(moe: MoeSpec) -> None:
+def test_weights_sum_to_one_where_they_should(moe: Moe) -> None:
     _, choice = rows_and_choice(moe, random_experts(moe), 37)
     torch.testing.assert_close(choice.weights.sum(1), torch.ones(37))
     plain = moe.model_copy(update={"normalizes_top_k": False, "routing": "softmax_top_k"})
@@ -102,7 +102,7 @@ def test_weights_sum_to_one_where_they_should(moe: MoeSpec) -> None:
 
 
 @SPECS
-def test_experts_that_nobody_chose_are_not_run(moe: MoeSpec) -> None:
+def test_experts_that_nobody_chose_are_not_run(moe: Moe) -> None:
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, 2)
     expected = run_chosen_experts(x, experts, moe, choice)
@@ -115,7 +115,7 @@ def test_experts_that_nobody_chose_are_not_run(moe: MoeSpec) -> None:
 
 
 @SPECS
-def test_a_row_gets_the_same_alone_and_among_others(moe: MoeSpec) -> None:
+def test_a_row_gets_the_same_alone_and_among_others(moe: Moe) -> None:
     """Up to the rounding of GEMMs of another height, which a dense MLP has as well."""
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, 64)
@@ -139,7 +139,7 @@ def test_sinks_take_their_share_of_the_softmax(window: int | None) -> None:
     sinks = torch.randn(heads, generator=generator)
     inputs = _inputs(context_lens, width)
     plan = plan_attention(inputs, page_size=PAGE_SIZE, num_draft_tokens=width - 1)
-    found = attend_pages(plan, q, k, v, cache_of(pages), AttentionSpec(window=window), sinks)
+    found = attend_rows(plan, q, k, v, cache_of(pages), AttentionMask(window=window), sinks)
     requests = RequestTensors(
         token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
     )

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dflash_trt.backends.torch.ops import make_rope_table
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
+from dflash_trt.core.model.rope import RopeSpec, Rotary
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -65,21 +65,6 @@ CASES = [
 ]
 
 
-def decoder(rope: RopeSpec) -> DecoderSpec:
-    return DecoderSpec(
-        hidden_size=64,
-        intermediate_size=64,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=32,
-        rms_norm_eps=1e-6,
-        rope=rope,
-        attention=(AttentionSpec(),),
-        has_qk_norm=False,
-        max_position_embeddings=256,
-    )
-
-
 @pytest.mark.parametrize(("rope", "parameters"), CASES, ids=lambda case: getattr(case, "scaling", ""))
 def test_tables_equal_those_of_transformers(rope, parameters):
     config = LlamaConfig(
@@ -90,7 +75,7 @@ def test_tables_equal_those_of_transformers(rope, parameters):
         rope_parameters={"rope_theta": 10000.0} | parameters,
     )
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
-    found = make_rope_table(decoder(rope).rotary, num_positions=200, dtype=torch.float32)
+    found = make_rope_table(Rotary(rope, 32), num_positions=200, dtype=torch.float32)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[:, 0], theirs[0], rtol=0, atol=2e-5)  # angles up to 200: 1 ulp is 1.5e-5
 
@@ -98,7 +83,7 @@ def test_tables_equal_those_of_transformers(rope, parameters):
 def test_a_different_factor_is_noticed():
     rope = CASES[3][0]
     tables = [
-        make_rope_table(decoder(spec).rotary, num_positions=200, dtype=torch.float32)[0]
+        make_rope_table(Rotary(spec, 32), num_positions=200, dtype=torch.float32)[0]
         for spec in (rope, rope.model_copy(update={"factor": 4.1}))
     ]
     assert (tables[0] - tables[1]).abs().max() > 1e-2

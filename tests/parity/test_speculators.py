@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_trt.checkpoint import speculators_config
+from dflash_trt.checkpoint.drafters import speculators as speculators_config
 from dflash_trt.checkpoint.pair import open_pair
 from tests.engines import decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
@@ -104,13 +104,13 @@ def test_a_drafter_converted_from_z_lab_drafts_as_speculators_does(tmp_path, tar
 @pytest.mark.parametrize("options", [CAUSAL, NON_CAUSAL], ids=["causal", "non-causal"])
 @pytest.mark.parametrize("change", [{"is_window_anchored": False}, {"window": 2}, {"window": 4}], ids=str)
 def test_a_window_from_each_slot_or_of_another_length_is_noticed(tmp_path, target, monkeypatch, options, change):
-    honest = speculators_config.speculators_attention
+    honest = speculators_config.speculators_masks
 
     def wrong(*given, **named):
         layers = honest(*given, **named)
-        return tuple(layer.model_copy(update=change) if layer.window else layer for layer in layers)
+        return [mask | change if mask.get("window") else mask for mask in layers]
 
-    monkeypatch.setattr(speculators_config, "speculators_attention", wrong)
+    monkeypatch.setattr(speculators_config, "speculators_masks", wrong)
     drafter = save_speculators_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)
     blocks, expected = run_and_expected(target, drafter)
     assert blocks != expected

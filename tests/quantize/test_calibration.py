@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.backends.torch.loading import bind_network
+from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.build import build_engine
 from dflash_trt.compile.calibration import calibrate_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import engine_states
+from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.registry import split_packed
@@ -120,7 +120,7 @@ def test_the_drafter_is_calibrated_on_taps_of_the_quantized_target(pair: tuple[P
     )
     plain, packed = split_packed(dict(stream), plan.table(), plan.formats)
     assert opened.draft is not None
-    network = bind_network(opened.target, opened.draft, plain, packed)
+    network = bind_tensors(opened.target, opened.draft, plain, packed)
     executor = _executor(network)
     layer_ids = opened.draft.target_layer_ids
     largest = [tap.abs().max().item() for prompt in PROMPTS for tap in _taps(executor, prompt, layer_ids)]
@@ -147,7 +147,7 @@ def test_an_export_generates_what_our_own_packing_generates_with_its_scales(expo
         runs = []
         for tensors in (read, packed):
             plain, linears = split_packed(tensors, plan.table(), plan.formats)
-            executor = _executor(bind_network(source.target, None, plain, linears))
+            executor = _executor(bind_tensors(source.target, None, plain, linears))
             runs.append(decode(executor, PROMPTS[0], 48, num_draft_tokens=0))
         assert runs[0].tokens == runs[1].tokens
         assert runs[0].logprobs == pytest.approx(runs[1].logprobs, abs=1e-4)
@@ -275,17 +275,17 @@ def _taps(executor: TorchExecutor, prompt: list[int], layer_ids: tuple[int, ...]
     from dflash_trt.network import decoder
 
     outputs: list[torch.Tensor] = []
-    finish_layer = decoder.finish_layer
+    run_layers = decoder.run_layers
 
     def watched(*arguments: Any) -> Any:
-        outputs.append(finish_layer(*arguments))
-        return outputs[-1]
+        outputs.extend(run_layers(*arguments))
+        return outputs
 
-    decoder.finish_layer = watched
+    decoder.run_layers = watched
     try:
         executor.target_logits(prompt)
     finally:
-        decoder.finish_layer = finish_layer
+        decoder.run_layers = run_layers
     return [outputs[layer_id] for layer_id in layer_ids]
 
 

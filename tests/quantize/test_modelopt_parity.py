@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.weight_spec import engine_table, segments_of
+from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.weight_spec import segments_of
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.formats.nvfp4 import e2m1_values
 from dflash_trt.formats.registry import dequantize, split_packed
@@ -44,7 +45,7 @@ def opened(exports: Exports, part: str, export: str) -> CheckpointPair:
 
 def packed_of(pair: CheckpointPair, dtype: torch.dtype) -> dict[str, PackedWeight[torch.Tensor]]:
     tensors = dict(joined(pair.iter_weights(dtype=dtype, mapping=Mapping()), dtype=dtype))
-    table = engine_table(pair.target, pair.draft, pair.quantization)
+    table = engine_weights(pair.target, pair.draft, pair.quantization)
     return split_packed(tensors, table, pair.quantization.linears)[1]
 
 
@@ -172,7 +173,7 @@ def test_a_fused_linear_of_two_formats_is_dequantized_exactly(exports: Exports, 
 def test_two_ranks_hold_the_two_halves_of_a_packed_weight(exports: Exports) -> None:
     pair = opened(exports, "target", "target-nvfp4")
     whole = packed_of(pair, torch.float32)
-    table = engine_table(pair.target, None, pair.quantization)
+    table = engine_weights(pair.target, None, pair.quantization)
     from dflash_trt.core.weight_spec import rank_share
 
     halves = []

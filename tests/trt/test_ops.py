@@ -9,25 +9,14 @@ from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, RopeSpec
+from dflash_trt.core.model.rope import RopeSpec, Rotary
 from dflash_trt.network.ops import Linear
 from tests.trt.interpreter import NetworkInterpreter
 from tests.trt.networks import tensor_of
 
 DTYPES = ["float32", "bfloat16", "float16"]
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}  # of values near 1: a few units in the last place
-DECODER = DecoderSpec(
-    hidden_size=16,
-    intermediate_size=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(theta=10000.0),
-    attention=(AttentionSpec(),),
-    has_qk_norm=False,
-    max_position_embeddings=64,
-)
+ROTARY = Rotary(RopeSpec(theta=10000.0), 8)
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)) / 4
@@ -43,7 +32,7 @@ OPS = {
     "scale": lambda ops, x, w, ids: ops.scale(x, 0.37),
     "silu_mul": lambda ops, x, w, ids: ops.silu_mul(x),
     "split and concat": lambda ops, x, w, ids: ops.concat(ops.split(x, (4, 10, 2))[::-1]),
-    "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(DECODER.rotary, ids)),
+    "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(ROTARY, ids)),
     "map_tokens": lambda ops, x, w, ids: ops.map_tokens(w(torch.arange(12) * 3), ids),
     "gather_rows": lambda ops, x, w, ids: ops.gather_rows(x, w(torch.tensor([[4, 0], [1, 1]], dtype=torch.int32))),
 }
@@ -65,8 +54,8 @@ def build(trt, dtype, compute):
         host = host_tensor(f"weight {next(counter)}", stored)
         return layers.tensor(host) if values.dtype == torch.int32 else host
 
-    cos, sin = make_rope_table(DECODER.rotary, num_positions=64, dtype=torch_dtype)
-    tables = {DECODER.rotary: (host_tensor("cos", cos), host_tensor("sin", sin))}
+    cos, sin = make_rope_table(ROTARY, num_positions=64, dtype=torch_dtype)
+    tables = {ROTARY: (host_tensor("cos", cos), host_tensor("sin", sin))}
     layers.mark_output(compute(TrtOps(layers, None, None, tables), x, weight, ids), "out")
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return network, layers, builder, NetworkInterpreter(trt, network, constants)
@@ -86,7 +75,7 @@ def compiled(trt, builder, network, shapes):
 
 def torch_ops(dtype):
     ops = object.__new__(TorchOps)  # no step: only the ops that need none
-    ops._rope_tables = {DECODER.rotary: make_rope_table(DECODER.rotary, num_positions=64, dtype=dtype)}
+    ops._rope_tables = {ROTARY: make_rope_table(ROTARY, num_positions=64, dtype=dtype)}
     return ops
 
 

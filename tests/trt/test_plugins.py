@@ -13,10 +13,10 @@ from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.traces import GREEDY, integers, trace
@@ -53,21 +53,20 @@ class PluginReference:
     def _attend_pages(self, x, settings):
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
         pages = x["pages"].clone()
-        attention = AttentionSpec(window=_window(settings))
+        attention = AttentionMask(window=_window(settings))
         given = (x["q"], x["k"], x["v"], _scaled(pages, settings))
-        return [torch_attention.attend_pages(plan, *given, attention), pages]
+        return [torch_attention.attend_rows(plan, *given, attention), pages]
 
     def _attend_draft(self, x, settings):
         [pages] = self._write_draft_context(x, settings)
-        starts = x["positions"][x["token_offsets"][:-1].long()]
-        width = len(x["q"]) // len(starts)
-        plan = self._plan(x, settings, context_lens=starts, width=width)
+        context_lens = x["next_context_lens"]
+        width = len(x["q"]) // len(context_lens)
+        page_size = settings["page_size"]
+        plan = torch_attention.plan_blocks(x["page_table"], context_lens, page_size=page_size, num_slots=width)
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
-        attention = AttentionSpec(window=_window(settings), **flags)
-        acceptance = _acceptance(x["next_context_lens"])
-        block = (x["block_k"], x["block_v"])
-        stored = _scaled(pages, settings)
-        return [torch_attention.attend_draft(plan, x["q"], block, stored, acceptance, attention), pages]
+        attention = AttentionMask(window=_window(settings), **flags)
+        given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
+        return [torch_attention.attend_blocks(plan, *given, attention), pages]
 
     def _write_draft_context(self, x, settings):
         page_size, pages = settings["page_size"], x["pages"].clone()
@@ -101,17 +100,6 @@ def _scaled(pages, settings):
 
 def _window(settings):
     return None if settings["window"] == NO_WINDOW else settings["window"]
-
-
-def _acceptance(next_context_lens):
-    unused = torch.empty(0)
-    return Acceptance(
-        emitted_tokens=unused,
-        emitted_logprobs=unused,
-        num_accepted=unused,
-        bonus_tokens=unused,
-        next_context_lens=next_context_lens,
-    )
 
 
 def _inputs(named):

@@ -220,9 +220,9 @@ def _widen_windows(monkeypatch):
 def _count_windows_from_each_slot(monkeypatch):
     honest = trt_attention._block_mask
 
-    def unanchored(layers, index, acceptance, attention, block_width):
-        per_slot = attention.model_copy(update={"is_window_anchored": False})
-        return honest(layers, index, acceptance, per_slot, block_width)
+    def unanchored(layers, index, context_lens, mask, block_width):
+        per_slot = mask.model_copy(update={"is_window_anchored": False})
+        return honest(layers, index, context_lens, per_slot, block_width)
 
     monkeypatch.setattr(trt_attention, "_block_mask", unanchored)
 

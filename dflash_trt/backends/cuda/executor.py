@@ -43,6 +43,7 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import advance
 from dflash_trt.kernels.variant import MAX_REQUESTS
+from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -100,7 +101,8 @@ class TorchGpuExecutor:
             device=device,
         )
         # Experts without a grouped GEMM: a prefill step had better ask the host which are chosen than run all.
-        self._asks_host = network.target.moe is not None and not has_grouped_gemm(network.target_weights.embedding)
+        has_experts = network.target.num_expert_layers > 0
+        self._asks_host = has_experts and not has_grouped_gemm(network.target_weights.embedding)
         self._staging = InputStaging(self.limits, device)
         self._results = ResultStaging(self.limits, device)
         self._stream = _new_stream(device)
@@ -291,9 +293,10 @@ def _check_sizes(max_batch_size: int, num_positions: int) -> None:
 
 
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:
-    if network.draft_weights is None:
+    if network.drafter is None:
         return None
-    norms = [layer.k_norm for layer in network.draft_weights.layers]
+    assert isinstance(network.drafter, DFlashDrafter)
+    norms = [layer.mixer.k_norm for layer in network.drafter.layers]
     scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]
     return stack_draft_layers(
         [cache.tensor for cache in state.draft_kv],

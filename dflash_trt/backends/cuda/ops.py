@@ -24,7 +24,11 @@ from dflash_trt.backends.torch.moe import (
     run_grouped_experts,
 )
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.core.model_spec import AttentionSpec, DecoderSpec, DraftSpec, MoeSpec, Rotary, TargetSpec
+from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
@@ -38,7 +42,17 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StackedExperts, StepInputs
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    Experts,
+    KvDestination,
+    Linear,
+    Rows,
+    StackedExperts,
+    StepInputs,
+    TokenBlocks,
+)
 from dflash_trt.network.rope import rope_frequencies
 
 
@@ -112,16 +126,6 @@ class Gated:
         return silu_mul(self.gate_up, scale=scale)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerContext:
-    """The draft context of one layer. The first one's write is that of all layers, in one launch."""
-
-    kv: Tensor  # of all layers
-    layer: int
-    rope: RopeRows
-    eps: float
-
-
 Value = Tensor | Heads | Sum | Norm | Gated
 
 
@@ -149,17 +153,19 @@ class GpuResources:
         device: torch.device,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
-        frequencies = {decoder.rotary: rope_frequencies(decoder.rotary) for decoder in decoders}
+        mixers = {layer.mixer for decoder in decoders for layer in decoder.layers}
+        frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers}
         workspaces = [
             attention_launch.allocate_workspace(
-                kv_heads=decoder.num_kv_heads // tp_size, head_dim=decoder.head_dim, device=device
+                kv_heads=mixer.num_kv_heads // tp_size, head_dim=mixer.head_dim, device=device
             )
-            for decoder in decoders
+            for mixer in mixers
         ]
+        most_features = max(layer.mixer.q_size for layer in target.layers) // tp_size
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),
-            attended=torch.zeros(max_tokens * target.q_size // tp_size, dtype=dtype, device=device),
+            attended=torch.zeros(max_tokens * most_features, dtype=dtype, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
         )
@@ -187,9 +193,6 @@ class TorchGpuOps:
         self._outputs = outputs
         self._ranks = ranks
         self._may_ask_host = may_ask_host
-        self._requests = RequestTensors(
-            token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
-        )
 
     def embedding(self, table: Value, token_ids: Value) -> Tensor:
         return F.embedding(_tensor(token_ids), _tensor(table))
@@ -213,7 +216,7 @@ class TorchGpuOps:
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(_tensor(gate_up))
 
-    def moe(self, x: Value, experts: Experts[Any], moe: MoeSpec) -> Tensor:
+    def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
         assert isinstance(experts, StackedExperts)
         choice = chosen_experts(self.linear(x, experts.router), moe)
         rows = _tensor(x)
@@ -243,73 +246,61 @@ class TorchGpuOps:
         assert isinstance(x, Heads) and x.rope is None
         return replace(x, rope=table)
 
-    def attend_pages(
-        self, q: Value, k: Value, v: Value, cache: Cache[Any], attention: AttentionSpec, sinks: Value | None
+    def token_rows(self) -> Rows[Any]:
+        inputs = self._inputs
+        return _rows(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
+
+    def attend(
+        self, q: Value, k: Value, v: Value, rows: Rows[Any], cache: Cache[Any], gqa: Gqa, sinks: Value | None = None
     ) -> Tensor:
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
-        pool, options = cache.tensor, _options(cache, attention, sinks)
+        options = _options(cache, gqa, sinks)
+        attended = self._attend_rows if rows.keeps_kv else self._attend_blocks
+        return attended(q, k, v, rows, cache.tensor, options).flatten(1)
+
+    def _attend_rows(
+        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+    ) -> Tensor:
         rotated = rotate_and_store(
             q.x,
             k.x,
             v.x,
             pool,
-            self._requests,
-            self._inputs.positions,
+            rows.index,
+            rows.positions,
             _rotation(q, k),
             k_scale=options.k_scale,
             v_scale=options.v_scale,
         )
         assert rotated is not None
-        attended = attention_launch.attend_pages(
+        return attention_launch.attend_pages(
             rotated,
             pool,
-            self._requests,
+            rows.index,
             options,
             workspace=self._resources.attention_workspace,
             num_verify_rows=self._num_draft_tokens + 1,
             attended=self._resources.attended[: rotated.numel()].view(rotated.shape),
         )
-        return attended.view(len(attended), -1)
 
-    def draft_context(
-        self, kv: Value, spec: DraftSpec, k_norms: Sequence[Value | None], rope: RopeRows
-    ) -> list[LayerContext]:
-        return [LayerContext(_tensor(kv), layer, rope, spec.rms_norm_eps) for layer in range(len(k_norms))]
-
-    def attend_draft(
-        self,
-        context: LayerContext,
-        q: Value,
-        block: tuple[Value, Value],
-        cache: Cache[Any],
-        acceptance: Acceptance[Any],
-        attention: AttentionSpec,
+    def _attend_blocks(
+        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Tensor:
-        k, v = block
-        assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads) and k.rope is not None
-        self.write_draft_context(context, cache, acceptance)
-        q_rows, k_rows = rotate_block(q.x, k.x, k.rope.positions, _rotation(q, k))
-        attended = attention_launch.attend_draft(
-            q_rows,
-            (k_rows, v.x),
-            cache.tensor,
-            replace(self._requests, context_lens=acceptance.next_context_lens),
-            _options(cache, attention),
-            workspace=self._resources.attention_workspace,
-        )
-        return attended.view(len(attended), -1)
+        q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, _rotation(q, k))
+        workspace = self._resources.attention_workspace
+        return attention_launch.attend_draft(q_rows, (k_rows, v.x), pool, rows.index, options, workspace=workspace)
 
-    def write_draft_context(self, context: LayerContext, cache: Cache[Any], acceptance: Acceptance[Any]) -> None:
-        if context.layer > 0:
-            return
-        layers = self._resources.draft_layers
-        assert layers is not None and layers.first_pages is cache.tensor, "the layers come in their order"
+    def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
+        """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them."""
+        stacked, (first, *others) = self._resources.draft_layers, layers
+        assert stacked is not None and stacked.first_pages is first.cache.tensor
+        assert len(others) + 1 == len(stacked.page_offsets) and all(other.rope is first.rope for other in others)
         store_draft_context(
-            context.kv,
-            layers,
-            replace(self._requests, context_lens=acceptance.next_context_lens),
-            context.rope.positions,
-            Rotation(inv_freq=context.rope.inv_freq, amplitude=context.rope.amplitude, eps=context.eps),
+            _tensor(kv),
+            stacked,
+            replace(rows.index, context_lens=_tensor(limits)),
+            rows.positions,
+            Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
         )
 
     def sample_and_accept(self, logits: Value) -> Acceptance[Any]:
@@ -324,19 +315,15 @@ class TorchGpuOps:
         )
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
-    def draft_block(self, acceptance: Acceptance[Any], *, mask_token_id: int) -> DraftBlock[Any]:
+    def token_blocks(self, acceptance: Acceptance[Any], *, fill: int) -> TokenBlocks[Any]:
         shape = (len(acceptance.bonus_tokens), self._num_draft_tokens + 1)
         token_ids, positions = (torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2))
-        sampling_launch.draft_block(
-            acceptance.bonus_tokens,
-            acceptance.next_context_lens,
-            token_ids,
-            positions,
-            mask_token_id=mask_token_id,
-        )
-        return DraftBlock(token_ids=token_ids.flatten(), positions=positions.flatten())
+        starts, inputs = acceptance.next_context_lens, self._inputs
+        sampling_launch.draft_block(acceptance.bonus_tokens, starts, token_ids, positions, mask_token_id=fill)
+        rows = _rows(positions.flatten(), inputs.token_offsets, starts, inputs.page_table, keeps_kv=False)
+        return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
-    def draft_slots(self, hidden: Value) -> Tensor:
+    def without_first(self, hidden: Value) -> Tensor:
         x = _tensor(hidden)
         blocks = x.view(-1, self._num_draft_tokens + 1, x.shape[-1])
         return blocks[:, 1:].reshape(-1, x.shape[-1])
@@ -359,12 +346,27 @@ class TorchGpuOps:
         return self._inputs.token_ids.device
 
 
-def _options(cache: Cache[Any], attention: AttentionSpec, sinks: Value | None = None) -> AttentionOptions:
+def _rows(
+    positions: Tensor, token_offsets: Tensor, context_lens: Tensor, page_table: Tensor, *, keeps_kv: bool
+) -> Rows[Any]:
+    """The offsets of blocks are read by no kernel; the step's are there in their place."""
+    return Rows(
+        positions=positions,
+        token_offsets=token_offsets if keeps_kv else None,
+        context_lens=context_lens,
+        page_table=page_table,
+        keeps_kv=keeps_kv,
+        index=RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=page_table),
+    )
+
+
+def _options(cache: Cache[Any], gqa: Gqa, sinks: Value | None) -> AttentionOptions:
     scales = cache.spec.scales or LayerKvScales()
     return AttentionOptions(
-        window=attention.window,
-        is_causal=attention.is_causal,
-        is_window_anchored=attention.is_window_anchored,
+        window=gqa.mask.window,
+        is_causal=gqa.mask.is_causal,
+        is_window_anchored=gqa.mask.is_window_anchored,
+        score_scale=gqa.scale,
         sinks=None if sinks is None else _tensor(sinks).float(),
         k_scale=scales.k,
         v_scale=scales.v,
@@ -377,7 +379,7 @@ def _tensor(x: Value) -> Tensor:
 
 
 def _rotation(q: Heads, k: Heads) -> Rotation:
-    assert k.rope is not None and (q.norm is None) == (k.norm is None)
+    assert q.rope is not None and k.rope is not None and (q.norm is None) == (k.norm is None)
     eps = 1e-6 if k.norm is None else k.norm[1]
     return Rotation(
         inv_freq=k.rope.inv_freq,

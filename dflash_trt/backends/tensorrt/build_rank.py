@@ -15,7 +15,7 @@ from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.backends.tensorrt.timing_cache import default_timing_cache
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError, problem
-from dflash_trt.core.weight_spec import engine_table
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord, TensorRTRecord
 from dflash_trt.formats.registry import split_packed
@@ -37,7 +37,7 @@ def build_rank_plan(
     spec = step_network_spec(config, limits)
     formats = config.quantization.linears if config.quantization else {}
     tensors = load_file(weights_file)
-    plain, packed = split_packed(tensors, engine_table(config.target, config.draft, config.quantization), formats)
+    plain, packed = split_packed(tensors, engine_weights(config.target, config.draft, config.quantization), formats)
     built = build_plan(
         spec,
         limits,

@@ -40,8 +40,7 @@ def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
     decoders = [spec.target] if spec.draft is None else [spec.draft, spec.target]
     num_positions = max_seq_len + spec.max_draft_len + 1
     tables = {}
-    for decoder in decoders:
-        cos, sin = make_rope_table(decoder.rotary, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
-        names = (f"{decoder.role}.rope_cos", f"{decoder.role}.rope_sin")
-        tables[decoder.rotary] = (host_tensor(names[0], cos), host_tensor(names[1], sin))
+    for i, rotary in enumerate({rotary: None for decoder in decoders for rotary in decoder.rotaries}):
+        cos, sin = make_rope_table(rotary, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
+        tables[rotary] = (host_tensor(f"rope_cos.{i}", cos), host_tensor(f"rope_sin.{i}", sin))
     return tables

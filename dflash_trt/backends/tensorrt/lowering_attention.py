@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.core.model_spec import AttentionSpec
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.network.ops import StepInputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,10 @@ def attend_pages(
     q: ITensor,  # [T, heads, D]
     kv: tuple[ITensor, ITensor],  # [T, kv_heads, D]
     pages: Pages,
-    attention: AttentionSpec,
+    mask: AttentionMask,
 ) -> tuple[ITensor, Pages]:
-    """([T, heads * D], pages with k and v written). See `Ops.attend_pages`."""
-    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
+    """([T, heads * D], pages with k and v written). See `Ops.attend`."""
+    assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
     codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
     written = pages.with_codes(layers, codes)
     keys, values = read_pages(layers, written, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
@@ -69,21 +69,21 @@ def attend_pages(
     grouped = layers.reshape(q, (-1, kv_heads, num_heads // kv_heads, head_dim))
     query_positions = layers.reshape(index.positions, (-1, 1))
     visible = _not_greater(layers, index.key_positions, query_positions)  # [T, S]
-    if attention.window is not None:
+    if mask.window is not None:
         distance = layers.binary("SUB", query_positions, index.key_positions)
-        visible = layers.binary("AND", visible, layers.binary("LESS", distance, attention.window))
-    mask = layers.reshape(visible, (-1, 1, 1, index.num_keys))
+        visible = layers.binary("AND", visible, layers.binary("LESS", distance, mask.window))
     values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
-    attended = _attend(layers, grouped, keys, values, mask)  # [T, kv_heads, group, D]
+    visible = layers.reshape(visible, (-1, 1, 1, index.num_keys))
+    attended = _attend(layers, grouped, keys, values, visible)  # [T, kv_heads, group, D]
     return layers.reshape(attended, (-1, num_heads * head_dim)), written
 
 
 def write_draft_context(
-    layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
+    layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: Pages, limits: ITensor
 ) -> Pages:
-    """Pages with the rows at positions < next_context_lens written; every other slot keeps what it held."""
-    context_len_of_row = layers.gather(acceptance.next_context_lens, index.request_of_row)
-    is_kept = layers.binary("LESS", index.positions, context_len_of_row)
+    """Pages with the rows at positions < limits written; every other slot keeps what it held."""
+    limit_of_row = layers.gather(limits, index.request_of_row)
+    is_kept = layers.binary("LESS", index.positions, limit_of_row)
     is_kept = layers.reshape(layers.concat((is_kept, is_kept), 0), (-1, 1, 1))  # for K, then for V
     codes = pages.codes(layers)
     old = layers.gather_nd(codes, index.kv_slots)
@@ -97,17 +97,16 @@ def attend_draft(
     q: ITensor,  # [R*S, heads, D]
     block: tuple[ITensor, ITensor],  # k, v of the block slots, [R*S, kv_heads, D]
     pages: Pages,
-    acceptance: Acceptance[ITensor],
-    attention: AttentionSpec,
+    context_lens: ITensor,
+    mask: AttentionMask,
     *,
     block_width: Dim,  # S
 ) -> ITensor:
-    """The reading half of `Ops.attend_draft`: [R*S, heads * D]."""
+    """`Ops.attend` for rows whose K/V are not kept: [R*S, heads * D]."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = block[0].shape[1]
     keys, values = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
-    context_lens = layers.reshape(acceptance.next_context_lens, (-1, 1))
-    is_own = layers.binary("LESS", index.key_positions, context_lens)  # [R, keys]
+    is_own = layers.binary("LESS", index.key_positions, layers.reshape(context_lens, (-1, 1)))  # [R, keys]
     values = _cleared(layers, values, layers.reshape(is_own, (-1, 1, index.num_keys, 1)))
 
     num_keys = _sum(layers, index.num_keys, block_width)
@@ -119,8 +118,8 @@ def attend_draft(
 
     grouped = layers.reshape(q, (-1, block_width, kv_heads, num_heads // kv_heads, head_dim))
     grouped = layers.transpose(grouped, (0, 2, 3, 1, 4))  # [R, kv_heads, group, S, D]
-    mask = _block_mask(layers, index, acceptance, attention, block_width)
-    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), mask)
+    visible = _block_mask(layers, index, context_lens, mask, block_width)
+    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), visible)
     attended = layers.transpose(attended, (0, 3, 1, 2, 4))
     return layers.reshape(attended, (-1, num_heads * head_dim))
 
@@ -141,32 +140,32 @@ def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor
 def _block_mask(
     layers: Layers,
     index: StepIndex,
-    acceptance: Acceptance[ITensor],
-    attention: AttentionSpec,
+    context_lens: ITensor,
+    mask: AttentionMask,
     block_width: Dim,
 ) -> ITensor:
     """[R, 1, 1, S or 1, keys + S]: context rows below the new context length, then the block, in true positions."""
-    context_lens = layers.reshape(acceptance.next_context_lens, (-1, 1))  # [R, 1]
+    rows = layers.dim(context_lens, 0)
+    context_lens = layers.reshape(context_lens, (-1, 1))  # [R, 1]
     slots = layers.reshape(layers.arange(block_width), (1, -1))
     query = layers.binary("SUM", context_lens, slots)  # [R, S]
-    rows = layers.dim(acceptance.next_context_lens, 0)
     stored = layers.broadcast(index.key_positions, (rows, index.num_keys))
     key_positions = layers.concat((stored, query), 1)  # [R, keys + S]
     num_columns = _sum(layers, index.num_keys, block_width)
     columns = layers.reshape(layers.arange(num_columns), (1, -1))
     is_block = layers.unary("NOT", layers.binary("LESS", columns, _as_int32(layers, index.num_keys)))
     visible = layers.binary("OR", is_block, layers.binary("LESS", key_positions, context_lens))
-    if attention.window is not None and attention.is_window_anchored:
+    if mask.window is not None and mask.is_window_anchored:
         before_anchor = layers.binary("SUB", context_lens, key_positions)  # negative inside the block
-        visible = layers.binary("AND", visible, _not_greater(layers, before_anchor, attention.window))
+        visible = layers.binary("AND", visible, _not_greater(layers, before_anchor, mask.window))
     visible = layers.reshape(visible, (rows, 1, -1))
-    slot_window = None if attention.is_window_anchored else attention.window
-    if not attention.is_causal and slot_window is None:
+    slot_window = None if mask.is_window_anchored else mask.window
+    if not mask.is_causal and slot_window is None:
         return layers.reshape(visible, (rows, 1, 1, 1, -1))  # the same for every slot
     distance = layers.binary(
         "SUB", layers.reshape(query, (rows, -1, 1)), layers.reshape(key_positions, (rows, 1, -1))
     )  # [R, S, keys + S]
-    if attention.is_causal:
+    if mask.is_causal:
         visible = layers.binary("AND", visible, layers.unary("NOT", layers.binary("LESS", distance, 0)))
     if slot_window is not None:
         is_near = layers.binary("LESS", layers.unary("ABS", distance), slot_window)

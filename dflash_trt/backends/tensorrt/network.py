@@ -15,14 +15,15 @@ from dflash_trt.backends.tensorrt.ops import LayersLowering, PluginMode, RopeTab
 from dflash_trt.backends.tensorrt.plugins import PluginLowering
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, TargetSpec, engine_states
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.network.ops import Cache, StepInputs, StepState
-from dflash_trt.network.step import Network, StepOutputs, run_step
-from dflash_trt.network.weights import bind_draft, bind_target
+from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
 NEXT_PREFIX = "next_"  # of a state tensor's output
 
@@ -124,8 +125,9 @@ def define_step_network(
     for tensor in step_outputs_of(spec):
         source = outputs if tensor.name == "draft_tokens" else outputs.acceptance
         layers.mark_output(getattr(source, tensor.name), tensor.name)
+    written = ops.written_pages()
     for name in state:
-        layers.mark_output(ops.written_pages[name], NEXT_PREFIX + name, is_aliased=plugins == "plugin")
+        layers.mark_output(written[name], NEXT_PREFIX + name, is_aliased=plugins == "plugin")
 
 
 def _bind(
@@ -134,17 +136,8 @@ def _bind(
     def rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
         return tensor.rows(start, stop)
 
-    target_weights = bind_target(spec.target, tensors, spec.mapping, slice_rows=rows, packed=packed)
-    draft_weights = None
-    if spec.draft is not None:
-        draft_weights = bind_draft(spec.draft, target_weights, tensors, spec.mapping, slice_rows=rows, packed=packed)
-    return Network(
-        target=spec.target,
-        target_weights=target_weights,
-        draft=spec.draft,
-        draft_weights=draft_weights,
-        mapping=spec.mapping,
-    )
+    rank_tensors = RankTensors(plain=tensors, packed=packed, mapping=spec.mapping, slice_rows=rows)
+    return bind_network(spec.target, spec.draft, rank_tensors)
 
 
 def _io_tensor(tensor: StepTensor, spec: StepNetworkSpec) -> IoTensor:

@@ -6,6 +6,7 @@ sampling are plugin nodes or plain layers, as `lowering` says; both have the sam
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
@@ -14,10 +15,12 @@ from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import packed_linear
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import PackedWeight
-from dflash_trt.network.drafters.dflash import context_of_layers
-from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.mixers.gqa import rotated_kv
+from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 
 PluginMode = Literal["plugin", "layers"]
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
@@ -30,7 +33,7 @@ class StatefulLowering(Protocol):
     """
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
     ) -> tuple[ITensor, ITensor]: ...
 
     def attend_draft(
@@ -39,13 +42,11 @@ class StatefulLowering(Protocol):
         q: ITensor,
         block: tuple[ITensor, ITensor],
         pages: Pages,
-        acceptance: Acceptance[ITensor],
-        attention: AttentionSpec,
+        limits: ITensor,
+        mask: AttentionMask,
     ) -> tuple[ITensor, ITensor]: ...
 
-    def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
-    ) -> ITensor: ...
+    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor: ...
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
 
@@ -59,9 +60,9 @@ class LayersLowering:
         self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
     ) -> tuple[ITensor, ITensor]:
-        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, pages, attention)
+        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, pages, mask)
         return attended, written.tensor
 
     def attend_draft(
@@ -70,23 +71,31 @@ class LayersLowering:
         q: ITensor,
         block: tuple[ITensor, ITensor],
         pages: Pages,
-        acceptance: Acceptance[ITensor],
-        attention: AttentionSpec,
+        limits: ITensor,
+        mask: AttentionMask,
     ) -> tuple[ITensor, ITensor]:
-        written = trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance)
+        """`limits` are where the blocks begin, too."""
+        written = trt_attention.write_draft_context(self._layers, self._index, context, pages, limits)
         width = self._layers.dim(self._inputs.logit_rows, 1)
         attended = trt_attention.attend_draft(
-            self._layers, self._index, q, block, written, acceptance, attention, block_width=width
+            self._layers, self._index, q, block, written, limits, mask, block_width=width
         )
         return attended, written.tensor
 
-    def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
-    ) -> ITensor:
-        return trt_attention.write_draft_context(self._layers, self._index, context, pages, acceptance).tensor
+    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor:
+        return trt_attention.write_draft_context(self._layers, self._index, context, pages, limits).tensor
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """K and V to be written to a state, as far as `limits`: by the attention that reads it, or alone."""
+
+    kv: tuple[ITensor, ITensor]
+    limits: ITensor
+    pages: Pages
 
 
 class TrtOps:
@@ -106,7 +115,8 @@ class TrtOps:
         self._inputs = inputs
         self._rope_tables = rope_tables
         self._tp_size = tp_size
-        self.written_pages: dict[str, ITensor] = {}  # by name of the state
+        self._written_pages: dict[str, ITensor] = {}  # by name of the state
+        self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, likewise
 
     def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
         return self._layers.gather(self._layers.tensor(table), token_ids)
@@ -173,56 +183,73 @@ class TrtOps:
         turned = layers.concat((layers.unary("NEG", second), first), 2)
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
-    def moe(self, x: ITensor, experts: Experts[Handle], moe: MoeSpec) -> ITensor:
-        raise AssertionError("compile/trt_spec refuses targets with experts")
+    def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe) -> ITensor:
+        raise AssertionError("backends/tensorrt/support refuses targets with experts")
 
-    def attend_pages(
-        self, q: ITensor, k: ITensor, v: ITensor, cache: Cache[ITensor], attention: AttentionSpec, sinks: Handle | None
-    ) -> ITensor:
-        assert sinks is None, "compile/trt_spec refuses targets with sinks"
-        attended, written = self._lowering.attend_pages(q, (k, v), _pages(cache), attention)
-        self._take_written(cache, written)
-        return attended
+    def token_rows(self) -> Rows[ITensor]:
+        inputs = self._inputs
+        return Rows(
+            positions=inputs.positions,
+            token_offsets=inputs.token_offsets,
+            context_lens=inputs.context_lens,
+            page_table=inputs.page_table,
+            keeps_kv=True,
+        )
 
-    def draft_context(
-        self, kv: ITensor, spec: DraftSpec, k_norms: Sequence[ITensor | None], rope: tuple[ITensor, ITensor]
-    ) -> list[tuple[ITensor, ITensor]]:
-        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
-
-    def attend_draft(
+    def attend(
         self,
-        context: tuple[ITensor, ITensor],
         q: ITensor,
-        block: tuple[ITensor, ITensor],
+        k: ITensor,
+        v: ITensor,
+        rows: Rows[ITensor],
         cache: Cache[ITensor],
-        acceptance: Acceptance[ITensor],
-        attention: AttentionSpec,
+        gqa: Gqa,
+        sinks: Handle | None = None,
     ) -> ITensor:
-        attended, written = self._lowering.attend_draft(context, q, block, _pages(cache), acceptance, attention)
-        self._take_written(cache, written)
+        assert sinks is None and gqa.scale is None, "backends/tensorrt/support refuses sinks and other scales"
+        if rows.keeps_kv:
+            attended, written = self._lowering.attend_pages(q, (k, v), _pages(cache), gqa.mask)
+        else:
+            store = self._stores.pop(cache.spec.name)
+            attended, written = self._lowering.attend_draft(
+                store.kv, q, (k, v), store.pages, rows.context_lens, gqa.mask
+            )
+        self._take_written(cache.spec.name, written)
         return attended
 
-    def write_draft_context(
-        self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], acceptance: Acceptance[ITensor]
+    def store_kv(
+        self, kv: ITensor, layers: Sequence[KvDestination[ITensor]], rows: Rows[ITensor], limits: ITensor
     ) -> None:
-        self._take_written(cache, self._lowering.write_draft_context(context, _pages(cache), acceptance))
+        for layer, pair in zip(layers, rotated_kv(self, kv, layers), strict=True):
+            self._stores[layer.cache.spec.name] = _Store(pair, limits, _pages(layer.cache))
+
+    def written_pages(self) -> Mapping[str, ITensor]:
+        """Every state after the step, by name; what no attention has stored along the way is stored now."""
+        for name, store in self._stores.items():
+            self._take_written(name, self._lowering.write_draft_context(store.kv, store.pages, store.limits))
+        self._stores.clear()
+        return self._written_pages
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return self._lowering.sample_and_accept(logits)
 
-    def draft_block(self, acceptance: Acceptance[ITensor], *, mask_token_id: int) -> DraftBlock[ITensor]:
+    def token_blocks(self, acceptance: Acceptance[ITensor], *, fill: int) -> TokenBlocks[ITensor]:
         layers = self._layers
         num_requests, width = layers.dim(self._inputs.logit_rows, 0), layers.dim(self._inputs.logit_rows, 1)
         slots = layers.reshape(layers.arange(width), (1, -1))
         anchors = layers.reshape(acceptance.bonus_tokens, (-1, 1))
-        masks = layers.broadcast(layers.ints([mask_token_id], (1, 1)), (num_requests, self._num_drafts()))
+        masks = layers.broadcast(layers.ints([fill], (1, 1)), (num_requests, self._num_drafts()))
         positions = layers.binary("SUM", layers.reshape(acceptance.next_context_lens, (-1, 1)), slots)
-        return DraftBlock(
-            token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)),
+        rows = Rows(
             positions=layers.reshape(positions, (-1,)),
+            token_offsets=None,
+            context_lens=acceptance.next_context_lens,
+            page_table=self._inputs.page_table,
+            keeps_kv=False,
         )
+        return TokenBlocks(token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)), rows=rows)
 
-    def draft_slots(self, hidden: ITensor) -> ITensor:
+    def without_first(self, hidden: ITensor) -> ITensor:
         layers = self._layers
         width, size = layers.dim(self._inputs.logit_rows, 1), hidden.shape[-1]
         blocks = layers.reshape(hidden, (-1, width, size))
@@ -262,10 +289,9 @@ class TrtOps:
         width = self._layers.dim(self._inputs.logit_rows, 1)
         return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
 
-    def _take_written(self, cache: Cache[ITensor], written: ITensor) -> None:
-        name = cache.spec.name
-        assert name not in self.written_pages, f"{name} has two writers in one step"
-        self.written_pages[name] = written
+    def _take_written(self, name: str, written: ITensor) -> None:
+        assert name not in self._written_pages, f"{name} has two writers in one step"
+        self._written_pages[name] = written
 
 
 def _pages(cache: Cache[ITensor]) -> Pages:

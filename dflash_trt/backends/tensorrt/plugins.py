@@ -12,7 +12,7 @@ from typing import Any, Final
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.core.errors import BuildError, problem
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.network.ops import Acceptance, StepInputs
 
@@ -103,11 +103,11 @@ class PluginLowering:
         self._num_nodes = 0
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, attention: AttentionSpec
+        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
     ) -> tuple[ITensor, ITensor]:
-        assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
+        assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
         given = {"q": q, "k": kv[0], "v": kv[1]}
-        attended, written = self._page_node(ATTEND_PAGES, given, pages, {"window": _window(attention)})
+        attended, written = self._page_node(ATTEND_PAGES, given, pages, {"window": _window(mask)})
         return attended, written
 
     def attend_draft(
@@ -116,19 +116,17 @@ class PluginLowering:
         q: ITensor,
         block: tuple[ITensor, ITensor],
         pages: Pages,
-        acceptance: Acceptance[ITensor],
-        attention: AttentionSpec,
+        limits: ITensor,
+        mask: AttentionMask,
     ) -> tuple[ITensor, ITensor]:
-        given = _context(context, acceptance) | {"q": q, "block_k": block[0], "block_v": block[1]}
-        flags = {name: int(getattr(attention, name)) for name in ("is_causal", "is_window_anchored")}
-        fields = {"window": _window(attention), **flags}
+        given = _context(context, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
+        flags = {name: int(getattr(mask, name)) for name in ("is_causal", "is_window_anchored")}
+        fields = {"window": _window(mask), **flags}
         attended, written = self._page_node(ATTEND_DRAFT, given, pages, fields)
         return attended, written
 
-    def write_draft_context(
-        self, context: tuple[ITensor, ITensor], pages: Pages, acceptance: Acceptance[ITensor]
-    ) -> ITensor:
-        return self._page_node(WRITE_DRAFT_CONTEXT, _context(context, acceptance), pages, {})[0]
+    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor:
+        return self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), pages, {})[0]
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         outputs = self._node(SAMPLE_AND_ACCEPT, {"logits": logits}, {})
@@ -195,9 +193,9 @@ def missing_plugins(registry: Any) -> Sequence[str]:
     ]
 
 
-def _context(context: tuple[ITensor, ITensor], acceptance: Acceptance[ITensor]) -> dict[str, ITensor]:
-    return {"context_k": context[0], "context_v": context[1], "next_context_lens": acceptance.next_context_lens}
+def _context(context: tuple[ITensor, ITensor], limits: ITensor) -> dict[str, ITensor]:
+    return {"context_k": context[0], "context_v": context[1], "next_context_lens": limits}
 
 
-def _window(attention: AttentionSpec) -> int:
-    return NO_WINDOW if attention.window is None else attention.window
+def _window(mask: AttentionMask) -> int:
+    return NO_WINDOW if mask.window is None else mask.window

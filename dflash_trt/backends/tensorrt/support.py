@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.core.errors import BuildError, problem, raise_all
-from dflash_trt.core.model_spec import TargetSpec
+from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 
@@ -28,7 +28,11 @@ def require_lowering(target: TargetSpec) -> None:
 
 
 def _target_problems(target: TargetSpec) -> Iterator[str]:
-    features = {"experts": target.moe is not None, "attention sinks": target.has_sinks}
+    features = {
+        "experts": target.num_expert_layers > 0,
+        "attention sinks": any(layer.mixer.has_sinks for layer in target.layers),
+        "attention scale": any(layer.mixer.scale is not None for layer in target.layers),
+    }
     for feature in (name for name, is_there in features.items() if is_there):
         subject, found = f"target of a TensorRT engine: {feature}", f"a {target.family} target with them"
         yield problem(subject, expected="none", found=found, mend="Build with --backend torch.")

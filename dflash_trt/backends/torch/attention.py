@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_trt.core.model_spec import AttentionSpec
+from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.network.ops import Acceptance, Cache, StepInputs
+from dflash_trt.network.ops import Cache, StepInputs
 
 _MAX_KEYS_PER_CALL = 2048  # with padding
 
@@ -30,7 +30,7 @@ class QueryGroup:
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    masks: dict[tuple[AttentionSpec, int], Tensor | None] = field(default_factory=dict)
+    biases: dict[tuple[AttentionMask, int], Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,26 @@ class Scratch:
 
 @dataclass(kw_only=True, slots=True)
 class AttentionPlan:
-    """Where this step's K/V go and which requests attend together; positions are token positions in a request."""
+    """Where the K/V of a step's tokens go and which requests attend together; positions are those in a request."""
 
-    page_size: int
     slots: PageSlots  # of all T tokens
     groups: list[QueryGroup]
-    block: QueryGroup  # the draft blocks of all requests; its foreign rows are known after acceptance
     request_of_row: Tensor  # int64 [T]
     scratch: Scratch = field(default_factory=Scratch)
-    context_rows: Tensor | None = None  # int64, rows whose draft context is kept; known after acceptance
-    context_slots: PageSlots | None = None
+
+    def kept_rows(self, positions: Tensor, limits: Tensor) -> tuple[Tensor, PageSlots]:
+        """The rows at positions < limits [R] of their request, int64, and where they go."""
+        rows = (positions < limits[self.request_of_row]).nonzero()[:, 0]
+        return rows, PageSlots(self.slots.k[rows], self.slots.v[rows])
+
+
+@dataclass(kw_only=True, slots=True)
+class BlockPlan:
+    """R blocks of S slots, each behind the first `context_lens` positions of its request's pages."""
+
+    group: QueryGroup
+    context_lens: Tensor  # int64 [R]
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int) -> AttentionPlan:
@@ -84,17 +94,32 @@ def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_toke
     request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
     k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
     return AttentionPlan(
-        page_size=page_size,
         slots=PageSlots(k_slots, k_slots + page_size),
         groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
-        block=QueryGroup(
-            rows=None,
-            positions=torch.empty(0),
-            page_ids=pages[:, : -(-max(ends) // page_size)],
-            num_keys=max(ends),
-        ),
         request_of_row=request_of_row,
     )
+
+
+def plan_blocks(
+    page_table: Tensor,  # int32 [R, P]
+    context_lens: Tensor,  # int32 [R]
+    *,
+    page_size: int,
+    num_slots: int,
+    scratch: Scratch | None = None,
+) -> BlockPlan:
+    """Blocks of `num_slots` rows per request, whose own K/V are in no page."""
+    starts = context_lens.long()
+    num_keys = max(int(starts.max()), 1)
+    page_ids = page_table.long()[:, : -(-num_keys // page_size)]
+    group = QueryGroup(
+        rows=None,
+        positions=starts[:, None] + torch.arange(num_slots),
+        page_ids=page_ids,
+        num_keys=num_keys,
+        foreign_rows=_foreign_rows(starts, page_ids, num_keys, page_size),
+    )
+    return BlockPlan(group=group, context_lens=starts, scratch=scratch or Scratch())
 
 
 def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
@@ -152,16 +177,18 @@ def write_pages(cache: Cache[Tensor], slots: PageSlots, k: Tensor, v: Tensor) ->
     flat.index_copy_(0, slots.v, v)
 
 
-def attend_pages(
+def attend_rows(
     plan: AttentionPlan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cache: Cache[Tensor],
-    attention: AttentionSpec,
+    mask: AttentionMask,
     sinks: Tensor | None = None,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
-    """See `Ops.attend_pages`."""
+    """See `Ops.attend`, for rows that keep their K/V. `scale` None: D ** -0.5."""
     write_pages(cache, plan.slots, k, v)
     num_heads, head_dim = q.shape[1:]
     out = None if plan.groups[0].rows is None else torch.empty_like(q)
@@ -169,8 +196,8 @@ def attend_pages(
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
         keys, values = read_pages(cache, group, q.dtype, plan.scratch)
-        mask = _causal_mask(group, attention, num_heads // k.shape[1], q.dtype)
-        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, mask, sinks)
+        bias = _causal_bias(group, mask, num_heads // k.shape[1], q.dtype)
+        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, bias, sinks, scale)
         if out is None or group.rows is None:
             return attended.reshape(len(q), num_heads * head_dim)
         out[group.rows] = attended.reshape(-1, num_heads, head_dim)
@@ -178,43 +205,30 @@ def attend_pages(
     return out.view(len(q), num_heads * head_dim)
 
 
-def write_draft_context(plan: AttentionPlan, context: tuple[Tensor, Tensor], cache: Cache[Tensor]) -> None:
-    """Only the rows that were accepted; `accept_context` has been called."""
-    assert plan.context_rows is not None and plan.context_slots is not None
-    k, v = (x.index_select(0, plan.context_rows) for x in context)
-    write_pages(cache, plan.context_slots, k, v)
-
-
-def accept_context(plan: AttentionPlan, inputs: StepInputs[Tensor], acceptance: Acceptance[Tensor]) -> None:
-    """Now it is known which rows are context: those at positions < next_context_lens."""
-    is_kept = inputs.positions < acceptance.next_context_lens[plan.request_of_row]
-    rows = is_kept.nonzero()[:, 0]
-    plan.context_rows, plan.context_slots = rows, PageSlots(plan.slots.k[rows], plan.slots.v[rows])
-    block = plan.block
-    block.foreign_rows = _foreign_rows(acceptance.next_context_lens, block.page_ids, block.num_keys, plan.page_size)
-
-
-def attend_draft(
-    plan: AttentionPlan,
+def attend_blocks(
+    plan: BlockPlan,
     q: Tensor,
-    block: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
     cache: Cache[Tensor],
-    acceptance: Acceptance[Tensor],
-    attention: AttentionSpec,
+    mask: AttentionMask,
+    sinks: Tensor | None = None,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
-    """The reading half of `Ops.attend_draft`: block queries over committed pages and the block itself."""
-    num_requests = len(acceptance.next_context_lens)
-    width = len(q) // num_requests
+    """See `Ops.attend`, for rows whose K/V live for this call only: over committed pages and the block itself."""
+    num_requests, width = plan.group.positions.shape
     num_heads, head_dim = q.shape[1:]
-    kv_heads = block[0].shape[1]
-    keys, values = read_pages(cache, plan.block, q.dtype, plan.scratch)
-    own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in block)
-    mask = _block_mask(plan.block, acceptance, attention, width, num_heads // kv_heads, q.dtype)
+    kv_heads = k.shape[1]
+    keys, values = read_pages(cache, plan.group, q.dtype, plan.scratch)
+    own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in (k, v))
     attended = _attend(
         q.view(num_requests, width, num_heads, head_dim),
         torch.cat((keys, own_k), dim=2),
         torch.cat((values, own_v), dim=2),
-        mask,
+        _block_bias(plan, mask, num_heads // kv_heads, q.dtype),
+        sinks,
+        scale,
     )
     return attended.reshape(len(q), num_heads * head_dim)
 
@@ -252,8 +266,9 @@ def _attend(
     q: Tensor,  # [G, Q, heads, D]
     keys: Tensor,  # [G, kv_heads, S, D]
     values: Tensor,
-    mask: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
-    sinks: Tensor | None = None,  # [heads]
+    bias: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
+    sinks: Tensor | None,  # [heads]
+    scale: float | None,
 ) -> Tensor:
     """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
     num_requests, width, num_heads, head_dim = q.shape
@@ -261,9 +276,9 @@ def _attend(
     grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
     if sinks is None:
-        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scale)
     else:
-        attended = _attend_with_sinks(stacked, keys, values, mask, sinks.float().repeat_interleave(width))
+        attended = _attend_with_sinks(stacked, keys, values, bias, sinks.float().repeat_interleave(width), scale)
     unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
     return unstacked.reshape(num_requests, width, num_heads, head_dim)
 
@@ -272,67 +287,64 @@ def _attend_with_sinks(
     stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
+    bias: Tensor | None,
     sinks: Tensor,  # float32 [heads * Q]
+    scale: float | None,
 ) -> Tensor:
     """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
 
     The call is the one that scaled_dot_product_attention makes on a CPU; it also tells log Z.
     """
     attended: Tensor
-    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(stacked, keys, values, attn_mask=mask)
+    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        stacked, keys, values, attn_mask=bias, scale=scale
+    )
     share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
     return attended * share[..., None].to(attended.dtype)
 
 
-def _causal_mask(group: QueryGroup, attention: AttentionSpec, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+def _causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
     """None when nothing needs hiding: one request, one query, no window."""
-    assert attention.is_causal and not attention.is_window_anchored  # targets are; other configs are refused
-    key = (attention, heads_per_kv)
-    if key not in group.masks:
+    assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
+    key = (mask, heads_per_kv)
+    if key not in group.biases:
         num_requests, width = group.positions.shape
-        if num_requests == 1 and width == 1 and attention.window is None:
-            group.masks[key] = None
+        if num_requests == 1 and width == 1 and mask.window is None:
+            group.biases[key] = None
         else:
             query = group.positions[:, :, None]
             key_positions = torch.arange(group.num_keys)
             visible = key_positions <= query
-            if attention.window is not None:
-                visible &= query - key_positions < attention.window
-            group.masks[key] = _additive(visible, heads_per_kv, dtype)
-    return group.masks[key]
+            if mask.window is not None:
+                visible &= query - key_positions < mask.window
+            group.biases[key] = _additive(visible, heads_per_kv, dtype)
+    return group.biases[key]
 
 
-def _block_mask(
-    group: QueryGroup,
-    acceptance: Acceptance[Tensor],
-    attention: AttentionSpec,
-    width: int,
-    heads_per_kv: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Context rows below the new context length, then the block; the window is counted in true positions.
+def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
+    """Context rows below the context length, then the block; the window is counted in true positions.
 
     An anchored window starts that many positions before the block, whichever slot asks, and covers all of the block.
     """
-    key = (attention, heads_per_kv)
-    if key not in group.masks:
-        context_lens = acceptance.next_context_lens.long()[:, None, None]  # [R, 1, 1]
-        slots = torch.arange(width)
-        query = context_lens + slots[:, None]  # [R, S, 1]
-        stored = torch.arange(group.num_keys).expand(len(context_lens), 1, -1)
-        key_positions = torch.cat((stored, context_lens + slots), dim=2)  # [R, 1, keys + S]
-        is_stored = torch.arange(group.num_keys + width) < group.num_keys
-        visible = ~is_stored | (key_positions < context_lens)
-        distance = query - key_positions
-        if attention.is_causal:
-            visible = visible & (distance >= 0)
-        if attention.window is not None and attention.is_window_anchored:
-            visible = visible & (key_positions >= context_lens - attention.window)
-        elif attention.window is not None:
-            visible = visible & (distance < attention.window) & (-distance < attention.window)
-        group.masks[key] = _additive(visible.expand(len(context_lens), width, -1), heads_per_kv, dtype)
-    return group.masks[key]
+    group, key = plan.group, (mask, heads_per_kv)
+    if (known := group.biases.get(key)) is not None:
+        return known
+    num_requests, width = group.positions.shape
+    context_lens = plan.context_lens[:, None, None]  # [R, 1, 1]
+    query = group.positions[:, :, None]  # [R, S, 1]
+    stored = torch.arange(group.num_keys).expand(num_requests, 1, -1)
+    key_positions = torch.cat((stored, group.positions[:, None]), dim=2)  # [R, 1, keys + S]
+    is_stored = torch.arange(group.num_keys + width) < group.num_keys
+    visible = ~is_stored | (key_positions < context_lens)
+    distance = query - key_positions
+    if mask.is_causal:
+        visible = visible & (distance >= 0)
+    if mask.window is not None and mask.is_window_anchored:
+        visible = visible & (key_positions >= context_lens - mask.window)
+    elif mask.window is not None:
+        visible = visible & (distance < mask.window) & (-distance < mask.window)
+    bias = group.biases[key] = _additive(visible.expand(num_requests, width, -1), heads_per_kv, dtype)
+    return bias
 
 
 def _additive(visible: Tensor, heads_per_kv: int, dtype: torch.dtype) -> Tensor:

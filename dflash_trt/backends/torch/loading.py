@@ -16,15 +16,17 @@ from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec, Rotary, TargetSpec, engine_states
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedKv
-from dflash_trt.core.weight_spec import engine_table, rank_share
+from dflash_trt.core.weight_spec import rank_share
 from dflash_trt.formats.base import PackedWeight
 from dflash_trt.formats.registry import split_packed
 from dflash_trt.network.ops import Cache, Experts, Linear, StepState
-from dflash_trt.network.step import Network
-from dflash_trt.network.weights import bind_draft, bind_target, map_linears
+from dflash_trt.network.rank_tensors import RankTensors, map_linears
+from dflash_trt.network.step import Network, bind_network
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -35,13 +37,13 @@ def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, 
     manifest = engine.manifest
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
-    whole = engine_table(manifest.target, manifest.draft, quantization)
+    whole = engine_weights(manifest.target, manifest.draft, quantization)
     table = {name: rank_share(spec, mapping.tp_size) for name, spec in whole.items()}
     plain, packed = split_packed(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
-    return bind_network(manifest.target, manifest.draft if use_drafter else None, plain, packed, mapping=mapping)
+    return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, packed, mapping=mapping)
 
 
-def bind_network(
+def bind_tensors(
     target: TargetSpec,
     draft: DraftSpec | None,
     tensors: dict[str, Tensor],
@@ -50,18 +52,12 @@ def bind_network(
     mapping: Mapping | None = None,
 ) -> Network[Tensor]:
     """Canonical tensors of one rank, and its packed linears -> the network; slices are views."""
-    mapping = mapping or Mapping()
 
     def rows(x: Tensor, start: int, stop: int) -> Tensor:
         return x[start:stop]
 
-    target_weights = bind_target(target, tensors, mapping, slice_rows=rows, packed=packed)
-    draft_weights = None
-    if draft is not None:
-        draft_weights = bind_draft(draft, target_weights, tensors, mapping, slice_rows=rows, packed=packed)
-    return Network(
-        target=target, target_weights=target_weights, draft=draft, draft_weights=draft_weights, mapping=mapping
-    )
+    rank_tensors = RankTensors(plain=tensors, packed=packed or {}, mapping=mapping or Mapping(), slice_rows=rows)
+    return bind_network(target, draft, rank_tensors)
 
 
 def with_linears(
@@ -72,14 +68,14 @@ def with_linears(
     return replace(
         network,
         target_weights=map_linears(network.target_weights, lambda linear: prepare(linear, dtype)),
-        draft_weights=map_linears(network.draft_weights, lambda linear: prepare(linear, dtype)),
+        drafter=map_linears(network.drafter, lambda linear: prepare(linear, dtype)),
     )
 
 
 def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
     """Experts of the target in the form that a back end computes with."""
     layers = tuple(
-        replace(layer, mlp=prepare(layer.mlp)) if isinstance(layer.mlp, Experts) else layer
+        replace(layer, feed_forward=prepare(layer.feed_forward)) if isinstance(layer.feed_forward, Experts) else layer
         for layer in network.target_weights.layers
     )
     return replace(network, target_weights=replace(network.target_weights, layers=layers))
@@ -90,9 +86,9 @@ def activation_dtype(network: Network[Tensor]) -> torch.dtype:
     return network.target_weights.embedding.dtype
 
 
-def rotaries_of(network: Network[Tensor]) -> set[Rotary]:
+def rotaries_of(network: Network[Tensor]) -> tuple[Rotary, ...]:
     """Of the target and, where there is one, of the drafter."""
-    return {network.target.rotary} | ({network.draft.rotary} if network.draft else set())
+    return network.target.rotaries + (network.draft.rotaries if network.draft else ())
 
 
 def limits_of(
@@ -119,11 +115,14 @@ def allocate_state(
     """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written."""
 
     def caches(specs: Sequence[PagedKv]) -> list[Cache[Tensor]]:
-        if not specs:
-            return []
-        shape = (len(specs), num_pages, *specs[0].page_shape(page_size))
-        pool = _zeros(shape, torch_dtype(specs[0].dtype), device)
-        return [Cache(tensor, spec) for tensor, spec in zip(pool.unbind(0), specs, strict=True)]
+        shapes = [(num_pages, *spec.page_shape(page_size)) for spec in specs]
+        dtypes = [torch_dtype(spec.dtype) for spec in specs]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = torch.split(_zeros(sum(sizes), device), sizes) if specs else ()
+        return [
+            Cache(part.view(dtype).view(shape), spec)
+            for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True)
+        ]
 
     return StepState(target_kv=caches(states.target), draft_kv=caches(states.draft))
 
@@ -136,9 +135,8 @@ def states_of(network: Network[Tensor], quantization: QuantizationSpec | None) -
     return whole.shard(network.mapping)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def _zeros(num_bytes: int, device: torch.device | None) -> Tensor:
     """torch.zeros writes every byte on a CPU; the kernel's zero pages cost nothing until they are written."""
     if device is not None and device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)

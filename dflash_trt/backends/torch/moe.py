@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.linear import apply_linear
-from dflash_trt.core.model_spec import MoeSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
-from dflash_trt.network.weights import Mlp
 
 _MAX_HIDDEN_ELEMENTS = 1 << 27  # of all experts' hidden rows together: a quarter of a GiB in bfloat16
 
@@ -35,8 +35,8 @@ class Choice:
     weights: Tensor  # F [N, chosen]
 
 
-def chosen_experts(logits: Tensor, moe: MoeSpec) -> Choice:  # [N, E]
-    """The router's decision, in the order of operations of `MoeSpec.routing`."""
+def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
+    """The router's decision, in the order of operations of `Moe.routing`."""
     if moe.routing == "top_k_softmax":
         best, expert_ids = logits.topk(moe.num_experts_per_token, dim=-1)
         return Choice(expert_ids, best.softmax(dim=-1))
@@ -47,7 +47,7 @@ def chosen_experts(logits: Tensor, moe: MoeSpec) -> Choice:  # [N, E]
     return Choice(expert_ids, weights.to(logits.dtype))
 
 
-def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice) -> Tensor:
     """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows.
 
     A row adds up its results in the order of the experts, whoever else is there.
@@ -73,7 +73,7 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
     return SeparateExperts(router=experts.router, mlps=tuple(map(partial(_mlp, experts), range(len(experts.down)))))
 
 
-def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice: Choice) -> Tensor:
     """The same without a word to the host, for a step that may be captured in a graph."""
     weights = x.new_zeros(len(x), moe.num_experts).scatter_(1, choice.expert_ids, choice.weights)
     widest = max(2 * moe.intermediate_size, x.shape[1])
@@ -94,7 +94,7 @@ def has_grouped_gemm(x: Tensor) -> bool:
     return not x.is_cuda or (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10))
 
 
-def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, choice: Choice) -> Tensor:
+def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice: Choice) -> Tensor:
     """The same: the rows of all experts in one GEMM. A row adds up its results in the order of its choice."""
     num_chosen = choice.expert_ids.shape[1]
     chosen = choice.expert_ids.flatten()
@@ -123,7 +123,7 @@ def _mlp(experts: Experts[Tensor], expert_id: int) -> Mlp[Tensor]:
     )
 
 
-def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, weights: Tensor) -> Tensor:
+def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, weights: Tensor) -> Tensor:
     gate_up = torch.matmul(x, experts.gate_up.transpose(1, 2))  # [E, N, 2F]
     if experts.gate_up_bias is not None:
         gate_up += experts.gate_up_bias[:, None]
@@ -135,8 +135,8 @@ def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: MoeSpec, weigh
     return torch.einsum("enh,ne->nh", results, weights)
 
 
-def activated(gate_up: Tensor, moe: MoeSpec) -> Tensor:
-    """[..., 2F] -> [..., F]; see `MoeSpec.activation`."""
+def activated(gate_up: Tensor, moe: Moe) -> Tensor:
+    """[..., 2F] -> [..., F]; see `Moe.activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if moe.activation == "silu":
         return F.silu(gate) * up

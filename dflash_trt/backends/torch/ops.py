@@ -4,6 +4,7 @@ One `TorchOps` lives for one step and holds that step's inputs and attention pla
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_packed
-from dflash_trt.core.model_spec import AttentionSpec, DraftSpec, MoeSpec, Rotary
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import PackedWeight
-from dflash_trt.network.drafters.dflash import context_of_layers
-from dflash_trt.network.ops import Acceptance, Cache, DraftBlock, Experts, Linear, StepInputs
+from dflash_trt.network.mixers.gqa import rotated_kv
+from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
@@ -49,6 +52,7 @@ class TorchOps:
         self._ranks = ranks
         self._inputs = inputs
         self._rope_tables = rope_tables
+        self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
         self._plan = torch_attention.plan_attention(inputs, page_size=page_size, num_draft_tokens=num_draft_tokens)
 
@@ -73,7 +77,7 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def moe(self, x: Tensor, experts: Experts[Tensor], moe: MoeSpec) -> Tensor:
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -97,47 +101,59 @@ class TorchOps:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
-    def attend_pages(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache[Tensor], attention: AttentionSpec, sinks: Tensor | None
-    ) -> Tensor:
-        return torch_attention.attend_pages(self._plan, q, k, v, cache, attention, sinks)
+    def token_rows(self) -> Rows[Tensor]:
+        inputs = self._inputs
+        return Rows(
+            positions=inputs.positions,
+            token_offsets=inputs.token_offsets,
+            context_lens=inputs.context_lens,
+            page_table=inputs.page_table,
+            keeps_kv=True,
+            index=self._plan,
+        )
 
-    def draft_context(
-        self, kv: Tensor, spec: DraftSpec, k_norms: Sequence[Tensor | None], rope: RopeTable
-    ) -> list[tuple[Tensor, Tensor]]:
-        return context_of_layers(self, kv, spec, k_norms, rope, kv_size=kv.shape[-1] // (2 * len(k_norms)))
-
-    def attend_draft(
+    def attend(
         self,
-        context: tuple[Tensor, Tensor],
         q: Tensor,
-        block: tuple[Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        rows: Rows[Tensor],
         cache: Cache[Tensor],
-        acceptance: Acceptance[Tensor],
-        attention: AttentionSpec,
+        gqa: Gqa,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        torch_attention.write_draft_context(self._plan, context, cache)
-        return torch_attention.attend_draft(self._plan, q, block, cache, acceptance, attention)
+        attend: Any = torch_attention.attend_rows if rows.keeps_kv else torch_attention.attend_blocks
+        attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, sinks, scale=gqa.scale)
+        return attended
 
-    def write_draft_context(
-        self, context: tuple[Tensor, Tensor], cache: Cache[Tensor], acceptance: Acceptance[Tensor]
-    ) -> None:
-        torch_attention.write_draft_context(self._plan, context, cache)
+    def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
+        kept, slots = rows.index.kept_rows(rows.positions, limits)
+        for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):
+            torch_attention.write_pages(layer.cache, slots, k.index_select(0, kept), v.index_select(0, kept))
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
-        acceptance = torch_sampling.sample_and_accept(logits, self._inputs)
-        torch_attention.accept_context(self._plan, self._inputs, acceptance)
-        return acceptance
+        return torch_sampling.sample_and_accept(logits, self._inputs)
 
-    def draft_block(self, acceptance: Acceptance[Tensor], *, mask_token_id: int) -> DraftBlock[Tensor]:
-        num_requests = len(acceptance.bonus_tokens)
+    def token_blocks(self, acceptance: Acceptance[Tensor], *, fill: int) -> TokenBlocks[Tensor]:
+        page_table, starts = self._inputs.page_table, acceptance.next_context_lens
         width = self._num_draft_tokens + 1
-        token_ids = torch.full((num_requests, width), mask_token_id, dtype=torch.int32)
+        token_ids = torch.full((len(starts), width), fill, dtype=torch.int32)
         token_ids[:, 0] = acceptance.bonus_tokens
-        positions = acceptance.next_context_lens[:, None] + torch.arange(width, dtype=torch.int32)
-        return DraftBlock(token_ids=token_ids.flatten(), positions=positions.flatten())
+        positions = starts[:, None] + torch.arange(width, dtype=torch.int32)
+        plan = torch_attention.plan_blocks(
+            page_table, starts, page_size=self._page_size, num_slots=width, scratch=self._plan.scratch
+        )
+        rows = Rows(
+            positions=positions.flatten(),
+            token_offsets=None,
+            context_lens=starts,
+            page_table=page_table,
+            keeps_kv=False,
+            index=plan,
+        )
+        return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
-    def draft_slots(self, hidden: Tensor) -> Tensor:
+    def without_first(self, hidden: Tensor) -> Tensor:
         blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])
         return blocks[:, 1:].reshape(-1, hidden.shape[-1])
 

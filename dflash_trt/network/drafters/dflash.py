@@ -1,73 +1,84 @@
-"""The DFlash drafter: one pass over a block of masked tokens, conditioned on the target's hidden states through K/V.
+"""DFlash: one pass over a block of masked tokens, conditioned on the target's hidden states through K/V.
 
 Definition: arXiv 2602.06036 and z-lab's reference implementation (PyPI `dflash`). Context K/V depend only on the
 taps, so they are computed once per token, for all layers in one GEMM, and live in pages beside the target's.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic
 
-from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model_spec import DraftSpec
-from dflash_trt.network.decoder import finish_layer, rotated_heads
-from dflash_trt.network.ops import Acceptance, Cache, Ops, T
-from dflash_trt.network.weights import DraftWeights
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, run_layers
+from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Ops, Rows, T
+from dflash_trt.network.rank_tensors import RankTensors
 
 
-def draft_context(
-    ops: Ops[T], spec: DraftSpec, weights: DraftWeights[T], *, taps: Sequence[T], positions: T
-) -> Sequence[Any]:
-    """Taps of all T tokens -> the context of each layer, as `attend_draft` takes it. No input layernorm."""
-    fused = ops.rms_norm(ops.linear(ops.concat(taps), weights.fc), weights.context_norm, spec.rms_norm_eps)
-    kv = ops.linear(fused, weights.context_kv)
-    return ops.draft_context(
-        kv, spec, [layer.k_norm for layer in weights.layers], ops.rope_table(spec.rotary, positions)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashDrafter(Generic[T]):
+    """`embedding` and `lm_head` are the target's unless the drafter brings its own."""
+
+    spec: DraftSpec
+    embedding: T
+    fc: Linear[T]
+    context_norm: T
+    context_kv: Linear[T]  # [k_0; v_0; k_1; v_1; ...] rows of all layers
+    layers: tuple[Layer[T], ...]  # their [k; v] are slices of context_kv
+    norm: T
+    lm_head: Linear[T]
+    draft_to_target: T | None
+
+    @property
+    def tap_layer_ids(self) -> Sequence[int]:
+        return self.spec.target_layer_ids
+
+    def observe(
+        self, ops: Ops[T], taps: Sequence[T], rows: Rows[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]
+    ) -> None:
+        """Write the context K/V of the accepted tokens, of all layers. No input layernorm."""
+        eps = self.spec.rms_norm_eps
+        fused = ops.rms_norm(ops.linear(ops.concat(taps), self.fc), self.context_norm, eps)
+        ropes = {rotary: ops.rope_table(rotary, rows.positions) for rotary in self.spec.rotaries}
+        destinations = [
+            KvDestination(cache=cache, k_norm=layer.mixer.k_norm, eps=eps, rope=ropes[layer.spec.mixer.rotary])
+            for layer, cache in zip(self.layers, caches, strict=True)
+        ]
+        ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
+
+    def propose(self, ops: Ops[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]) -> T:
+        """Run the block [bonus, MASK x K] and take its greedy tokens.
+
+        Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
+        A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits, so
+        a greedy draft does not need them.
+        """
+        blocks = ops.token_blocks(acceptance, fill=self.spec.mask_token_id)
+        hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
+        *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, caches)
+        hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
+        tokens = ops.argmax_tokens(ops.all_gather_vocab(ops.linear(hidden, self.lm_head)))
+        return tokens if self.draft_to_target is None else ops.map_tokens(self.draft_to_target, tokens)
+
+
+def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:
+    """Raises KeyError on a missing tensor."""
+    context_kv = tensors.linear("draft.kv")
+    ends = list(accumulate(2 * layer.mixer.kv_size // tensors.mapping.tp_size for layer in spec.layers))
+    layers = tuple(
+        bind_layer(tensors, f"draft.layers.{i}", layer, kv=tensors.rows_of(context_kv, start, stop))
+        for i, (layer, start, stop) in enumerate(zip(spec.layers, [0, *ends], ends, strict=False))
     )
-
-
-def context_of_layers(
-    ops: Ops[T], kv: T, spec: DraftSpec, k_norms: Sequence[T | None], rope: Any, *, kv_size: int
-) -> list[tuple[T, T]]:
-    """`Ops.draft_context` in terms of other ops: per layer (k, v), each [T, kv_heads, D]."""
-    parts = ops.split(kv, (kv_size,) * (2 * len(k_norms)))
-    return [
-        (rotated_heads(ops, spec, norm, k, rope), ops.split_heads(v, spec.head_dim))
-        for norm, k, v in zip(k_norms, parts[::2], parts[1::2], strict=True)
-    ]
-
-
-def draft_tokens(
-    ops: Ops[T],
-    spec: DraftSpec,
-    weights: DraftWeights[T],
-    mapping: Mapping,
-    *,
-    context: Sequence[Any],
-    caches: Sequence[Cache[T]],
-    acceptance: Acceptance[T],
-) -> T:
-    """Write the accepted context, run the block [bonus, MASK x K], return its greedy tokens int32 [R, K].
-
-    Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
-    A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits, so a
-    greedy draft does not need them.
-    """
-    block = ops.draft_block(acceptance, mask_token_id=spec.mask_token_id)
-    hidden = ops.scale(ops.embedding(weights.embedding, block.token_ids), spec.input_embedding_scale)
-    rope = ops.rope_table(spec.rotary, block.positions)
-    kv_size = spec.kv_size // mapping.tp_size
-    for i, layer in enumerate(weights.layers):
-        x = ops.rms_norm(hidden, layer.attention_norm, spec.rms_norm_eps)
-        k, v = ops.split(ops.linear(x, weights.block_kv[i]), (kv_size, kv_size))
-        attended = ops.attend_draft(
-            context[i],
-            rotated_heads(ops, spec, layer.q_norm, ops.linear(x, weights.q[i]), rope),
-            (rotated_heads(ops, spec, layer.k_norm, k, rope), ops.split_heads(v, spec.head_dim)),
-            caches[i],
-            acceptance,
-            spec.attention[i],
-        )
-        hidden = finish_layer(ops, spec, layer, hidden, attended)
-    hidden = ops.rms_norm(ops.draft_slots(hidden), weights.norm, spec.rms_norm_eps)
-    tokens = ops.argmax_tokens(ops.all_gather_vocab(ops.linear(hidden, weights.lm_head)))
-    return tokens if weights.draft_to_target is None else ops.map_tokens(weights.draft_to_target, tokens)
+    has_own_vocabulary = spec.draft_vocab_size is not None
+    has_own_head = has_own_vocabulary or "draft.lm_head" in tensors.packed
+    return DFlashDrafter(
+        spec=spec,
+        embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
+        fc=tensors.linear("draft.fc"),
+        context_norm=tensors["draft.context_norm"],
+        context_kv=context_kv,
+        layers=layers,
+        norm=tensors["draft.norm"],
+        lm_head=tensors.linear("draft.lm_head") if has_own_head else target.lm_head,
+        draft_to_target=tensors["draft.draft_to_target"] if has_own_vocabulary else None,
+    )

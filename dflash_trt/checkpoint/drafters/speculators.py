@@ -4,20 +4,24 @@ Knows that Speculators numbers taps like Hugging Face's hidden_states (one highe
 vocabulary brings a head of its own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import (
     NOT_IMPLEMENTED,
     DecoderSizes,
+    layers_of,
     read_rope,
     read_sizes,
     require_dense,
     require_plain_decoder,
 )
-from dflash_trt.checkpoint.draft_attention import speculators_attention
+from dflash_trt.checkpoint.drafters.attention import speculators_masks
+from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+
+SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
 
 # The format's own defaults.
 _DEFAULT_DRAFT_VOCAB_SIZE = 32000
@@ -27,11 +31,14 @@ _HARMLESS = ("speculators_version", "tie_word_embeddings", "bos_token_id", "eos_
 _HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
 
 
-def parse_speculators(reader: ConfigReader, tensor_names: Collection[str]) -> dict[str, Any]:
-    """Fields of a DraftSpec, meaningless when `reader.problems` has grown."""
+def read(
+    file_fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
+) -> dict[str, Any]:
+    """Fields of a DraftSpec. Whether the drafter brings its own embedding is in no config: its tensors say it."""
+    reader = ConfigReader(file_fields, label=LABEL, problems=problems)
     reader.ignore(("architectures", "model_type"))
-    if reader.value("speculators_model_type") != "dflash":
-        reader.refuse("speculators_model_type", expected='"dflash"', mend=NOT_IMPLEMENTED)
+    if reader.value(SPECULATORS_KEY) != "dflash":
+        reader.refuse(SPECULATORS_KEY, expected='"dflash"', mend=NOT_IMPLEMENTED)
     reader.require("quantization_config", mend="Quantized drafters cannot be read yet: use the unquantized drafter.")
     mend = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
     reader.require("sample_from_anchor", False, mend=mend)
@@ -65,15 +72,9 @@ def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, 
     require_dense(layer)
     layer.require("mlp_bias", False, mend=NOT_IMPLEMENTED)
     sizes = read_sizes(layer)
-    has_attention_bias = layer.flag("attention_bias", default=False)
-    fields = {
-        **sizes.spec_fields(),
-        "rope": read_rope(layer),
-        "attention": speculators_attention(layer, sizes.num_layers, non_causal=is_non_causal),
-        "has_qk_norm": True,
-        "has_qkv_bias": has_attention_bias,
-        "has_o_bias": has_attention_bias,
-    }
+    mixer = sizes.mixer_fields(layer) | {"rope": read_rope(layer), "has_qk_norm": True}
+    masks = speculators_masks(layer, sizes.num_layers, non_causal=is_non_causal)
+    fields = {**sizes.spec_fields(), "layers": layers_of(mixer, sizes.dense_fields(), masks)}
     layer.ignore((*HARMLESS_KEYS, *_HARMLESS, "architectures"))
     layer.finish()
     return fields, sizes
@@ -108,3 +109,11 @@ def _read_draft_vocab_size(reader: ConfigReader, vocab_size: int, tensor_names: 
         expected = f"at most the target's vocab_size {vocab_size}"
         reader.refuse("draft_vocab_size", expected=expected, mend="Correct the value.")
     return None if size == vocab_size and "lm_head.weight" not in tensor_names else size
+
+
+FORMAT = DraftFormat(
+    name="speculators",
+    recognizes=lambda fields: SPECULATORS_KEY in fields,
+    read=read,
+    ignorable_tensors=("t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
+)

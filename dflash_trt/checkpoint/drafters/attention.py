@@ -1,17 +1,20 @@
-"""Which keys a drafter's queries see, per layer: the (window, is_causal) pairs.
+"""Which keys a drafter's queries see, per layer: the fields of its masks.
 
 A wrong pair raises no error anywhere; only acceptance tells. So every case is either resolved by a rule written here
 or refused.
 """
 
+from typing import Any
+
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import read_layer_types, require_window
-from dflash_trt.core.model_spec import AttentionSpec
+
+MaskFields = dict[str, Any]  # of an AttentionMask
 
 _SAY_IT = "State layer_types and is_causal as the drafter was trained."
 
 
-def zlab_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec, ...]:
+def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
     """`is_causal` > `causal` > (`use_swa` without layer_types: all sliding, non-causal) > per-layer default.
 
     The per-layer default is causal in sliding layers and non-causal in full ones; the explicit keys hold for every
@@ -28,7 +31,7 @@ def zlab_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec
         window = sliding_window if swa_window_size is None else swa_window_size
         if window is None:
             reader.refuse("swa_window_size", expected="an integer, as use_swa is true", mend="Add it.")
-        return (AttentionSpec(window=window, is_causal=_first(is_causal, causal, False)),) * num_layers
+        return [{"window": window, "is_causal": _first(is_causal, causal, False)}] * num_layers
     if is_sliding is None:
         is_sliding = (False,) * num_layers
         _refuse_implied_layer_types(reader, num_layers)
@@ -40,13 +43,12 @@ def zlab_attention(reader: ConfigReader, num_layers: int) -> tuple[AttentionSpec
     else:
         reader.ignore(("use_sliding_window",))
         reader.require("use_swa", False, mend=f"No layer is sliding. {_SAY_IT}")
-    return tuple(
-        AttentionSpec(window=window if slides else None, is_causal=_first(is_causal, causal, slides))
-        for slides in is_sliding
-    )
+    return [
+        {"window": window if slides else None, "is_causal": _first(is_causal, causal, slides)} for slides in is_sliding
+    ]
 
 
-def speculators_attention(reader: ConfigReader, num_layers: int, *, non_causal: bool) -> tuple[AttentionSpec, ...]:
+def speculators_masks(reader: ConfigReader, num_layers: int, *, non_causal: bool) -> list[MaskFields]:
     """Full layers are always non-causal; sliding layers are causal unless `sliding_window_non_causal`.
 
     The window is anchored: Speculators trains a block's slots over the same `sliding_window` tokens before the anchor
@@ -60,12 +62,8 @@ def speculators_attention(reader: ConfigReader, num_layers: int, *, non_causal: 
     reader.ignore(("max_window_layers", "use_sliding_window"))
     if any(is_sliding):
         require_window(reader, window)
-    return tuple(
-        AttentionSpec(window=window, is_causal=not non_causal, is_window_anchored=True)
-        if slides
-        else AttentionSpec(is_causal=False)
-        for slides in is_sliding
-    )
+    sliding = {"window": window, "is_causal": not non_causal, "is_window_anchored": True}
+    return [sliding if slides else {"is_causal": False} for slides in is_sliding]
 
 
 def _refuse_implied_layer_types(reader: ConfigReader, num_layers: int) -> None:

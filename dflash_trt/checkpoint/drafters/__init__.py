@@ -1,0 +1,1 @@
+"""Drafter checkpoint formats: one file each, found by its FORMAT."""

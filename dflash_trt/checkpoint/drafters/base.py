@@ -1,0 +1,36 @@
+"""What a drafter format's file says, and the formats there are."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from dflash_trt.checkpoint import drafters
+
+LABEL = "drafter config.json"
+
+DraftFields = dict[str, Any]  # of a DraftSpec
+ReadDraft = Callable[[Mapping[str, Any], Collection[str], list[str], list[str]], DraftFields]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftFormat:
+    """`recognizes` looks at config.json. `read(fields, tensor_names, problems, notes)` gives the fields of a DraftSpec,
+    meaningless when `problems` has grown. `ignorable_tensors` are stored and not needed.
+    """
+
+    name: str
+    recognizes: Callable[[Mapping[str, Any]], bool]
+    read: ReadDraft
+    ignorable_tensors: tuple[str, ...] = ()
+
+
+@cache
+def draft_formats() -> Mapping[str, DraftFormat]:
+    """By name."""
+    modules: list[Any] = [
+        import_module(f"{drafters.__name__}.{module.name}") for module in iter_modules(drafters.__path__)
+    ]
+    return {module.FORMAT.name: module.FORMAT for module in modules if hasattr(module, "FORMAT")}

@@ -1,0 +1,146 @@
+"""z-lab's drafters, in both their schemas.
+
+Every key that changes the algorithm is understood or refused by name.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader, shown
+from dflash_trt.checkpoint.decoder_config import (
+    NOT_IMPLEMENTED,
+    layers_of,
+    read_rope,
+    read_sizes,
+    require_dense,
+    require_plain_decoder,
+)
+from dflash_trt.checkpoint.drafters.attention import zlab_masks
+from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
+from dflash_trt.checkpoint.drafters.gpt_oss_defaults import with_gpt_oss_defaults
+from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.core.errors import problem
+from dflash_trt.core.json_object import printable
+
+ARCHITECTURE = "DFlashDraftModel"
+_SECOND = "DFlash2DraftModel"
+
+# Keys of the field that change the algorithm, and the values at which they change nothing.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1,),
+    "backbone_rotary_base": (),
+    "conv_group_size": (),
+    "conv_kernel_size": (),
+    "has_embed_tokens": (False,),
+    "has_lm_head": (False,),
+    "is_neox_style": (True,),
+    "markov_head": (),
+    "markov_head_type": (),
+    "markov_rank": (),
+    "mask_token": (),
+    "mlp_bias": (False,),
+    "projector_type": (),
+    "pure_draft_prefix_len": (),
+    "sample_from_anchor": (False,),
+    "selector_rank": (),
+    "selector_top_k": (),
+    "shift_label": (False,),
+    "use_gemma_norm": (False,),
+    "use_qk_norm": (True,),
+}
+
+# Nothing here reaches the network: special tokens come from the target, the head is the target's, the rest is training.
+_HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "num_anchors", "loss_decay_gamma")
+
+
+def recognizes(fields: Mapping[str, Any]) -> bool:
+    """Files of Speculators may have z-lab's architecture."""
+    names = fields.get("architectures")
+    return SPECULATORS_KEY not in fields and isinstance(names, list) and names in ([ARCHITECTURE], [_SECOND])
+
+
+def read(
+    fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
+) -> dict[str, Any]:
+    """Fields of a DraftSpec; both schemas of the format."""
+    stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
+    reader = ConfigReader(stated, label=LABEL, problems=problems)
+    reader.require("architectures", [ARCHITECTURE], mend="DFlash2 is not implemented: use a DFlash drafter.")
+    require_modelopt(reader)
+    require_plain_decoder(reader)
+    require_dense(reader)
+    for name, allowed in _NEUTRAL_VALUES.items():
+        reader.require(name, *allowed, mend=NOT_IMPLEMENTED)
+    sizes = read_sizes(reader)
+    reader.require("v_head_dim", sizes.head_dim, mend=NOT_IMPLEMENTED)
+    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", mend=NOT_IMPLEMENTED)
+    if reader.value("model_type") == "gpt_oss":
+        reader.ignore(("initial_context_length",))
+    mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
+    num_target_layers = reader.optional_integer("num_target_layers")
+    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to be sure of that.
+    reader.optional_number("output_multiplier")
+    reader.optional_number("final_logit_softcapping")
+    spec_fields = {
+        **sizes.spec_fields(),
+        "source_format": "z-lab",
+        "layers": layers_of(mixer, sizes.dense_fields(), zlab_masks(reader, sizes.num_layers)),
+        "target_layer_ids": _read_target_layer_ids(reader, num_target_layers, sizes.num_layers),
+        "target_hidden_size": reader.optional_integer("target_hidden_size") or sizes.hidden_size,
+        "target_vocab_size": sizes.vocab_size,
+        "num_target_layers": num_target_layers,
+        "draft_block_size": reader.integer("block_size", minimum=2),
+        "mask_token_id": reader.integer("mask_token_id", minimum=0),
+        "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
+    }
+    reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
+    reader.finish()
+    return spec_fields
+
+
+def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
+    """z-lab's rule for a file without target_layer_ids: evenly spread from layer 1 to the third from last."""
+    if num_taps == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
+def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Top-level keys and those of `dflash_config` in one object: checkpoints keep the same key in either place."""
+    nested = fields.get("dflash_config")
+    top = {name: value for name, value in fields.items() if name != "dflash_config"}
+    if nested is None:
+        return top
+    if not isinstance(nested, dict):
+        subject = f"{LABEL} key 'dflash_config'"
+        problems.append(problem(subject, expected="a JSON object", found=shown(nested), mend="Correct the value."))
+        return top
+    for name in sorted(set(top) & set(nested)):
+        if top[name] != nested[name]:
+            found = f"{shown(top[name])} at the top level and {shown(nested[name])} in dflash_config"
+            mend = "Keep the one that the drafter was trained with."
+            problems.append(problem(f"{LABEL} key '{printable(name)}'", expected="one value", found=found, mend=mend))
+    return top | nested
+
+
+def _read_target_layer_ids(reader: ConfigReader, num_target_layers: int | None, num_layers: int) -> tuple[int, ...]:
+    ids = reader.optional_integers("target_layer_ids")
+    if ids is None and num_target_layers is None:
+        expected = "a list, or num_target_layers to derive it from"
+        reader.refuse("target_layer_ids", expected=expected, mend="Add either key.")
+    if ids is None:
+        ids = default_target_layer_ids(num_target_layers or 4, num_layers)
+    if not ids:
+        reader.refuse("target_layer_ids", expected="at least one layer", mend="Correct the value.")
+    mirrored = [layer_id + 1 for layer_id in ids]  # the same taps in Hugging Face's hidden_states numbering
+    reader.require(
+        "eagle_aux_hidden_state_layer_ids", mirrored, mend="Keep the taps that the drafter was trained with."
+    )
+    return ids
+
+
+FORMAT = DraftFormat(name="z-lab", recognizes=recognizes, read=read)

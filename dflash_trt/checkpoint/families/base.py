@@ -1,0 +1,45 @@
+"""What a family's file says, and the families there are."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from dflash_trt.checkpoint import families
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import DecoderSizes
+from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.core.model.feed_forward import Moe
+
+LayerFields = dict[str, Any]  # of a LayerSpec
+ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
+ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """`architectures` as config.json has them. `read_layers` reads what only this family's config.json has.
+
+    `expert_names(canonical, foreign, moe, stored_names)`: the tensors of one layer's experts; canonical and foreign are
+    the prefixes of the layer. None: the family has none.
+    """
+
+    architectures: tuple[str, ...]
+    read_layers: ReadLayers
+    expert_names: ExpertNames | None = None
+
+
+@cache
+def all_families() -> Mapping[str, Family]:
+    """By model_type."""
+    modules: dict[str, Any] = {
+        module.name: import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__)
+    }
+    return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}
+
+
+def family_of(architecture: object) -> str | None:
+    """The model_type of the family that has this architecture; None: nobody's."""
+    return next((name for name, family in all_families().items() if architecture in family.architectures), None)

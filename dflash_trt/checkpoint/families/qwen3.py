@@ -1,0 +1,41 @@
+"""Qwen3: norms of q and k, and windows where the checkpoint asks for them."""
+
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import (
+    DecoderSizes,
+    layers_of,
+    read_layer_types,
+    read_rope,
+    require_dense,
+    require_window,
+)
+from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.modelopt_config import require_modelopt
+
+
+def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
+    require_dense(reader)
+    require_modelopt(reader)
+    mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
+    return layers_of(mixer, sizes.dense_fields(), _read_masks(reader, sizes))
+
+
+def _read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
+    """Per-layer windows: `layer_types`, else layers from max_window_layers on when use_sliding_window is true."""
+    window = reader.optional_integer("sliding_window")
+    layer_types = read_layer_types(reader, sizes.num_layers)
+    max_window_layers = reader.optional_integer("max_window_layers", minimum=0)
+    uses_window = reader.flag("use_sliding_window", default=False)
+    if layer_types is None and uses_window:
+        if max_window_layers is None:
+            reader.refuse("max_window_layers", expected="an integer, as use_sliding_window is true", mend="Add it.")
+        layer_types = tuple(i >= (max_window_layers or 0) for i in range(sizes.num_layers))
+    if layer_types is None or not any(layer_types):
+        return sizes.full_masks()
+    require_window(reader, window)
+    return [{"window": window if is_sliding else None} for is_sliding in layer_types]
+
+
+FAMILY = Family(architectures=("Qwen3ForCausalLM",), read_layers=read_layers)

@@ -1,0 +1,69 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in most layers."""
+
+from collections.abc import Collection
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope
+from dflash_trt.checkpoint.expert_tensors import ExpertLayout
+from dflash_trt.checkpoint.families.base import Family, LayerFields
+from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
+from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.core.model.feed_forward import Moe
+
+
+def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
+    """Its files repeat what the architecture fixes; a window was never published and is refused."""
+    require_modelopt(reader)
+    mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
+    reader.require("qkv_bias", mixer["has_qkv_bias"], mend="Use attention_bias: it is the key that transformers reads.")
+    reader.require("use_qk_norm", True, mend=NOT_IMPLEMENTED)
+    reader.require("use_sliding_window", False, mend=NOT_IMPLEMENTED)
+    reader.ignore(("sliding_window", "max_window_layers"))  # without use_sliding_window they mean nothing
+    layers = layers_of(mixer, sizes.dense_fields(), sizes.full_masks())
+    moe = _read_moe(reader)
+    for i in _expert_layers(reader, sizes.num_layers):
+        layers[i]["feed_forward"] = moe
+    return layers
+
+
+def _expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    step = reader.optional_integer("decoder_sparse_step") or 1
+    dense_layers = set(reader.optional_integers("mlp_only_layers") or ())
+    return [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers]
+
+
+def _read_moe(reader: ConfigReader) -> dict[str, Any]:
+    """No shared experts, no biases."""
+    reader.ignore(TRAINING_KEYS)
+    reader.require("shared_expert_intermediate_size", 0, mend=NOT_IMPLEMENTED)
+    num_experts = same_integer(reader, "num_experts", "num_local_experts")
+    return {
+        "kind": "moe",
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        "intermediate_size": reader.integer("moe_intermediate_size"),
+        "routing": "softmax_top_k",
+        "normalizes_top_k": reader.flag("norm_topk_prob", default=False),
+    }
+
+
+def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
+    """Published: a matrix per expert and projection. transformers 5 may also save what it computes with."""
+    table: ForeignTable = {f"{canonical}.router": one(f"{foreign}.mlp.gate.weight")}
+    experts = f"{foreign}.mlp.experts"
+    if f"{experts}.gate_up_proj" in stored_names:
+        return table | {
+            f"{canonical}.experts.gate_up": expert_tensors(f"{experts}.gate_up_proj"),
+            f"{canonical}.experts.down": expert_tensors(f"{experts}.down_proj"),
+        }
+    one_by_one = ExpertLayout(is_one_by_one=True)
+    for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        parts = [f"{experts}.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]
+        table[f"{canonical}.experts.{name}"] = expert_tensors(*parts, layout=one_by_one)
+    return table
+
+
+FAMILY = Family(architectures=("Qwen3MoeForCausalLM",), read_layers=read_layers, expert_names=expert_names)

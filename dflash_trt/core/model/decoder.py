@@ -1,0 +1,111 @@
+"""A stack of layers, and the target that is one."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dflash_trt.core.dtype import FloatDType
+from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.feed_forward import Dense, Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
+
+MAX_LAYERS = 1000
+
+LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+
+
+class LayerSpec(Frozen):
+    """Norm, mixer, residual, norm, feed-forward, residual."""
+
+    mixer: Gqa
+    feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
+
+    def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
+        """`owns_kv`: see `Gqa.weights`."""
+        norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in ("attention_norm", "mlp_norm")}
+        mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
+        return norms | mixer | self.feed_forward.weights(prefix, hidden_size)
+
+    @property
+    def sharded_sizes(self) -> dict[str, int]:
+        """What tensor parallelism cuts, by name."""
+        return self.mixer.sharded_sizes | self.feed_forward.sharded_sizes
+
+    def shard(self, mapping: Mapping) -> "LayerSpec":
+        """One rank's part."""
+        return self.model_copy(update={"mixer": self.mixer.shard(mapping)})
+
+
+class DecoderSpec(Frozen):
+    """The fields a target and a drafter share. Sizes are those of the whole model, before sharding."""
+
+    role: ClassVar[str]
+
+    hidden_size: Size
+    rms_norm_eps: Annotated[float, Field(ge=1e-12, le=0.1)]
+    layers: Annotated[tuple[LayerSpec, ...], Field(max_length=MAX_LAYERS)]
+    max_position_embeddings: Size
+
+    @field_validator("layers")
+    @classmethod
+    def _not_empty(cls, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+        """After the layers themselves: pydantic's own check would also count those that it refused."""
+        if not layers:
+            raise ValueError("at least one layer")
+        return layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """Each once, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+
+    def states(self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None) -> tuple[PagedKv, ...]:
+        """State of each layer of the whole model; `kv_scales` are those of FP8 pages."""
+        scales = kv_scales or (None,) * self.num_layers
+        return tuple(
+            layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
+            for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True))
+        )
+
+
+class TargetSpec(DecoderSpec):
+    """The model being served. `family` names the file of `checkpoint/families` that read it."""
+
+    role: ClassVar[str] = "target"
+
+    family: str
+    vocab_size: Size
+    is_embedding_tied: bool
+    eos_token_ids: tuple[Index, ...] = ()
+    bos_token_id: Index | None = None
+
+    @field_validator("eos_token_ids", "bos_token_id")
+    @classmethod
+    def _in_vocabulary(cls, ids: Any, info: ValidationInfo) -> Any:
+        vocab_size = info.data.get("vocab_size", MAX_INT32)
+        if any(token_id >= vocab_size for token_id in (ids if isinstance(ids, tuple) else (ids or 0,))):
+            raise ValueError(f"ids below vocab_size {vocab_size}")
+        return ids
+
+    @property
+    def num_expert_layers(self) -> int:
+        return sum(isinstance(layer.feed_forward, Moe) for layer in self.layers)
+
+    def weights(self) -> WeightTable:
+        """Canonical names of the target: `target.*`."""
+        table: WeightTable = {"target.embedding": WeightSpec(shape=(self.vocab_size, self.hidden_size))}
+        for i, layer in enumerate(self.layers):
+            table |= layer.weights(f"target.layers.{i}", self.hidden_size)
+        table["target.norm"] = WeightSpec(shape=(self.hidden_size,))
+        if not self.is_embedding_tied:
+            table["target.lm_head"] = row_sharded((self.vocab_size, self.hidden_size))
+        return table

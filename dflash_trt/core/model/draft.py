@@ -1,0 +1,127 @@
+"""The DFlash drafter, and a target and its drafter together."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dflash_trt.core.dtype import FloatDType
+from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
+from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
+
+_MAX_BLOCK_SIZE = 1024
+
+
+class DraftSpec(DecoderSpec):
+    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of that target layer: the residual sum
+    after it, which for the last layer is the input of the final norm.
+
+    `draft_vocab_size` is None when the drafter uses the target's lm_head; otherwise the drafter brings its own head,
+    and draft token i stands for target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names
+    the file of `checkpoint/drafters` that read it, `algorithm` that of `network/drafters` that runs it.
+    """
+
+    role: ClassVar[str] = "draft"
+
+    algorithm: Literal["dflash"] = "dflash"
+    source_format: str
+    target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+    target_hidden_size: Size
+    target_vocab_size: Size
+    num_target_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    draft_block_size: Annotated[int, Field(ge=2, le=_MAX_BLOCK_SIZE)]
+    mask_token_id: Index
+    draft_vocab_size: Size | None = None
+    has_own_embedding: bool = False
+    input_embedding_scale: Scale = 1.0
+
+    @field_validator("mask_token_id")
+    @classmethod
+    def _in_vocabulary(cls, token_id: int, info: ValidationInfo) -> int:
+        vocab_size = info.data.get("target_vocab_size", MAX_INT32)
+        if token_id >= vocab_size:
+            raise ValueError(f"an id below the target's vocab_size {vocab_size}")
+        return token_id
+
+    @field_validator("draft_vocab_size")
+    @classmethod
+    def _within_vocabulary(cls, draft_vocab_size: int | None, info: ValidationInfo) -> int | None:
+        vocab_size = info.data.get("target_vocab_size", MAX_INT32)
+        if (draft_vocab_size or 0) > vocab_size:
+            raise ValueError(f"at most the target's vocab_size {vocab_size}")
+        return draft_vocab_size
+
+    @property
+    def max_draft_len(self) -> int:
+        """K = draft_block_size - 1: slot 0 is the anchor."""
+        return self.draft_block_size - 1
+
+    @property
+    def kv_sizes(self) -> tuple[int, ...]:
+        """Rows of `draft.kv`: [k_0, v_0, k_1, v_1, ...]."""
+        return tuple(layer.mixer.kv_size for layer in self.layers for _ in "kv")
+
+    def weights(self) -> WeightTable:
+        """Canonical names of the drafter: `draft.*`.
+
+        `draft.kv` stacks K and V of all layers, so that the context of every layer is one GEMM; the block's own K and
+        V use slices of the same tensor.
+        """
+        hidden = self.hidden_size
+        table: WeightTable = {
+            "draft.fc": WeightSpec(shape=(hidden, len(self.target_layer_ids) * self.target_hidden_size)),
+            "draft.context_norm": WeightSpec(shape=(hidden,)),
+            "draft.kv": row_sharded((sum(self.kv_sizes), hidden), self.kv_sizes),
+        }
+        if any(layer.mixer.has_qkv_bias for layer in self.layers):
+            table["draft.kv_bias"] = row_sharded((sum(self.kv_sizes),), self.kv_sizes)
+        for i, layer in enumerate(self.layers):
+            table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
+        table["draft.norm"] = WeightSpec(shape=(hidden,))
+        if self.has_own_embedding:
+            table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
+        if self.draft_vocab_size is not None:
+            table["draft.lm_head"] = row_sharded((self.draft_vocab_size, hidden))
+            table["draft.draft_to_target"] = WeightSpec(shape=(self.draft_vocab_size,), is_integer=True)
+        return table
+
+
+def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
+    """Raises ValueError when the drafter cannot run beside the target."""
+    outside = [layer_id for layer_id in draft.target_layer_ids if layer_id >= target.num_layers]
+    if outside:
+        raise ValueError(f"target_layer_ids below the target's {target.num_layers} layers (not {outside})")
+    sizes = [
+        ("target_hidden_size", target.hidden_size, draft.target_hidden_size),
+        ("target_vocab_size", target.vocab_size, draft.target_vocab_size),
+    ]
+    if not draft.has_own_embedding or draft.draft_vocab_size is None:
+        sizes.append(("hidden_size (it shares the target's embedding or head)", target.hidden_size, draft.hidden_size))
+    for name, ours, theirs in sizes:
+        if ours != theirs:
+            raise ValueError(f"the drafter's {name} as the target has it, {ours} (not {theirs})")
+
+
+def engine_states(
+    target: TargetSpec,
+    draft: DraftSpec | None,
+    *,
+    dtype: FloatDType,
+    quantization: QuantizationSpec | None = None,
+) -> EngineStates:
+    """State of an engine of these models, unsharded; `quantization` says which pages are FP8."""
+    quantization = quantization or QuantizationSpec()
+    return EngineStates(
+        target=target.states(dtype=dtype, kv_scales=quantization.target_kv),
+        draft=draft.states(dtype=dtype, kv_scales=quantization.draft_kv) if draft else (),
+    )
+
+
+def engine_weights(target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None) -> WeightTable:
+    """The canonical weights of an engine, with the quantized copies of the head that quantization adds."""
+    table = target.weights() | (draft.weights() if draft else {})
+    for name in extra_heads(table, quantization.linears if quantization else ()):
+        table[name] = row_sharded((target.vocab_size, target.hidden_size))
+    return table

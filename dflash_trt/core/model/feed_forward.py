@@ -1,0 +1,91 @@
+"""Feed-forward kinds of a layer: a gated MLP, or a mixture of experts."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from dflash_trt.core.frozen import Frozen, Scale, Size
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
+
+NumExperts = Annotated[int, Field(ge=1, le=4096)]
+
+
+class Dense(Frozen):
+    """silu(gate) * up, then down."""
+
+    kind: Literal["dense"] = "dense"
+    intermediate_size: Size
+    has_bias: bool = False
+
+    @property
+    def sharded_sizes(self) -> dict[str, int]:
+        """What tensor parallelism cuts, by name."""
+        return {"intermediate_size": self.intermediate_size}
+
+    def weights(self, prefix: str, hidden_size: int) -> WeightTable:
+        ffn = self.intermediate_size
+        table = {
+            f"{prefix}.gate_up": row_sharded((2 * ffn, hidden_size), (ffn, ffn)),
+            f"{prefix}.down": WeightSpec(shape=(hidden_size, ffn), sharding="columns"),
+        }
+        if self.has_bias:
+            table[f"{prefix}.gate_up_bias"] = row_sharded((2 * ffn,), (ffn, ffn))
+            table[f"{prefix}.down_bias"] = WeightSpec(shape=(hidden_size,))
+        return table
+
+
+class Moe(Frozen):
+    """A mixture of experts: each token goes through its best few.
+
+    `routing` "softmax_top_k": softmax over all experts in float32, then the largest few, divided by their sum where
+    `normalizes_top_k`. "top_k_softmax": the largest few logits, then softmax over those; they sum to 1 as they are.
+
+    `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
+    gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+    """
+
+    kind: Literal["moe"] = "moe"
+    num_experts: NumExperts
+    num_experts_per_token: NumExperts
+    intermediate_size: Size  # of one expert
+    routing: Literal["softmax_top_k", "top_k_softmax"]
+    normalizes_top_k: bool = False
+    activation: Literal["silu", "clamped_swiglu"] = "silu"
+    limit: Scale | None = None  # clamped_swiglu
+    alpha: Scale | None = None  # clamped_swiglu
+    has_bias: bool = False  # of the router and of the experts
+
+    @field_validator("num_experts_per_token")
+    @classmethod
+    def _among_experts(cls, num_chosen: int, info: ValidationInfo) -> int:
+        num_experts = info.data.get("num_experts", num_chosen)
+        if num_chosen > num_experts:
+            raise ValueError(f"at most num_experts {num_experts}")
+        return num_chosen
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.activation == "clamped_swiglu" and (self.limit is None or self.alpha is None):
+            raise ValueError("limit and alpha, as activation is clamped_swiglu")
+        return self
+
+    @property
+    def sharded_sizes(self) -> dict[str, int]:
+        """Nothing: cutting experts is not implemented, and `checkpoint/sharding.py` refuses it."""
+        return {}
+
+    def weights(self, prefix: str, hidden_size: int) -> WeightTable:
+        """Experts lie one after the other along axis 0, gate rows above up rows. Nothing cuts them yet."""
+        experts, ffn = self.num_experts, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "router": (experts, hidden_size),
+            "experts.gate_up": (experts, 2 * ffn, hidden_size),
+            "experts.down": (experts, hidden_size, ffn),
+        }
+        if self.has_bias:
+            shapes |= {
+                "router_bias": (experts,),
+                "experts.gate_up_bias": (experts, 2 * ffn),
+                "experts.down_bias": (experts, hidden_size),
+            }
+        return {f"{prefix}.{name}": WeightSpec(shape=shape) for name, shape in shapes.items()}

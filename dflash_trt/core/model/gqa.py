@@ -1,0 +1,108 @@
+"""Grouped-query attention over paged K/V: what one layer of it is, which weights it has and which state it keeps."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dflash_trt.core.dtype import FloatDType
+from dflash_trt.core.frozen import Frozen, Scale, Size
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.rope import RopeSpec, Rotary
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
+
+
+class AttentionMask(Frozen):
+    """Which keys a query sees.
+
+    `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is
+    not causal also asks key_position - query_position < window (Hugging Face's convention).
+
+    `is_window_anchored`, in a drafter: every slot of a block sees the same context, the last `window` tokens before the
+    anchor, and the window hides nothing of the block (Speculators' convention).
+    """
+
+    window: Size | None = None
+    is_causal: bool = True
+    is_window_anchored: bool = False
+
+
+class Gqa(Frozen):
+    """Grouped-query attention of one layer. Sizes are those of the whole model, before sharding.
+
+    `scale` multiplies the scores; None means head_dim ** -0.5. `has_qk_norm`: an RMSNorm over each head of q and k,
+    before the rotation. `has_sinks`: every head has a logit of its own in the denominator of its softmax, without a
+    value (gpt-oss).
+    """
+
+    kind: Literal["gqa"] = "gqa"
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Annotated[Size, Field(multiple_of=2)]  # RoPE rotates pairs
+    rope: RopeSpec
+    mask: AttentionMask = AttentionMask()
+    scale: Scale | None = None
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_sinks: bool = False
+
+    @field_validator("num_kv_heads")
+    @classmethod
+    def _divide_heads(cls, num_kv_heads: int, info: ValidationInfo) -> int:
+        num_heads = info.data.get("num_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"a divisor of num_heads {num_heads}")
+        return num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotary(self) -> Rotary:
+        return Rotary(self.rope, self.head_dim)
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def sharded_sizes(self) -> dict[str, int]:
+        """What tensor parallelism cuts, by name: whole heads, not their rows."""
+        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+
+    def shard(self, mapping: Mapping) -> "Gqa":
+        """One rank's heads."""
+        sizes = {name: size // mapping.tp_size for name, size in self.sharded_sizes.items()}
+        return self.model_copy(update=sizes)
+
+    def state(self, name: str, dtype: FloatDType, scales: LayerKvScales | None) -> PagedKv:
+        """Its pages: FP8 where there are scales, `dtype` otherwise."""
+        return PagedKv(
+            name=name,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype if scales is None else "float8_e4m3fn",
+            scales=scales,
+        )
+
+    def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
+        """[q; k; v] as one matrix; q alone where K and V of all layers are one matrix elsewhere."""
+        name, sizes = ("qkv", (self.q_size, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_size,))
+        table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes)}
+        if self.has_qkv_bias:
+            table[f"{prefix}.{name}_bias"] = row_sharded((sum(sizes),), sizes)
+        if self.has_sinks:
+            table[f"{prefix}.sinks"] = row_sharded((self.num_heads,), (self.num_heads,))
+        table[f"{prefix}.o"] = WeightSpec(shape=(hidden_size, self.q_size), sharding="columns")
+        if self.has_o_bias:
+            table[f"{prefix}.o_bias"] = WeightSpec(shape=(hidden_size,))
+        if self.has_qk_norm:
+            table |= {f"{prefix}.{norm}": WeightSpec(shape=(self.head_dim,)) for norm in ("q_norm", "k_norm")}
+        return table

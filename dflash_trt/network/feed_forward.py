@@ -1,0 +1,40 @@
+"""Feed-forward kinds: a dense gated MLP, a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from dflash_trt.core.model.feed_forward import Dense, Moe
+from dflash_trt.network.ops import Experts, Linear, Ops, StackedExperts, T
+from dflash_trt.network.rank_tensors import RankTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp(Generic[T]):
+    """gate_up is [gate; up] rows."""
+
+    gate_up: Linear[T]
+    down: Linear[T]
+
+
+def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> Mlp[T] | Experts[T]:
+    if isinstance(spec, Dense):
+        return Mlp(gate_up=tensors.linear(f"{prefix}.gate_up"), down=tensors.summed_linear(f"{prefix}.down"))
+    return StackedExperts(
+        router=tensors.linear(f"{prefix}.router"),
+        gate_up=tensors[f"{prefix}.experts.gate_up"],
+        down=tensors[f"{prefix}.experts.down"],
+        gate_up_bias=tensors.find(f"{prefix}.experts.gate_up_bias"),
+        down_bias=tensors.find(f"{prefix}.experts.down_bias"),
+    )
+
+
+def run_feed_forward(
+    ops: Ops[T],
+    spec: Dense | Moe,
+    weights: Mlp[T] | Experts[T],
+    x: T,  # [N, H], normed
+) -> T:  # [N, H], of one rank: to be summed
+    if isinstance(weights, Experts):
+        assert isinstance(spec, Moe)
+        return ops.moe(x, weights, spec)
+    return ops.linear(ops.silu_mul(ops.linear(x, weights.gate_up)), weights.down)

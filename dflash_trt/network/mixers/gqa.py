@@ -1,0 +1,87 @@
+"""Grouped-query attention with rotary embedding, over paged K/V."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
+from dflash_trt.network.ops import Cache, KvDestination, Linear, Ops, Rows, T
+from dflash_trt.network.rank_tensors import RankTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GqaWeights(Generic[T]):
+    """`projections` are [q; k; v] as one matrix, or q and [k; v]."""
+
+    projections: tuple[Linear[T], ...]
+    q_norm: T | None  # [D]
+    k_norm: T | None
+    sinks: T | None  # [heads]
+    o: Linear[T]
+
+
+def bind_gqa(tensors: RankTensors[T], prefix: str, *, kv: Linear[T] | None = None) -> GqaWeights[T]:
+    """`kv` is the [k; v] of a layer whose matrix is not its own."""
+    q = tensors.linear(f"{prefix}.qkv" if kv is None else f"{prefix}.q")
+    return GqaWeights(
+        projections=(q,) if kv is None else (q, kv),
+        q_norm=tensors.find(f"{prefix}.q_norm"),
+        k_norm=tensors.find(f"{prefix}.k_norm"),
+        sinks=tensors.find(f"{prefix}.sinks"),
+        o=tensors.summed_linear(f"{prefix}.o"),
+    )
+
+
+def run_gqa(
+    ops: Ops[T],
+    gqa: Gqa,
+    weights: GqaWeights[T],
+    x: T,  # [N, H], normed
+    rows: Rows[T],
+    cache: Cache[T],
+    *,
+    ropes: Mapping[Rotary, Any],
+    eps: float,
+) -> T:  # [N, H], of one rank: to be summed
+    q, k, v = _projected(ops, gqa, weights, x)
+    rope = ropes[gqa.rotary]
+    attended = ops.attend(
+        rotated_heads(ops, q, gqa.head_dim, weights.q_norm, eps, rope),
+        rotated_heads(ops, k, gqa.head_dim, weights.k_norm, eps, rope),
+        ops.split_heads(v, gqa.head_dim),
+        rows,
+        cache,
+        gqa,
+        weights.sinks,
+    )
+    return ops.linear(attended, weights.o)
+
+
+def rotated_heads(ops: Ops[T], x: T, head_dim: int, norm: T | None, eps: float, rope: Any) -> T:
+    """Queries or keys, [N, heads * D] -> normed (where the model does) and rotated [N, heads, D]."""
+    heads = ops.split_heads(x, head_dim)
+    if norm is not None:
+        heads = ops.rms_norm(heads, norm, eps)
+    return ops.rope(heads, rope)
+
+
+def rotated_kv(ops: Ops[T], kv: T, layers: Sequence[KvDestination[T]]) -> list[tuple[T, T]]:
+    """The first half of `Ops.store_kv` in terms of other ops: k and v of each layer, [N, kv_heads, D]."""
+    sizes = [layer.cache.spec.num_kv_heads * layer.cache.spec.head_dim for layer in layers for _ in "kv"]
+    parts = ops.split(kv, sizes)
+    return [
+        (
+            rotated_heads(ops, k, layer.cache.spec.head_dim, layer.k_norm, layer.eps, layer.rope),
+            ops.split_heads(v, layer.cache.spec.head_dim),
+        )
+        for layer, k, v in zip(layers, parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _projected(ops: Ops[T], gqa: Gqa, weights: GqaWeights[T], x: T) -> Sequence[T]:
+    q_size, kv_size = gqa.q_size, gqa.kv_size
+    if len(weights.projections) == 1:
+        return ops.split(ops.linear(x, weights.projections[0]), (q_size, kv_size, kv_size))
+    q, kv = (ops.linear(x, projection) for projection in weights.projections)
+    return (q, *ops.split(kv, (kv_size, kv_size)))

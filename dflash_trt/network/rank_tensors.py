@@ -1,0 +1,67 @@
+"""The canonical tensors of one rank, by name, as the network binds them. No names outlive the binding."""
+
+from collections.abc import Callable
+from collections.abc import Mapping as AbcMapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.formats.base import PackedWeight, slice_packed
+from dflash_trt.network.ops import Linear, T
+
+_Weights = TypeVar("_Weights")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTensors(Generic[T]):
+    """`packed` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
+
+    `slice_rows(tensor, start, stop)` should not copy. A missing tensor is a KeyError: the engine directory has proven
+    the table before.
+    """
+
+    plain: AbcMapping[str, T]
+    slice_rows: Callable[[T, int, int], T]
+    packed: AbcMapping[str, PackedWeight[T]] = field(default_factory=dict)
+    mapping: Mapping = field(default_factory=Mapping)
+
+    def __getitem__(self, name: str) -> T:
+        return self.plain[name]
+
+    def find(self, name: str) -> T | None:
+        return self.plain.get(name)
+
+    def linear(self, name: str) -> Linear[T]:
+        weight = self.packed[name] if name in self.packed else self.plain[name]
+        return Linear(weight=weight, bias=self.plain.get(f"{name}_bias"), name=name)
+
+    def summed_linear(self, name: str) -> Linear[T]:
+        """A linear whose results the ranks add up: the bias must be added once, so only rank 0 keeps it."""
+        linear = self.linear(name)
+        return linear if self.mapping.tp_rank == 0 else replace(linear, bias=None)
+
+    def rows_of(self, linear: Linear[T], start: int, stop: int) -> Linear[T]:
+        """The output features [start, stop) of a linear, as one of its own."""
+        weight: T | PackedWeight[T]
+        if isinstance(linear.weight, PackedWeight):
+            weight = slice_packed(linear.weight, start, stop, self.slice_rows)
+        else:
+            weight = self.slice_rows(linear.weight, start, stop)
+        bias = None if linear.bias is None else self.slice_rows(linear.bias, start, stop)
+        return Linear(weight=weight, bias=bias, name=linear.name, first_row=start)
+
+
+def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> _Weights:
+    """The same weights with every Linear, however deep, replaced by `change` of it; tensors stay as they are."""
+    return cast(_Weights, _mapped(weights, change))
+
+
+def _mapped(value: Any, change: Callable[[Linear[T]], Linear[T]]) -> Any:
+    if isinstance(value, Linear):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {item.name: _mapped(getattr(value, item.name), change) for item in fields(value)}
+        return replace(value, **changes)
+    return value
