@@ -35,6 +35,14 @@ def test_filters_keep_exactly_the_tokens_of_their_definition(filters, kept):
     assert weights_of(LOGITS, **filters).nonzero()[:, 0].tolist() == kept
 
 
+def test_a_row_without_top_p_keeps_its_whole_tail_beside_a_row_with_it():
+    """Tail tokens of 1e-9 that a float32 sum beside 1.0 cannot tell apart."""
+    tailed = torch.tensor([[0.0, *[-20.0] * 4, *[-21.0] * 4]]).expand(3, -1)
+    top_k, top_p = torch.tensor([0, 0, 5]), torch.tensor([0.5, 1.0, 1.0])
+    kept = filtered_weights(tailed, top_k=top_k, top_p=top_p, min_p=torch.zeros(3)) > 0
+    assert kept.sum(dim=1).tolist() == [1, 9, 5]
+
+
 def test_temperature_sharpens_before_the_filters():
     assert weights_of(LOGITS, temperature=0.25, top_p=0.9).nonzero()[:, 0].tolist() == [0]
 

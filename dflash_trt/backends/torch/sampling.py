@@ -103,6 +103,8 @@ def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     num_kept = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
     ordered = ordered * (rank < num_kept[:, None])
     mass_before = ordered.cumsum(dim=1) - ordered
-    is_kept = (ordered > 0) & (mass_before < top_p[:, None] * ordered.sum(dim=1, keepdim=True))
+    is_in_prefix = mass_before < top_p[:, None] * ordered.sum(dim=1, keepdim=True)
+    is_in_prefix |= top_p[:, None] >= 1  # the sums of a long tail round up to the total before its end
+    is_kept = (ordered > 0) & is_in_prefix
     is_kept[:, 0] = True  # the most likely one, whatever top_p rounds to
     return torch.where(is_kept, ordered, torch.inf).amin(dim=1, keepdim=True)
