@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,7 +167,9 @@ def test_closing_ends_the_workers(engine: EngineDir) -> None:
         trace(two, GREEDY, num_draft_tokens=(K,))
         process_ids = two.worker_process_ids
         assert len(_alive(process_ids)) == 1
+        pages = weakref.ref(two._local._state.target_kv[0].tensor)
     assert not _alive(process_ids)
+    assert pages() is None
     with pytest.raises(RankError, match="expected an open one, found a closed one"):
         two.step(_batch(5))
 

@@ -3,6 +3,8 @@
 Without a GPU the kernels run in Triton's interpreter, so pairs are tiny and float32.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -301,6 +303,25 @@ def test_the_logits_of_a_sequence_are_those_of_plain_pytorch(pair: tuple[Path, P
     reference, executor = make_executors(pair, device)
     tokens = list(range(4, 11))
     torch.testing.assert_close(executor.target_logits(tokens), reference.target_logits(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_closed_executor_gives_weights_and_pages_back_though_it_is_still_held(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    _, executor = make_executors(pair, device)
+    executor.target_logits((5, 9, 2))
+    weight, graphs, staging, results = (
+        executor.network.target_weights.embedding,
+        executor.graphs,
+        executor._staging,
+        executor._results,
+    )
+    freed = [weakref.ref(item) for item in (weight, graphs, staging, results, *executor.pages)]
+    del weight, graphs, staging, results
+    executor.close()
+    gc.collect()
+    assert [item() for item in freed] == [None] * len(freed)
+    executor.close()
 
 
 def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: torch.device, tmp_path: Path) -> None:

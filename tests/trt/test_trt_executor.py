@@ -1,5 +1,6 @@
 """The TensorRT executor over a fake engine: buffers, profiles, padding, hand-over, and every refusal by name."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,18 @@ def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pa
         if engine.contexts[MIXED].addresses[name] == engine.contexts[MIXED].addresses[f"next_{name}"]
     }
     assert shared == (set(ours._buffers.state) if plugins == "plugin" else set())
+
+
+@pytest.mark.parametrize("plugins", ["layers", "plugin"])
+def test_a_closed_executor_gives_engine_and_pages_back_though_it_is_still_held(trt, pair, plugins):
+    ours, engine = make_ours(trt, pair, plugins)
+    trace(ours, GREEDY, num_draft_tokens=(3,))
+    held = [*ours._buffers.state.values(), *ours._written.values(), *ours._contexts, engine]
+    freed = [weakref.ref(item) for item in held]
+    del engine, held
+    ours.close()
+    assert [item() for item in freed] == [None] * len(freed)
+    ours.close()
 
 
 def decoding_pair(executor):

@@ -274,7 +274,17 @@ class TorchGpuExecutor:
             drafts.copy_(result.draft_tokens)
 
     def close(self) -> None:
-        """Nothing runs on its own."""
+        """Give weights, pages and graphs back to the device at once, whoever still holds the executor.
+
+        Closing again does nothing.
+        """
+        if "network" not in vars(self):
+            return
+        self.wait()
+        for name in ("network", "graphs", "_state", "_resources", "_staging", "_results"):
+            del vars(self)[name]
+        if self._stream is not None:
+            torch.cuda.empty_cache()
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""

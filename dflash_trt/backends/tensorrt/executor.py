@@ -153,7 +153,19 @@ class TensorRTExecutor:
         return _result(outputs, num_requests=last.num_real, has_drafts=True)
 
     def close(self) -> None:
-        """Nothing runs on its own."""
+        """Give engine, contexts and pages back to the device at once, whoever still holds the executor.
+
+        Closing again does nothing.
+        """
+        if "_engine" not in vars(self):
+            return
+        on_gpu = self._buffers.device.type == "cuda"
+        if on_gpu:
+            self._stream.synchronize()
+        for name in ("_contexts", "_engine", "_owners", "_written", "_buffers"):  # contexts before their engine
+            del vars(self)[name]
+        if on_gpu:
+            torch.cuda.empty_cache()
 
     def pages(self) -> dict[str, Tensor]:
         """The pages as they are now, by state name; the last one is the scratch page of padding requests."""

@@ -98,11 +98,14 @@ class RankedExecutor:
         return self._run(RunLogits(token_ids=tuple(token_ids)), lambda: self._local.target_logits(token_ids))
 
     def close(self) -> None:
-        """End the workers. Calling it again does nothing."""
+        """End the workers, and give this rank's weights and pages back. Calling it again does nothing."""
+        has_failed = self._failure is not None
         self._failure = self._failure or problem(
             "engine of several ranks", expected="an open one", found="a closed one", mend="Open it again."
         )
         self._workers.close()
+        if not has_failed:  # a GPU may still wait for the rank that is gone
+            self._local.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
         with self._workers.watched():

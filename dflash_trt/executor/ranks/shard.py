@@ -52,6 +52,8 @@ class ShareExecutor(Protocol):
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
+    def close(self) -> None: ...
+
 
 def join(options: ShareOptions, rank: int) -> ProcessRanks:
     """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
