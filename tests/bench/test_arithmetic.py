@@ -14,7 +14,7 @@ from dflash_trt.bench.lockstep import Lockstep, LockstepReport, PolicyReport, Po
 from dflash_trt.bench.serving_sweep import ConcurrencyReport
 from dflash_trt.bench.soak import SoakReport
 from dflash_trt.bench.speculation import SpeculationReport
-from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_flight
+from dflash_trt.bench.throughput import LoadReport, Work
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
@@ -22,7 +22,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.prompts import PromptReader
 from tests.scheduler.driver import make_limits
-from tests.serving.engines import VOCAB_SIZE, make_executor, make_generator
+from tests.serving.engines import VOCAB_SIZE, make_executor
 
 SAMPLING = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
@@ -152,13 +152,22 @@ def test_a_sweep_reports_the_plain_loop_and_both_ratios(monkeypatch) -> None:
 
 def test_the_two_loops_alternate_without_prefix_reuse_and_the_first_round_does_not_count(opened, monkeypatch) -> None:
     speeds = iter([1.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(serving_sweep, "run_in_flight", lambda engine, work, concurrency: load(next(speeds)))
+    clients: list[int] = []
+
+    def run(engine: Any, work: Any, *, concurrency: int) -> LoadReport:
+        clients.append(concurrency)
+        return load(next(speeds))
+
+    monkeypatch.setattr(serving_sweep, "run_in_flight", run)
     plain, overlapped = serving_sweep._loops(Path("dir"), [], 2, 1, print)
     assert ([run.output_tok_per_s for run in plain], [run.output_tok_per_s for run in overlapped]) == ([3.0], [4.0])
+    assert clients == [2] * 4
     turns = opened[1:]  # after the one that asks for the draft length
     assert [turn["overlaps_steps"] for turn in turns] == [False, True, False, True]
     assert not any(turn["reuses_prefixes"] for turn in turns)
-    assert turns[0]["draft_length"] is turns[2]["draft_length"] is not turns[1]["draft_length"]
+    policies = [turn["draft_length"] for turn in turns]
+    assert policies[0] is policies[2] is not policies[1] is policies[3]
+    assert {policy.lengths for policy in policies} == {AdaptiveDraftLength(3).lengths}
 
 
 def side(speed: float, length: float | None = None) -> LockstepReport:
@@ -178,6 +187,7 @@ def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_c
             made.append((list(policies), in_whole_batches))
 
         def run(self, work: Any, *, concurrency: int) -> Any:
+            assert concurrency == 2
             return next(runs)
 
         def close(self) -> None: ...
@@ -284,29 +294,6 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
     assert {"0", "2"} in in_flight and {"0", "3"} in in_flight
     assert all(not (step & {"0", "1"} and step & {"2", "3"}) for step in whole)
     assert {"2", "3"} in whole
-
-
-def test_mixed_work_has_many_short_and_few_long_answers() -> None:
-    work = mixed_work(["a", "b", "c"], 600, 90)
-    assert [item.prompt for item in work[:4]] == ["a", "b", "c", "a"]
-    lengths = [item.sampling.max_new_tokens for item in work]
-    assert min(lengths) >= 1 and 80 < max(lengths) <= 90
-    assert sum(lengths) / 600 == pytest.approx(30, rel=0.1)
-    assert all(item.sampling.ignore_eos for item in work)
-    assert work == mixed_work(["a", "b", "c"], 600, 90)
-
-
-def test_a_closed_load_never_has_more_requests_than_clients(monkeypatch) -> None:
-    sizes: list[int] = []
-    executor = make_executor()
-    step = executor.step
-    monkeypatch.setattr(executor, "step", lambda batch: sizes.append(len(batch.requests)) or step(batch))
-    work = [Work(prompt=[5, i], sampling=SamplingParams(max_new_tokens=6)) for i in range(7)]
-    with make_generator(executor) as engine:
-        report = run_in_flight(engine, work, concurrency=2)
-    assert max(sizes) == 2
-    assert (report.concurrency, report.num_requests, report.num_output_tokens) == (2, 7, 42)
-    assert report.output_tok_per_s == pytest.approx(42 / report.wall_time_s)
 
 
 def printed(monkeypatch, tmp_path: Path, target: str, report: Any, *words: str) -> tuple[str, Any]:

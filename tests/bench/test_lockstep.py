@@ -1,0 +1,101 @@
+"""Sides that share an executor, by a clock that the test moves: whose turn it is, and what a run counts."""
+
+from typing import Any
+
+import pytest
+
+from dflash_trt.bench import lockstep
+from dflash_trt.bench.lockstep import Lockstep
+from dflash_trt.bench.throughput import Work
+from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.executor.fake import FakeExecutor
+from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.serving.engine_loop import EngineLoop
+from dflash_trt.serving.prompts import PromptReader
+from tests.serving.engines import VOCAB_SIZE, Clock, make_executor
+
+QUICK, SLOW = 0, 1
+STEP_S = {QUICK: 1.0, SLOW: 3.0}
+SUBMIT_S = 0.25
+PROMPT = {"prompt_token_ids": list(range(5, 30))}  # several pages
+
+
+class TimedExecutor:
+    """A step takes its side's time; `steps` are (side, tokens) of each."""
+
+    def __init__(self, executor: FakeExecutor, clock: Clock) -> None:
+        self.limits = executor.limits
+        self.steps: list[tuple[int, int]] = []
+        self._executor = executor
+        self._clock = clock
+
+    def step(self, batch: StepBatch) -> StepResult:
+        side = batch.requests[0].page_ids[0] // (self.limits.num_pages // 2)
+        self.steps.append((side, batch.num_tokens))
+        self._clock.now += STEP_S[side]
+        return self._executor.step(batch)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What sides are timed by; a submitted request takes time, too."""
+    clock, submit = Clock(), EngineLoop.submit
+
+    def timed(self: EngineLoop, *arguments: Any) -> Any:
+        clock.now += SUBMIT_S
+        return submit(self, *arguments)
+
+    monkeypatch.setattr(EngineLoop, "submit", timed)
+    monkeypatch.setattr(lockstep.time, "perf_counter", clock)
+    return clock
+
+
+def sides_over(executor: Any) -> Lockstep:
+    policies = {"quick": FixedDraftLength(0), "slow": FixedDraftLength(0)}
+    return Lockstep(executor, policies, PromptReader(None, vocab_size=VOCAB_SIZE))
+
+
+def work(**sampling: Any) -> list[Work]:
+    return [Work(prompt=PROMPT, sampling=SamplingParams(max_new_tokens=6, **sampling))]
+
+
+def test_the_side_that_has_used_the_least_time_steps_next(clock: Clock) -> None:
+    executor = TimedExecutor(make_executor(), clock)
+    sides_over(executor).run(work(ignore_eos=True), concurrency=1)
+    turns = [side for side, _ in executor.steps]
+    used_s = {QUICK: 0.0, SLOW: 0.0}
+    for turn, num_left in zip(turns, range(len(turns), 0, -1), strict=True):
+        is_quick_done = QUICK not in turns[-num_left:]
+        assert turn == (SLOW if is_quick_done or used_s[SLOW] < used_s[QUICK] else QUICK)
+        used_s[turn] += STEP_S[turn] + SUBMIT_S * (used_s[turn] == 0)
+
+
+def test_a_second_run_costs_and_counts_what_the_first_did(clock: Clock) -> None:
+    executor = TimedExecutor(make_executor(), clock)
+    sides = sides_over(executor)
+    first = sides.run(work(ignore_eos=True), concurrency=1)
+    num_steps = len(executor.steps)
+    assert sides.run(work(ignore_eos=True), concurrency=1) == first
+    assert executor.steps[num_steps:] == executor.steps[:num_steps], "no prefix is reused"
+    for side, report in enumerate(first.values()):
+        num_own = sum(turn == side for turn, _ in executor.steps) // 2
+        assert (report.num_output_tokens, report.elapsed_s) == (6, SUBMIT_S + STEP_S[side] * num_own)
+
+
+def test_requests_end_at_their_own_stop_tokens() -> None:
+    reports = sides_over(make_executor()).run(work(stop_token_ids=tuple(range(VOCAB_SIZE))), concurrency=1)
+    assert [report.num_output_tokens for report in reports.values()] == [1, 1]
+
+
+def test_a_request_that_fails_is_no_measurement() -> None:
+    with pytest.raises(AssertionError, match="RuntimeError"):
+        sides_over(make_executor(fails_on=lambda batch: True)).run(work(), concurrency=1)
+
+
+def test_closing_ends_every_sides_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[EngineLoop] = []
+    monkeypatch.setattr(EngineLoop, "shutdown", lambda self: ended.append(self))
+    sides = sides_over(make_executor())
+    sides.close()
+    assert len(set(ended)) == 2
