@@ -1,11 +1,14 @@
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from dflash_trt.bench.soak import Traffic, soak
+from dflash_trt.bench.soak import Traffic, _wait_until_idle, soak
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
-from tests.serving.engines import VOCAB_SIZE, make_executor, make_generator
+from dflash_trt.serving.generator import Generator
+from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
 
 TRAFFIC = Traffic(duration_s=2.0, mean_gap_s=0.004, max_prompt_tokens=40, max_new_tokens=24)
 LIMITS = ExecutorLimits(max_batch_size=8, max_seq_len=96, max_num_tokens=64, max_draft_len=4, page_size=4, num_pages=30)
@@ -37,3 +40,87 @@ def test_a_leaked_page_is_noticed():
         traffic = Traffic(duration_s=0.1, mean_gap_s=0.01, max_prompt_tokens=20, max_new_tokens=8, drain_timeout_s=2.0)
         with pytest.raises(AssertionError):
             soak(engine, VOCAB_SIZE, traffic)
+
+
+SHORT = Traffic(
+    duration_s=0.2,
+    mean_gap_s=0.01,
+    max_prompt_tokens=20,
+    max_new_tokens=24,
+    cancelled_fraction=0.0,
+    slow_fraction=0.0,
+    forgotten_fraction=0.0,
+)
+
+
+def test_every_token_of_every_request_is_counted(monkeypatch):
+    with make_generator(make_executor(LIMITS)) as engine:
+        asked, submit = [], engine.submit
+
+        def recorded(prompt, sampling, **options):
+            asked.append(sampling.max_new_tokens)
+            return submit(prompt, sampling, **options)
+
+        monkeypatch.setattr(engine, "submit", recorded)
+        report = soak(engine, VOCAB_SIZE, SHORT)
+    assert report.num_by_outcome == {"length": len(asked)}
+    assert report.num_output_tokens == sum(asked)
+
+
+@pytest.mark.parametrize("fraction", ["cancelled_fraction", "forgotten_fraction"])
+def test_cancelled_and_forgotten_requests_end_early(fraction):
+    executor = Slow(LIMITS, vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(0.0))
+    with make_generator(executor) as engine:
+        report = soak(engine, VOCAB_SIZE, replace(SHORT, **{fraction: 1.0}))
+    assert report.num_by_outcome["cancelled"] > report.num_sent / 2
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [("num_arrivals", "arrived"), ("num_pages_in_use_now", "pages leaked"), (None, "by the check")]
+)
+def test_whatever_is_lost_is_said(monkeypatch, count, said):
+    """The engine reports one too many."""
+    read = Generator.statistics.fget
+
+    def wrong(engine):
+        found = read(engine)
+        return replace(found, scheduler=replace(found.scheduler, **{count: getattr(found.scheduler, count) + 1}))
+
+    def check_integrity(engine):
+        raise AssertionError("found by the check")
+
+    with make_generator(make_executor(LIMITS)) as engine:
+        if count is None:
+            monkeypatch.setattr(Generator, "check_integrity", check_integrity)
+        else:
+            monkeypatch.setattr(Generator, "statistics", property(wrong))
+        with pytest.raises(AssertionError, match=said):
+            soak(engine, VOCAB_SIZE, SHORT)
+
+
+def test_a_request_without_an_outcome_is_missed(monkeypatch):
+    monkeypatch.setattr("dflash_trt.bench.soak._Sender._count", lambda *arguments: None)
+    with make_generator(make_executor(LIMITS)) as engine, pytest.raises(AssertionError, match=", 0 accounted for"):
+        soak(engine, VOCAB_SIZE, SHORT)
+
+
+def test_a_reader_that_waits_for_ever_is_noticed():
+    executor = GatedExecutor(LIMITS, vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(0.7))
+    with make_generator(executor) as engine:
+        with pytest.raises(AssertionError, match="its request has vanished"):
+            soak(engine, VOCAB_SIZE, replace(SHORT, drain_timeout_s=0.1))
+        executor.open()
+
+
+@pytest.mark.parametrize("busy", ["num_running_now", "num_waiting_now", "num_parked_now"])
+def test_the_count_waits_for_requests_of_every_state(busy):
+    idle = dict.fromkeys(("num_running_now", "num_waiting_now", "num_parked_now"), 0)
+    left = [idle | {busy: 1}, idle]
+
+    class Engine:
+        @property
+        def statistics(self):
+            return SimpleNamespace(scheduler=SimpleNamespace(**left.pop(0)))
+
+    _wait_until_idle(Engine(), 5.0)
+    assert not left
