@@ -95,7 +95,10 @@ def test_a_request_that_fails_is_no_measurement() -> None:
 
 def test_closing_ends_every_sides_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[EngineLoop] = []
-    monkeypatch.setattr(EngineLoop, "shutdown", lambda self: ended.append(self))
-    sides = sides_over(make_executor())
-    sides.close()
+
+    def shutdown(self: EngineLoop) -> None:
+        ended.append(self)
+
+    monkeypatch.setattr(EngineLoop, "shutdown", shutdown)
+    sides_over(make_executor()).close()
     assert len(set(ended)) == 2
