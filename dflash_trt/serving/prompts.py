@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import suppress
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError, problem
 from dflash_trt.core.frozen import nearest_name
 
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
     from dflash_trt.serving.text import TextCodec
 
-# Text, token ids, or one of {"prompt": text}, {"messages": [...]}, {"prompt_token_ids": [...]}. Messages may come with
+# Text, token ids (a list, or an array of numpy), or one of {"prompt": text}, {"messages": [...]}, {"prompt_token_ids": [...]}. Messages may come with
 # {"chat_template_kwargs": {...}}, variables of the chat template.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -64,16 +67,17 @@ class PromptReader:
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             raise too_many_tokens(len(token_ids), self._max_tokens)
         for token_id in token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self._vocab_size:
+            is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_integer or not 0 <= token_id < self._vocab_size:
                 raise RequestError(
                     problem(
                         "prompt token",
                         expected=f"an integer from 0 to {self._vocab_size - 1}",
-                        found=repr(token_id),
+                        found=shown(token_id),
                         mend="Encode the prompt with the tokenizer of the target.",
                     )
                 )
-        return tuple(token_ids)
+        return tuple(map(int, token_ids))  # those of numpy would not go into JSON
 
     @property
     def max_text_bytes(self) -> int | None:
@@ -127,8 +131,12 @@ class PromptReader:
 
 
 def _sequence(value: Any, name: str) -> Sequence[Any]:
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    """A list, a tuple or an array."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return value
+    if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set):
+        with suppress(TypeError):  # of an array without axes
+            return list(value)
     raise RequestError(
         problem(name, expected="a list", found=type(value).__name__, mend="Pass text, token ids or messages.")
     )

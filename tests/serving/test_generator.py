@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_trt.core.errors import RequestError
@@ -49,6 +50,14 @@ def test_every_shape_of_prompt_is_understood(generator: Generator, codec: TextCo
     assert len({output.token_ids for output in outputs[:4]}) == 1
     assert outputs[4].num_prompt_tokens == len(codec.encode_chat(messages))
     assert [output.finish_reason for output in outputs] == ["length"] * 5
+
+
+def test_numbers_of_numpy_are_token_ids(generator: Generator) -> None:
+    ids = [5, 9, 2]
+    array = np.array(ids, dtype=np.int32)
+    plain, *others = generator.generate([ids, array, list(array), {"prompt_token_ids": array}], GREEDY)
+    assert [output.token_ids for output in others] == [plain.token_ids] * 3
+    assert {type(token_id) for token_id in generator._reader.read(array)} == {int}
 
 
 def test_template_options_come_with_the_messages(generator: Generator, codec: TextCodec) -> None:
@@ -104,6 +113,13 @@ def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
         ({"messages": []}, "Pass at least one message"),
         ({"messages": ["hi"]}, "a list of objects"),
         ({"prompt_token_ids": "12"}, "expected a list, found str"),
+        ({"prompt_token_ids": {1, 2}}, "expected a list, found set"),
+        (np.array(5), "expected a list, found ndarray"),
+        (np.array([]), "at least 1 token"),
+        (np.array([[1, 2]]), r"found array\(\[1, 2\]\)"),
+        ([1, np.float64(2.0)], "prompt token: expected an integer from 0"),
+        ([1, np.bool_(True)], "prompt token: expected an integer from 0"),
+        ([1, np.int32(-1)], "prompt token: expected an integer from 0"),
         (5, "expected a list, found int"),
     ],
 )
