@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.core.request import SamplingParams
+from dflash_trt.cli.result_files import trace_lines
+from dflash_trt.core.request import GenerationOutput, SamplingParams, TokenEvent
 from dflash_trt.serving.llm import LLM
 from tests.factories import END_OF_TEXT_ID, make_target
 
@@ -138,6 +139,27 @@ def test_steps_of_the_trace_are_numbered_as_the_request_made_them(engine_dir, tm
     expected = [(step, event.token_ids) for step, event in enumerate(output.steps) if event.num_candidates]
     assert [(line["step"], tuple(line["token_ids"])) for line in _rows(trace.read_text())] == expected
     assert expected[0][0] == 1
+
+
+def test_the_trace_has_the_accepted_drafts_of_a_step_whose_tokens_a_stop_cut() -> None:
+    steps = (TokenEvent(request_id="r", token_ids=(5,), num_candidates=3, num_accepted=2, context_len=7),)
+    output = GenerationOutput(
+        request_id="r",
+        text=None,
+        token_ids=(5,),
+        logprobs=(),
+        finish_reason="stop",
+        num_prompt_tokens=1,
+        num_verify_steps=1,
+        num_draft_tokens=3,
+        num_accepted_tokens=2,
+        num_emitted_by_verify=3,
+        time_to_first_token_s=0.0,
+        total_s=0.0,
+        steps=steps,
+    )
+    counts = {"context_len": 7, "num_candidates": 3, "num_accepted": 2}
+    assert list(trace_lines("a", output)) == [{"id": "a", "step": 0, "token_ids": [5]} | counts]
 
 
 @pytest.mark.parametrize(("flags", "most"), [([], 3), (["--num-draft-tokens", "2"], 2), (["--adaptive"], 3)])
