@@ -14,8 +14,8 @@ from dflash_trt.core.frozen import nearest_name
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
     from dflash_trt.serving.text import TextCodec
 
-# Text, token ids (a list, or an array of numpy), or one of {"prompt": text}, {"messages": [...]}, {"prompt_token_ids": [...]}. Messages may come with
-# {"chat_template_kwargs": {...}}, variables of the chat template.
+# Text, token ids (a list, or an array of numpy), or one of {"prompt": text}, {"messages": [...]},
+# {"prompt_token_ids": [...]}. Messages may come with {"chat_template_kwargs": {...}}, variables of the chat template.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
