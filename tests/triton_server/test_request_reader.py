@@ -1,5 +1,6 @@
 """Requests as arrays: what they mean, and what is refused."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,41 @@ def test_both_contracts_mean_the_same() -> None:
     assert read(text_input="Hi", max_tokens=10, temperature=0.5) != bls
 
 
+def test_plain_text_becomes_a_conversation_where_the_model_is_told_to_chat() -> None:
+    user = {"role": "user", "content": "Hi"}
+    for system, messages in ((None, [user]), ("Be brief.", [{"role": "system", "content": "Be brief."}, user])):
+        settings = ModelSettings(engine_dir="engine", wraps_in_chat=True, system=system)
+        order = read("", settings, text_input="Hi")
+        assert (order.prompt, order.text, order.is_conversation) == ({"messages": messages}, None, True)
+        assert read("", settings, input_ids=[4, 2]).prompt == {"prompt_token_ids": (4, 2)}
+        assert read("", settings, messages="[]").prompt == {}
+
+
+def test_messages_and_template_options_are_parsed_when_they_are_needed() -> None:
+    order = read(messages='[{"role": "user", "content": "Hi"}]', chat_template_kwargs='{"thinks": false}')
+    assert order.is_conversation and not read(text_input="Hi").is_conversation
+    assert order.parsed_prompt() == {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "chat_template_kwargs": {"thinks": False},
+    }
+    for fields, said in (
+        ({"messages": "{"}, "input 'messages': expected a JSON list"),
+        ({"messages": "[]", "chat_template_kwargs": "{"}, "input 'chat_template_kwargs': expected a JSON object"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            read(**fields).parsed_prompt()
+
+
+def test_flags_that_ask_for_outputs_are_those_that_are_set() -> None:
+    order = read(text_input="Hi", return_log_probs=False, return_cumulative_logprob=True, exclude_input_in_output=True)
+    assert order.asked == {"return_cumulative_logprob"}
+    assert order.sampling.logprobs and not order.echoes_prompt and order.gives_finish_reason
+
+
+def test_empty_stop_words_are_none() -> None:
+    assert read(text_input="Hi", stop_words=["", "a"]).sampling.stop == ("a",)
+
+
 def test_a_batch_dimension_changes_nothing() -> None:
     flat = arrays(text_input="Hi", stop_words=["a", "b"], max_tokens=3)
     batched = {name: array[np.newaxis] for name, array in flat.items()}
@@ -74,6 +110,8 @@ def test_a_batch_dimension_changes_nothing() -> None:
 def test_a_filter_without_a_temperature_samples() -> None:
     assert read(text_input="Hi", top_p=0.5).sampling.temperature == 1.0
     assert read(text_input="Hi", top_k=1).sampling.temperature == 0.0
+    assert read(text_input="Hi", min_p=0.5).sampling.temperature == 1.0
+    assert read(text_input="Hi", top_p=1.0, min_p=0.0, top_k=0).sampling.temperature == 0.0
     assert read(text_input="Hi", top_p=0.5, temperature=0.0).sampling.temperature == 0.0
 
 
@@ -85,9 +123,10 @@ def test_end_id_takes_the_place_of_the_models_own(end_id, stops, ignores) -> Non
 
 
 def test_parameters_are_inputs_and_what_triton_adds_is_not() -> None:
+    settings = ModelSettings(engine_dir="engine", accepted_request_parameters=("x-trace",))
+    assert read('{"max_tokens": 3, "x-trace": "1"}', settings, text_input="Hi").sampling.max_new_tokens == 3
     order = read('{"max_tokens": 3, "temperature": 1, "id": "x", "stop_words": "a"}', text_input="Hi")
     assert (order.sampling.max_new_tokens, order.sampling.temperature, order.sampling.stop) == (3, 1, ("a",))
-    settings = ModelSettings(engine_dir="engine", accepted_request_parameters=("x-trace",))
     assert read('{"x-trace": "1"}', settings, text_input="Hi") == Order(
         prompt={"prompt": "Hi"}, text="Hi", sampling=read("", settings, text_input="Hi").sampling
     )
@@ -104,6 +143,11 @@ def test_parameters_are_inputs_and_what_triton_adds_is_not() -> None:
         ("", {"text_input": ["a", "b"]}, "input 'text_input': expected exactly one value"),
         ("", {"text_input": b"\xff"}, "input 'text_input': expected UTF-8 text"),
         ("", {"text_input": "Hi", "end_id": 3, "ignore_eos": False}, "inputs 'end_id' and 'ignore_eos'"),
+        ("", {"text_input": "Hi", "end_id": 3, "ignore_eos": True}, "inputs 'end_id' and 'ignore_eos'"),
+        ("", {"text_input": "Hi", "end_id": -1, "ignore_eos": False}, "inputs 'end_id' and 'ignore_eos'"),
+        ("", {"text_input": "Hi", "bad_words": ["", "x"]}, "input 'bad_words': expected nothing"),
+        ("", {"text_input": "Hi", "queue_timeout_s": math.nan}, "input 'queue_timeout_s': expected 0 or more"),
+        ("", {"text_input": "Hi", "messages": "[]"}, "exactly one of the inputs text_input, messages, input_ids"),
         ("", {"text_input": "Hi", "min_tokens": 5}, "input 'min_tokens': expected nothing"),
         ("", {"text_input": "Hi", "bad_words": ["x"]}, "input 'bad_words': expected nothing"),
         ("", {"text_input": "Hi", "queue_timeout_s": -1.0}, "input 'queue_timeout_s': expected 0 or more"),
@@ -122,6 +166,12 @@ def test_all_problems_come_in_one_error() -> None:
         read('{"max_tokenz": 3}', text_input="Hi", beam_width=2, top_k=1, sampling_param_top_k=2)
     for name in ("'max_tokenz'", "'beam_width'", "'top_k' and 'sampling_param_top_k'"):
         assert name in str(refusal.value)
+
+
+def test_a_long_wrong_value_is_shown_in_part() -> None:
+    with pytest.raises(RequestError) as refusal:
+        read(text_input="Hi", bad_words="x" * 10_000)
+    assert "xxx..." in str(refusal.value) and len(str(refusal.value)) < 300
 
 
 def test_stop_is_no_request_for_text() -> None:
