@@ -3,6 +3,10 @@ import math
 
 from safetensors.torch import load_file
 
+from dflash_trt.core.weight_spec import draft_weights
+from dflash_trt.engine_dir import EngineDir
+from tests.factories import make_speculators_drafter
+
 FULL = {"window": None, "is_causal": False, "is_window_anchored": False}
 
 
@@ -47,6 +51,38 @@ def test_text_says_what_a_person_asks(engine_dir, invoke) -> None:
         "built by: dflash-trt build",
     ):
         assert words in result.stdout
+
+
+def test_an_engine_that_has_no_room_here_is_described_and_says_so(engine_dir, invoke, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_trt.backends.page_budget.available_memory_bytes", lambda: 8)
+    result = invoke("inspect", engine_dir)
+    assert result.exit_code == 0
+    assert "K/V on this machine: K/V pages: expected room for one sequence of max_seq_len 96" in result.stdout
+
+
+def test_a_drafter_of_speculators_is_described_with_its_windows_and_vocabulary(target, tmp_path, invoke) -> None:
+    make_speculators_drafter(
+        tmp_path / "drafter",
+        target_dir=target,
+        draft_vocab_size=200,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=6,
+    )
+    words = ["--target", target, "--drafter", tmp_path / "drafter", "-o", tmp_path / "engine"]
+    assert invoke("build", *words).exit_code == 0
+    engine = EngineDir.open(tmp_path / "engine")
+    result = invoke("inspect", engine.path)
+    rows = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in result.stdout.splitlines()]
+    assert "vocabulary 272 200" in rows
+    assert any(row.startswith("0 ") and row.endswith("6 tokens before the anchor") for row in rows)
+    assert any(row.startswith("1 ") and row.endswith(" full") for row in rows)
+    assert engine.manifest.draft is not None
+    weights = draft_weights(engine.manifest.draft)
+    assert any(weight.is_integer for weight in weights.values())
+    report = json.loads(invoke("inspect", engine.path, "--json").stdout)
+    stored = load_file(engine.path / "rank0.safetensors")
+    own = [tensor for name, tensor in stored.items() if name.startswith("draft.")]
+    assert report["draft"]["num_parameters"] == sum(tensor.numel() for tensor in own if tensor.is_floating_point())
 
 
 def test_an_engine_without_a_drafter_is_described(target, tmp_path, invoke) -> None:

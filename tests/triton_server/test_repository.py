@@ -1,6 +1,7 @@
 """The model repository: what is written, what a check finds, and the text form of protocol buffers."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.servers.triton import repository
 from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
 from dflash_trt.servers.triton.pbtxt import Message, Word, read, write
 from dflash_trt.servers.triton.repository import Deployment, check_model, config_text, write_model
@@ -64,7 +67,10 @@ def test_a_foreign_model_is_not_touched(engine_dir, tmp_path) -> None:
         ("max_batch_size: 0", "max_batch_size: 8", "max_batch_size: expected 0 or 1, found 8"),
         ('key: "max_queue_len"', 'key: "max_queu_len"', "Did you mean 'max_queue_len'?"),
         ('string_value: "3"', 'string_value: "three"', "'max_queue_len': expected an integer, found 'three'"),
-        ('name: "text_output"\n', "", "output"),
+        ('name: "dflash"', 'name: "other"', "config.pbtxt name: expected dflash, found other"),
+        ('name: "text_output"', 'name: "text_outpud"', "output 'text_output': expected TYPE_STRING [1], found none"),
+        ("dims: [-1]", "dims: [1]", "input 'input_ids': expected TYPE_INT32 [-1] optional, found TYPE_INT32 [1]"),
+        ("input {", 'input {\n  name: "extra"\n}\ninput {', "input 'extra': expected none"),
         ("max_batch_size: 0", "max_batch_size 0", "line 4: expected ':' or '{', found 0"),
     ],
 )
@@ -89,25 +95,62 @@ def test_a_check_finds_missing_files_and_engines(engine_dir, tmp_path) -> None:
     assert "the model of this version" in str(found.value)
 
 
+def test_a_copied_engine_that_is_cut_or_another_is_replaced(engine_dir, tmp_path) -> None:
+    copy = write_model(tmp_path, deployment(engine_dir, copies_engine=True)) / "1" / "engine"
+    sound = {name: content for name, (content, _) in contents(copy).items()}
+    (copy / "config.json").unlink()
+    write_model(tmp_path, deployment(engine_dir, copies_engine=True))
+    assert {name: content for name, (content, _) in contents(copy).items()} == sound
+    target = make_target(tmp_path / "target")
+    other = build(tmp_path, tmp_path / "other", target=str(target))
+    write_model(tmp_path, deployment(other.path, copies_engine=True))
+    assert EngineDir.open(copy).manifest == other.manifest
+
+
+def test_a_check_looks_at_the_environment_and_at_the_engine_that_is_named(
+    engine_dir,
+    tmp_path,
+    invoke,  # noqa: F811
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(repository, "_ENVIRONMENT_PROBE", 'print(\'["2.4.6", "0.1"]\')')
+    words = ["deploy", "triton", engine_dir, "-o", tmp_path, "--environment", sys.prefix]
+    assert "expected version 1" in invoke(*words).stderr
+    ran = invoke(*words, "--accept-numpy-2")
+    assert "activated by the server" in ran.stdout
+    check = ["deploy", "triton", "-o", tmp_path, "--check"]
+    assert invoke(*check).exit_code == 0
+    assert f"{tmp_path / 'dflash'}: expected engine" in invoke(*check, tmp_path).stderr
+    monkeypatch.setattr(repository, "_ENVIRONMENT_PROBE", "import nothing_of_this_name")
+    assert "expected dflash-trt and numpy in it, found ModuleNotFoundError" in invoke(*check).stderr
+    assert invoke("deploy", "triton", engine_dir, "-o", tmp_path, "--model-name", "sound").exit_code == 0
+    assert invoke(*check, "--model-name", "sound").exit_code == 0, "the broken one beside it is not looked at"
+
+
 def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  # noqa: F811
-    repository = tmp_path / "models"
-    ran = invoke("deploy", "triton", engine_dir, "-o", repository, "--model-name", "ensemble", "--adaptive")
+    models = tmp_path / "models"
+    ran = invoke("deploy", "triton", engine_dir, "-o", models, "--model-name", "ensemble", "--adaptive")
     assert (ran.exit_code, "tritonserver --model-repository=" in ran.stdout) == (0, True)
-    ran = invoke("deploy", "triton", engine_dir, "-o", repository, "--check")
+    ran = invoke("deploy", "triton", engine_dir, "-o", models, "--check")
     assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
-    assert check_model(repository / "ensemble").adapts_draft_length
+    assert check_model(models / "ensemble").adapts_draft_length
     for words, said in (
-        (["-o", repository], "expected an ENGINE_DIR"),
+        (["-o", models], "expected an ENGINE_DIR"),
         (["-o", tmp_path / "empty", "--check"], "expected a model of dflash-trt"),
-        ([engine_dir, "-o", repository, "--gpus", "a"], "expected indices"),
-        ([engine_dir, "-o", repository, "--gpus", "0,0"], "expected different indices"),
-        ([engine_dir, "-o", repository, "--no-drafter", "--adaptive"], "use_drafter"),
-        ([engine_dir, "-o", repository, "--system", "x"], "Deploy with --chat"),
-        ([engine_dir, "-o", repository, "--environment", tmp_path], "expected a virtual environment"),
+        ([engine_dir, "-o", models, "--gpus", "a"], "expected indices"),
+        ([engine_dir, "-o", models, "--gpus", "0,0"], "expected different indices"),
+        ([engine_dir, "-o", models, "--gpus=-1"], "expected different indices"),
+        ([engine_dir, "-o", models, "--gpus", "0", "--instances", "2"], "instances: expected 1 or more on a CPU"),
+        ([engine_dir, "-o", models, "--instances", "0"], "instances: expected 1 or more on a CPU"),
+        ([engine_dir, "-o", models, "--model-name", "a/b"], "model name: expected a file name"),
+        ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "use_drafter"),
+        ([engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"], "use_drafter"),
+        ([engine_dir, "-o", models, "--system", "x"], "Deploy with --chat"),
+        ([engine_dir, "-o", models, "--environment", tmp_path], "expected a virtual environment"),
         ([engine_dir, "-o", tmp_path / "the models"], "model repository: expected a path without spaces"),
-        ([engine_dir, "-o", repository, "--model-name", "$(id)"], "model repository: expected a path without spaces"),
-        ([engine_dir, "-o", repository, "--environment", "$HOME"], "environment: expected a path without spaces"),
-        ([tmp_path, "-o", repository], "dflash-trt build"),
+        ([engine_dir, "-o", models, "--model-name", "$(id)"], "model repository: expected a path without spaces"),
+        ([engine_dir, "-o", models, "--environment", "$HOME"], "environment: expected a path without spaces"),
+        ([tmp_path, "-o", models], "dflash-trt build"),
     ):
         ran = invoke("deploy", "triton", *words)
         assert ran.exit_code in (1, 2), words
@@ -125,6 +168,37 @@ def test_settings_survive_as_parameters() -> None:
     )
     assert ModelSettings.from_parameters(settings.parameters()) == settings
     assert set(ModelSettings(engine_dir="/e").parameters()) == {"engine_dir"}
+
+
+def test_settings_out_of_range_are_refused_all_at_once() -> None:
+    wrong = {"max_queue_len": 0, "default_max_tokens": 0, "num_threads": 0, "num_draft_tokens": -1}
+    with pytest.raises(ConfigError, match="5 problems") as refusal:
+        ModelSettings(engine_dir="/e", drain_timeout_s=-1.0, **wrong)
+    for name in (*wrong, "drain_timeout_s"):
+        assert f"{name}: expected " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("use_drafter", "yes", "expected true or false, found 'yes'"),
+        ("drain_timeout_s", "soon", "expected a number, found 'soon'"),
+        ("drain_timeout_s", "nan", "drain_timeout_s: expected 0 or more, found nan"),
+        ("accepted_request_parameters", "a", "expected a JSON list of strings, found 'a'"),
+        ("accepted_request_parameters", "[1]", "expected a JSON list of strings, found '[1]'"),
+    ],
+)
+def test_a_parameter_of_another_type_is_refused_by_its_name(name: str, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ModelSettings.from_parameters({"engine_dir": "/e", name: text})
+    assert name in str(refusal.value) and said in str(refusal.value)
+
+
+def test_paths_of_a_config_are_absolute_or_of_the_version_directory(tmp_path, monkeypatch) -> None:
+    for engine_dir, found in (("engine", "/models/a/1/engine"), ("/e", "/e")):
+        assert str(ModelSettings(engine_dir=engine_dir).engine_path(Path("/models/a/1"))) == found
+    monkeypatch.chdir(tmp_path)
+    assert f'"{tmp_path}/environment"' in config_text(deployment(tmp_path, environment=Path("environment")))
 
 
 def test_the_config_is_what_triton_reads(engine_dir, tritonclient) -> None:

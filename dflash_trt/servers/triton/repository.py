@@ -97,7 +97,7 @@ def config_text(deployment: Deployment) -> str:
     parameters = deployment.settings.parameters()
     if deployment.environment is not None:
         parameters[ENVIRONMENT_PARAMETER] = str(deployment.environment.resolve())
-    group: list[tuple[str, Value]] = [("count", 1 if deployment.gpus else deployment.num_instances)]
+    group: list[tuple[str, Value]] = [("count", deployment.num_instances)]
     group.append(("kind", Word("KIND_GPU" if deployment.gpus else "KIND_CPU")))
     if deployment.gpus:
         group.append(("gpus", list(deployment.gpus)))
