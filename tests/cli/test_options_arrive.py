@@ -232,6 +232,20 @@ def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
     assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd()}
 
 
+def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_runs(
+    invoke, monkeypatch, tmp_path
+) -> None:
+    checker = recorded(monkeypatch, "dflash_trt.compile.tensorrt_check", "check_config")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "pair.yaml").write_text("target: other\ndrafter: d\nbackend: tensorrt\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["configs/pair.yaml", "--target", "t", "--plugin-library", "p", "--check"]
+    assert invoke("build", *words).stderr == "error: recorded\n"
+    config = checker.arguments["config"]
+    assert (config.target, config.plugin_library) == (str(tmp_path / "t"), str(tmp_path / "p"))
+    assert (config.drafter, checker.arguments["base_dir"]) == ("d", tmp_path / "configs")
+
+
 def test_no_option_of_build_is_left_out_here() -> None:
     cases = ([*BUILD, "--tp-size", "2", "-o", "out", "--overwrite"], [*TENSORRT, "--check"])
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
