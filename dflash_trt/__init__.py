@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RuntimeConfig", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from dflash_trt.core.request import SamplingParams
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.serving.llm import LLM
 
 
@@ -19,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from dflash_trt.core.request import SamplingParams
 
         return SamplingParams
+    if name == "RuntimeConfig":
+        from dflash_trt.core.runtime_config import RuntimeConfig
+
+        return RuntimeConfig
     if name == "LLM":
         from dflash_trt.serving.llm import LLM
 

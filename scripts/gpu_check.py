@@ -15,6 +15,7 @@ from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.quantization import PageChoice
+from dflash_trt.core.runtime_config import RuntimeConfig
 
 PAGES: dict[PageChoice, str] = {"none": "pages of float32", "fp8": "FP8 pages"}
 DEMO = Path(__file__).resolve().parents[1] / "dflash_trt" / "demo"
@@ -56,8 +57,8 @@ def check(library: Path | None, pages: PageChoice, console: Console) -> list[Fin
             )
         record = engines["tensorrt"].manifest.tensorrt
         assert record is not None
-        reference = TorchExecutor.open(engines["torch"], kv_cache_bytes=1 << 28)
-        engine = TensorRTExecutor.open(engines["tensorrt"], kv_cache_bytes=1 << 28)
+        reference = TorchExecutor.open(engines["torch"], RuntimeConfig(kv_cache_bytes=1 << 28))
+        engine = TensorRTExecutor.open(engines["tensorrt"], RuntimeConfig(kv_cache_bytes=1 << 28))
         built = f"TensorRT {record.tensorrt_version} on {record.gpu_name}, {record.num_layers} layers, {record.plugins}"
         opened = Finding(name="build, open, inputs and outputs", has_passed=True, detail=built)
         vocab_size = engines["torch"].manifest.target.vocab_size

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt import LLM, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.servers.triton.repository import Deployment, write_model
 from dflash_trt.servers.triton.settings import ModelSettings
 from scripts.train_demo.prompts import held_out_prompts
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     told = parser.parse_args()
-    with serving(told.engine, num_threads=told.num_threads, reuses_prefixes=not told.benchmark) as server:
+    with serving(told.engine, num_threads=told.num_threads, enable_prefix_caching=not told.benchmark) as server:
         if told.benchmark:
             benchmark(server, told.engine, told.streams, told.rounds, told.max_tokens, told.num_threads)
         elif told.aiperf:
@@ -54,8 +55,11 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def serving(engine: Path, *, num_threads: int, reuses_prefixes: bool) -> Iterator[ServerProcess]:
-    settings = ModelSettings(engine_dir=str(engine), num_threads=num_threads, reuses_prefixes=reuses_prefixes)
+def serving(engine: Path, *, num_threads: int, enable_prefix_caching: bool) -> Iterator[ServerProcess]:
+    settings = ModelSettings(
+        engine_dir=str(engine),
+        runtime=RuntimeConfig(num_threads=num_threads, enable_prefix_caching=enable_prefix_caching),
+    )
     deployment = Deployment(model_name=MODEL, settings=settings, environment=INSTALLATION / "environment")
     repository = ROOT / "build" / "models"
     write_model(repository, deployment)
@@ -107,7 +111,7 @@ def benchmark(
     sampling = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
     num_tokens = num_streams * max_tokens
     rounds = []
-    with LLM(engine, num_threads=num_threads, reuses_prefixes=False) as llm:
+    with LLM(engine, num_threads=num_threads, enable_prefix_caching=False) as llm:
         for round_index in range(num_rounds + 1):
             started, cpu = time.perf_counter(), time.process_time()
             outputs = llm.generate(prompts, [sampling] * num_streams)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash_trt.core.errors import CapacityError, ConfigError, problem
+from dflash_trt.core.errors import CapacityError, problem
 from dflash_trt.core.host_resources import available_memory_bytes
 from dflash_trt.core.state_spec import EngineStates
 
 if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineManifest
 
 DEFAULT_FREE_MEMORY_FRACTION = 0.5  # of a CPU's free memory; other programs live there too
@@ -59,65 +60,36 @@ class PagePlan:
 
 def plan_engine_pages(
     manifest: EngineManifest,
+    config: RuntimeConfig,
     *,
-    use_drafter: bool = True,
-    kv_cache_bytes: int | None = None,
-    kv_cache_free_memory_fraction: float | None = None,
     free_bytes: Callable[[], int] | None = None,
     default_fraction: float = DEFAULT_FREE_MEMORY_FRACTION,
     num_pools: int = 1,
 ) -> PagePlan:
-    """The pages that each rank of an engine gets on this machine: so many bytes, or a fraction of the free memory.
+    """The pages that each rank of an engine gets on this machine, from the K/V budget of `config`.
 
     `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. `num_pools`
     share the memory, each as large as the plan.
 
     Raises:
-        ConfigError: both are given, or the fraction is not in (0, 1].
         CapacityError: the pages of one max_seq_len sequence do not fit.
     """
-    config, build = manifest.pretrained_config, manifest.build_config
+    model, build = manifest.pretrained_config, manifest.build_config
+    num_ranks = model.mapping.world_size
 
     def share_of_host() -> int:
-        return available_memory_bytes() // config.mapping.world_size
+        return available_memory_bytes() // num_ranks
 
+    fraction = config.kv_cache_free_memory_fraction or default_fraction
+    budget_bytes = config.kv_cache_bytes or int((free_bytes or share_of_host)() * fraction)
     return plan_pages(
-        config.states(has_drafter=use_drafter),
-        num_ranks=config.mapping.world_size,
+        model.states(has_drafter=config.use_drafter),
+        num_ranks=num_ranks,
         page_size=build.page_size,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
-        budget_bytes=_budget_bytes(
-            kv_cache_bytes, kv_cache_free_memory_fraction, free_bytes or share_of_host, default_fraction
-        )
-        // num_pools,
+        budget_bytes=budget_bytes // num_pools,
     )
-
-
-def _budget_bytes(
-    kv_cache_bytes: int | None, fraction: float | None, free_bytes: Callable[[], int], default_fraction: float
-) -> int:
-    if kv_cache_bytes is not None and fraction is not None:
-        raise ConfigError(
-            problem(
-                "K/V memory",
-                expected="kv_cache_bytes or kv_cache_free_memory_fraction",
-                found="both",
-                mend="Leave one of them out.",
-            )
-        )
-    if kv_cache_bytes is not None:
-        return kv_cache_bytes
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ConfigError(
-            problem(
-                "kv_cache_free_memory_fraction",
-                expected="a number in (0, 1]",
-                found=str(fraction),
-                mend="Pass the part of the free memory that K/V pages may take, for example 0.5.",
-            )
-        )
-    return int(free_bytes() * (default_fraction if fraction is None else fraction))
 
 
 def plan_pages(

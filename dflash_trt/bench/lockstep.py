@@ -18,14 +18,15 @@ from dflash_trt.bench.throughput import Work, mixed_work
 from dflash_trt.core.acceptance import acceptance_length
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepExecutor, StepResult
 from dflash_trt.core.request import GenerationOutput, Request
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.opening import open_executor
+from dflash_trt.executor.opening import checked_draft_length, max_draft_len, open_executor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
-from dflash_trt.serving.llm import checked_draft_length, max_draft_len, open_codec
+from dflash_trt.serving.llm import open_codec
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.stream import RequestStream
 
@@ -75,12 +76,13 @@ def compare_policies(
     num_rounds: int,
     requests_per_client: int,
     max_new_tokens: int,
-    num_threads: int | None,
+    config: RuntimeConfig,
     progress: Callable[[str], None],
 ) -> list[PolicyReport]:
     """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up.
 
-    Without `fixed_lengths`: 0, 2, 3, 4 and the engine's most, as far as it drafts that many.
+    Without `fixed_lengths`: 0, 2, 3, 4 and the engine's most, as far as it drafts that many. Of `config`, device,
+    threads and K/V memory count.
 
     Raises:
         ConfigError: the engine cannot draft that many.
@@ -90,7 +92,7 @@ def compare_policies(
     lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
     fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
     draft_lens = (*fixed.values(), *AdaptiveDraftLength(most).lengths)
-    with closing(open_executor(engine, num_threads=num_threads, draft_lens=draft_lens)) as executor:
+    with closing(open_executor(engine, config, draft_lens=draft_lens)) as executor:
         reader = prompt_reader(engine)
         reports = []
         for concurrency in concurrencies:
@@ -139,12 +141,12 @@ class Lockstep:
         *,
         in_whole_batches: Collection[str] = (),
     ) -> None:
-        """Prefix reuse is off: a second run must not be cheaper than the first.
+        """Prefix caching is off: a second run must not be cheaper than the first.
 
         A side of `in_whole_batches` begins its next requests when the last of the ones before has ended.
         """
         num_pages = executor.limits.num_pages // len(policies)
-        config = SchedulerConfig(reuses_prefixes=False)
+        config = SchedulerConfig(enable_prefix_caching=False)
         self._sides = {}
         for index, (name, policy) in enumerate(policies.items()):
             share = _Share(executor, first_page=index * num_pages, num_pages=num_pages)
@@ -215,7 +217,7 @@ class _Side:
         )
 
     def close(self) -> None:
-        self._loop.shutdown()
+        self._loop.close()
 
     def _finish(self, output: GenerationOutput) -> None:
         self._outputs.append(output)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from dflash_trt.bench.lockstep import Lockstep, prompt_reader
 from dflash_trt.bench.throughput import LoadReport, Work, mixed_work, run_in_flight
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.opening import open_executor
+from dflash_trt.executor.opening import max_draft_len, open_executor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.serving.llm import LLM, max_draft_len
+from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
 
 Progress = Callable[[str], None]
@@ -38,18 +39,22 @@ def sweep(
     engine_dir: Path,
     prompts: Sequence[Prompt],
     *,
+    config: RuntimeConfig,
     concurrencies: Sequence[int],
     num_rounds: int,
     requests_per_client: int,
     max_new_tokens: int,
     progress: Progress,
 ) -> list[ConcurrencyReport]:
-    """One more round than `num_rounds` warms up. All sides draft adaptively and keep what they learn."""
+    """One more round than `num_rounds` warms up. All sides draft adaptively and keep what they learn.
+
+    Of `config`, device, threads and K/V memory count.
+    """
     reports = []
     for concurrency in concurrencies:
         work = mixed_work(prompts, concurrency * requests_per_client, max_new_tokens)
-        ratios = _batching(engine_dir, work, concurrency, num_rounds, progress)
-        plain, overlapped = _loops(engine_dir, work, concurrency, num_rounds, progress)
+        ratios = _batching(engine_dir, config, work, concurrency, num_rounds, progress)
+        plain, overlapped = _loops(engine_dir, config, work, concurrency, num_rounds, progress)
         speeds = [(a.output_tok_per_s, b.output_tok_per_s) for a, b in zip(plain, overlapped, strict=True)]
         reports.append(
             ConcurrencyReport(
@@ -66,7 +71,12 @@ def sweep(
 
 
 def _batching(
-    engine_dir: Path, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
+    engine_dir: Path,
+    config: RuntimeConfig,
+    work: Sequence[Work],
+    concurrency: int,
+    num_rounds: int,
+    progress: Progress,
 ) -> tuple[float, ...]:
     """In-flight over whole batches by round, in lockstep over one executor."""
     engine = EngineDir.open(engine_dir)
@@ -74,7 +84,7 @@ def _batching(
     with ExitStack() as stack:
         policies = {name: AdaptiveDraftLength(max_draft_len(engine)) for name in (_IN_FLIGHT, _WHOLE)}
         draft_lens = policies[_WHOLE].lengths
-        executor = stack.enter_context(closing(open_executor(engine, draft_lens=draft_lens)))
+        executor = stack.enter_context(closing(open_executor(engine, config, draft_lens=draft_lens)))
         sides = stack.enter_context(
             closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE}))
         )
@@ -87,19 +97,24 @@ def _batching(
 
 
 def _loops(
-    engine_dir: Path, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
+    engine_dir: Path,
+    config: RuntimeConfig,
+    work: Sequence[Work],
+    concurrency: int,
+    num_rounds: int,
+    progress: Progress,
 ) -> tuple[list[LoadReport], list[LoadReport]]:
     """The plain and the overlapped loop, each opened for its turn alone: idle threads of the other would disturb it.
 
-    Prefix reuse is off: a second round must not be cheaper than the first.
+    Prefix caching is off: a second round must not be cheaper than the first.
     """
-    with LLM(engine_dir) as engine:
-        most = engine.limits.max_draft_len
+    most = max_draft_len(EngineDir.open(engine_dir))
     policies = {False: AdaptiveDraftLength(most), True: AdaptiveDraftLength(most)}
     runs: dict[bool, list[LoadReport]] = {False: [], True: []}
     for index in range(num_rounds + 1):
         for overlaps, policy in policies.items():
-            with LLM(engine_dir, draft_length=policy, reuses_prefixes=False, overlaps_steps=overlaps) as engine:
+            settings = config.replaced(enable_prefix_caching=False, overlap_scheduling=overlaps)
+            with LLM(engine_dir, settings, draft_length=policy) as engine:
                 runs[overlaps].append(run_in_flight(engine, work, concurrency=concurrency))
         speeds = {"plain loop": runs[False][-1].output_tok_per_s, "overlapped loop": runs[True][-1].output_tok_per_s}
         progress(_line(concurrency, index, speeds))

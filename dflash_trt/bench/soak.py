@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.stream import RequestStream
 
@@ -56,7 +57,7 @@ def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
     sender.join()
     _wait_until_idle(llm, traffic.drain_timeout_s)
     llm.check_integrity()
-    statistics = llm.statistics.scheduler
+    statistics = _counts(llm)
     outcomes = sender.outcomes
     assert outcomes.total() == sender.num_sent, f"{sender.num_sent} requests sent, {outcomes.total()} accounted for"
     assert statistics.num_pages_in_use_now == 0, f"{statistics.num_pages_in_use_now} pages leaked"
@@ -149,9 +150,15 @@ class _Sender:
         )
 
 
+def _counts(llm: Generator) -> SchedulerStatistics:
+    counts = llm.statistics.scheduler
+    assert counts is not None, "a soak is of our own scheduler"
+    return counts
+
+
 def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
     """Forgotten requests end a moment after the last reader."""
     end_s = time.monotonic() + timeout_s
-    while (now := llm.statistics.scheduler).num_running_now + now.num_waiting_now + now.num_parked_now:
+    while (now := _counts(llm)).num_running_now + now.num_waiting_now + now.num_parked_now:
         assert time.monotonic() < end_s, f"the engine does not come to rest: {now}"
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from pathlib import Path
 from dflash_trt.bench.distinct import distinct_fraction
 from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
 from dflash_trt.core.request import GenerationOutput, SamplingParams
-from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.prompts import Prompt
 
@@ -46,23 +46,24 @@ def compare(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
-    num_draft_tokens: int | None,
+    config: RuntimeConfig,
     concurrency: int,
     num_rounds: int,
     progress: Callable[[str], None],
 ) -> SpeculationReport:
     """Run every prompt with and without the drafter, `num_rounds` times each, after one round that is not counted.
 
-    Each side is opened for its turn alone, so that neither has idle threads of the other beside it. Prefix reuse is
+    Each side is opened for its turn alone, so that neither has idle threads of the other beside it. Prefix caching is
     off: nothing may be cheaper for having been asked before.
     """
-    no_reuse = SchedulerConfig(reuses_prefixes=False)
+    drafted = config.replaced(enable_prefix_caching=False)
+    undrafted = drafted.replaced(use_drafter=False, num_draft_tokens=None, adaptive_draft_length=False)
     speeds: list[tuple[float, float]] = []
     for round_index in range(num_rounds + 1):
-        with LLM(engine_dir, use_drafter=False, scheduler_config=no_reuse) as plain:
+        with LLM(engine_dir, undrafted) as plain:
             expected, plain_speed = _run(plain, prompts, sampling, concurrency)
-        with LLM(engine_dir, num_draft_tokens=num_draft_tokens, scheduler_config=no_reuse) as speculative:
-            num_drafts = speculative.limits.max_draft_len if num_draft_tokens is None else num_draft_tokens
+        with LLM(engine_dir, drafted) as speculative:
+            num_drafts = speculative.config.num_draft_tokens or 0
             outputs, speculative_speed = _run(speculative, prompts, sampling, concurrency)
         progress(f"round {round_index}: {plain_speed:.0f} tok/s plain, {speculative_speed:.0f} tok/s speculative")
         if round_index:

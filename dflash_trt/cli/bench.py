@@ -9,14 +9,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.runtime_config import KV_BUDGET
 
 if TYPE_CHECKING:
     from dflash_trt.bench.lockstep import PolicyReport
     from dflash_trt.bench.serving_sweep import ConcurrencyReport
     from dflash_trt.bench.speculation import SpeculationReport
     from dflash_trt.serving.prompts import Prompt
+
+# Rounds are greedy, under a closed load, and must not profit from the ones before.
+_FIXED_BY_ROUNDS = ("enable_prefix_caching", "max_queue_len", "seed")
+_FIXED_BY_COMPARISONS = (
+    *_FIXED_BY_ROUNDS,
+    "use_drafter",
+    "num_draft_tokens",
+    "adaptive_draft_length",
+    "overlap_scheduling",
+)
+_FIXED_BY_SOAK = (*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
+_SOAK_QUEUE_LEN = 64
 
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
@@ -36,18 +50,18 @@ def bench() -> None:
 @_ENGINE
 @_INPUT
 @click.option("--max-new-tokens", default=128, show_default=True)
-@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told.")
 @click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
 @click.option("--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up.")
+@runtime_options(without=[*_FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
 @_JSON
 def speedup(
     engine_dir: Path,
     input_file: Path,
     max_new_tokens: int,
-    num_draft_tokens: int | None,
     concurrency: int,
     rounds: int,
     as_json: bool,
+    **runtime: Any,
 ) -> None:
     """Run the same prompts with and without the drafter, in alternating rounds of one process, greedily.
 
@@ -60,7 +74,7 @@ def speedup(
         engine_dir,
         _prompts(input_file),
         SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-        num_draft_tokens=num_draft_tokens,
+        config=runtime_from_options(runtime),
         concurrency=concurrency,
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
@@ -94,6 +108,7 @@ _ROUNDS = click.option(
 @_LONGEST
 @_PER_CLIENT
 @_ROUNDS
+@runtime_options(without=_FIXED_BY_COMPARISONS)
 @_JSON
 def serving(
     engine_dir: Path,
@@ -103,6 +118,7 @@ def serving(
     requests_per_client: int,
     rounds: int,
     as_json: bool,
+    **runtime: Any,
 ) -> None:
     """A closed load of so many clients: in-flight against whole batches, the overlapped loop against the plain one.
 
@@ -113,6 +129,7 @@ def serving(
     reports = sweep(
         engine_dir,
         _prompts(input_file),
+        config=runtime_from_options(runtime),
         concurrencies=concurrencies,
         num_rounds=rounds,
         requests_per_client=requests_per_client,
@@ -137,7 +154,7 @@ def serving(
 @_LONGEST
 @_PER_CLIENT
 @_ROUNDS
-@click.option("--num-threads", type=_POSITIVE, help="CPU threads of a step, per rank; PyTorch's default unless told.")
+@runtime_options(without=_FIXED_BY_COMPARISONS)
 @_JSON
 def draft_length(
     engine_dir: Path,
@@ -147,8 +164,8 @@ def draft_length(
     max_new_tokens: int,
     requests_per_client: int,
     rounds: int,
-    num_threads: int | None,
     as_json: bool,
+    **runtime: Any,
 ) -> None:
     """A closed load of so many clients on every policy at once, step by step in turn.
 
@@ -165,7 +182,7 @@ def draft_length(
         num_rounds=rounds,
         requests_per_client=requests_per_client,
         max_new_tokens=max_new_tokens,
-        num_threads=num_threads,
+        config=runtime_from_options(runtime),
         progress=lambda line: click.echo(line, err=True),
     )
     _print_all(reports, _policies_line, as_json=as_json)
@@ -174,28 +191,28 @@ def draft_length(
 @bench.command(short_help="Random traffic; nothing may be lost.")
 @_ENGINE
 @click.option("--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the traffic.")
+@runtime_options(without=_FIXED_BY_SOAK)
 @_JSON
-def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool) -> None:
+def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtime: Any) -> None:
     """Random arrivals, cancellations, slow and dead readers. Fails when a page or a request is lost.
 
-    The K/V memory is kept small, so that requests are preempted and prefixes evicted.
+    The K/V memory is kept small, so that requests are preempted and prefixes evicted. Drafting is adaptive.
     """
     from dflash_trt.bench.soak import Traffic
     from dflash_trt.bench.soak import soak as run_soak
-    from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-    from dflash_trt.scheduler.config import SchedulerConfig
     from dflash_trt.serving.llm import LLM
 
-    with LLM(engine_dir) as probe:
-        manifest, plan = probe.engine.manifest, probe.page_plan
-    with LLM(
-        engine_dir,
+    config = runtime_from_options(runtime)
+    with LLM(engine_dir, config) as probe:
+        vocab_size, plan = probe.engine.manifest.target.vocab_size, probe.page_plan
+    small = config.replaced(
         kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
-        draft_length=AdaptiveDraftLength(manifest.build_config.max_draft_len),
-        scheduler_config=SchedulerConfig(max_queue_len=64),
-    ) as llm:
-        report = run_soak(llm, manifest.target.vocab_size, Traffic(duration_s=duration_s, seed=seed))
+        adaptive_draft_length=config.use_drafter,
+        max_queue_len=_SOAK_QUEUE_LEN,
+    )
+    with LLM(engine_dir, small) as llm:
+        report = run_soak(llm, vocab_size, Traffic(duration_s=duration_s, seed=seed))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
         return

@@ -6,22 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, problem
 
 if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
 
 _SETTINGS = (
-    click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding."),
-    click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told."),
-    click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance."),
-    click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token."),
-    click.option("--overlap", is_flag=True, help="Plan each step while the one before it runs."),
-    click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together."),
-    click.option("--kv-cache-free-memory-fraction", type=float, help="The same as a part of free memory."),
-    click.option("--num-threads", type=int, help="PyTorch's threads on a CPU, per instance."),
-    click.option("--seed", type=int, help="Draws the seeds of requests without one reproducibly, in order of arrival."),
-    click.option("--max-queue-len", type=int, help="Waiting requests beyond which more are refused."),
+    runtime_options(without=["device"]),  # an instance's device is that of its group: --gpus, or the CPU
     click.option("--default-max-tokens", type=int, default=128, show_default=True, help="For requests that say none."),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
     click.option("--system", metavar="TEXT", help="System message of these conversations."),
@@ -129,16 +121,7 @@ def _deployment(engine_dir: Path, options: dict[str, Any]) -> "Deployment":
 
     settings = ModelSettings(
         engine_dir=str(engine_dir),
-        use_drafter=not options["no_drafter"],
-        num_draft_tokens=options["num_draft_tokens"],
-        adapts_draft_length=options["adaptive"],
-        reuses_prefixes=not options["no_prefix_reuse"],
-        overlaps_steps=options["overlap"],
-        kv_cache_bytes=options["kv_cache_bytes"],
-        kv_cache_free_memory_fraction=options["kv_cache_free_memory_fraction"],
-        num_threads=options["num_threads"],
-        seed=options["seed"],
-        max_queue_len=options["max_queue_len"],
+        runtime=runtime_from_options(options),
         default_max_tokens=options["default_max_tokens"],
         wraps_in_chat=options["chat"],
         system=options["system"],

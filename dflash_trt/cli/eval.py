@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
@@ -32,6 +34,7 @@ _MAX_LISTED = 5
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
+@runtime_options(without=["seed"])  # texts are greedy
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:
@@ -43,10 +46,11 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     """
     from dflash_trt.engine_dir import EngineDir
 
+    config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
     jobs = _read_jobs(options["prompts"], options["num_prompts"], options["max_new_tokens"])
-    comparison = _measure(engines, jobs)
+    comparison = _measure(engines, jobs, config)
     gates = _gates(comparison, options)
     report = {
         "candidate": str(engine_dir),
@@ -94,10 +98,10 @@ def _read_jobs(path: Path, num_prompts: int | None, max_new_tokens: int) -> list
     return jobs
 
 
-def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job]) -> "Comparison":
+def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: RuntimeConfig) -> "Comparison":
     from dflash_trt.bench.comparison import compare
 
-    outputs = {name: _generate(engine, jobs) for name, engine in engines.items()}
+    outputs = {name: _generate(engine, jobs, config) for name, engine in engines.items()}
     prompts = _token_ids(engines["baseline"], jobs)
     click.echo("scoring ...", err=True)
     with ExitStack() as stack:
@@ -105,18 +109,18 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job]) -> "Compariso
             prompts,
             outputs["baseline"],
             outputs["candidate"],
-            baseline_logits=_logits_of(engines["baseline"], stack),
-            candidate_logits=_logits_of(engines["candidate"], stack),
+            baseline_logits=_logits_of(engines["baseline"], config, stack),
+            candidate_logits=_logits_of(engines["candidate"], config, stack),
         )
 
 
-def _generate(engine: "EngineDir", jobs: Sequence[Job]) -> list[GenerationOutput]:
+def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> list[GenerationOutput]:
     """Greedy texts. A prompt that cannot run spoils the comparison, so it is an error."""
     from dflash_trt.serving.llm import LLM
 
     click.echo(f"generating with {engine.path} ...", err=True)
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM(engine.path))
+        llm = stack.enter_context(LLM(engine.path, config))
         outputs = llm.generate([job.prompt for job in jobs], [_greedy(job) for job in jobs])
     errors = [
         f"{job.row_id}: {output.error}" for job, output in zip(jobs, outputs, strict=True) if output.error is not None
@@ -137,11 +141,12 @@ def _token_ids(engine: "EngineDir", jobs: Sequence[Job]) -> list[list[int]]:
     return [list(reader.read(job.prompt)) for job in jobs]
 
 
-def _logits_of(engine: "EngineDir", stack: ExitStack) -> "LogitsOf":
+def _logits_of(engine: "EngineDir", config: RuntimeConfig, stack: ExitStack) -> "LogitsOf":
     """On the device that generated; the stack closes it."""
     from dflash_trt.executor.opening import open_executor
 
-    executor = open_executor(engine, use_drafter=False)
+    target_alone = config.replaced(use_drafter=False, num_draft_tokens=None, adaptive_draft_length=False)
+    executor = open_executor(engine, target_alone)
     stack.callback(executor.close)
     target_logits = getattr(executor, "target_logits", None)
     if target_logits is None:

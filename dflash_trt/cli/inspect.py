@@ -88,9 +88,10 @@ def _page_plan(engine: "EngineDir") -> str:
     """What `run` would get on this machine at this moment, or why nothing fits."""
     from dflash_trt.backends.page_budget import plan_engine_pages
     from dflash_trt.core.errors import CapacityError
+    from dflash_trt.core.runtime_config import RuntimeConfig
 
     try:
-        return str(plan_engine_pages(engine.manifest))
+        return str(plan_engine_pages(engine.manifest, RuntimeConfig()))
     except CapacityError as error:
         return str(error)
 

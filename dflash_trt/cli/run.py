@@ -20,6 +20,7 @@ from dflash_trt.cli.prompts import InputRow, Job, Refusal
 from dflash_trt.cli.report import RunSummary, summarize, summary_lines
 from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
 from dflash_trt.cli.run_options import RunOptions
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options, settings_line
 from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, sampling_from_options, sampling_options
 from dflash_trt.core.request import GenerationOutput
 
@@ -45,23 +46,7 @@ Emit = Callable[[int, GenerationOutput | None], None]
     metavar="JSON",
     help="""Variables of the chat template for every conversation, such as '{"enable_thinking": false}'.""",
 )
-@click.option("--num-draft-tokens", type=int, metavar="K", help="Drafts per step; the engine's most unless told.")
-@click.option("--adaptive", is_flag=True, help="Choose K step by step, from measured speed and acceptance.")
-@click.option("--no-drafter", is_flag=True, help="Plain autoregressive decoding of the same engine.")
-@click.option("--no-prefix-reuse", is_flag=True, help="Compute every prompt from its first token.")
-@click.option("--kv-cache-bytes", type=int, help="Memory for K/V pages, target and drafter together, on each rank.")
-@click.option(
-    "--kv-cache-free-memory-fraction",
-    type=float,
-    help="The same as a part of free memory.  [default: 0.5; on a GPU 0.8]",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where an engine of the torch backend runs; auto: the GPU where there is one.",
-)
+@runtime_options(without=["seed"])  # --seed is the sampling seed of every row
 @click.option("--stream", is_flag=True, help="Print text as it comes; for one prompt.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary and results as one JSON object.")
 @sampling_options
@@ -78,7 +63,8 @@ def run(context: click.Context, /, **options: Any) -> None:
     crash or a full disk the same command with --resume runs the rows that have no result.
     """
     sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_FIELDS})
-    told = RunOptions(**options, sampling=sampling)
+    runtime = runtime_from_options(options)
+    told = RunOptions(**options, sampling=sampling, runtime=runtime)
     told.check()
     rows = told.read_rows()
     summary, failures = _run(told, rows)
@@ -103,10 +89,11 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
             num_refused=sum(isinstance(row, Refusal) for row in rows),
             load_time_s=load_time_s,
             wall_time_s=time.monotonic() - started,
-            max_draft_tokens=_max_draft_tokens(llm, options),
+            max_draft_tokens=llm.config.num_draft_tokens or 0,
         )
     if options.as_json:
         document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}
+        document["settings"] = llm.config.model_dump()
         if options.resume:
             document["num_rows_kept"] = len(sink.finished)
         if options.output_file is None:
@@ -180,17 +167,9 @@ def _engine_sha256(path: Path) -> str:
 def _open_engine(options: RunOptions) -> "LLM":
     from dflash_trt.serving.llm import LLM
 
-    llm = LLM(
-        options.engine_dir,
-        use_drafter=not options.no_drafter,
-        num_draft_tokens=options.num_draft_tokens,
-        adapts_draft_length=options.adaptive,
-        reuses_prefixes=not options.no_prefix_reuse,
-        kv_cache_bytes=options.kv_cache_bytes,
-        kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
-        device=options.device,
-    )
+    llm = LLM(options.engine_dir, options.runtime)
     if not options.as_json:
+        click.echo(settings_line(llm.config), err=True)
         click.echo(f"K/V: {llm.page_plan}", err=True)
     return llm
 
@@ -259,12 +238,6 @@ def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[Gene
             bar.update(task, advance=1, speed=f"{num_tokens / (time.monotonic() - started):.0f} tok/s")
 
         yield advance
-
-
-def _max_draft_tokens(llm: "LLM", options: RunOptions) -> int:
-    if options.num_draft_tokens is not None:
-        return options.num_draft_tokens
-    return llm.limits.max_draft_len  # 0 without a drafter
 
 
 def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:

@@ -6,20 +6,21 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 STDIN_NAME = Path("-")
 _NOT_OF_TEXTS = ("engine_dir", "prompts", "input_file", "output_file", "resume", "trace", "stream", "as_json")
-_SIZES = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
+_RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """The command line of `run`, but for its sampling options, which are in `sampling`."""
+    """The command line of `run`; its sampling options are in `sampling`, those of the engine in `runtime`."""
 
     engine_dir: Path
     prompts: tuple[str, ...]
@@ -30,16 +31,10 @@ class RunOptions:
     chat: bool
     system: str | None
     chat_template_kwargs: str | None
-    num_draft_tokens: int | None
-    adaptive: bool
-    no_drafter: bool
-    no_prefix_reuse: bool
-    kv_cache_bytes: int | None
-    kv_cache_free_memory_fraction: float | None
-    device: Literal["auto", "cpu", "cuda"]
     stream: bool
     as_json: bool
     sampling: SamplingParams
+    runtime: RuntimeConfig
 
     @property
     def prints_text(self) -> bool:
@@ -55,11 +50,11 @@ class RunOptions:
     def text_settings(self) -> dict[str, Any]:
         """What texts depend on, but for the rows and the engine's contents; `--resume` compares it."""
         settings = asdict(self)
-        sampling = settings.pop("sampling")
-        for name in (*_NOT_OF_TEXTS, *_SIZES):
+        settings |= settings.pop("sampling") | self.runtime.model_dump(exclude=_RUNTIME_NOT_OF_TEXTS)
+        for name in (*_NOT_OF_TEXTS, "runtime"):
             del settings[name]
         # As JSON has it, so that it equals what is read again.
-        fields: dict[str, Any] = json.loads(json.dumps(settings | sampling | {"trace": self.trace is not None}))
+        fields: dict[str, Any] = json.loads(json.dumps(settings | {"trace": self.trace is not None}))
         return fields
 
     def check(self) -> None:
@@ -81,13 +76,6 @@ class RunOptions:
                 "--output-file with a regular file",
                 "Add it, or leave --resume out.",
             ),
-            (
-                self.no_drafter and self.num_draft_tokens is not None,
-                "--no-drafter",
-                "no --num-draft-tokens",
-                "Pass one of them.",
-            ),
-            (self.no_drafter and self.adaptive, "--no-drafter", "no --adaptive", "Pass one of them."),
             (
                 self.system is not None and not self.chat and self.input_file is None,
                 "--system",
@@ -112,9 +100,6 @@ class RunOptions:
             for is_conflict, name, expected, mend in conflicts
             if is_conflict
         ]
-        if self.num_draft_tokens is not None and self.num_draft_tokens < 0:
-            found = str(self.num_draft_tokens)
-            problems.append(problem("--num-draft-tokens", expected="0 or more", found=found, mend="Correct it."))
         try:
             _parsed_kwargs(self.chat_template_kwargs)
         except RequestError as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dflash_trt.core.batch import StepExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError, problem, raise_all
+from dflash_trt.core.runtime_config import Device, RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
-Device = Literal["auto", "cpu", "cuda"]
 FP8_CAPABILITY = (8, 9)  # of a GPU: the first for which Triton converts FP8
 
 
@@ -29,80 +29,90 @@ class EngineExecutor(StepExecutor, Protocol):
 
 
 def open_executor(
-    engine: EngineDir,
-    *,
-    use_drafter: bool = True,
-    kv_cache_bytes: int | None = None,
-    kv_cache_free_memory_fraction: float | None = None,
-    num_threads: int | None = None,
-    device: Device = "auto",
-    draft_lens: Sequence[int] | None = None,
+    engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None
 ) -> EngineExecutor:
     """Rank 0, ready to step, with a process for each other rank of the engine, which `close` ends.
 
-    `num_threads` and `device` are the torch backend's; "auto" is the GPU where there is one. With several ranks,
-    threads and memory are those of each: by default the ranks share the cores, and on a CPU the memory, evenly. Cores
-    and memory are what affinity and cgroups leave of the host's. `draft_lens` are the K that steps will have: a GPU
-    compiles and captures them now. None: the engine's largest.
+    With several ranks, threads and memory are those of each: by default the ranks share the cores, and on a CPU the
+    memory, evenly. Cores and memory are what affinity and cgroups leave of the host's. `draft_lens` are the K that
+    steps will have: a GPU compiles and captures them now. None: the engine's largest.
 
     Raises:
-        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton, or fewer GPUs than ranks.
+        ConfigError: see `resolved_config`; or fewer GPUs than ranks.
         EngineDirError: this machine cannot run the engine; the message names what is missing.
         CapacityError: the pages of one max_seq_len sequence do not fit.
         RankError: a rank's process did not start.
     """
+    config = resolved_config(engine, config)
     if engine.manifest.backend == "tensorrt":
         from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 
-        return TensorRTExecutor.open(
-            engine,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-        )
-    runs_on_gpu = _runs_on_gpu(device)
-    if runs_on_gpu:
+        return TensorRTExecutor.open(engine, config)
+    if config.device == "cuda":
         _check_formats(engine)
     if engine.manifest.pretrained_config.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
 
-        return open_ranks(
-            engine,
-            device="cuda" if runs_on_gpu else "cpu",
-            num_threads=num_threads,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-            draft_lens=draft_lens,
-        )
-    if runs_on_gpu:
-        import torch
-
+        return open_ranks(engine, config, draft_lens=draft_lens)
+    if config.device == "cuda":
         from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-        from dflash_trt.executor.threads import default_num_threads
 
-        # The CPU still packs and reads steps.
-        torch.set_num_threads(default_num_threads() if num_threads is None else num_threads)
-        return TorchGpuExecutor.open(
-            engine,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-            draft_lens=draft_lens,
-        )
+        return TorchGpuExecutor.open(engine, config, draft_lens=draft_lens)
     from dflash_trt.backends.torch.executor import TorchExecutor
-    from dflash_trt.executor.threads import default_num_threads, run_in_thread
+    from dflash_trt.executor.threads import run_in_thread
 
-    threads = default_num_threads() if num_threads is None else num_threads
-    return run_in_thread(
-        lambda: TorchExecutor.open(
-            engine,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-            num_threads=threads,
+    return run_in_thread(lambda: TorchExecutor.open(engine, config))
+
+
+def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
+    """`config` with the device, the threads and the K that this engine gets on this machine.
+
+    Raises:
+        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT engine;
+            more drafts than the engine makes.
+    """
+    from dflash_trt.executor.threads import default_num_threads
+
+    num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    resolved: dict[str, object] = {
+        "device": _resolved_device(engine, config.device),
+        "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
+    }
+    if config.use_drafter:
+        resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
+    return config.model_copy(update=resolved)
+
+
+def max_draft_len(engine: EngineDir) -> int:
+    """The largest K of its steps; 0 for an engine without a drafter."""
+    return engine.manifest.build_config.max_draft_len
+
+
+def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> int:
+    """K, by default the engine's max_draft_len.
+
+    Raises:
+        ConfigError: the engine cannot draft that many.
+    """
+    if num_draft_tokens is not None and num_draft_tokens > max_draft_len:
+        raise ConfigError(
+            problem(
+                "num_draft_tokens",
+                expected=f"0 to {max_draft_len}, this engine's max_draft_len",
+                found=str(num_draft_tokens),
+                mend="Pass fewer, or build the engine with a larger max_draft_len.",
+            )
         )
-    )
+    return max_draft_len if num_draft_tokens is None else num_draft_tokens
+
+
+def _resolved_device(engine: EngineDir, device: Device) -> Device:
+    if engine.manifest.backend == "torch":
+        return "cuda" if _runs_on_gpu(device) else "cpu"
+    if device == "cpu":
+        mend = 'Use device "auto", or build the engine with backend torch.'
+        raise ConfigError(problem("device", expected="a GPU, for a TensorRT engine", found="cpu", mend=mend))
+    return "cuda"
 
 
 def _runs_on_gpu(device: Device) -> bool:

@@ -11,7 +11,7 @@ class SchedulerConfig:
 
     max_queue_len: int | None = None
     max_prefill_tokens: int | None = None  # prompt tokens per step, all requests together
-    reuses_prefixes: bool = True
+    enable_prefix_caching: bool = True
     max_parked_s: float | None = 60.0  # a request parked for longer ends with "timeout"; None: never
     preempts_for_priority: bool = True  # a waiting request may push a running one of lower priority out
 

@@ -59,7 +59,7 @@ class Scheduler:
         self.limits = limits
         self.config = config or SchedulerConfig()
         self._policy = policy or FixedDraftLength(limits.max_draft_len)
-        store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.reuses_prefixes)
+        store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.enable_prefix_caching)
         self._roster = Roster(store, max_queue_len=self.config.max_queue_len)
         self._planner = StepPlanner(self._roster, limits, self.config, self._policy)
         self._flights: deque[dict[str, _Flight]] = deque()  # one entry per planned step, the running one first

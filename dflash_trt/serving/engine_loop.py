@@ -49,7 +49,7 @@ class _Client:
 
 
 class EngineLoop:
-    """`start` gives it its thread; without one, call `step` until it returns False.
+    """Implements Engine over an executor. `start` gives it its thread; without one, call `step` until it returns False.
 
     `overlaps` plans each step while the one before it runs. `clock` gives seconds and never goes back.
     `records_steps` keeps each request's events in its output.
@@ -78,10 +78,6 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def check_process(self) -> None:
-        """Raises ForkError in a forked child, where nobody serves."""
-        self._own_process.check()
-
     def submit(
         self,
         request: Request,
@@ -100,7 +96,7 @@ class EngineLoop:
             RequestError: it can never run, the queue is full, the engine is closed, or an option is of a wrong kind.
             ForkError: this is a forked child.
         """
-        self.check_process()
+        self._own_process.check()
         max_pending_tokens = checked("max_pending_tokens", max_pending_tokens, _MAX_PENDING_TOKENS)
         on_chunk = checked("on_chunk", on_chunk, _ON_CHUNK)
         with self._lock:
@@ -120,7 +116,7 @@ class EngineLoop:
 
     def cancel(self, request_id: str) -> None:
         """End a request now, from any thread; nothing happens when there is none of that name."""
-        self.check_process()
+        self._own_process.check()
         with self._lock:
             client = self._clients.get(request_id)
             if client is not None:
@@ -135,13 +131,13 @@ class EngineLoop:
         return self._runner.advance()
 
     def start(self) -> None:
-        """Serve from a thread of its own, until `shutdown`."""
+        """Serve from a thread of its own, until `close`."""
         with self._lock:
             assert self._thread is None and not self._is_closed, "an engine loop starts once"
             self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
             self._thread.start()
 
-    def shutdown(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
+    def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
         """Refuse new requests and stop; `drains` lets the others finish first, for at most `timeout_s`.
 
         Whoever is left then gets finish_reason "cancelled". Calling it again does nothing, nor in a forked child.
@@ -165,13 +161,13 @@ class EngineLoop:
 
     def statistics(self) -> EngineStatistics:
         """Everything measured so far; a copy."""
-        self.check_process()
+        self._own_process.check()
         with self._lock:
             return self._recorder.statistics(self._clock(), self._scheduler.statistics())
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that each of its requests has somebody waiting for it."""
-        self.check_process()
+        self._own_process.check()
         with self._lock:
             self._scheduler.check_integrity()
             assert self._scheduler.request_ids() == set(self._clients), "a request nobody waits for, or the reverse"

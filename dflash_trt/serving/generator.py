@@ -1,6 +1,6 @@
-"""Prompts in, texts out, over any executor: what LLM is made of, without an engine directory.
+"""Prompts in, texts out, over any engine: what LLM is made of, without an engine directory.
 
-Knows prompts, seeds and end-of-sequence ids; the engine loop knows the rest.
+Knows prompts, seeds and end-of-sequence ids; the engine knows the rest.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Self
 from weakref import finalize
 
-from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.checked_values import checked, instance, tuple_of
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
+from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
-from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream, StreamChunk
 
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
+    from dflash_trt.serving.engine import Engine, EngineLimits
     from dflash_trt.serving.text import TextCodec
 
 # A call with very many prompts hands the engine this many per place in the batch, the others as these end.
@@ -40,7 +40,7 @@ Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Generator:
-    """Owns an engine loop and its thread. Any thread may call any method.
+    """Owns an engine. Any thread may call any method.
 
     `seed` makes the seeds of requests without one reproducible: the n-th prompt given to this object always gets the
     same. None draws them at random. `SamplingParams` says when equal seeds give equal texts.
@@ -48,7 +48,7 @@ class Generator:
 
     def __init__(
         self,
-        loop: EngineLoop,
+        engine: Engine,
         *,
         vocab_size: int,
         codec: TextCodec | None = None,
@@ -56,18 +56,19 @@ class Generator:
         seed: int | None = None,
     ) -> None:
         self.codec = codec
-        self._loop = loop
-        self._reader = PromptReader(codec, vocab_size=vocab_size, max_tokens=loop.limits.max_seq_len - 1)
+        self._engine = engine
+        self._own_process = OwnProcess()
+        self._reader = PromptReader(codec, vocab_size=vocab_size, max_tokens=engine.limits.max_seq_len - 1)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the two above
-        loop.start()
-        self._close = finalize(self, EngineLoop.shutdown, loop)  # also when it is forgotten, and at exit
+        engine.start()
+        self._close = finalize(self, engine.close)  # also when it is forgotten, and at exit
 
     @property
-    def limits(self) -> ExecutorLimits:
-        return self._loop.limits
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
 
     def generate(
         self,
@@ -138,15 +139,15 @@ class Generator:
     @property
     def statistics(self) -> EngineStatistics:
         """Everything measured since the start; a copy."""
-        return self._loop.statistics()
+        return self._engine.statistics()
 
     def check_integrity(self) -> None:
-        """Assert that no page, place or request is lost; see EngineLoop."""
-        self._loop.check_integrity()
+        """Assert that no page, place or request is lost; see Engine."""
+        self._engine.check_integrity()
 
     def close(self, *, drains: bool = False) -> None:
         """End: requests that still run get finish_reason "cancelled", or finish first with `drains`."""
-        self._loop.shutdown(drains=drains)
+        self._engine.close(drains=drains)
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +159,7 @@ class Generator:
 
     def _draw(self) -> tuple[int, int]:
         """A number for the next prompt and a seed, should it need one."""
-        self._loop.check_process()
+        self._own_process.check()
         with self._lock:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 
@@ -191,7 +192,7 @@ class Generator:
         on_chunk: Callable[[StreamChunk], None] | None = None,
     ) -> RequestStream:
         detokenizer = self.codec.detokenizer() if self.codec else None
-        return self._loop.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
+        return self._engine.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
 
     def _submit_when_possible(self, batch: _Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Start one of many; waits while there are enough of them, or while the queue is full."""

@@ -25,9 +25,14 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatistics:
-    """Times in seconds. Inter-token latency is a request's mean: time after its first token / tokens after it."""
+    """Times in seconds. Inter-token latency is a request's mean: time after its first token / tokens after it.
+
+    `scheduler` has what our own scheduler counts; None for an engine with another one.
+    """
 
     uptime_s: float
+    num_waiting_now: int
+    num_running_now: int
     num_requests: int  # that ended
     num_requests_by_finish_reason: dict[FinishReason, int]
     num_emitted_tokens: int  # of requests that ended
@@ -37,13 +42,14 @@ class EngineStatistics:
     inter_token_latency_s: Distribution
     request_time_s: Distribution
     step_time_s: Distribution
-    scheduler: SchedulerStatistics
+    scheduler: SchedulerStatistics | None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; the derived fractions of the scheduler's counts included."""
         fields = asdict(self)
-        fields["scheduler"]["acceptance_length"] = self.scheduler.acceptance_length
-        fields["scheduler"]["prefix_hit_fraction"] = self.scheduler.prefix_hit_fraction
+        if self.scheduler is not None:
+            fields["scheduler"]["acceptance_length"] = self.scheduler.acceptance_length
+            fields["scheduler"]["prefix_hit_fraction"] = self.scheduler.prefix_hit_fraction
         return fields
 
 
@@ -107,6 +113,8 @@ class Recorder:
     def statistics(self, now: float, scheduler: SchedulerStatistics) -> EngineStatistics:
         return EngineStatistics(
             uptime_s=now - self._started_s,
+            num_waiting_now=scheduler.num_waiting_now,
+            num_running_now=scheduler.num_running_now,
             num_requests=self._finish_reasons.total(),
             num_requests_by_finish_reason=dict(self._finish_reasons),
             num_emitted_tokens=self._num_emitted_tokens,

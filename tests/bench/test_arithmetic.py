@@ -17,8 +17,8 @@ from dflash_trt.bench.speculation import SpeculationReport
 from dflash_trt.bench.throughput import LoadReport, Work
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
-from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.prompts import PromptReader
 from tests.scheduler.driver import make_limits
@@ -37,11 +37,11 @@ def output(*token_ids: int, **fields: Any) -> GenerationOutput:
 class Opened:
     """Takes the place of LLM: remembers how it was opened."""
 
-    limits = SimpleNamespace(max_draft_len=3)
     options: list[dict[str, Any]]
 
-    def __init__(self, engine_dir: Path, **options: Any) -> None:
-        self.options.append(options)
+    def __init__(self, engine_dir: Path, config: RuntimeConfig, **options: Any) -> None:
+        self.options.append(dict(config) | options)
+        self.config = config if config.num_draft_tokens else config.model_copy(update={"num_draft_tokens": 3})
 
     def __enter__(self) -> "Opened":
         return self
@@ -72,7 +72,7 @@ def test_a_speedup_is_the_median_of_the_ratios_of_rounds_without_the_first(
         Path("dir"),
         ["a", "b"],
         SAMPLING,
-        num_draft_tokens=num_draft_tokens,
+        config=RuntimeConfig(num_draft_tokens=num_draft_tokens, num_threads=4, device="cpu"),
         concurrency=5,
         num_rounds=3,
         progress=lines.append,
@@ -93,8 +93,8 @@ def test_a_speedup_is_the_median_of_the_ratios_of_rounds_without_the_first(
         num_equal_texts=1,
         distinct_4gram_fraction=1.0,
     )
-    no_reuse = {"scheduler_config": SchedulerConfig(reuses_prefixes=False)}
-    assert opened == [no_reuse | {"use_drafter": False}, no_reuse | {"num_draft_tokens": num_draft_tokens}] * 4
+    common = dict(RuntimeConfig(enable_prefix_caching=False, num_threads=4, device="cpu"))
+    assert opened == [common | {"use_drafter": False}, common | {"num_draft_tokens": num_draft_tokens}] * 4
     assert lines[1] == "round 1: 10 tok/s plain, 30 tok/s speculative"
 
 
@@ -128,7 +128,7 @@ def load(speed: float, first_token_s: float = 0.5, length: float = 2.0) -> LoadR
 def test_a_sweep_reports_the_plain_loop_and_both_ratios(monkeypatch) -> None:
     works: list[int] = []
 
-    def batching(engine_dir: Path, work: list[Work], *rest: Any) -> tuple[float, ...]:
+    def batching(engine_dir: Path, config: RuntimeConfig, work: list[Work], *rest: Any) -> tuple[float, ...]:
         works.append(len(work))
         return (2.0, 5.0, 3.0)
 
@@ -136,7 +136,7 @@ def test_a_sweep_reports_the_plain_loop_and_both_ratios(monkeypatch) -> None:
     monkeypatch.setattr(serving_sweep, "_batching", batching)
     monkeypatch.setattr(serving_sweep, "_loops", lambda *rest: (plain, [load(20, 9.0), load(45), load(25)]))
     options = {"num_rounds": 3, "requests_per_client": 4, "max_new_tokens": 9, "progress": print}
-    first, second = serving_sweep.sweep(Path("dir"), ["a"], concurrencies=(2, 3), **options)  # type: ignore[arg-type]
+    first, second = serving_sweep.sweep(Path("dir"), ["a"], config=RuntimeConfig(), concurrencies=(2, 3), **options)  # type: ignore[arg-type]
     assert works == [8, 12]
     assert (first.concurrency, second.concurrency) == (2, 3)
     assert first == ConcurrencyReport(
@@ -159,12 +159,15 @@ def test_the_two_loops_alternate_without_prefix_reuse_and_the_first_round_does_n
         return load(next(speeds))
 
     monkeypatch.setattr(serving_sweep, "run_in_flight", run)
-    plain, overlapped = serving_sweep._loops(Path("dir"), [], 2, 1, print)
+    monkeypatch.setattr(serving_sweep, "EngineDir", SimpleNamespace(open=lambda path: engine_that_drafts(3)))
+    config = RuntimeConfig(num_threads=4, kv_cache_bytes=5)
+    plain, overlapped = serving_sweep._loops(Path("dir"), config, [], 2, 1, print)
     assert ([run.output_tok_per_s for run in plain], [run.output_tok_per_s for run in overlapped]) == ([3.0], [4.0])
     assert clients == [2] * 4
-    turns = opened[1:]  # after the one that asks for the draft length
-    assert [turn["overlaps_steps"] for turn in turns] == [False, True, False, True]
-    assert not any(turn["reuses_prefixes"] for turn in turns)
+    turns = opened
+    assert [turn["overlap_scheduling"] for turn in turns] == [False, True, False, True]
+    assert not any(turn["enable_prefix_caching"] for turn in turns)
+    assert {(turn["num_threads"], turn["kv_cache_bytes"]) for turn in turns} == {(4, 5)}
     policies = [turn["draft_length"] for turn in turns]
     assert policies[0] is policies[2] is not policies[1] is policies[3]
     assert {policy.lengths for policy in policies} == {AdaptiveDraftLength(3).lengths}
@@ -197,12 +200,15 @@ def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_c
     warmed: list[Any] = []
     monkeypatch.setattr(serving_sweep, "EngineDir", SimpleNamespace(open=lambda path: engine_that_drafts(3)))
     monkeypatch.setattr(
-        serving_sweep, "open_executor", lambda engine, *, draft_lens: warmed.append(draft_lens) or executor
+        serving_sweep,
+        "open_executor",
+        lambda engine, config, *, draft_lens: warmed.append((config, draft_lens)) or executor,
     )
     monkeypatch.setattr(serving_sweep, "prompt_reader", lambda engine: None)
-    assert serving_sweep._batching(Path("dir"), [], 2, 1, print) == (1.5,)
+    config = RuntimeConfig(num_threads=4)
+    assert serving_sweep._batching(Path("dir"), config, [], 2, 1, print) == (1.5,)
     assert made == [(["in flight", "whole batches"], {"whole batches"})]
-    assert warmed == [AdaptiveDraftLength(3).lengths]
+    assert warmed == [(config, AdaptiveDraftLength(3).lengths)]
 
 
 def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_with_it() -> None:
@@ -231,8 +237,9 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
     monkeypatch, most, fixed, expected
 ) -> None:
     made: list[dict[str, Any]] = []
-    opened: list[dict[str, Any]] = []
+    opened: list[Any] = []
     works: list[int] = []
+    config = RuntimeConfig(num_threads=4)
 
     class Sides:
         def __init__(self, executor: Any, policies: dict[str, Any], reader: Any) -> None:
@@ -247,7 +254,9 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
     executor = SimpleNamespace(limits=make_limits(max_draft_len=most), close=lambda: None)
     monkeypatch.setattr(lockstep, "Lockstep", Sides)
     monkeypatch.setattr(lockstep, "EngineDir", SimpleNamespace(open=lambda path: engine_that_drafts(most)))
-    monkeypatch.setattr(lockstep, "open_executor", lambda engine, **options: opened.append(options) or executor)
+    monkeypatch.setattr(
+        lockstep, "open_executor", lambda engine, config, **options: opened.append((config, options)) or executor
+    )
     monkeypatch.setattr(lockstep, "prompt_reader", lambda engine: None)
     (report,) = lockstep.compare_policies(
         Path("dir"),
@@ -257,11 +266,11 @@ def test_policies_are_the_fixed_lengths_that_the_engine_drafts_and_the_adaptive_
         num_rounds=2,
         requests_per_client=3,
         max_new_tokens=9,
-        num_threads=4,
+        config=config,
         progress=lambda line: None,
     )
     assert list(made[0]) == [*(f"K = {length}" for length in expected), "adaptive"]
-    assert opened == [{"num_threads": 4, "draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)}]
+    assert opened == [(config, {"draft_lens": (*expected, *AdaptiveDraftLength(most).lengths)})]
     assert works == [6] * 3
     assert {speed.output_tok_per_s for speed in report.speeds} == {25.0}, "the first of three runs does not count"
 
@@ -397,4 +406,5 @@ def test_the_text_of_a_soak_says_what_became_of_every_request(monkeypatch, tmp_p
     ]
     assert document["num_preemptions"] == 5
     assert llm.options[1]["kv_cache_bytes"] == 2000
-    assert llm.options[1]["scheduler_config"] == SchedulerConfig(max_queue_len=64)
+    assert llm.options[1]["max_queue_len"] == 64
+    assert llm.options[1]["adaptive_draft_length"]

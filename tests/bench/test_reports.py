@@ -11,6 +11,7 @@ from dflash_trt.bench.lockstep import Lockstep
 from dflash_trt.bench.throughput import Work
 from dflash_trt.cli.main import cli
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
@@ -85,7 +86,7 @@ def test_a_length_beyond_the_engine_is_refused(engine_dir, input_file):
 
 
 def test_sides_in_lockstep_do_all_the_work_and_keep_off_each_others_pages(engine_dir):
-    executor = open_executor(EngineDir.open(engine_dir), kv_cache_bytes=1 << 22, device="cpu")
+    executor = open_executor(EngineDir.open(engine_dir), RuntimeConfig(kv_cache_bytes=1 << 22, device="cpu"))
     num_pages = executor.limits.num_pages // 2
     halves: set[frozenset[int]] = set()
 

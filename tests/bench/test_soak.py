@@ -35,7 +35,7 @@ def test_random_traffic_loses_no_page_and_no_request():
 
 def test_a_leaked_page_is_noticed():
     with make_generator(make_executor(LIMITS)) as engine:
-        store = engine._loop._scheduler._roster.store
+        store = engine._engine._scheduler._roster.store
         store.allocate(1)  # by nobody: it will never be given back
         traffic = Traffic(duration_s=0.1, mean_gap_s=0.01, max_prompt_tokens=20, max_new_tokens=8, drain_timeout_s=2.0)
         with pytest.raises(AssertionError):

@@ -8,6 +8,7 @@ import pytest
 
 from dflash_trt.bench.comparison import Acceptance, Comparison
 from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_target
 
@@ -187,7 +188,9 @@ def test_the_table_has_each_number_in_its_row_and_column(engine_dir, prompts_fil
 
 def test_the_baseline_is_the_engine_of_against(engine_dir, weight_only, prompts_file, invoke, monkeypatch) -> None:
     measured = {}
-    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: measured.update(engines) or COMPARISON)
+    monkeypatch.setattr(
+        "dflash_trt.cli.eval._measure", lambda engines, jobs, config: measured.update(engines) or COMPARISON
+    )
     _, report = evaluated(invoke, weight_only, "--against", engine_dir, "--prompts", prompts_file)
     assert {name: engine.path for name, engine in measured.items()} == {
         "candidate": weight_only,
@@ -208,7 +211,7 @@ def test_each_engine_generates_and_scores_for_its_own_side(
     from dflash_trt.executor.opening import open_executor
 
     engine = EngineDir.open(engine_dir)
-    executor = open_executor(engine, use_drafter=False)
+    executor = open_executor(engine, RuntimeConfig(use_drafter=False))
     nats = [
         -float(executor.target_logits(tokens[:-1]).double().log_softmax(-1)[range(len(tokens) - 1), tokens[1:]].sum())
         for tokens in PROMPT_TOKENS

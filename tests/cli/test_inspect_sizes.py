@@ -14,6 +14,7 @@ from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.backends.torch.loading import allocate_state, load_network, states_of
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
@@ -95,7 +96,7 @@ def test_sizes_are_those_of_the_files_and_of_the_pages(case: str, root: Path, tm
     shown = invoke("inspect", engine.path).stdout
     config = engine.manifest.pretrained_config
     network = load_network(engine, rank=0)
-    plan = plan_engine_pages(engine.manifest, kv_cache_bytes=KV_CACHE_BYTES)
+    plan = plan_engine_pages(engine.manifest, RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES))
     states = states_of(network, config.quantization)
     pages = allocate_state(states, num_pages=plan.num_pages, page_size=plan.page_size)
     files = [load_file(engine.weights_path(rank)) for rank in range(config.mapping.world_size)]

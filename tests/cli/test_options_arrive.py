@@ -19,28 +19,40 @@ from dflash_trt.cli.run import run
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.serving.llm import LLM
 from tests.cli.calls import RecordedError, Recorder, options_never_set
 
-DRAFTING = ["--num-draft-tokens", "2", "--adaptive", "--no-prefix-reuse", "--kv-cache-bytes", "4096", "--device", "cpu"]
-DRAFTING += ["--kv-cache-free-memory-fraction", "0.25"]
+# Of every field of RuntimeConfig the words of a command line, and the value that arrives.
+RUNTIME: dict[str, tuple[list[str], Any]] = {
+    "device": (["--device", "cpu"], "cpu"),
+    "use_drafter": (["--no-drafter"], False),
+    "num_draft_tokens": (["--num-draft-tokens", "2"], 2),
+    "adaptive_draft_length": (["--adaptive"], True),
+    "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "overlap_scheduling": (["--overlap"], True),
+    "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
+    "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
+    "num_threads": (["--num-threads", "3"], 3),
+    "max_queue_len": (["--max-queue-len", "9"], 9),
+    "seed": (["--seed", "7"], 7),
+}
 SAMPLING = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75", "--min-p", "0.125"]
 SAMPLING += ["--seed", "6", "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--logprobs"]
-LLM_DEFAULTS = {
-    "use_drafter": True,
-    "num_draft_tokens": None,
-    "adapts_draft_length": False,
-    "reuses_prefixes": True,
-    "overlaps_steps": False,
-    "kv_cache_bytes": None,
-    "kv_cache_free_memory_fraction": None,
-    "num_threads": None,
-    "device": "auto",
-    "seed": None,
-    "max_queue_len": None,
-    "scheduler_config": None,
-    "draft_length": None,
-}
+LLM_DEFAULTS = {"scheduler_config": None, "draft_length": None, "fields": {}}
+
+
+def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
+    """Options of every field but those, and what they make: as many command lines as options exclude each other."""
+    assert set(RUNTIME) == set(RuntimeConfig.model_fields)
+    apart = {"use_drafter", "kv_cache_free_memory_fraction"}
+    cases = []
+    for part in (set(RUNTIME) - apart, {"use_drafter"}, {"kv_cache_free_memory_fraction"}):
+        names = [name for name in RUNTIME if name in part and name not in without]
+        if names:
+            words = [word for name in names for word in RUNTIME[name][0]]
+            cases.append((words, RuntimeConfig(**{name: RUNTIME[name][1] for name in names})))
+    return cases
 
 
 class RecordingLLM:
@@ -49,6 +61,7 @@ class RecordingLLM:
     opened: Recorder
     asked: Recorder
     page_plan = "no pages"
+    config = RuntimeConfig()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(RecordedError):
@@ -74,20 +87,16 @@ def opened(llm: type[RecordingLLM]) -> dict[str, Any]:
     return {name: value for name, value in llm.opened.arguments.items() if name != "self"}
 
 
-def test_every_option_of_run_reaches_the_engine(llm, invoke) -> None:
+OF_RUN = runtime_cases("seed")  # --seed is the sampling seed
+
+
+@pytest.mark.parametrize(("words", "config"), OF_RUN)
+def test_every_option_of_run_reaches_the_engine(llm, invoke, words, config) -> None:
     prompts = ["--prompt", "x", "--prompt", "y", "--chat", "--system", "Be brief."]
     prompts += ["--chat-template-kwargs", '{"thinks": false}']
-    result = invoke("run", "dir", *prompts, *DRAFTING, *SAMPLING, "--json")
+    result = invoke("run", "dir", *prompts, *words, *SAMPLING, "--json")
     assert (result.exit_code, result.stderr) == (1, "error: recorded\n")
-    assert opened(llm) == LLM_DEFAULTS | {
-        "engine_dir": Path("dir"),
-        "num_draft_tokens": 2,
-        "adapts_draft_length": True,
-        "reuses_prefixes": False,
-        "kv_cache_bytes": 4096,
-        "kv_cache_free_memory_fraction": 0.25,
-        "device": "cpu",
-    }
+    assert opened(llm) == LLM_DEFAULTS | {"engine_dir": Path("dir"), "config": config}
     system = {"role": "system", "content": "Be brief."}
     conversations = [
         {"messages": [system, {"role": "user", "content": text}], "chat_template_kwargs": {"thinks": False}}
@@ -112,15 +121,19 @@ def test_every_option_of_run_reaches_the_engine(llm, invoke) -> None:
     assert arguments == {"prompts": conversations, "sampling": [sampling, sampling]}
 
 
-def test_run_without_a_drafter_opens_the_engine_without_one(llm, invoke) -> None:
-    assert invoke("run", "dir", "--prompt", "x", "--no-drafter").stderr == "K/V: no pages\nerror: recorded\n"
-    assert opened(llm) == LLM_DEFAULTS | {"engine_dir": Path("dir"), "use_drafter": False}
+def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
+    lines = invoke("run", "dir", "--prompt", "x").stderr.splitlines()
+    assert lines[1:] == ["K/V: no pages", "error: recorded"]
+    assert lines[0] == (
+        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True, "
+        "overlap_scheduling=False"
+    )
 
 
 def test_no_option_of_run_is_left_out_here() -> None:
     """What concerns files and the terminal is for test_run.py."""
     chat = ["--chat", "--system", "s", "--chat-template-kwargs", "{}"]
-    cases = (["dir", "--prompt", "x", *chat, *DRAFTING, *SAMPLING], ["dir", "--no-drafter"])
+    cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
     files = {"input_file", "output_file", "resume", "trace", "stream", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
@@ -145,35 +158,42 @@ def recorded(monkeypatch, module: str, name: str) -> Recorder:
 LOAD = ["--concurrency", "2", "--concurrency", "3", "--max-new-tokens", "9", "--requests-per-client", "5"]
 LOAD += ["--rounds", "7"]
 LOAD_ARGUMENTS = {"concurrencies": (2, 3), "max_new_tokens": 9, "requests_per_client": 5, "num_rounds": 7}
+DECIDED = ("enable_prefix_caching", "max_queue_len", "seed", "use_drafter", "adaptive_draft_length")
+COMPARED = (*DECIDED, "num_draft_tokens", "overlap_scheduling")
 MEASUREMENTS = [
     (
         ("speedup", "dflash_trt.bench.speculation", "compare"),
-        ["--max-new-tokens", "9", "--num-draft-tokens", "2", "--concurrency", "3", "--rounds", "7"],
-        {
-            "sampling": SamplingParams(max_new_tokens=9, ignore_eos=True),
-            "num_draft_tokens": 2,
-            "concurrency": 3,
-            "num_rounds": 7,
-        },
+        ["--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"],
+        {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
+        DECIDED,
     ),
-    (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS),
+    (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS, COMPARED),
     (
         ("draft-length", "dflash_trt.bench.lockstep", "compare_policies"),
-        [*LOAD, "--fixed", "0", "--fixed", "3", "--num-threads", "4"],
-        LOAD_ARGUMENTS | {"fixed_lengths": (0, 3), "num_threads": 4},
+        [*LOAD, "--fixed", "0", "--fixed", "3"],
+        LOAD_ARGUMENTS | {"fixed_lengths": (0, 3)},
+        COMPARED,
     ),
 ]
 
 
-@pytest.mark.parametrize(("names", "words", "expected"), MEASUREMENTS, ids=[names[0] for names, *_ in MEASUREMENTS])
-def test_every_option_of_a_measurement_reaches_it(names, words, expected, rows, invoke, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("names", "words", "expected", "decided"), MEASUREMENTS, ids=[names[0] for names, *_ in MEASUREMENTS]
+)
+def test_every_option_of_a_measurement_reaches_it(names, words, expected, decided, rows, invoke, monkeypatch) -> None:
     subcommand, module, function = names
     measurement = recorded(monkeypatch, module, function)
-    assert invoke("bench", subcommand, "dir", "--input-file", rows, *words).stderr == "error: recorded\n"
-    assert callable(measurement.arguments.pop("progress"))
-    assert measurement.arguments == expected | {"engine_dir": Path("dir"), "prompts": PROMPTS}
+    cases = runtime_cases(*decided)
+    for runtime, config in cases:
+        ran = invoke("bench", subcommand, "dir", "--input-file", rows, *words, *runtime)
+        assert ran.stderr == "error: recorded\n"
+        assert callable(measurement.arguments.pop("progress"))
+        fixed = {"engine_dir": Path("dir"), "prompts": PROMPTS, "config": config}
+        assert measurement.arguments == expected | fixed
     minimal = ["dir", "--input-file", "rows"]
-    never_set = options_never_set(bench.commands[subcommand], minimal, [*minimal, *words])
+    never_set = options_never_set(
+        bench.commands[subcommand], minimal, *([*minimal, *words, *runtime] for runtime, _ in cases)
+    )
     assert never_set == {"engine_dir", "input_file", "as_json"}
 
 
@@ -181,11 +201,20 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
     from dflash_trt.bench.soak import Traffic
 
     soak = recorded(monkeypatch, "dflash_trt.bench.soak", "soak")
+    cases = runtime_cases(*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
     words = ["--duration", "2.5", "--seed", "7"]
-    assert invoke("bench", "soak", engine_dir, *words).stderr == "error: recorded\n"
-    assert soak.arguments.pop("llm").limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
-    assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
-    assert options_never_set(bench.commands["soak"], ["dir"], ["dir", *words]) == {"engine_dir", "as_json"}
+    for runtime, config in cases:
+        assert invoke("bench", "soak", engine_dir, *words, *runtime).stderr == "error: recorded\n"
+        llm = soak.arguments.pop("llm")
+        assert llm.limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
+        decided = {"kv_cache_bytes": llm.config.kv_cache_bytes, "max_queue_len": 64}
+        resolved = {name: getattr(llm.config, name) for name in ("device", "num_threads")}
+        expected = config.replaced(**decided, **resolved, adaptive_draft_length=config.use_drafter)
+        assert llm.config == expected
+        assert all(getattr(config, name) in (value, None, "auto") for name, value in resolved.items())
+        assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
+    never_set = options_never_set(bench.commands["soak"], ["dir"], *(["dir", *words, *runtime] for runtime, _ in cases))
+    assert never_set == {"engine_dir", "as_json"}
 
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
@@ -265,9 +294,15 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
     rows.write_text('{"prompt": "x"}\n')
     assert invoke("eval", *words, "--max-new-tokens", "5").stderr == "error: recorded\n"
     assert [job.sampling.max_new_tokens for job in measurement.arguments["jobs"]] == [5]
+    cases = runtime_cases("seed")  # texts are greedy
+    for runtime, config in cases:
+        assert invoke("eval", *words, *runtime).stderr == "error: recorded\n"
+        assert measurement.arguments["config"] == config
     gates = {"max_kl", "min_acceptance_ratio", "min_agreement"}  # test_eval.py has them
-    cases = [*map(str, words), "--num-prompts", "2", "--max-new-tokens", "5"]
-    never_set = options_never_set(evaluate, ["dir", "--against", "x", "--prompts", "y"], cases)
+    rest = [*map(str, words), "--num-prompts", "2", "--max-new-tokens", "5"]
+    never_set = options_never_set(
+        evaluate, ["dir", "--against", "x", "--prompts", "y"], *([*rest, *runtime] for runtime, _ in cases)
+    )
     assert never_set == gates | {"as_json"}
 
 
@@ -310,9 +345,20 @@ def test_eval_generates_greedily_as_its_rows_say(engine_dir, tmp_path, llm, invo
     assert sampling == [SamplingParams(max_new_tokens=5, ignore_eos=True), SamplingParams(max_new_tokens=5)]
 
 
+def test_eval_opens_engines_as_it_was_told_to_generate_and_to_score(engine_dir, rows, llm, invoke, monkeypatch) -> None:
+    words = ["--against", engine_dir, "--prompts", rows, "--num-threads", "1", "--kv-cache-bytes", str(1 << 22)]
+    told = RuntimeConfig(num_threads=1, kv_cache_bytes=1 << 22)
+    invoke("eval", engine_dir, *words, "--adaptive")
+    assert opened(llm)["config"] == told.replaced(adaptive_draft_length=True)
+    monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs, config: [])
+    opening = recorded(monkeypatch, "dflash_trt.executor.opening", "open_executor")
+    invoke("eval", engine_dir, *words, "--adaptive")
+    assert opening.arguments["config"] == told.replaced(use_drafter=False)
+
+
 def test_eval_compares_each_side_with_its_own_texts(engine_dir, rows, tmp_path, invoke, monkeypatch) -> None:
     copy = shutil.copytree(engine_dir, tmp_path / "copy")
-    monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs: [engine.path])
+    monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs, config: [engine.path])
     comparison = recorded(monkeypatch, "dflash_trt.bench.comparison", "compare")
     invoke("eval", copy, "--against", engine_dir, "--prompts", rows)
     arguments = comparison.arguments

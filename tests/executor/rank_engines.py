@@ -10,6 +10,7 @@ import torch
 
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import EngineExecutor, open_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
@@ -58,9 +59,8 @@ def build(root: Path, *, tp_size: int, **fields: Any) -> EngineDir:
 
 @contextmanager
 def opened(engine: EngineDir, **options: Any) -> Iterator[Any]:
-    executor: EngineExecutor = open_executor(
-        engine, **({"device": "cpu", "num_threads": 1, "kv_cache_bytes": KV_CACHE_BYTES} | options)
-    )
+    fields = {"device": "cpu", "num_threads": 1, "kv_cache_bytes": KV_CACHE_BYTES} | options
+    executor: EngineExecutor = open_executor(engine, RuntimeConfig(**fields))
     try:
         yield executor
     finally:

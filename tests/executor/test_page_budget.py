@@ -2,13 +2,14 @@ import pytest
 
 from dflash_trt.backends import page_budget
 from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
-from dflash_trt.core.errors import CapacityError, ConfigError
+from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.engine_dir.manifest import EngineManifest
 from tests.executor.rank_engines import build, make_zlab_pair
 from tests.specs import layered
@@ -114,7 +115,7 @@ def _with_pages(manifest: EngineManifest, **kv: tuple[LayerKvScales, ...]) -> En
 
 def test_fp8_pages_are_planned_as_bytes_the_targets_and_the_drafters_alone(manifest: EngineManifest) -> None:
     def planned(**kv: tuple[LayerKvScales, ...]) -> tuple[int, int, int]:
-        found = plan_engine_pages(_with_pages(manifest, **kv), kv_cache_bytes=GIB)
+        found = plan_engine_pages(_with_pages(manifest, **kv), RuntimeConfig(kv_cache_bytes=GIB))
         return found.target_bytes_per_token, found.draft_bytes_per_token, found.num_pages
 
     target, draft = (2 * spec.num_layers * spec.layers[0].mixer.kv_size for spec in (manifest.target, manifest.draft))
@@ -134,7 +135,8 @@ def test_fp8_pages_are_planned_as_bytes_the_targets_and_the_drafters_alone(manif
 def test_a_plan_takes_half_of_the_free_memory_unless_another_fraction_is_given(
     manifest: EngineManifest, host_bytes: int
 ) -> None:
-    page_bytes = plan_engine_pages(manifest, kv_cache_bytes=GIB).bytes_per_token * manifest.build_config.page_size
+    bytes_per_token = plan_engine_pages(manifest, RuntimeConfig(kv_cache_bytes=GIB)).bytes_per_token
+    page_bytes = bytes_per_token * manifest.build_config.page_size
     for options, budget in (
         ({}, host_bytes / 2),
         ({"kv_cache_free_memory_fraction": 0.25}, host_bytes / 4),
@@ -145,27 +147,16 @@ def test_a_plan_takes_half_of_the_free_memory_unless_another_fraction_is_given(
         ({"kv_cache_bytes": 1 << 25, "num_pools": 2}, 1 << 24),
         ({"free_bytes": lambda: 1 << 26}, 1 << 25),
     ):
-        assert plan_engine_pages(manifest, **options).num_pages == int(budget) // page_bytes
+        config = RuntimeConfig(**{name: options.pop(name) for name in [*options] if name in KV_BUDGET})
+        assert plan_engine_pages(manifest, config, **options).num_pages == int(budget) // page_bytes
 
 
 def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes: int) -> None:
     config = manifest.pretrained_config.model_copy(update={"mapping": Mapping(world_size=2, tp_size=2)})
-    halved = plan_engine_pages(manifest.model_copy(update={"pretrained_config": config}))
-    assert halved.num_pages == plan_engine_pages(manifest).num_pages  # half the memory, half the heads
+    halved = plan_engine_pages(manifest.model_copy(update={"pretrained_config": config}), RuntimeConfig())
+    assert halved.num_pages == plan_engine_pages(manifest, RuntimeConfig()).num_pages  # half the memory, half the heads
     assert halved.num_ranks == 2
 
 
 def test_an_engine_run_without_its_drafter_has_no_draft_pages(manifest: EngineManifest) -> None:
-    assert plan_engine_pages(manifest, use_drafter=False, kv_cache_bytes=GIB).draft_bytes_per_token == 0
-
-
-@pytest.mark.parametrize("options", [{"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5}])
-def test_a_budget_given_twice_is_refused(manifest: EngineManifest, options) -> None:
-    with pytest.raises(ConfigError, match="found both"):
-        plan_engine_pages(manifest, **options)
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5])
-def test_a_fraction_outside_of_0_to_1_is_refused(manifest: EngineManifest, fraction) -> None:
-    with pytest.raises(ConfigError, match="a number in"):
-        plan_engine_pages(manifest, kv_cache_free_memory_fraction=fraction)
+    assert plan_engine_pages(manifest, RuntimeConfig(use_drafter=False, kv_cache_bytes=GIB)).draft_bytes_per_token == 0

@@ -18,6 +18,7 @@ import torch
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening
 from dflash_trt.executor.ranks import executor as ranks
@@ -155,7 +156,7 @@ def test_ranks_agree_on_the_fewest_pages(engine: EngineDir) -> None:
         def smallest(self, number: int) -> int:
             return min(number, 17)
 
-    executor = TorchExecutor.open(engine, ranks=Poor(), kv_cache_bytes=1 << 20)  # type: ignore[arg-type]
+    executor = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 20), ranks=Poor())  # type: ignore[arg-type]
     assert executor.limits.num_pages == executor.page_plan.num_pages == 17
 
 
@@ -357,15 +358,17 @@ def test_fewer_gpus_than_ranks_are_refused(engine: EngineDir, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(ConfigError, match="ranks: expected at most 1, the number of GPUs, found 2"):
-        opening.open_executor(engine, device="cuda")
+        opening.open_executor(engine, RuntimeConfig(device="cuda"))
 
 
 def test_workers_end_with_rank_0_whatever_ends_it(engine: EngineDir) -> None:
     """The program has no `if __name__ == "__main__"`, and is killed."""
     program = (
         "from dflash_trt.engine_dir import EngineDir\n"
+        "from dflash_trt.core.runtime_config import RuntimeConfig\n"
         "from dflash_trt.executor.opening import open_executor\n"
-        f"executor = open_executor(EngineDir.open({str(engine.path)!r}), device='cpu', kv_cache_bytes=1 << 20)\n"
+        "config = RuntimeConfig(device='cpu', kv_cache_bytes=1 << 20)\n"
+        f"executor = open_executor(EngineDir.open({str(engine.path)!r}), config)\n"
         "print(*executor.worker_process_ids, flush=True)\n"
         "input()\n"
     )

@@ -9,6 +9,7 @@ import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.torch.process_group import ProcessRanks
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from tests.executor.rank_engines import KV_CACHE_BYTES, skipping
 from tests.traces import GREEDY, PROMPTS, Steps, trace
@@ -22,7 +23,7 @@ def run_rank(rank: int, engine: Path, store: Path) -> tuple[Steps, torch.Tensor]
     cpu = torch.device("cpu")
     ranks = ProcessRanks.join(store, rank=rank, num_ranks=2, device=cpu, timeout_s=300.0)
     executor = TorchGpuExecutor.open(
-        EngineDir.open(engine), rank=rank, ranks=ranks, kv_cache_bytes=KV_CACHE_BYTES, device=cpu
+        EngineDir.open(engine), RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES), rank=rank, ranks=ranks, device=cpu
     )
     steps, _ = trace(executor, **REQUESTS)
     with skipping(executor, 0) if rank == 0 else nullcontext():

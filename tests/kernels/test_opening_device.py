@@ -8,6 +8,7 @@ import torch
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor import opening
 from dflash_trt.executor.opening import _runs_on_gpu, open_executor
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
@@ -76,7 +77,7 @@ def test_formats_that_a_gpu_cannot_run_are_refused_before_loading(
     on_gpu(monkeypatch, capability)
     monkeypatch.setattr(TorchGpuExecutor, "open", None)
     with pytest.raises(EngineDirError) as error:
-        open_executor(engine)
+        open_executor(engine, RuntimeConfig())
     assert f"engine on a GPU: {message}" in str(error.value)
 
 
@@ -93,8 +94,8 @@ def test_formats_that_a_gpu_cannot_run_are_refused_before_loading(
 def test_formats_that_a_gpu_runs_are_opened_there(tmp_path, monkeypatch, capability, quantization):
     engine = open_quantized(tmp_path, quantization)
     on_gpu(monkeypatch, capability)
-    monkeypatch.setattr(TorchGpuExecutor, "open", lambda engine, **options: options)
-    assert open_executor(engine, draft_lens=(0, 3))["draft_lens"] == (0, 3)
+    monkeypatch.setattr(TorchGpuExecutor, "open", lambda engine, config, **options: options)
+    assert open_executor(engine, RuntimeConfig(), draft_lens=(0, 3))["draft_lens"] == (0, 3)
 
 
 class OpenedError(Exception):
@@ -106,13 +107,13 @@ class OpenedError(Exception):
     [
         ({}, (3,)),
         ({"num_draft_tokens": 2}, (2,)),
-        ({"adapts_draft_length": True}, (0, 1, 2, 3)),
+        ({"adaptive_draft_length": True}, (0, 1, 2, 3)),
         ({"draft_length": BatchSizeDraftLength({1: 3, 4: 1})}, (1, 3)),
         ({"use_drafter": False}, (0,)),
     ],
 )
 def test_an_engine_is_opened_for_every_k_that_its_steps_may_have(pair_engine, monkeypatch, options, draft_lens):
-    def spy(engine, **given):
+    def spy(engine, config, **given):
         raise OpenedError(given["draft_lens"])
 
     monkeypatch.setattr(opening, "open_executor", spy)

@@ -25,6 +25,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states, engine_weights
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.weight_spec import is_linear, segments_of
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.formats.base import segment_amax
@@ -327,15 +328,15 @@ def test_a_closed_executor_gives_weights_and_pages_back_though_it_is_still_held(
 def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: torch.device, tmp_path: Path) -> None:
     limits = {"max_batch_size": 4, "max_seq_len": 64, "max_num_tokens": 48, "page_size": PAGE_SIZE}
     engine = build(tmp_path, tmp_path / "engine", target=str(pair[0]), drafter=str(pair[1]), **limits)
-    executor = TorchGpuExecutor.open(engine, kv_cache_bytes=1 << 22, device=device)
-    reference = TorchExecutor.open(engine, kv_cache_bytes=1 << 22)
+    executor = TorchGpuExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 22), device=device)
+    reference = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 22))
     assert executor.limits == reference.limits and executor.page_plan == reference.page_plan
     batch = StepBatch(requests=(prefill("a", 3, SAMPLED, first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     assert_same(executor.step(batch), reference.step(batch))
-    plain = TorchGpuExecutor.open(engine, use_drafter=False, kv_cache_bytes=1 << 22, device=device)
+    plain = TorchGpuExecutor.open(engine, RuntimeConfig(use_drafter=False, kv_cache_bytes=1 << 22), device=device)
     assert plain.limits.max_draft_len == 0
     with pytest.raises(ConfigError, match="kv_cache_free_memory_fraction: expected a number"):
-        TorchGpuExecutor.open(engine, kv_cache_free_memory_fraction=1.5, device=device)
+        TorchGpuExecutor.open(engine, RuntimeConfig(kv_cache_free_memory_fraction=1.5), device=device)
 
 
 @pytest.mark.parametrize(

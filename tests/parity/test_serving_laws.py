@@ -61,7 +61,7 @@ def temperature(request):
 @pytest.fixture(scope="module")
 def alone(pair, temperature):
     """Each request by itself, on an engine that reuses nothing."""
-    loop = make_loop(make_executor(*pair), reuses_prefixes=False)
+    loop = make_loop(make_executor(*pair), enable_prefix_caching=False)
     found = [steps_of(loop, [request(str(i), prompt, temperature)])[0] for i, prompt in enumerate(PROMPTS)]
     assert sum(accepted for _, steps in found for _, _, accepted in steps) > 0
     return found
@@ -91,7 +91,7 @@ def test_requests_together_give_what_each_gives_alone(pair, temperature, alone, 
     loop = make_loop(make_executor(*pair), overlaps=overlaps)
     together = steps_of(loop, [request(str(i), prompt, temperature) for i, prompt in enumerate(PROMPTS)])
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
-    loop.shutdown()
+    loop.close()
 
 
 def test_too_few_pages_preempt_and_change_no_token(pair, temperature, alone):
@@ -100,7 +100,7 @@ def test_too_few_pages_preempt_and_change_no_token(pair, temperature, alone):
         **{name: getattr(executor.limits, name) for name in executor.limits.__dataclass_fields__}
         | {"max_batch_size": 4}
     )
-    loop = make_loop(executor, reuses_prefixes=False)
+    loop = make_loop(executor, enable_prefix_caching=False)
     together = steps_of(loop, [request(str(i), prompt, temperature) for i, prompt in enumerate(PROMPTS)])
     assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
     assert loop.statistics().scheduler.num_preemptions > 0

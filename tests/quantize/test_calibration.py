@@ -20,6 +20,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.registry import split_packed
 from dflash_trt.quantize.calibration_cache import cache_dir
@@ -163,7 +164,7 @@ def test_exported_target_and_drafter_become_an_engine_without_modelopt(
     assert quantization is not None
     assert quantization.linears["target.layers.0.qkv"] == "fp8" and quantization.linears["draft.kv"] == "nvfp4"
     assert quantization.target_kv is not None and quantization.draft_kv is None
-    executor = TorchExecutor.open(engine, kv_cache_bytes=1 << 26)
+    executor = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 26))
     drafted, plain = (decode(executor, PROMPTS[1], 32, num_draft_tokens=k).tokens[:32] for k in (3, 0))
     assert drafted == plain
 
@@ -173,7 +174,7 @@ def test_a_quantized_engine_drafts_without_changing_its_text(
     pair: tuple[Path, Path], prompts_file: Path, tmp_path: Path, weight_format: str
 ) -> None:
     engine = build(pair, tmp_path / "engine", prompts_file, target=weight_format, kv_cache="fp8", draft_lm_head="fp8")
-    executor = TorchExecutor.open(engine, kv_cache_bytes=1 << 26)
+    executor = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 26))
     drafted, plain = (decode(executor, PROMPTS[1], 32, num_draft_tokens=k).tokens[:32] for k in (3, 0))
     assert drafted == plain
     assert engine.weights_path(0).stat().st_size < build(pair, tmp_path / "plain").weights_path(0).stat().st_size / 2
@@ -183,7 +184,7 @@ def test_a_drafter_with_a_vocabulary_of_its_own_is_packed_and_loaded(tmp_path: P
     target = make_target(tmp_path / "target")
     drafter = make_speculators_drafter(tmp_path / "drafter", target_dir=target)
     engine = build((target, drafter), tmp_path / "engine", target="nvfp4_w4a16", draft_lm_head="nvfp4_w4a16")
-    executor = TorchExecutor.open(engine, kv_cache_bytes=1 << 26)
+    executor = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 26))
     drafted, plain = (decode(executor, PROMPTS[1], 32, num_draft_tokens=k).tokens[:32] for k in (3, 0))
     assert drafted == plain
 
@@ -310,6 +311,6 @@ def test_a_target_with_experts_is_calibrated_around_them(tmp_path: Path, prompts
     assert stored["target.layers.1.router"].dtype == torch.float8_e4m3fn
     assert torch.equal(stored["target.layers.1.experts.down"], unquantized["target.layers.1.experts.down"])
     tokens = list(range(4, 24))
-    found, expected = (TorchExecutor.open(each).target_logits(tokens) for each in (engine, plain))
+    found, expected = (TorchExecutor.open(each, RuntimeConfig()).target_logits(tokens) for each in (engine, plain))
     difference = (found - expected).norm() / expected.norm()
     assert 1e-4 < difference < 0.2

@@ -42,7 +42,7 @@ def rows_of(driver: Driver) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize(("num_pages", "is_admitted"), [(4, False), (5, True)])
 def test_admission_leaves_a_page_to_each_running_request(num_pages: int, is_admitted: bool) -> None:
-    driver = make_driver(make_limits(num_pages=num_pages), draft_rule=always_wrong, reuses_prefixes=False)
+    driver = make_driver(make_limits(num_pages=num_pages), draft_rule=always_wrong, enable_prefix_caching=False)
     driver.add(make_request("runs", range(4), max_new_tokens=5))  # 1 page, and one more with its next token
     driver.step()
     driver.add(make_request("waits", range(12), max_new_tokens=1))  # 3 pages

@@ -198,7 +198,7 @@ def test_equal_priority_never_pushes_anybody_out_to_get_in() -> None:
 
 def test_the_least_important_request_is_preempted_when_pages_run_out_and_loses_no_token() -> None:
     limits = make_limits(num_pages=8, max_seq_len=32)
-    driver = make_driver(limits, draft_rule=always_wrong, reuses_prefixes=False)
+    driver = make_driver(limits, draft_rule=always_wrong, enable_prefix_caching=False)
     requests = [make_request(f"r{i}", range(i, i + 6), max_new_tokens=16) for i in range(3)]
     for request in requests:
         driver.add(request)
@@ -213,7 +213,7 @@ def test_the_least_important_request_is_preempted_when_pages_run_out_and_loses_n
 def test_drafts_never_cost_another_request_its_page() -> None:
     limits = make_limits(num_pages=8, max_seq_len=32)
     plain, drafting = (
-        make_driver(limits, num_draft_tokens=k, draft_rule=always_wrong, reuses_prefixes=False) for k in (0, 5)
+        make_driver(limits, num_draft_tokens=k, draft_rule=always_wrong, enable_prefix_caching=False) for k in (0, 5)
     )
     for driver in (plain, drafting):
         for i in range(2):

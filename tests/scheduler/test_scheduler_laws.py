@@ -35,7 +35,7 @@ class ServingMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 3, 4]),
         max_num_tokens=st.integers(4, 20),
         max_draft_len=st.integers(0, 5),
-        reuses_prefixes=st.booleans(),
+        enable_prefix_caching=st.booleans(),
         preempts_for_priority=st.booleans(),
         max_queue_len=st.sampled_from([None, 3]),
         is_ahead=st.booleans(),
@@ -47,7 +47,7 @@ class ServingMachine(RuleBasedStateMachine):
         page_size: int,
         max_num_tokens: int,
         max_draft_len: int,
-        reuses_prefixes: bool,
+        enable_prefix_caching: bool,
         preempts_for_priority: bool,
         max_queue_len: int | None,
         is_ahead: bool,
@@ -62,7 +62,7 @@ class ServingMachine(RuleBasedStateMachine):
         )
         self.policy = AnyK()
         config = SchedulerConfig(
-            reuses_prefixes=reuses_prefixes,
+            enable_prefix_caching=enable_prefix_caching,
             preempts_for_priority=preempts_for_priority,
             max_queue_len=max_queue_len,
             max_parked_s=None,

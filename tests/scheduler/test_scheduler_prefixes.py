@@ -39,12 +39,12 @@ def test_the_same_prompt_again_computes_its_last_tokens_only() -> None:
 
 
 def test_without_prefix_reuse_nothing_is_found() -> None:
-    assert run_twice(make_driver(reuses_prefixes=False), range(12), range(12)) == 0
+    assert run_twice(make_driver(enable_prefix_caching=False), range(12), range(12)) == 0
 
 
 def test_acceptance_after_a_hit_equals_acceptance_without() -> None:
-    def blocks(*, reuses_prefixes: bool) -> list[tuple[int, int]]:
-        driver = make_driver(reuses_prefixes=reuses_prefixes, draft_rule=right_with_probability(0.6))
+    def blocks(*, enable_prefix_caching: bool) -> list[tuple[int, int]]:
+        driver = make_driver(enable_prefix_caching=enable_prefix_caching, draft_rule=right_with_probability(0.6))
         run_twice(driver, range(12), range(12))
         return [
             (event.num_candidates, event.num_accepted)
@@ -52,7 +52,7 @@ def test_acceptance_after_a_hit_equals_acceptance_without() -> None:
             if event.request_id == "second" and event.num_candidates
         ]
 
-    assert blocks(reuses_prefixes=True) == blocks(reuses_prefixes=False)
+    assert blocks(enable_prefix_caching=True) == blocks(enable_prefix_caching=False)
 
 
 def test_a_running_request_shares_its_pages_before_it_ends() -> None:

@@ -164,7 +164,7 @@ def test_nothing_is_computed_after_a_stop_token() -> None:
 
 def test_a_request_never_holds_more_pages_than_its_longest_text_needs() -> None:
     for is_ahead in (False, True):
-        driver = make_driver(reuses_prefixes=False, draft_rule=always_wrong)
+        driver = make_driver(enable_prefix_caching=False, draft_rule=always_wrong)
         driver.add(make_request("r", range(6), max_new_tokens=6))  # 12 positions: 3 pages
         most = 0
         while driver.scheduler.has_work:
@@ -188,7 +188,7 @@ def test_a_request_of_higher_priority_pushes_out_the_least_important_one_only() 
 
 
 def test_pages_of_lower_priority_make_room_for_a_request_of_higher_priority() -> None:
-    driver = make_driver(make_limits(num_pages=5), draft_rule=always_wrong, reuses_prefixes=False)
+    driver = make_driver(make_limits(num_pages=5), draft_rule=always_wrong, enable_prefix_caching=False)
     driver.add(make_request("low", range(12), max_new_tokens=5))
     driver.step()
     driver.add(make_request("high", range(12), max_new_tokens=1, priority=1))
@@ -208,7 +208,7 @@ def test_a_prompt_that_gets_no_token_of_a_step_has_no_row_in_it() -> None:
 def test_the_defaults_are_those_of_the_documents() -> None:
     config = SchedulerConfig()
     assert (config.max_queue_len, config.max_prefill_tokens, config.max_parked_s) == (None, None, 60.0)
-    assert (config.reuses_prefixes, config.preempts_for_priority) == (True, True)
+    assert (config.enable_prefix_caching, config.preempts_for_priority) == (True, True)
 
 
 @pytest.mark.parametrize("name", ["max_queue_len", "max_prefill_tokens"])

@@ -25,4 +25,4 @@ def loops() -> Iterator[list[EngineLoop]]:
     opened: list[EngineLoop] = []
     yield opened
     for loop in opened:
-        loop.shutdown()
+        loop.close()

@@ -39,7 +39,7 @@ def test_a_step_that_fails_fails_only_the_request_that_cannot_be_computed(overla
         else:
             assert list(output.token_ids) == expected_tokens(executor, request)
     assert loop.statistics().num_failed_steps == 1
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_request_may_turn_poisonous_in_the_middle(overlaps: bool) -> None:
@@ -58,7 +58,7 @@ def test_a_request_may_turn_poisonous_in_the_middle(overlaps: bool) -> None:
     assert list(bad.token_ids) == right[: len(bad.token_ids)]
     for name in ("good", "fine"):
         assert list(streams[name].result().token_ids) == right
-    loop.shutdown()
+    loop.close()
 
 
 def test_the_engine_serves_on_after_a_step_in_which_everything_failed(overlaps: bool) -> None:
@@ -73,7 +73,7 @@ def test_the_engine_serves_on_after_a_step_in_which_everything_failed(overlaps: 
     stream = loop.submit(request)
     run(loop)
     assert list(stream.result().token_ids) == expected_tokens(executor, request)
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_failure_that_does_not_come_back_costs_nobody_anything(overlaps: bool) -> None:
@@ -85,7 +85,7 @@ def test_a_failure_that_does_not_come_back_costs_nobody_anything(overlaps: bool)
     run(loop)
     for request, stream in zip(requests, streams, strict=True):
         assert list(stream.result().token_ids) == expected_tokens(executor, request)
-    loop.shutdown()
+    loop.close()
 
 
 def test_tokens_that_cannot_be_made_text_fail_their_request_only() -> None:
@@ -128,7 +128,7 @@ def test_a_bug_that_kills_the_loop_leaves_nobody_waiting(caplog: pytest.LogCaptu
     assert "the engine loop died" in caplog.text
     with pytest.raises(RequestError, match="expected an open engine, found a closed one"):
         loop.submit(make_request("next"))
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_malformed_result_fails_its_request_alone() -> None:
@@ -169,7 +169,7 @@ def test_a_cancelled_request_keeps_what_it_had(overlaps: bool) -> None:
     assert list(output.token_ids) == expected_tokens(executor, request)[: len(output.token_ids)]
     run(loop)
     assert loop.statistics().scheduler.num_pages_in_use_now == 0
-    loop.shutdown()
+    loop.close()
 
 
 def test_cancelling_twice_or_after_the_end_does_nothing() -> None:

@@ -36,7 +36,7 @@ def test_requests_get_their_tokens(overlaps: bool) -> None:
         output = stream.result()
         assert list(output.token_ids) == expected_tokens(executor, request)
         assert output.finish_reason == "length"
-    loop.shutdown()
+    loop.close()
 
 
 def test_the_overlapped_loop_plans_before_the_running_step_is_over(loops: list[EngineLoop]) -> None:
@@ -68,7 +68,7 @@ def test_a_stop_string_ends_the_request_and_frees_its_pages(codec: TextCodec, ov
     assert output.token_ids == plain.result().token_ids[: len(output.token_ids)]
     assert len(output.token_ids) < 40
     assert loop.statistics().scheduler.num_finished == {"length": 1, "stop": 1}
-    loop.shutdown()
+    loop.close()
 
 
 # Readers
@@ -92,7 +92,7 @@ def test_a_reader_that_does_not_read_gives_its_place_to_others(overlaps: bool) -
         run(loop)
     tokens += [token for chunk in slow for token in chunk.token_ids]
     assert tokens == expected_tokens(executor, slow_request)
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_reader_gone_for_too_long_ends_its_request() -> None:
@@ -211,11 +211,11 @@ def test_shutdown_cancels_what_runs(overlaps: bool, has_thread: bool) -> None:
     streams = [loop.submit(make_request(f"r{i}", max_new_tokens=50)) for i in range(6)]
     if has_thread:
         loop.start()
-    loop.shutdown()
+    loop.close()
     assert {stream.result(WAIT_S).finish_reason for stream in streams} <= {"cancelled", "length"}
     with pytest.raises(RequestError, match="an open engine"):
         loop.submit(make_request("late"))
-    loop.shutdown()
+    loop.close()
 
 
 @pytest.mark.parametrize("has_thread", [False, True], ids=["stepped", "threaded"])
@@ -224,9 +224,9 @@ def test_draining_lets_everybody_finish(overlaps: bool, has_thread: bool) -> Non
     streams = [loop.submit(make_request(f"r{i}")) for i in range(6)]
     if has_thread:
         loop.start()
-    loop.shutdown(drains=True)
+    loop.close(drains=True)
     assert [stream.result(WAIT_S).finish_reason for stream in streams] == ["length"] * 6
-    loop.shutdown()
+    loop.close()
 
 
 def test_draining_is_bounded() -> None:
@@ -236,7 +236,7 @@ def test_draining_is_bounded() -> None:
     loop.start()
     assert executor.entered.wait(WAIT_S)
     threading.Timer(0.2, executor.open).start()
-    loop.shutdown(drains=True, timeout_s=0.05)
+    loop.close(drains=True, timeout_s=0.05)
     assert stream.result(WAIT_S).finish_reason == "cancelled"
 
 

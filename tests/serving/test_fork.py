@@ -23,11 +23,12 @@ def refused(call):
         return str(error)
     raise AssertionError("not refused")
 
-llm = LLM(sys.argv[1], device="cpu", num_threads=1, kv_cache_bytes=1 << 20, overlaps_steps=sys.argv[2] == "overlapped")
+overlaps = sys.argv[2] == "overlapped"
+llm = LLM(sys.argv[1], device="cpu", num_threads=1, kv_cache_bytes=1 << 20, overlap_scheduling=overlaps)
 long = SamplingParams(max_new_tokens=40, ignore_eos=True)
 expected = llm.generate([[5, 9, 2]], long)[0].token_ids
 stream = llm.submit([5, 9, 2], long)
-llm._loop._lock.acquire()  # as if the fork came in the middle of a commit
+llm._engine._lock.acquire()  # as if the fork came in the middle of a commit
 child = os.fork()
 if child == 0:
     print("child:", refused(lambda: llm.generate([[1, 2]])))
@@ -37,7 +38,7 @@ if child == 0:
     if sys.argv[2] != "overlapped":
         llm.close()
     sys.exit(0)  # runs the finalizers
-llm._loop._lock.release()
+llm._engine._lock.release()
 _, status = os.waitpid(child, 0)
 assert status == 0, status
 assert stream.result().token_ids == expected

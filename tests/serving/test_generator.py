@@ -323,7 +323,7 @@ def test_a_closed_generator_refuses() -> None:
 
 def test_a_forgotten_generator_stops_its_thread() -> None:
     generator = make_generator()
-    thread = generator._loop._thread
+    thread = generator._engine._thread
     assert thread is not None and thread.is_alive()
     del generator
     gc.collect()

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
@@ -42,7 +44,7 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(engine_dir: Path) -> list[GenerationOutput]:
     """Each request by itself, nothing reused, nothing drafted."""
-    with LLM(engine_dir, use_drafter=False, reuses_prefixes=False) as llm:
+    with LLM(engine_dir, use_drafter=False, enable_prefix_caching=False) as llm:
         return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
 
 
@@ -65,14 +67,14 @@ def assert_same(outputs: list[GenerationOutput], others: list[GenerationOutput])
     "options",
     [
         {},
-        {"overlaps_steps": True},
+        {"overlap_scheduling": True},
         {"use_drafter": False},
         {"num_draft_tokens": 0},
-        {"num_draft_tokens": 1, "overlaps_steps": True},
+        {"num_draft_tokens": 1, "overlap_scheduling": True},
         {"draft_length": BatchSizeDraftLength({1: 3, 2: 0, 3: 2})},
         {"draft_length": AdaptiveDraftLength(3)},
         {"scheduler_config": SchedulerConfig(max_prefill_tokens=3)},
-        {"scheduler_config": SchedulerConfig(reuses_prefixes=False)},
+        {"scheduler_config": SchedulerConfig(enable_prefix_caching=False)},
     ],
     ids=lambda options: ", ".join(options) or "as it comes",
 )
@@ -84,7 +86,7 @@ def test_tokens_do_not_depend_on_how_they_are_served(
         assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)  # now with prefix hits
         llm.check_integrity()
         hits = llm.statistics.scheduler.num_prefix_hit_tokens
-        assert (hits > 0) == (options.get("scheduler_config") != SchedulerConfig(reuses_prefixes=False))
+        assert (hits > 0) == (options.get("scheduler_config") != SchedulerConfig(enable_prefix_caching=False))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -93,7 +95,7 @@ def test_preempted_requests_give_the_same_tokens(engine_dir: Path, overlaps: boo
     with LLM(engine_dir) as llm:
         wanted = llm.generate(PROMPTS[:4], samplings)
         bytes_per_page = llm.page_plan.total_bytes // llm.page_plan.num_pages
-    with LLM(engine_dir, overlaps_steps=overlaps, kv_cache_bytes=21 * bytes_per_page) as llm:
+    with LLM(engine_dir, overlap_scheduling=overlaps, kv_cache_bytes=21 * bytes_per_page) as llm:
         assert llm.limits.num_pages == 21, "room for one and a half of the four requests"
         assert_same(llm.generate(PROMPTS[:4], samplings), wanted)
         assert llm.statistics.scheduler.num_preemptions > 0
@@ -133,6 +135,35 @@ def test_a_bad_prompt_is_refused_and_the_others_are_served(llm: LLM) -> None:
 def test_too_many_drafts_are_refused(engine_dir: Path) -> None:
     with pytest.raises(ConfigError, match="expected 0 to 3, this engine's max_draft_len, found 4"):
         LLM(engine_dir, num_draft_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"scheduler_config": SchedulerConfig(), "max_queue_len": 3}, ["max_queue_len"]),
+        ({"scheduler_config": SchedulerConfig(), "enable_prefix_caching": False}, ["enable_prefix_caching"]),
+        ({"draft_length": AdaptiveDraftLength(3), "num_draft_tokens": 2}, ["num_draft_tokens"]),
+        ({"draft_length": AdaptiveDraftLength(3), "adaptive_draft_length": True}, ["adaptive_draft_length"]),
+    ],
+)
+def test_a_setting_beside_an_object_that_replaces_it_is_refused(
+    engine_dir: Path, options: dict[str, Any], names: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        LLM(engine_dir, **options)
+    assert all(f"{name}: expected only in {next(iter(options))}" in str(error.value) for name in names)
+
+
+def test_fields_replace_those_of_a_config_and_what_was_opened_is_resolved(engine_dir: Path) -> None:
+    config = RuntimeConfig(device="cpu", num_threads=1, num_draft_tokens=1, kv_cache_bytes=1 << 22)
+    with LLM(engine_dir, config, num_draft_tokens=2) as llm:
+        assert llm.config == config.replaced(num_draft_tokens=2)
+        assert llm.page_plan.total_bytes <= 1 << 22
+    with LLM(engine_dir) as llm:
+        assert (llm.config.device, llm.config.num_draft_tokens) == ("cpu", 3)
+        assert llm.config.num_threads == torch.get_num_threads()
+    with LLM(engine_dir, use_drafter=False) as llm:
+        assert (llm.config.num_draft_tokens, llm.limits.max_draft_len) == (None, 0)
 
 
 def test_a_directory_that_is_no_engine_is_refused(tmp_path: Path) -> None:

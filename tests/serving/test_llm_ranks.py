@@ -38,8 +38,8 @@ def _tokens(llm: LLM) -> list[tuple[int, ...]]:
 def test_answers_are_those_of_one_rank_and_closing_ends_the_workers(engines: list[EngineDir], overlaps: bool) -> None:
     with _open(engines[0]) as one:
         expected = _tokens(one)
-    with _open(engines[1], overlaps_steps=overlaps) as two:
-        process_ids = two._executor.worker_process_ids
+    with _open(engines[1], overlap_scheduling=overlaps) as two:
+        process_ids = two._engine._executor.worker_process_ids
         assert _tokens(two) == expected
         assert _is_alive(process_ids[0])
     assert not _is_alive(process_ids[0])
@@ -48,7 +48,7 @@ def test_answers_are_those_of_one_rank_and_closing_ends_the_workers(engines: lis
 def test_a_worker_lost_in_the_middle_ends_every_request_with_its_name(engines: list[EngineDir]) -> None:
     long = SamplingParams(max_new_tokens=45, ignore_eos=True)
     with _open(engines[1], num_draft_tokens=0) as llm:
-        (process_id,) = llm._executor.worker_process_ids
+        (process_id,) = llm._engine._executor.worker_process_ids
         stream = llm.submit(PROMPTS[0], long)
         next(iter(stream))  # it runs
         threading.Thread(target=os.kill, args=(process_id, signal.SIGKILL)).start()

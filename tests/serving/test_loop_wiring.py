@@ -57,7 +57,7 @@ def test_the_policy_learns_how_long_each_step_took(overlaps: bool) -> None:
     assert len(measured) > 3
     assert all(elapsed_s is not None and STEP_S <= elapsed_s < WAIT_S for elapsed_s in measured)
     assert loop.statistics().step_time_s.count == loop.statistics().scheduler.num_steps
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_step_that_failed_is_not_a_measurement(overlaps: bool) -> None:
@@ -69,7 +69,7 @@ def test_a_step_that_failed_is_not_a_measurement(overlaps: bool) -> None:
     assert [step.elapsed_s for step in policy.steps if step.num_prefill_tokens] == [None]
     assert loop.statistics().step_time_s.count == 0
     assert loop.statistics().num_failed_steps == 1
-    loop.shutdown()
+    loop.close()
 
 
 def test_text_held_for_a_stop_string_comes_when_the_length_ends_the_request(codec: TextCodec, overlaps: bool) -> None:
@@ -78,7 +78,7 @@ def test_text_held_for_a_stop_string_comes_when_the_length_ends_the_request(code
         stream = loop.submit(make_request("r", max_new_tokens=9, stop=stop), codec.detokenizer())
         run(loop)
         texts = [chunk.text or "" for chunk in stream]
-        loop.shutdown()
+        loop.close()
         return stream.result(), "".join(texts)
 
     whole, _ = answer(())
@@ -117,7 +117,7 @@ def test_each_failed_row_is_told_its_own_reason(overlaps: bool) -> None:
     run(loop)
     for name, stream in streams.items():
         assert stream.result().error == (None if name == "good" else f"ValueError: cannot compute {name}")
-    loop.shutdown()
+    loop.close()
 
 
 def test_a_reader_that_comes_back_wakes_the_engine(
@@ -143,7 +143,7 @@ def test_shutdown_ends_every_thread_of_the_loop(overlaps: bool) -> None:
     assert loop.submit(make_request("r")).result(WAIT_S).finish_reason == "length"
     names = {thread.name.split("_")[0] for thread in set(threading.enumerate()) - before}
     assert names == ({"dflash-engine", "dflash-device"} if overlaps else {"dflash-engine"})
-    loop.shutdown()
+    loop.close()
     assert set(threading.enumerate()) <= before
 
 
@@ -170,7 +170,7 @@ def test_a_step_that_was_run_again_in_parts_counts_with_its_own_number_of_drafts
     assert [step.num_draft_tokens for step in policy.steps if step.num_prefill_tokens] == [3]
     run(loop)
     assert [stream.result().finish_reason for stream in streams] == ["length", "error"]
-    loop.shutdown()
+    loop.close()
 
 
 def test_the_events_of_each_step_are_kept_only_where_they_are_asked_for() -> None:

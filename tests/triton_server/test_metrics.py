@@ -38,6 +38,8 @@ SCHEDULER = SchedulerStatistics(
 NOTHING = Samples().distribution()
 STATISTICS = EngineStatistics(
     uptime_s=201.0,
+    num_waiting_now=103,
+    num_running_now=104,
     num_requests=202,
     num_requests_by_finish_reason={"stop": 203},
     num_emitted_tokens=204,
@@ -101,7 +103,7 @@ def test_counters_grow_by_what_is_new_and_gauges_follow(book, series) -> None:
     book.publish(STATISTICS)
     book.publish(STATISTICS)
     assert series.values["steps_total", ""] == 106
-    book.publish(replace(STATISTICS, scheduler=replace(SCHEDULER, num_steps=126, num_waiting_now=0)))
+    book.publish(replace(STATISTICS, num_waiting_now=0, scheduler=replace(SCHEDULER, num_steps=126)))
     assert (series.values["steps_total", ""], series.values["requests_waiting", ""]) == (126, 0)
 
 
@@ -114,7 +116,8 @@ def test_what_a_chunk_gives_is_counted_by_position(book, series) -> None:
     nothing = replace(
         SCHEDULER, **{name: 0 for name in SCHEDULER.__dataclass_fields__ if isinstance(getattr(SCHEDULER, name), int)}
     )
-    book.publish(replace(STATISTICS, num_failed_steps=0, scheduler=nothing))
+    idle = {"num_waiting_now": 0, "num_running_now": 0}
+    book.publish(replace(STATISTICS, num_failed_steps=0, scheduler=nothing, **idle))
     assert changed(series) == {
         "output_tokens_total": 4,
         "verify_blocks_total": 2,

@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 from dflash_trt.cli.deploy import deploy
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.servers.triton.pbtxt import Message, read
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.llm import LLM
 from tests.cli.calls import Recorder, options_never_set
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
-from tests.cli.test_options_arrive import LLM_DEFAULTS
+from tests.cli.test_options_arrive import LLM_DEFAULTS, runtime_cases
 
-DRAFTING = ["--num-draft-tokens", "2", "--adaptive", "--no-prefix-reuse", "--overlap", "--kv-cache-bytes", "4096"]
-DRAFTING += ["--kv-cache-free-memory-fraction", "0.25", "--num-threads", "3", "--seed", "7", "--max-queue-len", "9"]
+RUNTIME = runtime_cases("device")  # which the instance group says
+(ALL, CONFIG), *OTHERS = RUNTIME
+DRAFTING = [*ALL]
 DRAFTING += ["--default-max-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]
 DRAFTING += ["--accept-parameter", "a", "--accept-parameter", "b", "--accept-numpy-2", "--model-name", "other"]
 DRAFTING += ["--environment", sys.prefix, "--copy-engine", "--instances", "2", "--batch-dimension"]
@@ -32,15 +34,7 @@ ON_GPUS = ["--no-drafter", "--gpus", "3,1", "--accept-numpy-2"]
 
 SETTINGS = ModelSettings(
     engine_dir="engine",
-    num_draft_tokens=2,
-    adapts_draft_length=True,
-    reuses_prefixes=False,
-    overlaps_steps=True,
-    kv_cache_bytes=4096,
-    kv_cache_free_memory_fraction=0.25,
-    num_threads=3,
-    seed=7,
-    max_queue_len=9,
+    runtime=CONFIG,
     default_max_tokens=11,
     wraps_in_chat=True,
     system="Be brief.",
@@ -123,19 +117,24 @@ def test_every_option_reaches_the_config_and_the_engine(
     assert config.one("max_batch_size") == 1
     assert instances_of(config) == [("count", 2), ("kind", "KIND_CPU")]
     asked = load(model, pb_utils, tmp_path / "other", kind="CPU", device_id="0", monkeypatch=monkeypatch)
-    assert asked == LLM_DEFAULTS | {
-        "engine_dir": tmp_path / "other" / "1" / "engine",
-        "num_draft_tokens": 2,
-        "adapts_draft_length": True,
-        "reuses_prefixes": False,
-        "overlaps_steps": True,
-        "kv_cache_bytes": 4096,
-        "kv_cache_free_memory_fraction": 0.25,
-        "num_threads": 3,
-        "device": "cpu",
-        "seed": 7,
-        "max_queue_len": 9,
-    }
+    engine = tmp_path / "other" / "1" / "engine"
+    assert asked == LLM_DEFAULTS | {"engine_dir": engine, "config": CONFIG.replaced(device="cpu")}
+
+
+@pytest.mark.parametrize(("words", "config"), RUNTIME)
+def test_every_setting_of_an_engine_is_a_parameter_of_its_own_name(
+    engine_dir,
+    tmp_path,
+    invoke,  # noqa: F811
+    words,
+    config,
+) -> None:
+    assert invoke("deploy", "triton", engine_dir, "-o", tmp_path, *words).exit_code == 0
+    parameters = parameters_of(written(tmp_path / "dflash"))
+    default = RuntimeConfig()
+    changed = {name for name, value in config if value != getattr(default, name)}
+    assert parameters.keys() == changed | {"engine_dir"}
+    assert ModelSettings.from_parameters(parameters).runtime == config
 
 
 def test_an_instance_on_a_gpu_runs_there_and_sees_no_other(
@@ -160,18 +159,18 @@ def test_an_instance_on_a_gpu_runs_there_and_sees_no_other(
     assert config.one("max_batch_size") == 0
     assert instances_of(config) == [("count", 1), ("kind", "KIND_GPU"), ("gpus", [3, 1])]
     asked = load(model, pb_utils, tmp_path / "dflash", kind="GPU", device_id="3", monkeypatch=monkeypatch)
-    assert asked == LLM_DEFAULTS | {"engine_dir": engine_dir, "use_drafter": False, "device": "cuda"}
+    assert asked == LLM_DEFAULTS | {"engine_dir": engine_dir, "config": RuntimeConfig(use_drafter=False, device="cuda")}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
 
 
 def test_no_option_and_no_setting_is_left_out_here() -> None:
     minimal = ["dir", "-o", "out"]
-    cases = ([*minimal, *DRAFTING], [*minimal, *ON_GPUS])
+    cases = [[*minimal, *words] for words in (DRAFTING, ON_GPUS, *(words for words, _ in OTHERS))]
     never_set = options_never_set(deploy.commands["triton"], minimal, *cases)
     assert never_set == {"engine_dir", "repository", "check_only"}
     default = ModelSettings(engine_dir="")
     alike = {field.name for field in fields(default) if getattr(SETTINGS, field.name) == getattr(default, field.name)}
-    assert alike == {"use_drafter"}, "the test on a GPU has it"
+    assert not alike
 
 
 class Request:

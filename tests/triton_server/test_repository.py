@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.triton import repository
 from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
@@ -40,9 +41,11 @@ def test_writing_again_changes_nothing_and_other_options_do(engine_dir, tmp_path
         write_model(tmp_path, deployment(engine_dir, copies_engine=copies_engine))
         assert contents(model) == before
     assert check_model(model).engine_dir == "engine"
-    write_model(tmp_path, deployment(engine_dir, copies_engine=True, settings={"max_queue_len": 3}))
+    write_model(
+        tmp_path, deployment(engine_dir, copies_engine=True, settings={"runtime": RuntimeConfig(max_queue_len=3)})
+    )
     assert contents(model) != before
-    assert check_model(model).max_queue_len == 3
+    assert check_model(model).runtime.max_queue_len == 3
 
 
 def test_a_foreign_model_is_not_touched(engine_dir, tmp_path) -> None:
@@ -75,7 +78,7 @@ def test_a_foreign_model_is_not_touched(engine_dir, tmp_path) -> None:
     ],
 )
 def test_a_check_finds_what_was_changed(engine_dir, tmp_path, old, new, said) -> None:
-    model = write_model(tmp_path, deployment(engine_dir, settings={"max_queue_len": 3}))
+    model = write_model(tmp_path, deployment(engine_dir, settings={"runtime": RuntimeConfig(max_queue_len=3)}))
     check_model(model)
     config = model / "config.pbtxt"
     text = config.read_text()
@@ -133,7 +136,7 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
     assert (ran.exit_code, "tritonserver --model-repository=" in ran.stdout) == (0, True)
     ran = invoke("deploy", "triton", engine_dir, "-o", models, "--check")
     assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
-    assert check_model(models / "ensemble").adapts_draft_length
+    assert check_model(models / "ensemble").runtime.adaptive_draft_length
     for words, said in (
         (["-o", models], "expected an ENGINE_DIR"),
         (["-o", tmp_path / "empty", "--check"], "expected a model of dflash-trt"),
@@ -143,8 +146,8 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
         ([engine_dir, "-o", models, "--gpus", "0", "--instances", "2"], "instances: expected 1 or more on a CPU"),
         ([engine_dir, "-o", models, "--instances", "0"], "instances: expected 1 or more on a CPU"),
         ([engine_dir, "-o", models, "--model-name", "a/b"], "model name: expected a file name"),
-        ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "use_drafter"),
-        ([engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"], "use_drafter"),
+        ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "--no-drafter and --adaptive are mutually"),
+        ([engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"], "--no-drafter and --num-draft-tokens are mutually"),
         ([engine_dir, "-o", models, "--system", "x"], "Deploy with --chat"),
         ([engine_dir, "-o", models, "--environment", tmp_path], "expected a virtual environment"),
         ([engine_dir, "-o", tmp_path / "the models"], "model repository: expected a path without spaces"),
@@ -160,8 +163,7 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
 def test_settings_survive_as_parameters() -> None:
     settings = ModelSettings(
         engine_dir="/e",
-        num_draft_tokens=0,
-        kv_cache_free_memory_fraction=0.25,
+        runtime=RuntimeConfig(num_draft_tokens=0, kv_cache_free_memory_fraction=0.25),
         wraps_in_chat=True,
         system='Say "é\n".',
         accepted_request_parameters=("a", "b"),

@@ -79,8 +79,8 @@ def serving(generator: Generator, series: FakeSeries, **settings: Any) -> Iterat
     book = MetricBook(series, max_draft_len=generator.limits.max_draft_len)  # type: ignore[arg-type]
     service = EngineService(generator, ModelSettings(engine_dir="", **settings), vocab_size=VOCAB_SIZE, book=book)
     yield service, generator
-    if isinstance(generator._loop._runner._executor, GatedExecutor):  # type: ignore[attr-defined]
-        generator._loop._runner._executor.open()  # type: ignore[attr-defined]
+    if isinstance(generator._engine._runner._executor, GatedExecutor):  # type: ignore[attr-defined]
+        generator._engine._runner._executor.open()  # type: ignore[attr-defined]
     service.close()
     generator.close()
     assert generator.statistics.scheduler.num_pages_in_use_now == 0

@@ -12,6 +12,7 @@ from dflash_trt.backends.tensorrt.builder import PlanOptions
 from dflash_trt.backends.tensorrt.compatibility import spec_of
 from dflash_trt.cli.main import cli
 from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord
 from dflash_trt.executor.opening import open_executor
@@ -110,7 +111,7 @@ def test_a_backend_without_its_record_is_refused(engine_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_running_it_without_a_gpu_says_what_is_missing(engine_path):
     with pytest.raises(EngineDirError, match="expected an NVIDIA GPU with a driver"):
-        open_executor(EngineDir.open(engine_path))
+        open_executor(EngineDir.open(engine_path), RuntimeConfig())
 
 
 def test_float16_needs_the_tensorrt_backend(tmp_path):

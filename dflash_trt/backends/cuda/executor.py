@@ -48,6 +48,7 @@ from dflash_trt.network.ops import StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
 DECODE_GRAPHS = 128  # places kept for verify blocks, most of all steps: every bucket and K up to 64 requests
@@ -113,12 +114,10 @@ class TorchGpuExecutor:
     def open(
         cls,
         engine: EngineDir,
+        config: RuntimeConfig,
         *,
         rank: int = 0,
         ranks: RankGroup = ONE_RANK,
-        use_drafter: bool = True,
-        kv_cache_bytes: int | None = None,
-        kv_cache_free_memory_fraction: float | None = None,
         draft_lens: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> TorchGpuExecutor:
@@ -128,17 +127,18 @@ class TorchGpuExecutor:
         captured ahead; None: of the engine's largest.
 
         Raises:
-            ConfigError, CapacityError: see `plan_engine_pages`.
+            ConfigError: the engine is larger than the kernels are made for.
+            CapacityError: see `plan_engine_pages`.
         """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         manifest = engine.manifest
         build = manifest.build_config
-        network = load_network(engine, rank=rank, use_drafter=use_drafter, device=str(device))
+        network = load_network(engine, rank=rank, use_drafter=config.use_drafter, device=str(device))
         page_plan = plan_engine_pages(
             manifest,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            config,
             free_bytes=partial(_free_bytes, device),
             default_fraction=FREE_MEMORY_FRACTION,
         )

@@ -25,6 +25,7 @@ from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
 
 if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
 DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
@@ -75,10 +76,8 @@ class TensorRTExecutor:
     def open(
         cls,
         engine_dir: EngineDir,
+        config: RuntimeConfig,
         *,
-        use_drafter: bool = True,
-        kv_cache_bytes: int | None = None,
-        kv_cache_free_memory_fraction: float | None = None,
         plugin_library: Path | None = None,
     ) -> TensorRTExecutor:
         """Rank 0 of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
@@ -86,18 +85,19 @@ class TensorRTExecutor:
         `plugin_library` defaults to where it was when the engine was built.
 
         Raises:
-            ConfigError, CapacityError: see `plan_engine_pages`.
+            CapacityError: see `plan_engine_pages`.
             EngineDirError: no GPU, no TensorRT, no plugin library, or an engine made for others.
         """
         from dflash_trt.backends.tensorrt.compatibility import check_identity, plan_path, spec_of
 
         record, library = check_identity(engine_dir, plugin_library=plugin_library)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
         spec, build = spec_of(engine_dir), engine_dir.manifest.build_config
         engine, owners = deserialize(plan_path(engine_dir), plugins=record.plugins, plugin_library=library)
         pages = plan_engine_pages(
             engine_dir.manifest,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
+            config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
             free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
             default_fraction=_FREE_MEMORY_FRACTION,
             num_pools=1 if record.plugins == "plugin" else 2,  # plain layers write into a second one
@@ -106,7 +106,7 @@ class TensorRTExecutor:
             max_batch_size=build.max_batch_size,
             max_seq_len=build.max_seq_len,
             max_num_tokens=build.max_num_tokens,
-            max_draft_len=spec.max_draft_len if use_drafter else 0,
+            max_draft_len=spec.max_draft_len if config.use_drafter else 0,
             page_size=spec.page_size,
             num_pages=pages.num_pages,
         )

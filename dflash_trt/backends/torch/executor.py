@@ -31,6 +31,7 @@ from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
 
@@ -75,13 +76,10 @@ class TorchExecutor:
     def open(
         cls,
         engine: EngineDir,
+        config: RuntimeConfig,
         *,
         rank: int = 0,
         ranks: RankGroup = ONE_RANK,
-        use_drafter: bool = True,
-        kv_cache_bytes: int | None = None,
-        kv_cache_free_memory_fraction: float | None = None,
-        num_threads: int | None = None,
     ) -> TorchExecutor:
         """Load one rank's weights and plan the pages, as many as every rank has room for.
 
@@ -89,19 +87,14 @@ class TorchExecutor:
         only when a request reaches them.
 
         Raises:
-            ConfigError, CapacityError: see `plan_engine_pages`.
+            CapacityError: see `plan_engine_pages`.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
         manifest = engine.manifest
         build = manifest.build_config
-        network = load_network(engine, rank=rank, use_drafter=use_drafter)
-        page_plan = plan_engine_pages(
-            manifest,
-            use_drafter=use_drafter,
-            kv_cache_bytes=kv_cache_bytes,
-            kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
-        )
+        network = load_network(engine, rank=rank, use_drafter=config.use_drafter)
+        page_plan = plan_engine_pages(manifest, config)
         return cls(
             network,
             page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),

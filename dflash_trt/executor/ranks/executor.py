@@ -7,7 +7,7 @@ between the processes but what the network itself exchanges. Refuses to know wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -39,10 +39,10 @@ from dflash_trt.executor.ranks.shard import (
     join,
     open_share,
 )
-from dflash_trt.executor.threads import default_num_threads
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import ProcessRanks
+    from dflash_trt.core.runtime_config import Device, RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
 # Of one exchange, and of a worker's answer; a GPU's kernels are compiled in the first steps.
@@ -158,35 +158,26 @@ class RankedExecutor:
 
 def open_ranks(
     engine: EngineDir,
+    config: RuntimeConfig,
     *,
-    device: Literal["cpu", "cuda"],
-    num_threads: int | None,
-    use_drafter: bool,
-    kv_cache_bytes: int | None,
-    kv_cache_free_memory_fraction: float | None,
     draft_lens: Sequence[int] | None = None,
 ) -> RankedExecutor:
     """Start a worker for each rank but 0, and open all shares of the engine. Memory and threads are per rank.
 
     Raises:
-        ConfigError: fewer GPUs than ranks, or a PyTorch that cannot join them; or see `plan_engine_pages`.
+        ConfigError: fewer GPUs than ranks, or a PyTorch that cannot join them.
         EngineDirError: a mapping that this back end does not run.
         CapacityError: the pages of one max_seq_len sequence do not fit on some rank.
         RankError: a worker did not start.
     """
-    num_ranks = engine.manifest.pretrained_config.mapping.world_size
-    _check(engine, device)
+    _check(engine, config.device)
     workers = RankWorkers()
     options = ShareOptions(
-        num_ranks=num_ranks,
+        num_ranks=engine.manifest.pretrained_config.mapping.world_size,
         store_path=workers.directory / "store",
-        device=device,
-        num_threads=default_num_threads(num_ranks) if num_threads is None else num_threads,
-        timeout_s=TIMEOUTS_S[device],
+        config=config,
+        timeout_s=TIMEOUTS_S[config.device],
         load_timeout_s=_LOAD_TIMEOUT_S,
-        use_drafter=use_drafter,
-        kv_cache_bytes=kv_cache_bytes,
-        kv_cache_free_memory_fraction=kv_cache_free_memory_fraction,
         draft_lens=None if draft_lens is None else tuple(draft_lens),
     )
     try:
@@ -209,13 +200,15 @@ def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> Ran
         workers.start(OpenShare(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
-    if options.device == "cuda":  # NCCL keeps asking its store
+    if options.config.device == "cuda":  # NCCL keeps asking its store
         workers.when_one_ends(ranks.abort)
     else:
         workers.forget_directory()
     local = open_share(engine, 0, ranks, options)
     _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
-    return RankedExecutor(local, ranks, workers, num_threads=options.num_threads)
+    num_threads = options.config.num_threads
+    assert num_threads is not None, "resolved when the engine is opened"
+    return RankedExecutor(local, ranks, workers, num_threads=num_threads)
 
 
 def _expect(workers: RankWorkers, expected: Report, *, timeout_s: float) -> None:
@@ -224,7 +217,7 @@ def _expect(workers: RankWorkers, expected: Report, *, timeout_s: float) -> None
         raise explained_failure(reports, None)
 
 
-def _check(engine: EngineDir, device: Literal["cpu", "cuda"]) -> None:
+def _check(engine: EngineDir, device: Device) -> None:
     """What can be known before a process is started."""
     mapping = engine.manifest.pretrained_config.mapping
     if mapping.pp_size != 1:

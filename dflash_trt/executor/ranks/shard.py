@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -28,17 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareOptions:
-    """What every rank is told alike. `num_threads` and `kv_cache_bytes` are those of one rank."""
+    """What every rank is told alike. `config` has its device and threads resolved."""
 
     num_ranks: int
     store_path: Path  # a file that does not exist yet, through which the ranks meet
-    device: Literal["cpu", "cuda"]
-    num_threads: int
+    config: RuntimeConfig
     timeout_s: float  # of one exchange between ranks
     load_timeout_s: float  # in which all of them have loaded their weights
-    use_drafter: bool
-    kv_cache_bytes: int | None
-    kv_cache_free_memory_fraction: float | None
     draft_lens: tuple[int, ...] | None
 
 
@@ -57,7 +54,7 @@ class ShareExecutor(Protocol):
 
 def join(options: ShareOptions, rank: int) -> ProcessRanks:
     """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank) if options.config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return ProcessRanks.join(
@@ -77,31 +74,13 @@ def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Share
         ConfigError, CapacityError: see the executors' `open`.
         ExchangeError: another rank failed.
     """
-    if options.device == "cuda":
+    if options.config.device == "cuda":
         from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 
-        torch.set_num_threads(options.num_threads)  # the CPU still packs and reads steps
         return TorchGpuExecutor.open(
-            engine,
-            rank=rank,
-            ranks=ranks,
-            use_drafter=options.use_drafter,
-            kv_cache_bytes=options.kv_cache_bytes,
-            kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
-            draft_lens=options.draft_lens,
-            device=ranks.device,
+            engine, options.config, rank=rank, ranks=ranks, draft_lens=options.draft_lens, device=ranks.device
         )
-    return run_in_thread(
-        lambda: TorchExecutor.open(
-            engine,
-            rank=rank,
-            ranks=ranks,
-            use_drafter=options.use_drafter,
-            kv_cache_bytes=options.kv_cache_bytes,
-            kv_cache_free_memory_fraction=options.kv_cache_free_memory_fraction,
-            num_threads=options.num_threads,
-        )
-    )
+    return run_in_thread(lambda: TorchExecutor.open(engine, options.config, rank=rank, ranks=ranks))
 
 
 def fingerprint(outcome: StepResult | Tensor) -> bytes:

@@ -119,14 +119,21 @@ class MetricBook:
     def publish(self, statistics: EngineStatistics) -> None:
         """Called by one thread."""
         scheduler = statistics.scheduler
-        engine_counts = {
-            PREFIX_HIT_TOKENS: scheduler.num_prefix_hit_tokens,
-            ADMITTED_TOKENS: scheduler.num_admitted_prompt_tokens,
-            PREEMPTIONS: scheduler.num_preemptions,
-            EVICTED_PAGES: scheduler.num_evicted_pages,
-            STEPS: scheduler.num_steps,
-            FAILED_STEPS: statistics.num_failed_steps,
-        }
+        engine_counts = {FAILED_STEPS: statistics.num_failed_steps}
+        gauges = {RUNNING: statistics.num_running_now, WAITING: statistics.num_waiting_now}
+        if scheduler is not None:
+            engine_counts |= {
+                PREFIX_HIT_TOKENS: scheduler.num_prefix_hit_tokens,
+                ADMITTED_TOKENS: scheduler.num_admitted_prompt_tokens,
+                PREEMPTIONS: scheduler.num_preemptions,
+                EVICTED_PAGES: scheduler.num_evicted_pages,
+                STEPS: scheduler.num_steps,
+            }
+            gauges |= {
+                PAGES: scheduler.num_pages,
+                PAGES_IN_USE: scheduler.num_pages_in_use_now,
+                PAGES_KEPT: scheduler.num_pages_kept_now,
+            }
         with self._lock:
             for metric, count in engine_counts.items():
                 self._counts[metric.name, _NO_LABEL] = count
@@ -139,13 +146,6 @@ class MetricBook:
         for output in ended:
             for metric, value in _observations(output):
                 self._series.observe(metric.name, value)
-        gauges = {
-            RUNNING: scheduler.num_running_now,
-            WAITING: scheduler.num_waiting_now,
-            PAGES: scheduler.num_pages,
-            PAGES_IN_USE: scheduler.num_pages_in_use_now,
-            PAGES_KEPT: scheduler.num_pages_kept_now,
-        }
         for metric, now in gauges.items():
             if self._published_gauges.get(metric.name) != now:
                 self._published_gauges[metric.name] = now

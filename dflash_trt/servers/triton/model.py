@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
@@ -68,7 +68,7 @@ class TritonPythonModel:
             self._llm = _open_llm(
                 settings,
                 Path(args["model_repository"]) / args["model_version"],
-                device="cuda" if args["model_instance_kind"] == "GPU" else "cpu",
+                is_on_gpu=args["model_instance_kind"] == "GPU",
             )
         except ImportError as error:
             raise explained(error) from error
@@ -91,28 +91,15 @@ class TritonPythonModel:
         pb_utils.Logger.log_info(f"{self._name} opened engine {self._llm.engine.path}: {self._llm.page_plan}")
 
 
-def _open_llm(settings: ModelSettings, version_dir: Path, *, device: Literal["cpu", "cuda"]) -> Any:
-    """`device` is that of the instance group; a TensorRT engine runs on a GPU whatever it says."""
+def _open_llm(settings: ModelSettings, version_dir: Path, *, is_on_gpu: bool) -> Any:
     from dflash_trt.servers.triton.served_engine import open_served_engine
 
     path = settings.engine_path(version_dir)
-    open_served_engine(path)
+    has_choice = open_served_engine(path).manifest.backend == "torch"  # TensorRT runs on a GPU whatever the group says
     from dflash_trt.serving.llm import LLM
 
-    return LLM(
-        path,
-        use_drafter=settings.use_drafter,
-        num_draft_tokens=settings.num_draft_tokens,
-        adapts_draft_length=settings.adapts_draft_length,
-        reuses_prefixes=settings.reuses_prefixes,
-        overlaps_steps=settings.overlaps_steps,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        kv_cache_free_memory_fraction=settings.kv_cache_free_memory_fraction,
-        num_threads=settings.num_threads,
-        device=device,
-        seed=settings.seed,
-        max_queue_len=settings.max_queue_len,
-    )
+    device = "cuda" if is_on_gpu else "cpu"
+    return LLM(path, settings.runtime.replaced(device=device if has_choice else "auto"))
 
 
 def _texts(request: Any) -> tuple[str, str]:

@@ -5,36 +5,31 @@ Written by the repository writer and read by the model, both through this one cl
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Self, get_type_hints
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.runtime_config import RuntimeConfig, value_type, without_none
 
 # Parameters that Triton's Python backend reads itself.
 ENVIRONMENT_PARAMETER = "EXECUTION_ENV_PATH"
 TRITON_PARAMETERS = (ENVIRONMENT_PARAMETER, "FORCE_CPU_ONLY_INPUT_TENSORS", "INFERENCE_TIMEOUT_SECONDS")
 
 _TRUE, _FALSE = "true", "false"
+_RUNTIME_TYPES = {name: value_type(name) for name in RuntimeConfig.model_fields if name != "device"}  # its group's
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """`engine_dir` is absolute, or relative to the version directory of the model. None leaves a choice to LLM."""
+    """`engine_dir` is absolute, or relative to the version directory of the model.
+
+    In config.pbtxt the fields of `runtime` stand among the others, but for `device`, which the instance group says.
+    """
 
     engine_dir: str
-    use_drafter: bool = True
-    num_draft_tokens: int | None = None
-    adapts_draft_length: bool = False
-    reuses_prefixes: bool = True
-    overlaps_steps: bool = False
-    kv_cache_bytes: int | None = None
-    kv_cache_free_memory_fraction: float | None = None
-    num_threads: int | None = None
-    seed: int | None = None
-    max_queue_len: int | None = None
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     default_max_tokens: int = 128
     wraps_in_chat: bool = False
     system: str | None = None
@@ -44,24 +39,17 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         limits = (
-            ("max_queue_len", self.max_queue_len, 1),
             ("default_max_tokens", self.default_max_tokens, 1),
             ("drain_timeout_s", self.drain_timeout_s, 0),
-            ("num_threads", self.num_threads, 1),
-            ("num_draft_tokens", self.num_draft_tokens, 0),
         )
         problems = [
             problem(name, expected=f"{least} or more", found=str(value), mend="Correct the value.")
             for name, value, least in limits
-            if value is not None and not value >= least
+            if not value >= least
         ]
         if self.system is not None and not self.wraps_in_chat:
             problems.append(
                 problem("system", expected="only with wraps_in_chat", found="it alone", mend="Deploy with --chat.")
-            )
-        if not self.use_drafter and (self.num_draft_tokens is not None or self.adapts_draft_length):
-            problems.append(
-                problem("use_drafter", expected="true, for a draft length is set", found="false", mend="Drop one.")
             )
         raise_all(ConfigError, "model parameters", problems)
 
@@ -72,16 +60,16 @@ class ModelSettings:
         Raises:
             ConfigError: unknown names and wrong values, all of them.
         """
-        types = get_type_hints(cls)
-        known = [field.name for field in fields(cls)]
+        types = _RUNTIME_TYPES | {name: without_none(kind) for name, kind in get_type_hints(cls).items()}
+        del types["runtime"]
         values: dict[str, Any] = {}
         problems = []
         for name, text in parameters.items():
             if name in TRITON_PARAMETERS:
                 continue
             if name not in types:
-                nearest = nearest_name(name, known)
-                mend = f"Did you mean '{nearest}'?" if nearest else f"Known parameters: {', '.join(known)}."
+                nearest = nearest_name(name, types)
+                mend = f"Did you mean '{nearest}'?" if nearest else f"Known parameters: {', '.join(types)}."
                 problems.append(problem(f"parameter '{name}'", expected="a known one", found="another", mend=mend))
                 continue
             try:
@@ -94,14 +82,17 @@ class ModelSettings:
             problems.append(
                 problem("parameter 'engine_dir'", expected="the engine", found="none", mend="Deploy the model again.")
             )
+        runtime = {name: values.pop(name) for name in _RUNTIME_TYPES if name in values}
         raise_all(ConfigError, "model parameters", problems)
-        return cls(**values)
+        return cls(**values, runtime=RuntimeConfig(**runtime))
 
     def parameters(self) -> dict[str, str]:
         """What differs from the defaults, as `from_parameters` reads it."""
-        default = {field.name: field.default for field in fields(self)}
-        told = {name: getattr(self, name) for name in default}
-        return {name: _text(value) for name, value in told.items() if value != default[name]}
+        own = {entry.name: (getattr(self, entry.name), entry.default) for entry in fields(self)}
+        del own["runtime"]
+        default = RuntimeConfig()
+        runtime = {name: (getattr(self.runtime, name), getattr(default, name)) for name in _RUNTIME_TYPES}
+        return {name: _text(value) for name, (value, default) in (own | runtime).items() if value != default}
 
     def engine_path(self, version_dir: Path) -> Path:
         return version_dir / self.engine_dir
@@ -109,8 +100,6 @@ class ModelSettings:
 
 def _parsed(text: str, expected: Any) -> Any:
     """Raises ValueError, with what was expected."""
-    if isinstance(expected, UnionType):  # X | None: what is not set is not written
-        (expected,) = (kind for kind in get_args(expected) if kind is not NoneType)
     if expected is bool:
         if text not in (_TRUE, _FALSE):
             raise ValueError("true or false")

@@ -1,0 +1,64 @@
+"""The options of RuntimeConfig, with the same names and help for every command that opens an engine."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from dflash_trt.core.runtime_config import Option, RuntimeConfig, bound, option_of, value_type
+
+
+def runtime_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds an option for each field of RuntimeConfig, except for those that the command decides itself."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(RuntimeConfig.model_fields):
+            if name not in without:
+                command = _click_option(name, option_of(name))(command)
+        return command
+
+    return add
+
+
+def runtime_from_options(options: dict[str, Any]) -> RuntimeConfig:
+    """Takes its options out of those of a command.
+
+    Raises:
+        ConfigError: options that exclude each other, all of them in one error.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in RuntimeConfig.model_fields.items():
+        given = options.pop(_parameter(name), None)
+        if given is None or given is False:
+            continue
+        fields[name] = not field.default if isinstance(field.default, bool) else given
+    return RuntimeConfig.model_validate(fields, context={name: flag_of(name) for name in RuntimeConfig.model_fields})
+
+
+def flag_of(name: str) -> str:
+    return option_of(name).flag or f"--{name.replace('_', '-')}"
+
+
+def settings_line(config: RuntimeConfig) -> str:
+    """What an engine was opened with, for people; choices that were left to the engine are not in it."""
+    return f"settings: {', '.join(f'{name}={value}' for name, value in config if value is not None)}"
+
+
+def _parameter(name: str) -> str:
+    return flag_of(name).removeprefix("--").replace("-", "_")
+
+
+def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    default = RuntimeConfig.model_fields[name].default
+    kinds: Mapping[Any, Any] = {int: click.IntRange, float: click.FloatRange}
+    kind = value_type(name)
+    if kind is bool:
+        return click.option(flag_of(name), is_flag=True, help=option.help)
+    if get_origin(kind) is Literal:
+        choice = click.Choice(get_args(kind))
+        return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)
+    least, above, most = bound(name, "ge"), bound(name, "gt"), bound(name, "le")
+    limits = {"min": above if least is None else least, "min_open": least is None}
+    if kind is float:
+        limits["max"] = most
+    return click.option(flag_of(name), type=kinds[kind](**limits), metavar=option.metavar, help=option.help)

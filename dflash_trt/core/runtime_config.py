@@ -1,0 +1,167 @@
+"""How an engine is run: one table, from which LLM's keywords, the commands' options and the servers' settings are made.
+
+Refuses to know which engine runs: what depends on one (its max_draft_len, its device) is resolved when it is opened.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
+
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A field on a command line: --its-name, unless `flag` is another name. A boolean's flag negates its default."""
+
+    help: str
+    flag: str | None = None
+    metavar: str | None = None
+
+
+class RuntimeConfig(Frozen):
+    """Settings of an engine that is opened. None leaves a choice to the engine.
+
+    Raises:
+        ConfigError: unknown names, values out of range and fields that exclude each other, all of them in one error.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    device: Annotated[
+        Device, Option(help="Where an engine of the torch backend runs; auto: the GPU where there is one.")
+    ] = "auto"
+    use_drafter: Annotated[
+        bool, Option(flag="--no-drafter", help="Plain autoregressive decoding of the same engine.")
+    ] = True
+    num_draft_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_INT32),
+        Option(
+            metavar="K",
+            help="Drafts per request and step, with --adaptive at most (default: the engine's max_draft_len).",
+        ),
+    ] = None
+    adaptive_draft_length: Annotated[
+        bool, Option(flag="--adaptive", help="Choose K step by step, from measured speed and acceptance.")
+    ] = False
+    enable_prefix_caching: Annotated[
+        bool, Option(flag="--no-prefix-caching", help="Compute every prompt from its first token.")
+    ] = True
+    overlap_scheduling: Annotated[
+        bool, Option(flag="--overlap", help="Plan each step while the one before it runs.")
+    ] = False
+    kv_cache_bytes: Annotated[
+        int | None, Field(ge=1), Option(help="Memory for K/V pages, target and drafter together, on each rank.")
+    ] = None
+    kv_cache_free_memory_fraction: Annotated[
+        float | None,
+        Field(gt=0, le=1),
+        Option(help="The same as a fraction of free memory (default: 0.5; on a GPU 0.8, with TensorRT 0.9)."),
+    ] = None
+    num_threads: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_INT32),
+        Option(help="PyTorch's CPU threads, on each rank (default: an even share of the cores)."),
+    ] = None
+    max_queue_len: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_INT32),
+        Option(help="Waiting requests beyond which more are refused (default: any number waits)."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Field(ge=0),
+        Option(help="Draws the seeds of requests without one reproducibly, in order of arrival."),
+    ] = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _collect_problems(cls, fields: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """The validation context, if any, maps names of fields to what the user typed for them."""
+        written_as: Mapping[str, str] = info.context or {}
+        problems = []
+        try:
+            config = read({name: _plain(value) for name, value in dict(fields).items()})
+        except ValidationError as error:
+            problems = [_problem_of(details, written_as) for details in error.errors()]
+        problems += _conflicts(dict(fields), written_as)
+        raise_all(ConfigError, "settings", problems)
+        return config
+
+    def replaced(self, **fields: Any) -> "RuntimeConfig":
+        """A copy with these fields instead; raises ConfigError."""
+        return RuntimeConfig(**(dict(self) | fields)) if fields else self
+
+
+KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
+_EXCLUSIVE = (  # of each pair one keeps its default
+    KV_BUDGET,
+    ("use_drafter", "num_draft_tokens"),
+    ("use_drafter", "adaptive_draft_length"),
+)
+
+
+def option_of(name: str) -> Option:
+    return next(item for item in RuntimeConfig.model_fields[name].metadata if isinstance(item, Option))
+
+
+def value_type(name: str) -> Any:
+    """The type of a field's values: bool, int, float or a Literal."""
+    return without_none(RuntimeConfig.model_fields[name].annotation)
+
+
+def without_none(annotation: Any) -> Any:
+    """X of X | None."""
+    if isinstance(annotation, UnionType):
+        (annotation,) = (kind for kind in get_args(annotation) if kind is not NoneType)
+    return annotation
+
+
+def bound(name: str, kind: Literal["ge", "gt", "le"]) -> float | None:
+    """A limit of a field's values."""
+    limits = (getattr(item, kind, None) for item in RuntimeConfig.model_fields[name].metadata)
+    return next((limit for limit in limits if limit is not None), None)
+
+
+def _plain(value: object) -> object:
+    """Numbers of numpy as Python's."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _expected(name: str) -> str:
+    kind = value_type(name)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if kind is bool:
+        return "True or False"
+    if kind is float:
+        return f"a number in ({bound(name, 'gt'):g}, {bound(name, 'le'):g}]"
+    return f"an integer of {bound(name, 'ge')} or more"
+
+
+def _problem_of(details: Any, written_as: Mapping[str, str]) -> str:
+    name = str(details["loc"][0])
+    if details["type"] == "extra_forbidden":
+        nearest = nearest_name(name, RuntimeConfig.model_fields)
+        mend = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
+        return problem(f"'{name}'", expected="a setting of the engine", found="an unknown name", mend=mend)
+    found = f"{details['input']!r:.80}"
+    return problem(written_as.get(name, name), expected=_expected(name), found=found, mend="Correct the value.")
+
+
+def _conflicts(fields: Mapping[str, Any], written_as: Mapping[str, str]) -> Iterator[str]:
+    defaults = RuntimeConfig.model_fields
+    for names in _EXCLUSIVE:
+        if all(name in fields and fields[name] != defaults[name].default for name in names):
+            first, second = (written_as.get(name, f"{name}=False" if fields[name] is False else name) for name in names)
+            yield f"{first} and {second} are mutually exclusive: found both. Leave one of them out."

@@ -1,0 +1,82 @@
+"""The seam under LLM and the servers: what serves requests, whichever runtime does.
+
+Knows requests, streams and neutral counts; refuses to know steps, pages and schedulers. `LocalEngine` is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from dflash_trt.core.request import Request
+    from dflash_trt.serving.detokenizer import Detokenizer
+    from dflash_trt.serving.statistics import EngineStatistics
+    from dflash_trt.serving.stream import RequestStream, StreamChunk
+
+
+class EngineLimits(Protocol):
+    """What requests must respect, and what a caller may know of an engine's size."""
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    @property
+    def max_draft_len(self) -> int:
+        """The largest K; 0 where nothing is drafted."""
+        ...
+
+
+class Engine(Protocol):
+    """Serves requests from `start` to `close`. Any thread may call any method.
+
+    An implementation makes each request an `OutputAssembler`, which turns TokenEvents into chunks and finds stop
+    strings, and a `Mailbox`, from which the RequestStream reads them.
+    """
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    def start(self) -> None:
+        """Begin to serve; called once, by whoever owns the engine."""
+        ...
+
+    def submit(
+        self,
+        request: Request,
+        detokenizer: Detokenizer | None = None,
+        *,
+        max_pending_tokens: int | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+    ) -> RequestStream:
+        """Take a request; its answer comes through the stream, or to `on_chunk`. No `detokenizer`: no text.
+
+        A request whose reader leaves `max_pending_tokens` untaken (None: any number) gives its place to others.
+        `on_chunk` is called in the engine's thread; it must be quick and not call back.
+
+        Raises:
+            RequestError: it can never run, the queue is full, the engine is closed, or an option is of a wrong kind.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; nothing happens when there is none of that name."""
+        ...
+
+    def statistics(self) -> EngineStatistics:
+        """Everything measured so far; a copy."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Assert the engine's own invariants, as far as it has any: nothing is lost."""
+        ...
+
+    def close(self, *, drains: bool = False) -> None:
+        """Refuse new requests, cancel those that run, or let them finish with `drains`, and give back what is owned.
+
+        Calling it again does nothing, nor in a forked child.
+        """
+        ...

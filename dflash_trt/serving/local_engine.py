@@ -1,0 +1,81 @@
+"""The engine of an engine directory in this process: executor, scheduler and loop, opened and closed together."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
+
+if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import EngineExecutor
+
+
+class LocalEngine(EngineLoop):
+    """Implements Engine; owns its executor. `config` is resolved: what the engine was opened with."""
+
+    def __init__(self, executor: EngineExecutor, config: RuntimeConfig, scheduler: Scheduler) -> None:
+        super().__init__(executor, scheduler, overlaps=config.overlap_scheduling)
+        self.config = config
+        self.page_plan = executor.page_plan
+        self._executor = executor
+
+    def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
+        super().close(drains=drains, timeout_s=timeout_s)
+        self._executor.close()
+
+
+def open_local_engine(
+    engine: EngineDir,
+    config: RuntimeConfig,
+    *,
+    scheduler_config: SchedulerConfig | None = None,
+    draft_length: DraftLengthPolicy | None = None,
+) -> LocalEngine:
+    """An engine that is ready to start. `scheduler_config` and `draft_length` replace what `config` says of the same.
+
+    Raises:
+        ConfigError: one of them stands beside a setting that it replaces; or see `open_executor`, as for other errors.
+    """
+    from dflash_trt.executor.opening import open_executor, resolved_config
+
+    _check_once_decided(config, scheduler_config, draft_length)
+    config = resolved_config(engine, config)
+    if draft_length is None:
+        most = config.num_draft_tokens or 0
+        draft_length = AdaptiveDraftLength(most) if config.adaptive_draft_length else FixedDraftLength(most)
+    if scheduler_config is None:
+        scheduler_config = SchedulerConfig(
+            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len
+        )
+    executor = open_executor(engine, config, draft_lens=draft_length.lengths)
+    with ExitStack() as stack:  # until everything is well
+        stack.callback(executor.close)
+        local = LocalEngine(executor, config, Scheduler(executor.limits, scheduler_config, draft_length))
+        stack.pop_all()
+    return local
+
+
+def _check_once_decided(
+    config: RuntimeConfig, scheduler_config: SchedulerConfig | None, draft_length: DraftLengthPolicy | None
+) -> None:
+    """A setting beside an object that decides the same would be ignored."""
+    decided_by = (
+        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len")),
+        ("draft_length", draft_length, ("num_draft_tokens", "adaptive_draft_length")),
+    )
+    problems = [
+        problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), mend="Drop one.")
+        for owner, value, names in decided_by
+        if value is not None
+        for name in names
+        if getattr(config, name) != type(config).model_fields[name].default
+    ]
+    raise_all(ConfigError, "settings", problems)

@@ -1,0 +1,78 @@
+"""RuntimeConfig: what is refused, in one error and in the words of whoever wrote it."""
+
+import numpy as np
+import pytest
+
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.runtime_config import RuntimeConfig, option_of
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"kv_cache_bytes": 0}, "settings: kv_cache_bytes: expected an integer of 1 or more, found 0."),
+        ({"kv_cache_free_memory_fraction": 0.0}, "expected a number in (0, 1], found 0.0."),
+        ({"kv_cache_free_memory_fraction": -0.5}, "expected a number in (0, 1], found -0.5."),
+        ({"kv_cache_free_memory_fraction": 1.5}, "expected a number in (0, 1], found 1.5."),
+        ({"kv_cache_free_memory_fraction": float("nan")}, "expected a number in (0, 1], found nan."),
+        ({"num_draft_tokens": -1}, "num_draft_tokens: expected an integer of 0 or more, found -1."),
+        ({"num_draft_tokens": True}, "expected an integer of 0 or more, found True."),
+        ({"num_threads": 2.0}, "num_threads: expected an integer of 1 or more, found 2.0."),
+        ({"max_queue_len": 0}, "max_queue_len: expected an integer of 1 or more, found 0."),
+        ({"seed": -1}, "seed: expected an integer of 0 or more, found -1."),
+        ({"device": "gpu"}, "device: expected one of auto, cpu, cuda, found 'gpu'."),
+        ({"use_drafter": None}, "use_drafter: expected True or False, found None."),
+        ({"num_draft_token": 1}, "'num_draft_token': expected a setting of the engine, found an unknown name. Did you"),
+        ({"num_draft_token": 1}, "Did you mean 'num_draft_tokens'?"),
+        (
+            {"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5},
+            "kv_cache_bytes and kv_cache_free_memory_fraction are mutually exclusive: found both",
+        ),
+        (
+            {"use_drafter": False, "num_draft_tokens": 0},
+            "use_drafter=False and num_draft_tokens are mutually exclusive",
+        ),
+        (
+            {"use_drafter": False, "adaptive_draft_length": True},
+            "use_drafter=False and adaptive_draft_length are mutually exclusive",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_was_expected(fields, said) -> None:
+    with pytest.raises(ConfigError) as error:
+        RuntimeConfig(**fields)
+    assert said in str(error.value)
+
+
+def test_all_wrong_settings_are_in_one_error() -> None:
+    with pytest.raises(ConfigError, match="4 problems") as error:
+        RuntimeConfig(num_threads=0, sead=1, use_drafter=False, num_draft_tokens=-2)
+    assert [line.split()[1] for line in str(error.value).splitlines()[1:]] == [
+        "num_draft_tokens:",
+        "num_threads:",
+        "'sead':",
+        "use_drafter=False",
+    ]
+
+
+def test_a_copy_is_checked_like_the_original() -> None:
+    config = RuntimeConfig(use_drafter=False)
+    with pytest.raises(ConfigError, match="mutually exclusive"):
+        config.replaced(num_draft_tokens=2)
+    assert config.replaced(use_drafter=True, num_draft_tokens=2) == RuntimeConfig(num_draft_tokens=2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = RuntimeConfig(num_threads=np.int64(3), kv_cache_free_memory_fraction=np.float32(0.5))
+    assert (config.num_threads, type(config.num_threads)) == (3, int)
+    assert (config.kv_cache_free_memory_fraction, type(config.kv_cache_free_memory_fraction)) == (0.5, float)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RuntimeConfig().seed = 3
+
+
+def test_every_field_has_its_help() -> None:
+    for name in RuntimeConfig.model_fields:
+        assert option_of(name).help.endswith("."), name
