@@ -51,7 +51,7 @@ def deploy() -> None:
 @click.option(
     "--environment",
     type=click.Path(path_type=Path),
-    help="Virtual environment the model runs in; the first python3 on the server's PATH unless told.",
+    help="Virtual environment the model runs in (default: that of the first python3 on the server's PATH).",
 )
 @click.option("--copy-engine", is_flag=True, help="Copy the engine into the repository instead of naming its path.")
 @click.option("--instances", type=int, default=1, show_default=True, help="Engine loops on a CPU, a process each.")

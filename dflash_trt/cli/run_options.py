@@ -15,6 +15,7 @@ from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 STDIN_NAME = Path("-")
 _NOT_OF_TEXTS = ("engine_dir", "prompts", "input_file", "output_file", "resume", "trace", "stream", "as_json")
+_CONVERSATIONS = "--chat, or an --input-file with messages"
 _RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
 
 
@@ -58,48 +59,23 @@ class RunOptions:
         return fields
 
     def check(self) -> None:
-        """Raises ConfigError: options that exclude each other, all of them in one error."""
-        conflicts = (
-            (bool(self.prompts) and self.input_file is not None, "--prompt", "no --input-file", "Pass one of them."),
-            (self.stream and self.as_json, "--stream", "no --json", "Pass one of them."),
-            (self.stream and self.input_file is not None, "--stream", "no --input-file", "Use --prompt or stdin."),
-            (self.stream and len(self.prompts) > 1, "--stream", "one --prompt", "Leave --stream out."),
-            (
-                self.stream and self.output_file is not None,
-                "--stream",
-                "no --output-file",
-                "Redirect stdout, or leave --stream out.",
-            ),
-            (
-                self.resume and not self.keeps_rows,
-                "--resume",
-                "--output-file with a regular file",
-                "Add it, or leave --resume out.",
-            ),
-            (
-                self.system is not None and not self.chat and self.input_file is None,
-                "--system",
-                "--chat, or an --input-file with messages",
-                "Add --chat.",
-            ),
-            (
-                self.chat_template_kwargs is not None and not self.chat and self.input_file is None,
-                "--chat-template-kwargs",
-                "--chat, or an --input-file with messages",
-                "Add --chat.",
-            ),
-            (
-                self.sampling.logprobs and self.prints_text,
-                "--logprobs",
-                "--json, --output-file or --input-file, for plain text has no room for them",
-                "Add one of them.",
-            ),
+        """Raises ConfigError: options that exclude or need each other, all of them in one error."""
+        is_of_texts = self.input_file is None and not self.chat
+        exclusive = (
+            ("--prompt", bool(self.prompts), "--input-file", self.input_file is not None),
+            ("--stream", self.stream, "--json", self.as_json),
+            ("--stream", self.stream, "--input-file", self.input_file is not None),
+            ("--stream", self.stream, "--output-file", self.output_file is not None),
         )
-        problems = [
-            problem(name, expected=expected, found="another combination", mend=mend)
-            for is_conflict, name, expected, mend in conflicts
-            if is_conflict
-        ]
+        needs = (
+            ("--stream", self.stream and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
+            ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
+            ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
+            ("--chat-template-kwargs", is_of_texts and self.chat_template_kwargs is not None, _CONVERSATIONS),
+            ("--logprobs", self.sampling.logprobs and self.prints_text, "--json, --output-file or --input-file"),
+        )
+        problems = [f"{a} and {b} are mutually exclusive." for a, has_a, b, has_b in exclusive if has_a and has_b]
+        problems += [f"{option} needs {needed}." for option, is_wrong, needed in needs if is_wrong]
         try:
             _parsed_kwargs(self.chat_template_kwargs)
         except RequestError as error:

@@ -12,7 +12,7 @@ from dflash_trt.core.request import SamplingParams
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 _OPTIONS = (
-    click.option("--max-new-tokens", type=int, help="Tokens to generate at most; 128 unless told."),
+    click.option("--max-new-tokens", type=int, help="Tokens to generate at most (default: 128)."),
     click.option("--temperature", type=float, help="0 is greedy, the default."),
     click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 is off."),
     click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability; 1 is off."),
@@ -20,7 +20,7 @@ _OPTIONS = (
     click.option(
         "--seed",
         type=int,
-        help="Fixes the random numbers; drawn for each request unless told. K and batch mates change roundings: "
+        help="Fixes the random numbers (default: drawn for each request). K and batch mates change roundings: "
         "practically no text in float32 on a CPU, many in bfloat16, FP8 and FP4.",
     ),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this string; repeatable."),

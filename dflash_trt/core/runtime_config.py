@@ -93,7 +93,7 @@ class RuntimeConfig(Frozen):
         except ValidationError as error:
             problems = [_problem_of(details, written_as) for details in error.errors()]
         problems += _conflicts(dict(fields), written_as)
-        raise_all(ConfigError, "settings", problems)
+        raise_all(ConfigError, "options" if written_as else "settings", problems)
         return config
 
     def replaced(self, **fields: Any) -> "RuntimeConfig":
@@ -164,4 +164,4 @@ def _conflicts(fields: Mapping[str, Any], written_as: Mapping[str, str]) -> Iter
     for names in _EXCLUSIVE:
         if all(name in fields and fields[name] != defaults[name].default for name in names):
             first, second = (written_as.get(name, f"{name}=False" if fields[name] is False else name) for name in names)
-            yield f"{first} and {second} are mutually exclusive: found both. Leave one of them out."
+            yield f"{first} and {second} are mutually exclusive."

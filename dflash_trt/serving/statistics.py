@@ -1,12 +1,16 @@
 """What the engine has done so far, as a plain object that others can export."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.request import FinishReason, GenerationOutput
-from dflash_trt.scheduler.statistics import SchedulerStatistics
+
+if TYPE_CHECKING:
+    from dflash_trt.scheduler.statistics import SchedulerStatistics
 
 _NUM_RECENT = 4096
 
@@ -81,7 +85,7 @@ class Samples:
 
 
 class Recorder:
-    """Gathers what the engine loop sees; the scheduler counts its own."""
+    """Gathers what an engine sees of its requests; a scheduler counts its own."""
 
     def __init__(self, now: float) -> None:
         self._started_s = now
@@ -110,11 +114,21 @@ class Recorder:
         if output.inter_token_latency_s is not None:
             self._inter_token_latency_s.add(output.inter_token_latency_s)
 
-    def statistics(self, now: float, scheduler: SchedulerStatistics) -> EngineStatistics:
+    def statistics(
+        self,
+        now: float,
+        scheduler: SchedulerStatistics | None = None,
+        *,
+        num_waiting_now: int = 0,
+        num_running_now: int = 0,
+    ) -> EngineStatistics:
+        """Everything so far. Where there is a `scheduler`, it knows how many requests wait and run."""
+        if scheduler is not None:
+            num_waiting_now, num_running_now = scheduler.num_waiting_now, scheduler.num_running_now
         return EngineStatistics(
             uptime_s=now - self._started_s,
-            num_waiting_now=scheduler.num_waiting_now,
-            num_running_now=scheduler.num_running_now,
+            num_waiting_now=num_waiting_now,
+            num_running_now=num_running_now,
             num_requests=self._finish_reasons.total(),
             num_requests_by_finish_reason=dict(self._finish_reasons),
             num_emitted_tokens=self._num_emitted_tokens,

@@ -26,7 +26,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
         ({"num_draft_token": 1}, "Did you mean 'num_draft_tokens'?"),
         (
             {"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5},
-            "kv_cache_bytes and kv_cache_free_memory_fraction are mutually exclusive: found both",
+            "kv_cache_bytes and kv_cache_free_memory_fraction are mutually exclusive",
         ),
         (
             {"use_drafter": False, "num_draft_tokens": 0},

@@ -1,6 +1,8 @@
 """A real engine, tiny: what comes out depends on the request alone, however the engine serves it."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -169,3 +171,25 @@ def test_fields_replace_those_of_a_config_and_what_was_opened_is_resolved(engine
 def test_a_directory_that_is_no_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineDirError):
         LLM(tmp_path)
+
+
+def test_an_engine_runs_without_packer_and_checkpoint_reader(engine_dir: Path) -> None:
+    """In an interpreter of its own: what builds engines is not loaded, nor what reads and computes checkpoints."""
+    program = (
+        "import sys\n"
+        "from dflash_trt import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], device='cpu', num_threads=1, kv_cache_bytes=1 << 22) as llm:\n"
+        "    (output,) = llm.generate(['Hello.'], SamplingParams(max_new_tokens=4, ignore_eos=True))\n"
+        "assert len(output.token_ids) == 4, output\n"
+        "print(*sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, engine_dir], capture_output=True, text=True, check=True)
+    loaded = ran.stdout.split()
+    assert "dflash_trt.backends.torch.executor" in loaded
+    builders = ("dflash_trt.quantize", "dflash_trt.checkpoint", "dflash_trt.compile", "modelopt", "tensorrt")
+    assert [name for name in loaded if name.startswith(builders)] == []
+    model_code = [name for name in loaded if name.startswith("transformers.models.") and ".modeling_" in name]
+    assert model_code in ([], ["transformers.models.auto.modeling_auto"]), (
+        "tables of names, which AutoTokenizer imports"
+    )
+    assert "transformers.modeling_utils" not in loaded

@@ -1,0 +1,109 @@
+"""A request-level engine without steps, pages or scheduler: its answer is the prompt, token by token.
+
+It shows what the protocol Engine asks for, and that LLM's methods and the servers need nothing else. It says nothing
+about any real runtime.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from dflash_trt.core.errors import RequestError
+from dflash_trt.core.request import FinishReason, Request, TokenEvent
+from dflash_trt.serving.assembler import OutputAssembler
+from dflash_trt.serving.detokenizer import Detokenizer
+from dflash_trt.serving.engine import EngineLimits
+from dflash_trt.serving.statistics import EngineStatistics, Recorder
+from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk
+
+
+@dataclass(frozen=True)
+class EchoLimits:
+    max_batch_size: int = 1
+    max_seq_len: int = 64
+    max_draft_len: int = 0
+
+
+@dataclass(eq=False)
+class _Running:
+    assembler: OutputAssembler
+    mailbox: Mailbox
+    is_cancelled: bool = False
+
+
+class EchoEngine:
+    """Implements Engine. Requests are answered one after the other, each token once `may_go_on` is set."""
+
+    limits: EngineLimits = EchoLimits()
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self._requests: dict[str, _Running] = {}
+        self._queue: SimpleQueue[_Running | None] = SimpleQueue()
+        self._recorder = Recorder(time.monotonic())
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._is_closed = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(
+        self,
+        request: Request,
+        detokenizer: Detokenizer | None = None,
+        *,
+        max_pending_tokens: int | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+    ) -> RequestStream:
+        if self._is_closed:
+            raise RequestError("the engine is closed")
+        mailbox = Mailbox(max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
+        running = _Running(OutputAssembler(request, detokenizer, arrived_s=time.monotonic()), mailbox)
+        self._requests[request.request_id] = running
+        self._queue.put(running)
+        return RequestStream(request.request_id, mailbox, lambda: self.cancel(request.request_id))
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._requests[request_id].is_cancelled = True
+
+    def statistics(self) -> EngineStatistics:
+        return self._recorder.statistics(time.monotonic(), num_waiting_now=len(self._requests))
+
+    def check_integrity(self) -> None:
+        assert self._thread.is_alive() or not self._requests
+
+    def close(self, *, drains: bool = False) -> None:
+        self._is_closed = True
+        for request_id in list(self._requests):
+            if not drains:
+                self.cancel(request_id)
+        self._queue.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (running := self._queue.get()) is not None:
+            reason = self._echo(running)
+            now = time.monotonic()
+            chunk = running.assembler.finish(reason, now, statistics=None)
+            assert chunk.output is not None
+            self._recorder.add(chunk.output)
+            del self._requests[running.assembler.request.request_id]
+            running.mailbox.put(chunk)
+            running.mailbox.run_callbacks()
+
+    def _echo(self, running: _Running) -> FinishReason:
+        request = running.assembler.request
+        for token_id in request.prompt_token_ids[: request.sampling.max_new_tokens]:
+            while not self.may_go_on.wait(0.01) and not running.is_cancelled:
+                pass
+            if running.is_cancelled:
+                return "cancelled"
+            event = TokenEvent(request_id=request.request_id, token_ids=(token_id,), logprobs=(0.0,))
+            running.mailbox.put(running.assembler.add(event, time.monotonic()))
+            if running.assembler.is_stopped:
+                return "stop"
+        return "length"
