@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, override
+from dflash_trt.cli.sampling_options import SAMPLING_NAMES, override
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_FIELD = "chat_template_kwargs"
-_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, *SAMPLING_FIELDS)
+_KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, *SAMPLING_NAMES)
 
 RowId = str | int
 
@@ -91,7 +91,7 @@ def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
     try:
         raise_all(RequestError, "input row", list(_problems(fields)))
         prompt = _prompt(fields, defaults)
-        given = {name: fields[name] for name in SAMPLING_FIELDS if name in fields}
+        given = {name: fields[name] for name in SAMPLING_NAMES if name in fields}
         sampling = override(defaults.sampling, given)
     except RequestError as error:
         return Refusal(row_id=row_id, error=str(error))

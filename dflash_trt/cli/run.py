@@ -21,7 +21,7 @@ from dflash_trt.cli.report import RunSummary, summarize, summary_lines
 from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options, settings_line
-from dflash_trt.cli.sampling_options import SAMPLING_FIELDS, sampling_from_options, sampling_options
+from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
 from dflash_trt.core.request import GenerationOutput
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def run(context: click.Context, /, **options: Any) -> None:
     """Generate text for one or many prompts, all of them together.
 
     An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
-    `chat_template_kwargs` beside messages, and sampling fields that override the command line: max_new_tokens,
-    temperature, top_k, top_p, min_p, seed, stop, stop_token_ids, ignore_eos, logprobs. A row that cannot run gets
-    finish_reason "error" and its reason in `error`; the others go on, and the exit code is 1.
+    `chat_template_kwargs` beside messages, and sampling fields that override the command line. They have the names of
+    the options above, from max_new_tokens to logprobs, but for the lists `stop` and `stop_token_ids`. A row that cannot
+    run gets finish_reason "error" and its reason in `error`; the others go on, and the exit code is 1.
 
     Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk the same command with --resume runs the rows that have no result.
     """
-    sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_FIELDS})
+    sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_NAMES})
     runtime = runtime_from_options(options)
     told = RunOptions(**options, sampling=sampling, runtime=runtime)
     told.check()

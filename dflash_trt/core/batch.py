@@ -7,16 +7,7 @@ of `step_spec` and the output tensors back into a StepResult.
 from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSampling:
-    """The per-request sampling inputs of a step; see SamplingParams for their meaning."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
+from dflash_trt.core.sampling import StepSampling as StepSampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

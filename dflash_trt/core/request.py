@@ -4,107 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from dflash_trt.core.checked_values import (
-    FLOAT32_TINY,
-    INT32_MAX,
-    Reader,
-    check_fields,
-    instance,
-    integer,
-    number,
-    optional,
-    text,
-    tuple_of,
-)
-from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, text
+from dflash_trt.core.sampling import MAX_SEED as MAX_SEED
+from dflash_trt.core.sampling import MAX_STOP_LEN as MAX_STOP_LEN
+from dflash_trt.core.sampling import MAX_STOP_STRINGS as MAX_STOP_STRINGS
+from dflash_trt.core.sampling import SamplingParams as SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
-
-MAX_SEED = 2**63 - 1
-MAX_STOP_STRINGS = 64
-MAX_STOP_LEN = 256  # characters of one stop string
-
-
-def _temperature(value: object) -> float:
-    """Below the smallest normal float32 the limit is meant: greedy."""
-    temperature = _TEMPERATURE(value)
-    return temperature if temperature >= FLOAT32_TINY else 0.0
-
-
-def _top_k(value: object) -> int:
-    """More than any vocabulary has is off, whatever it is."""
-    return min(_TOP_K(value), INT32_MAX)
-
-
-def _top_p(value: object) -> float:
-    """However small, the most likely token stays."""
-    return max(_TOP_P(value), FLOAT32_TINY)
-
-
-def _stop(value: object) -> tuple[str, ...]:
-    return _STOP([value] if isinstance(value, str) else value)
-
-
-# At this one the tokens are as good as equally likely; far beyond, probabilities are one float32 and top_k sees ties.
-_MAX_TEMPERATURE: Final = 10_000.0
-_TEMPERATURE: Final = number(f"0 (greedy) to {_MAX_TEMPERATURE:.0f}", lambda x: 0.0 <= x <= _MAX_TEMPERATURE)
-_TOP_K: Final = integer("an integer of 0 (off) or more", 0)
-_TOP_P: Final = number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0)
-_STOP: Final = tuple_of("a string or a list of strings", text("non-empty strings", min_len=1))
-_FLAG: Final = instance("true or false", bool)
-
-_SAMPLING_READERS: Final[dict[str, Reader[Any]]] = {
-    "max_new_tokens": integer("an integer of 1 or more", 1),
-    "temperature": _temperature,
-    "top_k": _top_k,
-    "top_p": _top_p,
-    "min_p": number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0),
-    "seed": optional(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
-    "stop": _stop,
-    "stop_token_ids": tuple_of("a list of token ids", integer("a list of token ids, integers of 0 or more", 0)),
-    "ignore_eos": _FLAG,
-    "logprobs": _FLAG,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
-
-    Filters apply in the order temperature, top_k, top_p, min_p, on the target's distribution of every row. A `seed`
-    fixes the random numbers of every position; without one the engine draws a seed for each request. K, batch
-    mates and prompt chunks change how the sums of a step are rounded, never the distribution: in float32 on a CPU by so
-    little that greedy texts are equal and a sampled one changes only at a draw within a rounding of two tokens' border;
-    in bfloat16, FP8 and FP4 near-ties are common, and so are changed texts.
-    `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
-
-    Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0 and a top_p
-    below it 1.2e-38 (the most likely token alone), a top_k from 2**31 on becomes 2**31 - 1. Numbers of numpy are
-    accepted, and so are a single string for `stop`, and lists.
-
-    Raises:
-        RequestError: values of a wrong type or out of range, all of them.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self, _SAMPLING_READERS, prefix="sampling ", heading="sampling parameters")
-        raise_all(RequestError, "sampling parameters", _stop_problems(self.stop))
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
     "request_id": text("a string"),
@@ -205,17 +111,3 @@ class GenerationOutput:
         if len(self.token_ids) < 2:
             return None
         return (self.total_s - self.time_to_first_token_s) / (len(self.token_ids) - 1)
-
-
-def _stop_problems(stop: tuple[str, ...]) -> list[str]:
-    """Their number and length are bounded, for the engine's thread reads all text through them."""
-    longest = max(map(len, stop), default=0)
-    facts = (
-        (len(stop), MAX_STOP_STRINGS, "stop strings"),
-        (longest, MAX_STOP_LEN, "characters in a stop string"),
-    )
-    return [
-        problem("sampling stop", expected=f"at most {most} {what}", found=str(number), mend="Pass fewer.")
-        for number, most, what in facts
-        if number > most
-    ]

@@ -6,39 +6,58 @@ K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts
 
 A row of logits gives a token only if the sum of its exponentials is finite and not 0: no NaN, no +inf, not all -inf.
 The log probability of any other row is NaN, which is how the device reports it without a wait of the host; its token
-is in the vocabulary and means nothing. `executor/step_inputs.step_result` is the one place that reads the NaN.
+is in the vocabulary and means nothing. `backends/step_inputs.step_result` is the one place that reads the NaN.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
-TensorDType = Literal["int32", "int64", "float32"]
+from dflash_trt.core.dtype import DType
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+
 Axis = Literal["T", "R", "R+1", "K", "K+1", "P"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensor:
-    """A name, a dtype and symbolic axes."""
+    """A name, a dtype and symbolic axes.
+
+    `source` is where an input comes from, an attribute of ScheduledRequest: one value per request, or per token along
+    T, or per page along P. None: it follows from how the requests of a batch lie one after another. `padding` is the
+    value of a request that is none.
+    """
 
     name: str
-    dtype: TensorDType
+    dtype: DType
     axes: tuple[Axis, ...]
     meaning: str
+    source: str | None = None
+    padding: float = 0
+
+    def extents(self, sizes: Mapping[Axis, int]) -> list[int]:
+        return [sizes[axis] for axis in self.axes]
+
+    def num_elements(self, sizes: Mapping[Axis, int]) -> int:
+        return prod(self.extents(sizes))
 
 
 STEP_INPUTS: tuple[StepTensor, ...] = (
-    StepTensor("token_ids", "int32", ("T",), "prompt chunk, or [anchor, draft_1 .. draft_n]"),
+    StepTensor("token_ids", "int32", ("T",), "prompt chunk, or [anchor, draft_1 .. draft_n]", source="token_ids"),
     StepTensor("positions", "int32", ("T",), "absolute positions"),
     StepTensor("token_offsets", "int32", ("R+1",), "cumulative token counts per request"),
-    StepTensor("context_lens", "int32", ("R",), "tokens whose K/V are committed == position of the anchor"),
-    StepTensor("page_table", "int32", ("R", "P"), "page ids, one table for target and draft K/V"),
+    StepTensor(
+        "context_lens", "int32", ("R",), "tokens whose K/V are committed == position of the anchor", "context_len"
+    ),
+    StepTensor("page_table", "int32", ("R", "P"), "page ids, one table for target and draft K/V", source="page_ids"),
     StepTensor("logit_rows", "int32", ("R", "K+1"), "rows that need logits; the last one repeated to fill"),
-    StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk"),
-    StepTensor("temperature", "float32", ("R",), "0 is greedy"),
-    StepTensor("top_k", "int32", ("R",), "0 is off"),
-    StepTensor("top_p", "float32", ("R",), "1 is off"),
-    StepTensor("min_p", "float32", ("R",), "0 is off"),
-    StepTensor("seed", "int64", ("R",), "key of the counter-based generator"),
+    StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk", source="num_candidates"),
+    *(
+        StepTensor(row.name, row.dtype, ("R",), row.help, source=f"sampling.{row.name}", padding=row.off or 0)
+        for row in STEP_SAMPLING_FIELDS
+        if row.dtype is not None
+    ),
 )
 
 STEP_OUTPUTS: tuple[StepTensor, ...] = (

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, SamplingColumns
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.next_inputs import advance_kernel, draft_block_kernel
 from dflash_trt.kernels.sampling import LIST_CAPACITY, PIECES, TILE
@@ -21,7 +23,7 @@ NUM_WARPS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingInputs:
+class SamplingInputs(SamplingColumns[Tensor]):
     """The step tensors the sampler reads; names and shapes of `core/step_spec.STEP_INPUTS`, contiguous."""
 
     token_ids: Tensor
@@ -30,11 +32,6 @@ class SamplingInputs:
     context_lens: Tensor
     logit_rows: Tensor
     num_candidates: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +184,9 @@ def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]
     types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
     types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
     types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
-    types |= dict.fromkeys(("temperature", "top_p", "min_p", "emitted_logprobs"), pointer(torch.float32))
-    types |= {"seed": pointer(torch.int64), "logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
+    types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
+    types |= {"emitted_logprobs": pointer(torch.float32)}
+    types |= {"logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
     types["vocab_size"] = "i32:16" if vocab_size % 16 == 0 else "i32"
     return {key: types[key] for key in kernel.arg_names if key not in constants}
 

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
+from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.formats.base import PackedWeight
 
@@ -46,8 +47,8 @@ class StackedExperts(Experts[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs(Generic[T]):
-    """The input tensors of `core/step_spec.STEP_INPUTS`, same names, same order."""
+class StepInputs(SamplingColumns[T]):
+    """The input tensors of `core/step_spec.STEP_INPUTS`, same names; the columns of sampling are inherited."""
 
     token_ids: T
     positions: T
@@ -56,11 +57,6 @@ class StepInputs(Generic[T]):
     page_table: T
     logit_rows: T
     num_candidates: T
-    temperature: T
-    top_k: T
-    top_p: T
-    min_p: T
-    seed: T
 
 
 @dataclass(frozen=True, slots=True)

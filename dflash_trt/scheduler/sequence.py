@@ -44,6 +44,10 @@ class Sequence:
     parked_s: float | None = None  # since when it is parked
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    sampling: StepSampling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling = StepSampling.of(self.request.sampling, seed=self.request.seed)
 
     @property
     def request_id(self) -> str:
@@ -99,17 +103,6 @@ class Sequence:
         if not self.in_flight.is_emitting:
             return 0
         return max(0, min(self.in_flight.num_draft_tokens, self.num_remaining - 2))
-
-    @property
-    def sampling(self) -> StepSampling:
-        sampling = self.request.sampling
-        return StepSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=self.request.seed,
-        )
 
     def statistics(self, now: float) -> RequestStatistics:
         return RequestStatistics(

@@ -147,7 +147,10 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
         ([engine_dir, "-o", models, "--instances", "0"], "instances: expected 1 or more on a CPU"),
         ([engine_dir, "-o", models, "--model-name", "a/b"], "model name: expected a file name"),
         ([engine_dir, "-o", models, "--no-drafter", "--adaptive"], "--no-drafter and --adaptive are mutually"),
-        ([engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"], "--no-drafter and --num-draft-tokens are mutually"),
+        (
+            [engine_dir, "-o", models, "--no-drafter", "--num-draft-tokens", "0"],
+            "--no-drafter and --num-draft-tokens are mutually",
+        ),
         ([engine_dir, "-o", models, "--system", "x"], "Deploy with --chat"),
         ([engine_dir, "-o", models, "--environment", tmp_path], "expected a virtual environment"),
         ([engine_dir, "-o", tmp_path / "the models"], "model repository: expected a path without spaces"),

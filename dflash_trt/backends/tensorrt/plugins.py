@@ -14,6 +14,7 @@ from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
@@ -81,11 +82,7 @@ SAMPLE_AND_ACCEPT: Final = PluginContract(
         "context_lens",
         "logit_rows",
         "num_candidates",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
+        *(row.name for row in STEP_SAMPLING_FIELDS),
     ),
     outputs=("emitted_tokens", "emitted_logprobs", "num_accepted", "bonus_tokens", "next_context_lens"),
     fields=(),

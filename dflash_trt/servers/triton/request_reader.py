@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
-from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.servers.triton.tensors import INPUTS_BY_NAME, InputTensor
 from dflash_trt.serving.prompts import Prompt
@@ -240,20 +240,18 @@ def _json(name: str, text: str, kind: str) -> Any:
 
 def _sampling(values: Mapping[str, Any], settings: ModelSettings) -> SamplingParams:
     """Raises RequestError for values out of range."""
-    filters = {name: values[name] for name in ("top_k", "top_p", "min_p") if name in values}
-    has_filter = filters.get("top_k", 0) > 1 or filters.get("top_p", 1.0) < 1 or filters.get("min_p", 0.0) > 0
+    given = {row.name: values[row.name] for row in SAMPLING_FIELDS if row.name in values}
+    has_filter = any(row.is_filter(given[row.name]) for row in SAMPLING_FIELDS if row.name in given)
     end_id = values.get("end_id")
     end_ids = () if end_id is None or end_id == -1 else (end_id,)
-    return SamplingParams(
-        max_new_tokens=values.get("max_tokens", settings.default_max_tokens),
-        temperature=values.get("temperature", float(has_filter)),
-        **filters,
-        seed=values.get("seed"),
-        stop=tuple(text for text in values.get("stop", ()) if text),
-        stop_token_ids=(*values.get("stop_token_ids", ()), *end_ids),
-        ignore_eos=values.get("ignore_eos", False) or end_id is not None,
-        logprobs=bool(values.get("return_log_probs") or values.get("return_cumulative_logprob")),
-    )
+    defaults = {"max_new_tokens": settings.default_max_tokens, "temperature": float(has_filter)}
+    composed = {
+        "stop": tuple(text for text in values.get("stop", ()) if text),
+        "stop_token_ids": (*values.get("stop_token_ids", ()), *end_ids),
+        "ignore_eos": values.get("ignore_eos", False) or end_id is not None,
+        "logprobs": bool(values.get("return_log_probs") or values.get("return_cumulative_logprob")),
+    }
+    return SamplingParams(**(defaults | given | composed))
 
 
 def _queue_timeout_s(values: Mapping[str, Any]) -> float | None:

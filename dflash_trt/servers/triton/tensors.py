@@ -7,8 +7,13 @@ triton_backend/all_models/llmapi takes, `bls` what its tensorrt_llm_bls and ense
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingField
+
 TensorType = Literal["STRING", "BOOL", "INT32", "INT64", "UINT64", "FP32"]
 Contract = Literal["llmapi", "bls", "own"]
+
+_TYPES: dict[type, TensorType] = {int: "INT32", float: "FP32", str: "STRING", bool: "BOOL"}
+_ADDED_MEANING = {"temperature": " Unset: 0, or 1 where one of the filters below is on."}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,15 @@ def _neutral(
     )
 
 
+def _sampling(row: SamplingField) -> tuple[InputTensor, ...]:
+    """The inputs of one sampling parameter."""
+    type: TensorType = "UINT64" if row.dtype == "int64" else _TYPES[row.kind]
+    meaning = row.help + _ADDED_MEANING.get(row.name, "")
+    if row.trtllm_names is None:
+        return (_own(row.name, type, meaning, is_list=row.is_list),)
+    return _pair(row.name, type, *row.trtllm_names, meaning, is_list=row.is_list)
+
+
 INPUTS: tuple[InputTensor, ...] = (
     InputTensor(
         name="text_input",
@@ -80,27 +94,8 @@ INPUTS: tuple[InputTensor, ...] = (
     _own("messages", "STRING", "The prompt as a conversation: a JSON list of objects with `role` and `content`."),
     _own("input_ids", "INT32", "The prompt as token ids.", is_list=True),
     *_pair("stream", "BOOL", "stream", "streaming", "One response per verify step instead of one in all."),
-    *_pair("max_tokens", "INT32", "max_tokens", "sampling_param_max_tokens", "New tokens at most."),
-    *_pair(
-        "temperature",
-        "FP32",
-        "temperature",
-        "sampling_param_temperature",
-        "0 is greedy, and so is anything below 1.2e-38; at most 10000. "
-        "Unset: 0, or 1 where one of the filters below is on.",
-    ),
-    *_pair("top_k", "INT32", "top_k", "sampling_param_top_k", "Keep the k most likely tokens; 0 is off."),
-    *_pair("top_p", "FP32", "top_p", "sampling_param_top_p", "Keep the likeliest tokens up to this sum; 1 is off."),
-    _own("min_p", "FP32", "Keep tokens at least this likely, relative to the likeliest; 0 is off."),
-    *_pair(
-        "seed",
-        "UINT64",
-        "seed",
-        "sampling_param_seed",
-        "Below 2^63. Fixes the random numbers, and in float32 on a CPU practically the text; drawn where unset.",
-    ),
-    *_pair("stop", "STRING", "stop_words", "sampling_param_stop", "Stop before one of these strings.", is_list=True),
-    _own("stop_token_ids", "INT32", "Stop after one of these tokens.", is_list=True),
+    # The contracts ask for log-probabilities in two ways of their own, below.
+    *(tensor for row in SAMPLING_FIELDS if row.name != "logprobs" for tensor in _sampling(row)),
     InputTensor(
         name="end_id",
         type="INT32",
@@ -108,7 +103,6 @@ INPUTS: tuple[InputTensor, ...] = (
         meaning="Stop after this token instead of the model's end-of-sequence ids; -1: after none.",
         contract="bls",
     ),
-    _own("ignore_eos", "BOOL", "Go on after the model's end-of-sequence ids."),
     *_pair(
         "exclude_input",
         "BOOL",
