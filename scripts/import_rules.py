@@ -78,7 +78,11 @@ RULES: dict[str, Rule] = {
         knows="vertical back ends: everything that knows how one of them builds, opens and runs an engine",
         packages=_set("network kernels engine_dir formats core"),
         libraries=_set("torch"),
-        file_libraries={"torch/*.py": _set("safetensors"), "tensorrt/*.py": _set("tensorrt tensorrt_rtx safetensors")},
+        file_libraries={
+            "step_inputs.py": _set("numpy"),
+            "torch/*.py": _set("safetensors"),
+            "tensorrt/*.py": _set("tensorrt tensorrt_rtx safetensors"),
+        },
     ),
     "compile": Rule(
         knows="checkpoints to engine directory; asks the back ends to build",

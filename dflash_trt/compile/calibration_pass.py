@@ -6,9 +6,9 @@ the target as it is.
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
+from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError, problem
@@ -43,7 +43,14 @@ class CalibrationPass:
     def run(self, bank: LinearBank, prompt: Sequence[int], *, chunk_tokens: int) -> None:
         """Prefill one prompt. Raises ConfigError on activations that are not finite."""
         for start in range(0, len(prompt), chunk_tokens):
-            inputs = _chunk_inputs(prompt[start : start + chunk_tokens], start, self._num_pages, self._num_draft_tokens)
+            inputs = step_inputs(
+                sequence_batch(
+                    prompt[start : start + chunk_tokens],
+                    page_size=_PAGE_SIZE,
+                    context_len=start,
+                    num_draft_tokens=self._num_draft_tokens,
+                )
+            )
             ops = _ObservedOps(inputs, self._rope, num_draft_tokens=self._num_draft_tokens, observer=self, bank=bank)
             run_step(ops, self._network, inputs, self._state, num_draft_tokens=self._num_draft_tokens)
 
@@ -109,26 +116,3 @@ class _ObservedOps(TorchOps):
         for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):
             self._observer.saw_kv(layer.cache, k, v)
         super().store_kv(kv, layers, rows, limits)
-
-
-def _chunk_inputs(tokens: Sequence[int], start: int, num_pages: int, num_draft_tokens: int) -> StepInputs[Tensor]:
-    """A greedy step of one request that prefills `tokens` from position `start` on."""
-    num_tokens = len(tokens)
-
-    def int32(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    return StepInputs(
-        token_ids=int32(tokens),
-        positions=int32(range(start, start + num_tokens)),
-        token_offsets=int32([0, num_tokens]),
-        context_lens=int32([start]),
-        page_table=int32(range(num_pages))[None],
-        logit_rows=int32([num_tokens - 1] * (num_draft_tokens + 1))[None],
-        num_candidates=int32([0]),
-        temperature=torch.zeros(1),
-        top_k=int32([0]),
-        top_p=torch.ones(1),
-        min_p=torch.zeros(1),
-        seed=torch.zeros(1, dtype=torch.int64),
-    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
+from dflash_trt.backends.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch
 from gpu_visit_parts.models import draft_spec, target_spec
 from gpu_visit_parts.results import Row, Tables

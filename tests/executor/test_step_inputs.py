@@ -1,12 +1,26 @@
 """A batch as tensors and tensors as a result, field by field."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dflash_trt.backends.step_inputs import check_batch, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.padding import StepShape, decode_shape, exact_shape, full_block_shape
+from dflash_trt.backends.step_inputs import (
+    _FROM_LAYOUT,
+    StepPacker,
+    check_batch,
+    sequence_batch,
+    step_inputs,
+    step_result,
+)
 from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.network.ops import Acceptance
+from dflash_trt.core.step_spec import STEP_INPUTS
+from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.step import StepOutputs
+from tests.reference_inputs import reference_inputs
 
 PREFILL = ScheduledRequest(
     request_id="prefill",
@@ -83,3 +97,88 @@ def test_a_batch_beyond_a_limit_is_a_bug(limit: dict[str, int]) -> None:
 def test_a_measured_sequence_has_the_pages_it_needs(num_tokens: int, num_pages: int) -> None:
     (row,) = sequence_batch(range(num_tokens), page_size=4).requests
     assert (row.page_ids, row.context_len, row.num_candidates) == (tuple(range(num_pages)), 0, 0)
+
+
+batches = st.builds(
+    lambda rows, k: StepBatch(
+        requests=tuple(_request(number, *row, k) for number, row in enumerate(rows)), num_draft_tokens=k
+    ),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30), st.integers(0, 4), st.integers(0, 99)), min_size=1),
+    st.integers(0, 4),
+)
+
+
+def _request(number: int, num_tokens: int, context_len: int, candidates: int, first_page: int, k: int):
+    return ScheduledRequest(
+        request_id=str(number),
+        token_ids=tuple(range(100 * number + 1, 100 * number + 1 + num_tokens)),
+        context_len=context_len,
+        num_candidates=min(candidates, k, num_tokens - 1),
+        page_ids=tuple(range(first_page, first_page - (-(context_len + num_tokens) // 4))),
+        sampling=StepSampling(
+            temperature=number / 8, top_k=number, top_p=1 / (number + 1), min_p=0.125, seed=first_page
+        ),
+    )
+
+
+def same(found, expected) -> bool:
+    pairs = [(getattr(found, item.name), getattr(expected, item.name)) for item in fields(expected)]
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@given(st.lists(batches, min_size=1, max_size=4))
+def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequence: list[StepBatch]) -> None:
+    packer = StepPacker(largest(sequence), max_pages=10, scratch_page=7)
+    for batch in sequence:
+        shape = exact_shape(batch)
+        packer.pack(batch, shape)
+        found, expected = packer.host.inputs(shape), reference_inputs(batch)
+        pads = torch.arange(expected.page_table.shape[1]) >= torch.tensor([[len(r.page_ids)] for r in batch.requests])
+        assert same(found, replace(expected, page_table=expected.page_table.masked_fill(pads, 7)))
+        assert same(step_inputs(batch), expected)
+
+
+def largest(sequence: list[StepBatch]) -> StepShape:
+    return StepShape(
+        num_requests=max(len(batch.requests) for batch in sequence),
+        num_tokens=max(batch.num_tokens for batch in sequence),
+        num_draft_tokens=4,
+        is_decode=False,
+        has_graph=False,
+    )
+
+
+def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
+    """TensorRT's plain layers: every request of a padded step has as many rows as the others."""
+    limits = replace(LIMITS, max_batch_size=4, max_num_tokens=16)
+    blocks = tuple(replace(VERIFY, token_ids=(1, 2, 3, 4), num_candidates=3, page_ids=(4, 5, 6)) for _ in range(3))
+    batch = StepBatch(requests=blocks, num_draft_tokens=3)
+    shape = full_block_shape(batch, limits)
+    packer = StepPacker.of_limits(limits, scratch_page=9)
+    packer.pack(batch, shape)
+    block = ScheduledRequest(
+        request_id="padding",
+        token_ids=(0, 0, 0, 0),
+        context_len=0,
+        num_candidates=3,
+        page_ids=(9, 9, 9),
+        sampling=StepSampling(),
+    )
+    assert same(packer.host.inputs(shape), reference_inputs(StepBatch(requests=(*blocks, block), num_draft_tokens=3)))
+
+
+def test_a_batch_of_full_blocks_is_padded_unless_it_would_pass_the_token_limit() -> None:
+    blocks = (replace(VERIFY, num_candidates=2),) * 3
+    limits = replace(LIMITS, max_batch_size=8, max_num_tokens=12)
+    batch = StepBatch(requests=blocks, num_draft_tokens=2)
+    assert full_block_shape(batch, limits) == decode_shape(4, 2)
+    assert full_block_shape(batch, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
+    assert full_block_shape(replace(batch, num_draft_tokens=3), limits) == exact_shape(
+        replace(batch, num_draft_tokens=3)
+    )
+
+
+def test_every_step_input_comes_from_a_request_or_from_the_layout_of_the_batch() -> None:
+    names = {item.name for item in fields(StepInputs)}
+    assert names == {tensor.name for tensor in STEP_INPUTS}
+    assert {tensor.name for tensor in STEP_INPUTS if tensor.source is None} == set(_FROM_LAYOUT)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_trt.backends.cuda.graphs import GraphCache, waits_raise
+from dflash_trt.backends.graphs import GraphCache, waits_raise
 from dflash_trt.core.batch import StepBatch, StepSampling
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states

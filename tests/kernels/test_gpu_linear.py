@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_trt.backends.cuda.graphs import waits_raise
 from dflash_trt.backends.cuda.linear import (
     DeviceFp8Weight,
     DeviceInt4Weight,
@@ -14,6 +13,7 @@ from dflash_trt.backends.cuda.linear import (
     apply_device_linear,
     prepare_device_linear,
 )
+from dflash_trt.backends.graphs import waits_raise
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.ops import Linear

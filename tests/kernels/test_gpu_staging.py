@@ -6,22 +6,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dflash_trt.backends.cuda.graphs import GraphCache
-from dflash_trt.backends.cuda.staging import (
+from dflash_trt.backends.graphs import GraphCache, WarmCapture
+from dflash_trt.backends.padding import (
     MAX_GRAPH_TOKENS,
-    InputStaging,
-    ResultStaging,
     StepShape,
-    _sections,
     decode_shapes,
     mixed_shapes,
     step_shape,
     warm_shapes,
 )
-from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
 from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
+from tests.reference_inputs import reference_inputs
 
 CPU = torch.device("cpu")
 LIMITS = ExecutorLimits(max_batch_size=6, max_seq_len=64, max_num_tokens=40, max_draft_len=3, page_size=4, num_pages=96)
@@ -172,7 +170,7 @@ def staged(batch, staging=None):
 
 def assert_holds(inputs, batch):
     """The real part is what any back end gets; padding has no tokens and is greedy."""
-    expected, num_requests = step_inputs(batch), len(batch.requests)
+    expected, num_requests = reference_inputs(batch), len(batch.requests)
     num_tokens = int(expected.token_offsets[-1])
     for item in fields(expected):
         found, want = getattr(inputs, item.name), getattr(expected, item.name)
@@ -219,7 +217,7 @@ def test_addresses_belong_to_a_shape():
 def test_a_growing_request_rewrites_only_its_new_pages():
     staging = InputStaging(LIMITS, CPU)
     _, inputs = staged(batch_of(request(1, context_len=8)), staging)
-    staging._host["page_table"][0] = 77  # a page it holds already: must not be written again
+    staging._packer.host.flat["page_table"][0] = 77  # a page it holds already: must not be written again
     _, inputs = staged(batch_of(request(1, context_len=12)), staging)
     assert inputs.page_table[0, :4].tolist() == [77, 1, 2, 3]
     _, inputs = staged(batch_of(request(1, context_len=12, first_page=5)), staging)
@@ -244,7 +242,7 @@ def test_results_come_back_without_the_padding(num_draft_tokens):
     outputs.bonus_tokens.fill_(5)
     outputs.next_context_lens.copy_(torch.arange(4) + 50)
     drafts.copy_(torch.arange(4 * num_draft_tokens).view(4, num_draft_tokens) + 900)
-    results.download(shape)
+    results.download()
     for tensor in (outputs.emitted_tokens, drafts):
         tensor.fill_(-1)  # the next step may write while the host reads
     first, second = results.read(shape, num_requests=2).requests
@@ -300,6 +298,14 @@ def test_without_a_capture_or_with_too_many_shapes_steps_run_as_they_are():
     assert recorder.events[3:] == ["run", "capture", "replay", "run", "run", "run"]
 
 
+def test_tensorrt_executes_a_shape_again_right_before_it_is_captured():
+    recorder = Recorder()
+    graphs = GraphCache(WarmCapture(recorder.capture))
+    for _ in range(3):
+        graphs.run("a", recorder.enqueue)
+    assert recorder.events == ["run", "run", "capture", "replay", "replay"]
+
+
 def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:
     for num_requests in (1, 3, 5, 64):
         for num_draft_tokens in (0, 1, 2, 7):
@@ -313,4 +319,4 @@ def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:
             sections = _sections(shape)
             assert all(start % 4 == 0 for _, start, _ in sections)  # int32 elements
             assert all(end <= start for (_, _, end), (_, start, _) in pairwise(sections))
-            assert all(end - start >= num_requests for name, start, end in sections if name != "draft_tokens")
+            assert all(end - start >= num_requests for t, start, end in sections if t.name != "draft_tokens")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.backends.cuda.graphs import GraphCache
-from dflash_trt.backends.cuda.staging import decode_shapes, mixed_shapes
+from dflash_trt.backends.graphs import GraphCache
+from dflash_trt.backends.padding import decode_shapes, mixed_shapes
 from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch.executor import TorchExecutor

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.cuda.linear import prepare_device_linear
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
-from dflash_trt.backends.cuda.staging import (
-    InputStaging,
-    ResultStaging,
-    StepShape,
-    step_shape,
-    warm_shapes,
-)
+from dflash_trt.backends.graphs import CudaCapture, GraphCache
+from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.step_inputs import check_batch, sequence_batch
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
@@ -41,7 +36,7 @@ from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
-from dflash_trt.kernels.sampling_launch import advance
+from dflash_trt.kernels.sampling_launch import SamplingOutputs, advance
 from dflash_trt.kernels.variant import MAX_REQUESTS
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import StepState
@@ -166,7 +161,7 @@ class TorchGpuExecutor:
         with self.on_stream():
             self._staging.upload(shape)
             self._run(shape)
-            self._results.download(shape)
+            self._results.download()
         drafts_are_full = all(len(r.token_ids) == shape.width == r.num_candidates + 1 for r in batch.requests)
         self._last = (shape, len(batch.requests)) if shape.is_decode and drafts_are_full else None
         return self._results.read(shape, num_requests=len(batch.requests))
@@ -180,7 +175,7 @@ class TorchGpuExecutor:
         assert self._last is not None and num_steps > 0, "the last step was not of full verify blocks"
         shape, num_requests = self._last
         assert shape.num_draft_tokens > 0, "a step without drafts has nothing to hand over"
-        inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
+        inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         blocks = (shape.num_requests, shape.width)
         with self.on_stream():
             for _ in range(num_steps):
@@ -192,7 +187,7 @@ class TorchGpuExecutor:
                     context_lens=inputs.context_lens,
                 )
                 self._run(shape)
-            self._results.download(shape)
+            self._results.download()
         return self._results.read(shape, num_requests=num_requests)
 
     @torch.inference_mode()
@@ -260,7 +255,7 @@ class TorchGpuExecutor:
 
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
-        inputs, (outputs, drafts) = self._staging.inputs(shape), self._results.outputs(shape)
+        inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         ops: Any = TorchGpuOps(
             inputs,
             self._resources,
@@ -272,6 +267,12 @@ class TorchGpuExecutor:
         result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
+
+    def _outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Tensor]:
+        acceptance, drafts = self._results.outputs(shape)
+        return SamplingOutputs(
+            **{item.name: getattr(acceptance, item.name) for item in fields(SamplingOutputs)}
+        ), drafts
 
     def close(self) -> None:
         """Give weights, pages and graphs back to the device at once, whoever still holds the executor.

@@ -1,17 +1,17 @@
-"""The device memory of a TensorRT step: inputs, outputs and pages, allocated once at their largest size.
+"""The device memory of a TensorRT step: its staged inputs and results, and the pages, allocated once.
 
 Addresses never change after construction, so that they are bound once and CUDA graphs stay valid.
 """
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.padding import StepShape, max_pages_per_request
+from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec, state_of, step_inputs_of, step_outputs_of
 from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.network.ops import StepInputs
+from dflash_trt.core.step_spec import STEP_INPUTS
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,76 +20,50 @@ class StepBuffers:
     """`inputs` and `outputs` are flat; a step uses the first elements of each. `state` are the pages."""
 
     def __init__(self, spec: StepNetworkSpec, limits: ExecutorLimits, *, device: torch.device) -> None:
-        width = spec.max_draft_len + 1 if spec.has_drafts else 1
-        largest = {
-            "T": limits.max_num_tokens,
-            "R": limits.max_batch_size,
-            "R+1": limits.max_batch_size + 1,
-            "K": width - 1,
-            "K+1": width,
-            "P": -(-limits.max_seq_len // limits.page_size),
-        }
-
-        def allocate(axes: tuple[str, ...], dtype: str) -> Tensor:
-            return torch.zeros([largest[axis] for axis in axes], dtype=torch_dtype(dtype), device=device).flatten()
-
+        """`limits` are those of the engine's steps, with the K that it always drafts."""
         self.device = device
-        self.inputs = {tensor.name: allocate(tensor.axes, tensor.dtype) for tensor in step_inputs_of(spec)}
-        self.outputs = {tensor.name: allocate(tensor.axes, tensor.dtype) for tensor in step_outputs_of(spec)}
-        self._output_axes = {tensor.name: tensor.axes for tensor in step_outputs_of(spec)}
+        self.staging = InputStaging(limits, device, scratch_page=limits.num_pages)
+        self.results = ResultStaging(limits, device)
         self.state = {
             tensor.name: torch.zeros(
                 (limits.num_pages + 1, *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device
             )  # the last page takes what padding rows write
             for tensor in state_of(spec)
         }
+        self._max_pages = max_pages_per_request(limits)
+        self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
+        self._outputs = tuple(tensor.name for tensor in step_outputs_of(spec))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # zeroed, before another stream writes into them
 
-    @property
-    def scratch_page(self) -> int:
-        return int(next(iter(self.state.values())).shape[0]) - 1
+    def addresses(self) -> dict[str, int]:
+        """Of every input and output but the state."""
+        inputs, outputs = self.staging.device_tensors, self.results.device_tensors
+        given = {name: inputs[name].data_ptr() for name in self._inputs}
+        return given | {name: outputs[name].data_ptr() for name in self._outputs}
 
-    def fill(self, inputs: StepInputs[Tensor]) -> Shapes:
-        """Copy a step's host tensors to the device; the shapes of all inputs, state included."""
+    def shapes(self, shape: StepShape) -> Shapes:
+        """Of all inputs of a step, state included."""
+        sizes = shape.sizes(max_pages=self._max_pages)
         shapes: Shapes = {name: tuple(pages.shape) for name, pages in self.state.items()}
-        for item in fields(inputs):
-            value: Tensor = getattr(inputs, item.name)
-            buffer = self.inputs[item.name]
-            assert value.numel() <= buffer.numel() and value.dtype == buffer.dtype, item.name
-            buffer[: value.numel()].copy_(value.flatten(), non_blocking=True)
-            shapes[item.name] = tuple(value.shape)
-        return shapes
+        return shapes | {tensor.name: tuple(tensor.extents(sizes)) for tensor in STEP_INPUTS}
 
-    def read(self, *, num_requests: int, width: int) -> dict[str, Tensor]:
-        """The outputs of a step of R requests, on the host; waits for the device."""
-        return {name: view.cpu() for name, view in self._views(num_requests, width).items()}
-
-    def advance(self, *, num_requests: int, width: int) -> None:
+    def advance(self, shape: StepShape) -> None:
         """Make the outputs of a step of verify blocks the inputs of the next one, on the device.
 
         Every request goes on with [bonus, drafts] at its new context length; page_table and sampling stay.
         """
-        outputs = self._views(num_requests, width)
-        bonus = outputs["emitted_tokens"].gather(1, outputs["num_accepted"].long()[:, None])
-        lens = outputs["next_context_lens"]
-        slots = torch.arange(width, dtype=torch.int32, device=self.device)
-        rows = torch.arange(num_requests, dtype=torch.int32, device=self.device)[:, None] * width + slots
-        ends = torch.arange(num_requests + 1, dtype=torch.int32, device=self.device) * width
-        self._put("token_ids", torch.cat((bonus, outputs["draft_tokens"]), 1))
-        self._put("positions", lens[:, None] + slots)
-        self._put("context_lens", lens)
-        self._put("token_offsets", ends)
-        self._put("logit_rows", rows)
-        self._put("num_candidates", torch.full_like(lens, width - 1))
+        inputs, (outputs, drafts) = self.staging.inputs(shape), self.results.outputs(shape)
+        bonus = outputs.emitted_tokens.gather(1, outputs.num_accepted.long()[:, None])
+        lens = outputs.next_context_lens
+        slots = torch.arange(shape.width, dtype=torch.int32, device=self.device)
+        _put(inputs.token_ids, torch.cat((bonus, drafts), 1))
+        _put(inputs.positions, lens[:, None] + slots)
+        _put(inputs.context_lens, lens)
+        _put(inputs.num_candidates, torch.full_like(lens, shape.num_draft_tokens))
+        rows = torch.arange(shape.num_requests, dtype=torch.int32, device=self.device)[:, None] * shape.width
+        _put(inputs.logit_rows, rows + slots)
 
-    def _put(self, name: str, value: Tensor) -> None:
-        self.inputs[name][: value.numel()].copy_(value.flatten())
 
-    def _views(self, num_requests: int, width: int) -> dict[str, Tensor]:
-        sizes = {"R": num_requests, "K+1": width, "K": width - 1}
-        views = {}
-        for name, buffer in self.outputs.items():
-            shape = [sizes[axis] for axis in self._output_axes[name]]
-            views[name] = buffer[: torch.Size(shape).numel()].view(shape)
-        return views
+def _put(target: Tensor, value: Tensor) -> None:
+    target.copy_(value.view(target.shape))

@@ -1,9 +1,5 @@
-"""One TensorRT execution context: bound to one optimization profile and to fixed buffers, with CUDA graphs.
+"""One TensorRT execution context: bound to one optimization profile and to fixed buffers."""
 
-A graph is captured per set of input shapes, after a warm-up run, and replayed while shapes repeat.
-"""
-
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +7,6 @@ import torch
 from dflash_trt.backends.tensorrt.buffers import Shapes, StepBuffers
 from dflash_trt.backends.tensorrt.network import NEXT_PREFIX
 from dflash_trt.core.errors import CapacityError, EngineDirError, problem
-
-MAX_GRAPHS = 64  # beyond this many shapes, steps run without a graph
 
 
 class Stream(Protocol):
@@ -23,9 +17,11 @@ class Stream(Protocol):
 
 
 class ProfileContext:
-    """Runs steps of one profile. `swap` false: pages are written in place; true: into the other of two pools."""
+    """Runs steps of one profile. `is_in_place`: pages are written where they are, not into the other of two pools."""
 
-    def __init__(self, engine: Any, profile_index: int, buffers: StepBuffers, stream: Stream, *, swap: bool) -> None:
+    def __init__(
+        self, engine: Any, profile_index: int, buffers: StepBuffers, stream: Stream, *, is_in_place: bool
+    ) -> None:
         self._context = engine.create_execution_context()
         if self._context is None:
             mend = "Give the K/V pages less memory (--kv-cache-gib)."
@@ -34,33 +30,21 @@ class ProfileContext:
             )
         self._stream = stream
         self._buffers = buffers
-        self._swaps = swap
         if profile_index != 0:
             self._must(self._context.set_optimization_profile_async(profile_index, stream.cuda_stream), "profile")
-        for name, buffer in (*buffers.inputs.items(), *buffers.outputs.items()):
-            self._bind(name, buffer.data_ptr())
-        if not swap:
+        for name, address in buffers.addresses().items():
+            self._bind(name, address)
+        if is_in_place:
             self._check_addresses()
-        self._graphs: dict[tuple[tuple[str, tuple[int, ...]], ...], Any] = {}
-        self._warm: set[tuple[tuple[str, tuple[int, ...]], ...]] = set()
 
-    def run(self, shapes: Shapes, *, written: dict[str, torch.Tensor], use_graph: bool) -> None:
-        """Enqueue one step on the stream. `written` are the pages' new homes by state name."""
-        key = tuple(sorted(shapes.items()))
-        if use_graph and not self._swaps and key in self._graphs:
-            self._graphs[key].replay()
-            return
-        self._set(shapes, written)
-        self._enqueue()
-        if use_graph and not self._swaps:
-            self._capture_if_warm(key, shapes, written)
-
-    def _set(self, shapes: Shapes, written: dict[str, torch.Tensor]) -> None:
+    def enqueue(self, shapes: Shapes, *, written: dict[str, torch.Tensor]) -> None:
+        """One step, on the stream. `written` are the pages' new homes by state name."""
         for name, pages in self._buffers.state.items():
             self._bind(name, pages.data_ptr())
             self._bind(NEXT_PREFIX + name, written[name].data_ptr())
         for name, shape in shapes.items():
             self._must(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")
+        self._must(self._context.execute_async_v3(self._stream.cuda_stream), "enqueue")
 
     def _check_addresses(self) -> None:
         """Pages must leave where they came from, whatever the engine says about aliases.
@@ -80,28 +64,8 @@ class ProfileContext:
                     problem(f"address of {NEXT_PREFIX}{name}", expected=f"{addresses[0]:#x}", found=found, mend=mend)
                 )
 
-    def _enqueue(self) -> None:
-        self._must(self._context.execute_async_v3(self._stream.cuda_stream), "enqueue")
-
-    def _capture_if_warm(
-        self, key: tuple[tuple[str, tuple[int, ...]], ...], shapes: Shapes, written: dict[str, torch.Tensor]
-    ) -> None:
-        """Capture on the second run of a shape: the first warmed TensorRT up. Capturing does not execute."""
-        if key not in self._warm:
-            self._warm.add(key)
-            return
-        if len(self._graphs) < MAX_GRAPHS:
-            self._graphs[key] = _capture(self._enqueue, self._stream)
-
     def _bind(self, name: str, address: int) -> None:
         self._must(self._context.set_tensor_address(name, address), f"address of {name}")
 
     def _must(self, is_done: bool, what: str) -> None:
         assert is_done, f"TensorRT refused the {what}, which the limits of the engine allow"
-
-
-def _capture(enqueue: Callable[[], None], stream: Any) -> Any:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        enqueue()
-    return graph

@@ -6,40 +6,32 @@ Knows profiles, buffers and padding; the engine knows the network. Imports Tenso
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.graphs import CudaCapture, GraphCache, WarmCapture
+from dflash_trt.backends.padding import StepShape, full_block_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.backends.step_inputs import step_inputs, step_result
-from dflash_trt.backends.tensorrt.buffers import Shapes, StepBuffers
+from dflash_trt.backends.step_inputs import check_batch
+from dflash_trt.backends.tensorrt.buffers import StepBuffers
 from dflash_trt.backends.tensorrt.context import ProfileContext
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import PluginMode
-from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.network.ops import Acceptance
-from dflash_trt.network.step import StepOutputs
+from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
+MAX_GRAPHS = 64  # beyond this many shapes, steps run without a graph
 DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
 _FREE_MEMORY_FRACTION = 0.9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DecodeStep:
-    """A step of verify blocks only, padding requests included in `num_requests` and last."""
-
-    num_real: int
-    num_requests: int
-    width: int  # K + 1
-    shapes: Shapes
 
 
 class TensorRTExecutor:
@@ -62,15 +54,19 @@ class TensorRTExecutor:
         self._engine = engine
         self._spec = spec
         self._stream = _new_stream(device)
-        self._buffers = StepBuffers(spec, limits, device=device)
+        self._buffers = StepBuffers(
+            spec, replace(limits, max_draft_len=spec.max_draft_len if spec.has_drafts else 0), device=device
+        )
         self._is_in_place = plugins == "plugin"
+        has_graphs = self._is_in_place and device.type == "cuda"  # pools that are swapped have no fixed addresses
+        self.graphs = GraphCache(WarmCapture(CudaCapture(self._stream)) if has_graphs else None, max_graphs=MAX_GRAPHS)
         spare = self._buffers.state if self._is_in_place else _copies(self._buffers.state)
         self._written = spare  # where the next step's pages go; plain layers write into a second pool
         self._contexts = [
-            ProfileContext(engine, index, self._buffers, self._stream, swap=not self._is_in_place)
+            ProfileContext(engine, index, self._buffers, self._stream, is_in_place=self._is_in_place)
             for index in (DECODE, MIXED)
         ]
-        self._last: _DecodeStep | None = None  # for `follow`
+        self._last: tuple[StepShape, int] | None = None  # of verify blocks, with the requests of it: for `follow`
 
     @classmethod
     def open(
@@ -117,25 +113,23 @@ class TensorRTExecutor:
 
     @torch.inference_mode()
     def step(self, batch: StepBatch) -> StepResult:
-        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
-        assert 0 < len(batch.requests) <= self.limits.max_batch_size
-        assert batch.num_tokens <= self.limits.max_num_tokens
-        assert batch.num_draft_tokens <= self.limits.max_draft_len
+        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted.
+
+        An engine with a drafter drafts a token at least, whether or not it was asked for.
+        """
+        check_batch(batch, self.limits)
         num_drafts = max(batch.num_draft_tokens, 1) if self._spec.has_drafts else 0
-        is_decode = all(len(request.token_ids) == num_drafts + 1 for request in batch.requests)
-        requests = self._padded(batch.requests, num_drafts) if is_decode else batch.requests
-        inputs = step_inputs(StepBatch(requests=requests, num_draft_tokens=num_drafts))
-        if is_decode:
-            inputs = replace(inputs, page_table=self._full_width(inputs.page_table))
+        given = StepBatch(requests=batch.requests, num_draft_tokens=num_drafts)
+        shape = full_block_shape(given, self.limits)
+        self._buffers.staging.stage(given, shape)
         with self._on_stream():
-            shapes = self._buffers.fill(inputs)
-            self._run(shapes, is_decode=is_decode)
-            outputs = self._buffers.read(num_requests=len(requests), width=num_drafts + 1)
-        last = _DecodeStep(
-            num_real=len(batch.requests), num_requests=len(requests), width=num_drafts + 1, shapes=shapes
+            self._buffers.staging.upload(shape)
+            self._run(shape)
+            self._buffers.results.download()
+        self._last = (shape, len(batch.requests)) if shape.is_decode else None
+        return self._buffers.results.read(
+            shape, num_requests=len(batch.requests), has_drafts=batch.num_draft_tokens > 0
         )
-        self._last = last if is_decode else None
-        return _result(outputs, num_requests=len(batch.requests), has_drafts=batch.num_draft_tokens > 0)
 
     @torch.inference_mode()
     def follow(self) -> StepResult:
@@ -144,13 +138,13 @@ class TensorRTExecutor:
         Every request verifies all K drafts; the caller has made sure that its pages reach that far.
         """
         assert self._last is not None, "the last step was not of verify blocks only"
-        last = self._last
-        assert last.width > 1, "a step without drafts has nothing to hand over"
+        shape, num_requests = self._last
+        assert shape.num_draft_tokens > 0, "a step without drafts has nothing to hand over"
         with self._on_stream():
-            self._buffers.advance(num_requests=last.num_requests, width=last.width)
-            self._run(last.shapes, is_decode=True)
-            outputs = self._buffers.read(num_requests=last.num_requests, width=last.width)
-        return _result(outputs, num_requests=last.num_real, has_drafts=True)
+            self._buffers.advance(shape)
+            self._run(shape)
+            self._buffers.results.download()
+        return self._buffers.results.read(shape, num_requests=num_requests)
 
     def close(self) -> None:
         """Give engine, contexts and pages back to the device at once, whoever still holds the executor.
@@ -176,34 +170,15 @@ class TensorRTExecutor:
         for pages in (*self._buffers.state.values(), *self._written.values()):
             pages.fill_(value)
 
-    def _run(self, shapes: Shapes, *, is_decode: bool) -> None:
-        context = self._contexts[DECODE if is_decode else MIXED]
-        context.run(shapes, written=self._written, use_graph=is_decode and self._buffers.device.type == "cuda")
+    def _run(self, shape: StepShape) -> None:
+        context = self._contexts[DECODE if shape.is_decode else MIXED]
+        enqueue = partial(context.enqueue, self._buffers.shapes(shape), written=self._written)
+        if shape.has_graph:
+            self.graphs.run(shape, enqueue)
+        else:
+            enqueue()
         if not self._is_in_place:
             self._buffers.state, self._written = self._written, self._buffers.state
-
-    def _padded(self, requests: tuple[ScheduledRequest, ...], num_drafts: int) -> tuple[ScheduledRequest, ...]:
-        """Up to the next power of two with requests that read and write the scratch page, for fewer graphs."""
-        bucket = min(1 << (len(requests) - 1).bit_length(), self.limits.max_batch_size)
-        if bucket * (num_drafts + 1) > self.limits.max_num_tokens:
-            return requests
-        num_pages = -(-(num_drafts + 1) // self.limits.page_size)
-        dummy = ScheduledRequest(
-            request_id="padding",
-            token_ids=(0,) * (num_drafts + 1),
-            context_len=0,
-            num_candidates=num_drafts,
-            page_ids=(self._buffers.scratch_page,) * num_pages,
-            sampling=StepSampling(),
-        )
-        return requests + (dummy,) * (bucket - len(requests))
-
-    def _full_width(self, page_table: Tensor) -> Tensor:
-        """P at its largest, so that a growing sequence does not change the shape; the filling is never read."""
-        most = -(-self.limits.max_seq_len // self.limits.page_size)
-        wide = torch.full((len(page_table), most), self._buffers.scratch_page, dtype=page_table.dtype)
-        wide[:, : page_table.shape[1]] = page_table
-        return wide
 
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._buffers.device.type == "cuda" else contextlib.nullcontext()
@@ -222,17 +197,3 @@ def _new_stream(device: torch.device) -> Any:
 
 def _copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(pages) for name, pages in state.items()}
-
-
-def _result(outputs: dict[str, Tensor], *, num_requests: int, has_drafts: bool) -> StepResult:
-    """Without the padding requests, which come last."""
-    real = {name: tensor[:num_requests] for name, tensor in outputs.items()}
-    num_accepted = real["num_accepted"]
-    acceptance = Acceptance(
-        emitted_tokens=real["emitted_tokens"],
-        emitted_logprobs=real["emitted_logprobs"],
-        num_accepted=num_accepted,
-        bonus_tokens=real["emitted_tokens"].gather(1, num_accepted.long()[:, None])[:, 0],
-        next_context_lens=real["next_context_lens"],
-    )
-    return step_result(StepOutputs(acceptance=acceptance, draft_tokens=real["draft_tokens"] if has_drafts else None))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.backends.step_inputs import check_batch, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.step_inputs import StepPacker, check_batch, sequence_batch, step_inputs, step_result
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -69,6 +70,7 @@ class TorchExecutor:
         self._rope_tables = {
             rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
         }
+        self._packer = StepPacker.of_limits(self.limits)
         states = states_of(network, quantization)
         self._state = allocate_state(states, num_pages=page_plan.num_pages, page_size=page_plan.page_size)
 
@@ -109,7 +111,9 @@ class TorchExecutor:
     def step(self, batch: StepBatch) -> StepResult:
         """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
         check_batch(batch, self.limits)
-        inputs = step_inputs(batch)
+        shape = exact_shape(batch)
+        self._packer.pack(batch, shape)
+        inputs = self._packer.host.inputs(shape)
         ops = self._ops(inputs, num_draft_tokens=batch.num_draft_tokens)
         outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=batch.num_draft_tokens)
         return step_result(outputs)

@@ -29,7 +29,7 @@ class GraphCache:
     def run(self, key: Hashable, enqueue: Enqueue, *, num_reserved: int = 0) -> None:
         """The first run compiles kernels and fills caches, which a capture must not; the second one captures.
 
-        So many of the places are left to keys that matter more.
+        `num_reserved` slots are left to keys that matter more.
         """
         replay = self._graphs.get(key)
         if replay is not None:
@@ -62,6 +62,20 @@ class CudaCapture:
             enqueue()
         replay: Enqueue = graph.replay
         return replay
+
+
+class WarmCapture:
+    """Runs what it captures once before: TensorRT must have executed a shape since its context had another one.
+
+    A step that is run twice gives the same result.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+
+    def __call__(self, enqueue: Enqueue) -> Enqueue:
+        enqueue()
+        return self._capture(enqueue)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,166 @@
+"""The shapes that steps run in: a bucket of requests and of tokens, to which a batch is padded, or its own size.
+
+One padding design for CUDA graphs and TensorRT's profiles: a padded step has as many requests as its bucket, and those
+that are none come last. For the GPU kernels they have no tokens at all, and the token rows are padded with rows of no
+request. TensorRT's plain layers need a verify block of every request: padding has one each, on a scratch page. Pure
+arithmetic over batches and limits.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from dflash_trt.core.batch import ExecutorLimits, StepBatch
+from dflash_trt.core.step_spec import Axis
+
+# With more tokens a step takes the device longer than the host needs to launch it, and padding would cost more than
+# a graph saves.
+MAX_GRAPH_TOKENS: Final = 768
+_LEAST_TOKENS, _TOKEN_GRAIN = 64, 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShape:
+    """What a step runs in. `is_decode`: verify blocks only. `has_graph`: of a bucket, to which steps are padded.
+
+    `num_pages` is P; None: as many as a sequence may have.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_draft_tokens: int
+    is_decode: bool
+    has_graph: bool
+    num_pages: int | None = None
+
+    @property
+    def width(self) -> int:
+        return self.num_draft_tokens + 1
+
+    def sizes(self, *, max_pages: int) -> dict[Axis, int]:
+        """Of every axis of a step tensor."""
+        return {
+            "T": self.num_tokens,
+            "R": self.num_requests,
+            "R+1": self.num_requests + 1,
+            "K": self.num_draft_tokens,
+            "K+1": self.width,
+            "P": max_pages if self.num_pages is None else self.num_pages,
+        }
+
+
+def max_pages_per_request(limits: ExecutorLimits) -> int:
+    return -(-limits.max_seq_len // limits.page_size)
+
+
+def largest_shape(limits: ExecutorLimits) -> StepShape:
+    """No step has more of anything."""
+    return StepShape(
+        num_requests=limits.max_batch_size,
+        num_tokens=max(limits.max_num_tokens, limits.max_batch_size * (limits.max_draft_len + 1)),
+        num_draft_tokens=limits.max_draft_len,
+        is_decode=False,
+        has_graph=False,
+    )
+
+
+def exact_shape(batch: StepBatch, *, is_decode: bool = False) -> StepShape:
+    """No padding: as many requests, tokens and pages per request as the batch has."""
+    return StepShape(
+        num_requests=len(batch.requests),
+        num_tokens=batch.num_tokens,
+        num_draft_tokens=batch.num_draft_tokens,
+        is_decode=is_decode,
+        has_graph=False,
+        num_pages=max(len(request.page_ids) for request in batch.requests),
+    )
+
+
+def step_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
+    """The shape a batch runs in: that of the next bucket, its own size when that is large."""
+    num_requests, num_drafts = len(batch.requests), batch.num_draft_tokens
+    bucket = bucket_of(num_requests, limits)
+    if all(len(request.token_ids) <= num_drafts + 1 for request in batch.requests):
+        return decode_shape(bucket, num_drafts)
+    return _mixed_shape(bucket, batch.num_tokens, num_drafts, limits) or StepShape(
+        num_requests=num_requests,
+        num_tokens=batch.num_tokens,
+        num_draft_tokens=num_drafts,
+        is_decode=False,
+        has_graph=False,
+    )
+
+
+def full_block_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
+    """The shape of a batch where every request of a padded step has a verify block: that of the next bucket when the
+    batch consists of full blocks and the bucket does not pass max_num_tokens, else its own size.
+    """
+    width = batch.num_draft_tokens + 1
+    is_decode = all(len(request.token_ids) == width for request in batch.requests)
+    bucket = bucket_of(len(batch.requests), limits)
+    if is_decode:
+        num_requests = bucket if bucket * width <= limits.max_num_tokens else len(batch.requests)
+        return decode_shape(num_requests, batch.num_draft_tokens)
+    return exact_shape(batch)
+
+
+def decode_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
+    """Verify blocks of every bucket."""
+    return [decode_shape(bucket, num_draft_tokens) for bucket in _buckets(limits)]
+
+
+def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
+    """Steps with a prefill chunk, of every bucket that has a graph."""
+    sizes = range(1, min(MAX_GRAPH_TOKENS, limits.max_num_tokens) + 1)
+    made = (_mixed_shape(bucket, size, num_draft_tokens, limits) for bucket in _buckets(limits) for size in sizes)
+    return list(dict.fromkeys(shape for shape in made if shape is not None))
+
+
+def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
+    """What steps with these K are captured as and what compiles all their kernels: verify blocks of every bucket and
+    K; steps with a prefill chunk of every size at the largest K, and of one size per bucket at the others.
+    """
+    lens = sorted({min(length, limits.max_draft_len) for length in draft_lens}, reverse=True)
+    shapes = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
+    for i, length in enumerate(lens):
+        mixed = mixed_shapes(limits, num_draft_tokens=length)
+        shapes += mixed if i == 0 else list({shape.num_requests: shape for shape in reversed(mixed)}.values())
+    return shapes
+
+
+def bucket_of(num_requests: int, limits: ExecutorLimits) -> int:
+    """The next power of two, or the largest batch."""
+    return min(1 << (num_requests - 1).bit_length(), limits.max_batch_size)
+
+
+def decode_shape(num_requests: int, num_draft_tokens: int) -> StepShape:
+    return StepShape(
+        num_requests=num_requests,
+        num_tokens=num_requests * (num_draft_tokens + 1),
+        num_draft_tokens=num_draft_tokens,
+        is_decode=True,
+        has_graph=True,
+    )
+
+
+def _buckets(limits: ExecutorLimits) -> list[int]:
+    return sorted({bucket_of(n, limits) for n in range(1, limits.max_batch_size + 1)})
+
+
+def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape | None:
+    """With more rows than verify blocks could have, where a step may have so many: then prefill chunks get attention
+    tiles of their own. None: too long for a graph.
+    """
+    most = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
+    needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _LEAST_TOKENS)
+    grain = min(1 << (needed - 1).bit_length(), _TOKEN_GRAIN)
+    bucket = min(-(-needed // grain) * grain, most)
+    if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:
+        return None
+    return StepShape(
+        num_requests=num_requests,
+        num_tokens=bucket,
+        num_draft_tokens=num_draft_tokens,
+        is_decode=False,
+        has_graph=True,
+    )
