@@ -15,12 +15,14 @@ from typing import Any, Final
 
 from dflash_trt.kernels.aot_compile import NUM_SCRATCH_POINTERS, CompiledKernel
 from dflash_trt.kernels.aot_embed import CUBIN_ALIGNMENT, assembly_source, table_source
+from dflash_trt.kernels.aot_rules import rules_header, shared_facts
 
 MANIFEST: Final = "manifest.json"
 IMAGE: Final = "cubins.bin"
 TABLE: Final = "embedded_kernels.cpp"
 ASSEMBLY: Final = "embedded_cubins.S"
-FORMAT_VERSION: Final = 1
+RULES: Final = "launch_rules.h"
+FORMAT_VERSION: Final = 2
 
 
 def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[str, Any]) -> Path:
@@ -31,6 +33,7 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
         "format_version": FORMAT_VERSION,
         "origin": origin,
         "num_scratch_pointers": NUM_SCRATCH_POINTERS,
+        "launch": shared_facts(),
         "image": {"file": IMAGE, "num_bytes": len(image), "sha256": hashlib.sha256(image).hexdigest()},
         "kernels": [_entry(kernel, offsets[kernel.sha256]) for kernel in fitting],
         # Triton's choice of shared memory is larger than the GPU's; another variant of the kernel is used there.
@@ -44,6 +47,7 @@ def write_kernels(out: Path, kernels: Sequence[CompiledKernel], *, origin: dict[
     digest = hashlib.sha256(text.encode()).hexdigest()
     _write(out / IMAGE, image)
     _write(out / ASSEMBLY, assembly_source(IMAGE).encode())
+    _write(out / RULES, rules_header().encode())
     _write(out / TABLE, table_source(fitting, offsets, manifest_sha256=digest).encode())
     _write(out / MANIFEST, text.encode())
     return out / MANIFEST

@@ -12,6 +12,7 @@ import torch
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.errors import ConfigError, problem
 from dflash_trt.kernels.attention_variants import attention_variants
+from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN
 from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
 from dflash_trt.kernels.sampling import TILE
 from dflash_trt.kernels.sampling_launch import sampling_variants
@@ -55,11 +56,11 @@ class LibrarySpec:
                     expected = f"some of {', '.join(known)}"
                     raise ConfigError(problem(f"--{name}", expected=expected, found=value, mend="Name those."))
         for head_dim in self.head_dims:
-            if head_dim % 16 or not 16 <= head_dim <= 256:
+            if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= 256:
                 raise ConfigError(
                     problem(
                         "head_dims",
-                        expected="multiples of 16 from 16 to 256",
+                        expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to 256",
                         found=str(head_dim),
                         mend="Other sizes have no kernel; build the engine with plugins='layers'.",
                     )

@@ -1,6 +1,6 @@
 """Launching the attention kernels: which tile, which grid, how much workspace.
 
-A C++ launcher does the same from the same numbers: `tile_rows`, `work_slots`, `workspace_size` and the grid of a
+The plugin library's launcher does the same from the same numbers: it compiles `launch_rules.py` and the grid of a
 variant (`attention_variants.py`). Nothing here reads a tensor's content, so a launch can be captured in a CUDA graph.
 """
 
@@ -12,13 +12,20 @@ from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.launch_rules import (
+    ANY_ROWS,
+    NO_WINDOW,
+    max_lag,
+    max_lead,
+    num_partials,
+    num_stats,
+    work_slots,
+)
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 from dflash_trt.kernels.variant import next_power_of_2, request_capacity
 
 TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
 MIN_FULL_LOOP_TILE = 64  # from here on masks cost more than a second loop
-ANY_DISTANCE = 1 << 30  # max_lag, max_lead: no limit
-ANY_ROWS = (1 << 31) - 1  # max_rows: no limit
 REDUCTION_ROWS = 8
 REDUCTION_SPLITS = 8
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,16 +61,12 @@ class AttentionOptions:
 
     @property
     def max_lag(self) -> int:
-        """From a query to the first key it sees; with an anchored window, from the anchor, for every query."""
-        if self.window is None:
-            return ANY_DISTANCE
-        return self.window if self.is_window_anchored else self.window - 1
+        return max_lag(window=self.window or NO_WINDOW, is_window_anchored=self.is_window_anchored)
 
     @property
     def max_lead(self) -> int:
-        if self.is_causal:
-            return 0
-        return ANY_DISTANCE if self.is_window_anchored else self.max_lag
+        is_anchored = self.is_window_anchored
+        return max_lead(lag=self.max_lag, is_causal=self.is_causal, is_window_anchored=is_anchored)
 
     @property
     def window_step(self) -> int:
@@ -94,19 +97,11 @@ def tile_rows(query_rows: int, heads_per_kv: int) -> int:
     return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
 
 
-def work_slots(*, tile: int, kv_heads: int, num_multiprocessors: int) -> int:
-    """Pieces per K/V head that the step's work is cut into: programs for two to three rounds of a GPU.
-
-    As many of a tile's programs run on a multiprocessor at once as shared memory and registers allow: 3 of 16 rows
-    down to 1 of 128. Finer pieces would even out the last round, and cost more partial results.
-    """
-    programs = num_multiprocessors * min(8, 256 // tile)
-    return max(1, programs // kv_heads)
-
-
 def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> WorkspaceSize:
-    rows = 2 * num_slots * kv_heads * tile
-    return WorkspaceSize(num_partials=rows * head_dim, num_stats=rows * 2)
+    return WorkspaceSize(
+        num_partials=num_partials(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots),
+        num_stats=num_stats(tile=tile, kv_heads=kv_heads, num_slots=num_slots),
+    )
 
 
 def attention_constants(

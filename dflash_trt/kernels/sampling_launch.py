@@ -1,7 +1,7 @@
 """How the kernels of `sampling.py` are launched: scratch memory, order, grids, and ahead-of-time variants.
 
-The torch back end calls `sample_and_accept`; the plugin library follows `sampling_variants` in the same order, with a
-workspace laid out by `workspace_shapes`. Allocates nothing while a step runs.
+The torch back end calls `sample_and_accept`; the plugin library compiles the order of the kernels and the table of
+their scratch tensors (`aot_rules.py`). Allocates nothing while a step runs.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.dtype import DType, torch_dtype
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, SamplingColumns
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.next_inputs import advance_kernel, draft_block_kernel
@@ -20,6 +20,33 @@ from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer
 
 CHUNK = 2048  # of a list, per iteration of the bisection
 NUM_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A scratch tensor: its elements for each row of logits, and for each tile of each row."""
+
+    name: str
+    dtype: DType
+    per_row: int = 0
+    per_tile: int = 0
+
+
+SCRATCH = (
+    Scratch("tile_mass", "int64", per_tile=1),
+    Scratch("tile_max", "float32", per_tile=1),
+    Scratch("tile_argmax", "int32", per_tile=1),
+    Scratch("tile_sum", "float32", per_tile=1),
+    Scratch("tile_scaled_sum", "float32", per_tile=1),
+    Scratch("piece_max", "float32", per_tile=PIECES),
+    Scratch("row_max", "float32", per_row=1),
+    Scratch("row_log_sum", "float32", per_row=1),
+    Scratch("row_mode", "int32", per_row=1),
+    Scratch("row_floor", "float32", per_row=1),
+    Scratch("row_threshold", "float32", per_row=1),
+    Scratch("list_count", "int32", per_row=1),
+    Scratch("list_values", "float32", per_row=LIST_CAPACITY),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,19 +80,8 @@ def workspace_shapes(num_rows: int, vocab_size: int) -> dict[str, tuple[torch.dt
     """Scratch tensors by argument name. No content survives a call and none need be cleared before one."""
     tiles = num_tiles(vocab_size)
     return {
-        "tile_mass": (torch.int64, (num_rows, tiles)),
-        "tile_max": (torch.float32, (num_rows, tiles)),
-        "tile_argmax": (torch.int32, (num_rows, tiles)),
-        "tile_sum": (torch.float32, (num_rows, tiles)),
-        "tile_scaled_sum": (torch.float32, (num_rows, tiles)),
-        "piece_max": (torch.float32, (num_rows, tiles * PIECES)),
-        "row_max": (torch.float32, (num_rows,)),
-        "row_log_sum": (torch.float32, (num_rows,)),
-        "row_mode": (torch.int32, (num_rows,)),
-        "row_floor": (torch.float32, (num_rows,)),
-        "row_threshold": (torch.float32, (num_rows,)),
-        "list_count": (torch.int32, (num_rows,)),
-        "list_values": (torch.float32, (num_rows, LIST_CAPACITY)),
+        scratch.name: (torch_dtype(scratch.dtype), (num_rows, scratch.per_row + scratch.per_tile * tiles))
+        for scratch in SCRATCH
     }
 
 
@@ -215,4 +231,5 @@ _GRIDS = {
     "draw": _ROWS,
     "accept": ("num_requests", "1", "1"),
 }
+SAMPLING_KERNELS = tuple(_GRIDS)  # without "_kernel", in the order of their launches
 _NUM_WARPS = dict.fromkeys(_GRIDS, NUM_WARPS) | {"accept": 1}

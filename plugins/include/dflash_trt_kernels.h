@@ -94,25 +94,11 @@ extern "C"
         int32_t vocab_size;
     } dflash_trt_sampling_shape;
 
+    /* Device addresses in the order of SampleAndAccept's inputs and outputs, which dflash_trt_contract() lists. */
     typedef struct
     {
-        void const* logits;
-        int32_t const* token_ids;
-        int32_t const* positions;
-        int32_t const* token_offsets;
-        int32_t const* context_lens;
-        int32_t const* logit_rows;
-        int32_t const* num_candidates;
-        float const* temperature;
-        int32_t const* top_k;
-        float const* top_p;
-        float const* min_p;
-        int64_t const* seed;
-        int32_t* emitted_tokens;
-        float* emitted_logprobs;
-        int32_t* num_accepted;
-        int32_t* bonus_tokens;
-        int32_t* next_context_lens;
+        void const* const* inputs;
+        void* const* outputs;
     } dflash_trt_sampling_buffers;
 
     /* Workspace: device memory of at least so many bytes, for one call at a time. */

@@ -152,10 +152,7 @@ int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape, dfl
         {
             auto const& sizes = required(shape);
             auto const& given = required(buffers);
-            SamplingBuffers const used{given.logits, given.token_ids, given.positions, given.token_offsets,
-                given.context_lens, given.logit_rows, given.num_candidates, given.temperature, given.top_k, given.top_p,
-                given.min_p, given.seed, given.emitted_tokens, given.emitted_logprobs, given.num_accepted,
-                given.bonus_tokens, given.next_context_lens, workspace};
+            SamplingBuffers const used{&required(given.inputs), &required(given.outputs), workspace};
             sample_and_accept(sampling_of(sizes), used, Device::current(), stream);
         });
 }

@@ -58,7 +58,7 @@ def test_a_broken_kernel_of_pytorch_leaves_our_number(parts: Any) -> None:
 def test_a_choice_that_computes_something_else_shows(parts: Any) -> None:
     kernel = parts.kernels.decode_attention(2, 3, 9)
     same = parts.choices._attention(kernel, "as it is", {})["attention"][0]
-    other = parts.choices._attention(kernel, "window", {"ANY_DISTANCE": 2})["attention"][0]
+    other = parts.choices._attention(kernel, "window", {"max_lag": lambda **_: 2})["attention"][0]
     assert same["max_difference"] == 0 and same["time_us"] > 0
     assert other["max_difference"] > 0.1
 

@@ -17,10 +17,6 @@ _ATTENTION = (
 )
 _PAGES = "q k v pages positions token_offsets context_lens page_table attended"
 _DRAFT = "context_k context_v q block_k block_v pages positions token_offsets page_table next_context_lens attended"
-_SAMPLING = (
-    "logits token_ids positions token_offsets context_lens logit_rows num_candidates temperature top_k top_p min_p seed"
-    " emitted_tokens emitted_logprobs num_accepted bonus_tokens next_context_lens"
-)
 
 
 def _structure(name: str, fields: str, type_: Any) -> Any:
@@ -38,7 +34,7 @@ class AttentionShape(ctypes.Structure):
 SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size", ctypes.c_int32)
 PagesBuffers = _structure("PagesBuffers", _PAGES, ctypes.c_void_p)
 DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
-SamplingBuffers = _structure("SamplingBuffers", _SAMPLING, ctypes.c_void_p)
+SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER(ctypes.c_void_p))
 
 
 class LibraryError(Exception):
@@ -98,7 +94,9 @@ class PluginLibrary:
             "next_context_lens": integers(num_requests),
         }
         workspace = self._workspace("sample_and_accept", shape, x["logits"].device)
-        self._call("sample_and_accept", shape, _buffers(SamplingBuffers, x | outputs), _address(workspace))
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "SampleAndAccept")
+        buffers = SamplingBuffers(_addresses(x, contract.inputs), _addresses(outputs, contract.outputs))
+        self._call("sample_and_accept", shape, buffers, _address(workspace))
         return list(outputs.values())
 
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
@@ -161,6 +159,12 @@ def _buffers(structure: Any, tensors: dict[str, Tensor]) -> Any:
         assert tensor.is_contiguous(), name
     names = [name for name, _ in structure._fields_]
     return structure(**{name: tensors[name].data_ptr() for name in names if name in tensors})
+
+
+def _addresses(tensors: dict[str, Tensor], names: tuple[str, ...]) -> Any:
+    for name in names:
+        assert tensors[name].is_contiguous(), name
+    return (ctypes.c_void_p * len(names))(*(tensors[name].data_ptr() for name in names))
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:

@@ -15,11 +15,11 @@ from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.kernels.launch_rules import NO_WINDOW
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "1"
-NO_WINDOW: Final = 0
 PAGE_SCALES: Final = ("k_scale", "v_scale")  # 1 for pages that are not FP8
 
 

@@ -1,5 +1,7 @@
 #include "contract/contract.h"
 
+#include "launch_rules.h"
+
 #include <array>
 
 namespace dflash_trt
@@ -10,7 +12,6 @@ namespace
 constexpr TensorType kF = TensorType::kFloat;
 constexpr TensorType kPagesType = TensorType::kPages;
 constexpr TensorType kInt = TensorType::kInt32;
-constexpr TensorType kLong = TensorType::kInt64;
 constexpr TensorType kReal = TensorType::kFloat32;
 
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
@@ -70,11 +71,7 @@ constexpr InputRule kSampleAndAcceptInputs[] = {
     {"context_lens", kInt, 1},
     {"logit_rows", kInt, 2},
     {"num_candidates", kInt, 1},
-    {"temperature", kReal, 1},
-    {"top_k", kInt, 1},
-    {"top_p", kReal, 1},
-    {"min_p", kReal, 1},
-    {"seed", kLong, 1},
+    DFLASH_TRT_SAMPLING_INPUTS, // the step inputs of core/sampling.py, in its order
 };
 constexpr OutputRule kSampleAndAcceptOutputs[] = {
     {"emitted_tokens", kInt, kNotAliased},

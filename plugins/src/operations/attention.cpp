@@ -1,5 +1,6 @@
 #include "operations/attention.h"
 
+#include "launch_rules.h"
 #include "runtime/kernel_choice.h"
 #include "runtime/kernel_library.h"
 #include "runtime/launch.h"
@@ -18,14 +19,10 @@ namespace dflash_trt
 namespace
 {
 
+using launch_rules::ANY_ROWS;
+using launch_rules::VERIFY_ROWS;
+
 constexpr std::array<char const*, 2> kKernels{"attention_kernel", "attention_reduction_kernel"};
-constexpr int64_t kAnyDistance = int64_t{1} << 30;
-constexpr int64_t kAnyRows = (int64_t{1} << 31) - 1;
-// What most requests of a step have at most: a verify block. A node is not told K, and any number gives right results;
-// this one decides from where on prefill chunks get tiles of their own.
-constexpr int64_t kVerifyRows = 16;
-// Partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
-constexpr int64_t kMaxMultiprocessors = 192;
 
 /// One pass over the requests that have min_rows to max_rows query rows.
 struct Pass
@@ -49,20 +46,9 @@ KernelChoice choice(char const* kernel, PageGeometry const& geometry, bool has_b
     return chosen;
 }
 
-int64_t work_slots(int64_t tile, int64_t kv_heads, int64_t num_multiprocessors)
-{
-    int64_t const programs = std::min(num_multiprocessors, kMaxMultiprocessors) * std::min<int64_t>(8, 256 / tile);
-    return std::max<int64_t>(1, programs / kv_heads);
-}
-
 int64_t num_partials(PageGeometry const& geometry, int64_t tile, int64_t num_slots)
 {
-    return 2 * num_slots * geometry.kv_heads * tile * geometry.head_dim;
-}
-
-int64_t num_stats(PageGeometry const& geometry, int64_t tile, int64_t num_slots)
-{
-    return 2 * num_slots * geometry.kv_heads * tile * 2;
+    return launch_rules::num_partials(tile, geometry.kv_heads, geometry.head_dim, num_slots);
 }
 
 /// The smallest tile that holds the query rows of a request, or the largest there is.
@@ -141,7 +127,9 @@ void run(Pass const& pass, PageGeometry const& geometry, Attention const& attent
     auto const candidates =
         choice(kKernels.front(), geometry, has_block, attention.num_requests).candidates(device.major, device.minor);
     int64_t const tile = choose_tile(candidates, pass.query_rows, values.integer_of("heads_per_kv"));
-    int64_t const num_slots = work_slots(tile, geometry.kv_heads, device.num_multiprocessors);
+    int64_t const num_multiprocessors =
+        std::min<int64_t>(device.num_multiprocessors, launch_rules::MAX_MULTIPROCESSORS);
+    int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, num_multiprocessors);
     auto* const partials = static_cast<float*>(attention.workspace);
     values.pointer("partials", partials)
         .pointer("partial_stats", partials + num_partials(geometry, tile, num_slots))
@@ -159,20 +147,12 @@ void run(Pass const& pass, PageGeometry const& geometry, Attention const& attent
 
 int64_t AttentionMask::max_lag() const noexcept
 {
-    if (window == kNoWindow)
-    {
-        return kAnyDistance;
-    }
-    return is_window_anchored ? window : window - 1;
+    return launch_rules::max_lag(window, is_window_anchored);
 }
 
 int64_t AttentionMask::max_lead() const noexcept
 {
-    if (is_causal)
-    {
-        return 0;
-    }
-    return is_window_anchored ? kAnyDistance : max_lag();
+    return launch_rules::max_lead(max_lag(), is_causal, is_window_anchored);
 }
 
 size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
@@ -182,9 +162,10 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
     for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, has_block, 1).candidates())
     {
         int64_t const tile = kernel->constant("TILE");
-        int64_t const num_slots = work_slots(tile, geometry.kv_heads, kMaxMultiprocessors);
-        num_elements =
-            std::max(num_elements, num_partials(geometry, tile, num_slots) + num_stats(geometry, tile, num_slots));
+        int64_t const num_slots =
+            launch_rules::work_slots(tile, geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
+        num_elements = std::max(num_elements,
+            num_partials(geometry, tile, num_slots) + launch_rules::num_stats(tile, geometry.kv_heads, num_slots));
     }
     return static_cast<size_t>(num_elements) * sizeof(float);
 }
@@ -218,14 +199,14 @@ void attend(PageGeometry const& geometry, int64_t heads, AttentionMask const& ma
     check(geometry, heads, attention);
     Values values = common_values(geometry, heads, mask, attention);
     int64_t const mean_rows = ceil_div(attention.num_rows, attention.num_requests);
-    if (attention.block_k != nullptr || mean_rows <= kVerifyRows)
+    if (attention.block_k != nullptr || mean_rows <= VERIFY_ROWS)
     {
-        run({mean_rows, 1, kAnyRows}, geometry, attention, values, device, stream);
+        run({mean_rows, 1, ANY_ROWS}, geometry, attention, values, device, stream);
         return;
     }
     // Verify blocks with small tiles, then prefill chunks with large ones; each skips the other's requests.
-    run({kVerifyRows, 1, kVerifyRows}, geometry, attention, values, device, stream);
-    run({attention.num_rows, kVerifyRows + 1, kAnyRows}, geometry, attention, values, device, stream);
+    run({VERIFY_ROWS, 1, VERIFY_ROWS}, geometry, attention, values, device, stream);
+    run({attention.num_rows, VERIFY_ROWS + 1, ANY_ROWS}, geometry, attention, values, device, stream);
 }
 
 } // namespace dflash_trt

@@ -10,11 +10,9 @@
 namespace dflash_trt
 {
 
-constexpr int64_t kNoWindow = 0;
-
 struct AttentionMask
 {
-    int64_t window; // keys closer than this are seen; kNoWindow: all
+    int64_t window; // keys closer than this are seen; launch_rules::NO_WINDOW: all
     bool is_causal;
     bool is_window_anchored; // of a block: the window is the context before its first slot, and all of the block
 

@@ -1,5 +1,6 @@
 #include "operations/page_geometry.h"
 
+#include "launch_rules.h"
 #include "runtime/problem.h"
 
 #include <cmath>
@@ -28,9 +29,9 @@ void PageGeometry::check() const
     {
         throw Problem("page_size", "a power of two", std::to_string(page_size), "Build the engine with 16, 32 or 64.");
     }
-    if (head_dim < 16 || head_dim % 16 != 0)
+    if (head_dim < 1 || head_dim % launch_rules::HEAD_DIM_GRAIN != 0)
     {
-        throw Problem("head_dim", "a multiple of 16", std::to_string(head_dim),
+        throw Problem("head_dim", "a multiple of " + std::to_string(launch_rules::HEAD_DIM_GRAIN), std::to_string(head_dim),
             "There are no kernels for it: build the engine with plugins='layers'.");
     }
 }

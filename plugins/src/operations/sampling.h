@@ -20,26 +20,11 @@ struct SamplingShape
     [[nodiscard]] int64_t num_rows() const noexcept { return num_requests * width; }
 };
 
-/// Inputs and outputs in the order of plugins/README.md.
+/// Device addresses in the order of the contract's inputs and outputs.
 struct SamplingBuffers
 {
-    void const* logits;
-    void const* token_ids;
-    void const* positions;
-    void const* token_offsets;
-    void const* context_lens;
-    void const* logit_rows;
-    void const* num_candidates;
-    void const* temperature;
-    void const* top_k;
-    void const* top_p;
-    void const* min_p;
-    void const* seed;
-    void* emitted_tokens;
-    void* emitted_logprobs;
-    void* num_accepted;
-    void* bonus_tokens;
-    void* next_context_lens;
+    void const* const* inputs;
+    void* const* outputs;
     void* workspace; // sampling_workspace_bytes()
 };
 

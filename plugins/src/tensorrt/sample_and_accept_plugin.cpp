@@ -69,25 +69,7 @@ void SampleAndAcceptPlugin::run(Call const& call, ElementTypes types, Device con
     InputDims const dims(contract(), call.descs);
     SamplingShape const shape =
         shape_of(dims.data()[input_index("logits")], dims.data()[input_index("logit_rows")], types.network);
-    SamplingBuffers buffers{};
-    buffers.logits = call.input("logits");
-    buffers.token_ids = call.input("token_ids");
-    buffers.positions = call.input("positions");
-    buffers.token_offsets = call.input("token_offsets");
-    buffers.context_lens = call.input("context_lens");
-    buffers.logit_rows = call.input("logit_rows");
-    buffers.num_candidates = call.input("num_candidates");
-    buffers.temperature = call.input("temperature");
-    buffers.top_k = call.input("top_k");
-    buffers.top_p = call.input("top_p");
-    buffers.min_p = call.input("min_p");
-    buffers.seed = call.input("seed");
-    buffers.emitted_tokens = call.output("emitted_tokens");
-    buffers.emitted_logprobs = call.output("emitted_logprobs");
-    buffers.num_accepted = call.output("num_accepted");
-    buffers.bonus_tokens = call.output("bonus_tokens");
-    buffers.next_context_lens = call.output("next_context_lens");
-    buffers.workspace = call.workspace;
+    SamplingBuffers const buffers{call.inputs, call.outputs, call.workspace};
     sample_and_accept(shape, buffers, device, call.stream);
 }
 

@@ -1,0 +1,46 @@
+"""What a launch of attention is decided by, written once: Python's launchers call it, the plugin library compiles it.
+
+`aot_rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
+on its arguments, none of them negative, and on the constants of this file.
+"""
+
+from typing import Final
+
+ANY_DISTANCE: Final = 1 << 30  # max_lag, max_lead: no limit
+ANY_ROWS: Final = (1 << 31) - 1  # max_rows: no limit
+NO_WINDOW: Final = 0
+# What most requests of a step have at most: a verify block. A node of TensorRT is not told K, and any number gives
+# right results; this one decides from where on prefill chunks get attention tiles of their own.
+VERIFY_ROWS: Final = 16
+# A node's partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
+MAX_MULTIPROCESSORS: Final = 192
+HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
+
+
+def work_slots(*, tile: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Pieces per K/V head that the step's work is cut into: programs for two to three rounds of a GPU.
+
+    As many of a tile's programs run on a multiprocessor at once as shared memory and registers allow: 3 of 16 rows
+    down to 1 of 128. Finer pieces would even out the last round, and cost more partial results.
+    """
+    return max(1, num_multiprocessors * min(8, 256 // tile) // kv_heads)
+
+
+def num_partials(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> int:
+    """float32 elements of partial results: at most two for each slot."""
+    return 2 * num_slots * kv_heads * tile * head_dim
+
+
+def num_stats(*, tile: int, kv_heads: int, num_slots: int) -> int:
+    """float32 elements that say how partial results are weighed: a maximum and a sum for each row."""
+    return 2 * num_slots * kv_heads * tile * 2
+
+
+def max_lag(*, window: int, is_window_anchored: int) -> int:
+    """From a query to the first key it sees; with an anchored window, from the anchor, for every query."""
+    return ANY_DISTANCE if window == NO_WINDOW else window if is_window_anchored else window - 1
+
+
+def max_lead(*, lag: int, is_causal: int, is_window_anchored: int) -> int:
+    """From a query to the last key it sees. `lag` is its max_lag."""
+    return 0 if is_causal else ANY_DISTANCE if is_window_anchored else lag

@@ -1,0 +1,74 @@
+"""Launch rules as the plugin library gets them: the C++ of each, computed, against the Python function."""
+
+import itertools
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from dflash_trt.core.errors import BuildError
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.kernels.aot_rules import RULES, rule_expression, rules_header, shared_facts
+
+SIZES = {
+    "tile": (16, 128),
+    "kv_heads": (1, 3, 8),
+    "head_dim": (64, 80),
+    "num_slots": (1, 264),
+    "num_multiprocessors": (1, 132),
+    "window": (0, 1, 4096),
+    "lag": (1, 4095),
+    "is_causal": (0, 1),
+    "is_window_anchored": (0, 1),
+}
+
+
+def cases(rule):
+    names = [name for name in rule.__annotations__ if name != "return"]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(SIZES[name] for name in names))]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_every_rule_computes_the_same_in_cpp(tmp_path) -> None:
+    checks = [(rule, case, rule(**case)) for rule in RULES for case in cases(rule)]
+    assert len(checks) > 50
+    lines = [
+        f"static_assert(launch_rules::{rule.__name__}({', '.join(map(str, case.values()))}) == {value});"
+        for rule, case, value in checks
+    ]
+    header = "namespace dflash_trt { enum class TensorType { kFloat32, kInt32, kInt64 }; }\n" + rules_header()
+    source = tmp_path / "rules.cpp"
+    source.write_text(header.replace("#pragma once\n", "") + "namespace dflash_trt {\n" + "\n".join(lines) + "\n}\n")
+    command = ["c++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", str(source)]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
+    source.write_text(source.read_text().replace(lines[0], lines[0].replace(" == ", " == 1 + ")))
+    assert "static assertion failed" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def test_the_sampling_inputs_of_the_library_are_the_tables() -> None:
+    names = [row.name for row in STEP_SAMPLING_FIELDS]
+    (macro,) = re.findall(r"#define DFLASH_TRT_SAMPLING_INPUTS (.*)", rules_header())
+    assert re.findall(r'\{"(\w+)"', macro) == names
+    assert [row["name"] for row in shared_facts()["sampling_inputs"]] == names
+
+
+def to_the_power(*, tile: int) -> int:
+    return tile**2
+
+
+def of_a_stranger(*, tile: int) -> int:
+    return tile * len(SIZES)
+
+
+def in_two_steps(*, tile: int) -> int:
+    double = tile * 2
+    if double > 4:
+        return 4
+    return double
+
+
+@pytest.mark.parametrize("rule", [to_the_power, of_a_stranger, in_two_steps])
+def test_a_rule_that_cpp_might_compute_otherwise_is_refused(rule) -> None:
+    with pytest.raises(BuildError, match=f"launch rule {rule.__name__}"):
+        rule_expression(rule)
