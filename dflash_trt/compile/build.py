@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 import dflash_trt
+from dflash_trt.backends.base import Backend, CompileRank, backend_of
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.compile.limits import resolve_limits
@@ -28,7 +29,7 @@ from dflash_trt.compile.quantized import (
 )
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.core.errors import CheckpointError, ConfigError, raise_all
+from dflash_trt.core.errors import BuildError, CheckpointError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
@@ -47,9 +48,6 @@ from dflash_trt.engine_dir import (
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from dflash_trt.engine_dir.tokenizer_dir import tokenizer_problems
 from dflash_trt.quantize.plan import QuantizationPlan
-
-if TYPE_CHECKING:
-    from dflash_trt.backends.tensorrt.builder import PlanOptions
 
 BuildStage = Literal[
     "checking",
@@ -120,15 +118,15 @@ def _build(
     """Everything between reserving the output and opening it."""
     started = time.monotonic()
     progress(BuildProgress(stage="checking"))
-    options = _plan_options(config, base_dir)
+    backend = backend_of(config.backend)
+    compile_rank = backend.compiler(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
     pair = open_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
-    _check_tokenizer(paths["target"], pair)
-    _refuse_without_lowering(options, pair)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
-    raise_all(ConfigError, "tensor parallelism", mapping_problems(pair.target, pair.draft, mapping))
-    limits, notes = resolve_limits(config, pair.target, pair.draft)
-    plan = plan_quantization(config, pair, on_plan)
+    checked = _check_pair(config, pair, backend, mapping, target_dir=paths["target"])
+    limits, plan, notes = checked.limits, checked.plan, list(checked.notes)
+    if on_plan is not None:
+        on_plan(plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
     notes += [*pair.notes, *_weight_notes(pair, config, note)]
@@ -142,7 +140,7 @@ def _build(
     num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
     with write_engine_dir(output, needed_bytes=num_bytes) as writer:
         _add_files(writer, pair, plan, calibration, pretrained, progress)
-        tensorrt = _add_plan(writer, options, pretrained, limits, progress)
+        tensorrt = None if compile_rank is None else _add_plan(writer, compile_rank, pretrained, limits, progress)
         record = BuildRecord(
             command=tuple(command),
             working_dir=str(Path.cwd()),
@@ -163,13 +161,27 @@ def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
     return {role: base_dir / name for role, name in roles if name is not None}
 
 
-def _plan_options(config: BuildConfig, base_dir: Path) -> "PlanOptions | None":
-    """None for the backends without a plan; a missing TensorRT is an error now, before any work."""
-    if config.backend != "tensorrt":
-        return None
-    from dflash_trt.backends.tensorrt.build_rank import plan_options
+class _Checked(NamedTuple):
+    limits: EngineLimits
+    notes: Sequence[str]
+    plan: QuantizationPlan
 
-    return plan_options(config, base_dir)
+
+def _check_pair(
+    config: BuildConfig, pair: CheckpointPair, backend: Backend, mapping: Mapping, *, target_dir: Path
+) -> _Checked:
+    """Everything that can be wrong with a proven pair, before any work and in one error."""
+    errors = ErrorCollector()
+    cuts = mapping_problems(pair.target, pair.draft, mapping)
+    errors.run(lambda: _check_tokenizer(target_dir, pair))
+    errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
+    resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
+    plan = errors.run(lambda: plan_quantization(config, pair))
+    unsupported = backend.unsupported(pair.target, pair.draft, None if plan is None else plan.spec(), mapping)
+    errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
+    errors.raise_all("build")
+    assert resolved is not None and plan is not None
+    return _Checked(*resolved, plan)
 
 
 def _check_tokenizer(directory: Path, pair: CheckpointPair) -> None:
@@ -186,38 +198,21 @@ def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: s
     return notes
 
 
-def _refuse_without_lowering(options: "PlanOptions | None", pair: CheckpointPair) -> None:
-    """Before any work, not when the weights are compiled."""
-    if options is None:
-        return
-    from dflash_trt.backends.tensorrt.support import require_lowering
-
-    require_lowering(pair.target)
-
-
 def _add_plan(
     writer: EngineDirWriter,
-    options: "PlanOptions | None",
+    compile_rank: CompileRank,
     pretrained: PretrainedConfig,
     limits: EngineLimits,
     progress: ProgressCallback,
-) -> TensorRTRecord | None:
-    """Compile the weights just written, for backend tensorrt; the other backends need no plan."""
-    if options is None:
-        return None
-    from dflash_trt.backends.tensorrt.build_rank import build_rank_plan
+) -> TensorRTRecord:
+    """Compile the weights just written."""
 
-    built, record = build_rank_plan(
-        writer.weights_file(0),
-        pretrained,
-        limits,
-        options=options,
-        progress=lambda phase, done, total: progress(
-            BuildProgress(stage="compiling", done_steps=done, total_steps=total)
-        ),
-    )
-    writer.add_plan(0, memoryview(built.plan))
-    return record
+    def advance(phase: str, done: int, total: int) -> None:
+        progress(BuildProgress(stage="compiling", done_steps=done, total_steps=total))
+
+    compiled = compile_rank(writer.weights_file(0), pretrained, limits, advance)
+    writer.add_plan(0, compiled.plan)
+    return compiled.record
 
 
 def _calibration(

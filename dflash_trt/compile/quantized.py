@@ -27,10 +27,8 @@ from dflash_trt.quantize.stream import engine_stream, whole_weights
 PlanCallback = Callable[[QuantizationPlan], None]
 
 
-def plan_quantization(
-    config: BuildConfig, pair: CheckpointPair, on_plan: PlanCallback | None = None
-) -> QuantizationPlan:
-    """What each linear of the engine gets, proven against shapes, checkpoint and GPU, and told to `on_plan`.
+def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> QuantizationPlan:
+    """What each linear of the engine gets, proven against shapes, checkpoint and GPU.
 
     Raises:
         ConfigError: a choice that cannot be; all of them in one error.
@@ -39,8 +37,6 @@ def plan_quantization(
     raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, tp_size=config.tp_size))
     if torch.cuda.is_available():
         require_hardware(plan.formats, torch.cuda.get_device_capability())
-    if on_plan is not None:
-        on_plan(plan)
     return plan
 
 

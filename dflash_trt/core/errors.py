@@ -12,9 +12,12 @@ DFlashError
     `-- QueueFullError    too many requests wait already; try again later
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 _MAX_LISTED_PROBLEMS = 100
+
+_T = TypeVar("_T")
 
 
 class DFlashError(Exception):
@@ -57,6 +60,31 @@ class RequestError(DFlashError):
 
 class QueueFullError(RequestError):
     pass
+
+
+class ErrorCollector:
+    """Runs checks that do not depend on one another, and raises what all of them found as one error."""
+
+    def __init__(self) -> None:
+        self._errors: list[DFlashError] = []
+
+    def run(self, check: Callable[[], _T]) -> _T | None:
+        """What the check returns; None when it raised, which is kept."""
+        try:
+            return check()
+        except DFlashError as error:
+            self._errors.append(error)
+            return None
+
+    def raise_all(self, heading: str) -> None:
+        """The one error there is, or one that lists them all: a ConfigError if any is, else of the first's type."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            kinds = [type(error) for error in self._errors]
+            listed = "\n".join(f"- {error}" for error in self._errors).replace("\n", "\n  ")
+            kind = ConfigError if ConfigError in kinds else kinds[0]
+            raise kind(f"{heading}: {len(kinds)} checks failed\n  {listed}")
 
 
 def problem(subject: str, *, expected: str, found: str, mend: str) -> str:

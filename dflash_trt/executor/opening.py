@@ -1,31 +1,18 @@
-"""The executor of an engine directory, by its backend. Imports only the one that runs."""
+"""The executor of an engine directory, by its back end. Imports only the one that runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from dflash_trt.core.batch import StepExecutor
+from dflash_trt.backends.base import BackendName, backend_of
+from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.core.errors import ConfigError, EngineDirError, problem, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 
 if TYPE_CHECKING:
-    from dflash_trt.backends.page_budget import PagePlan
-    from dflash_trt.core.quantization import QuantizationSpec
     from dflash_trt.engine_dir import EngineDir
-
-
-FP8_CAPABILITY = (8, 9)  # of a GPU: the first for which Triton converts FP8
-
-
-class EngineExecutor(StepExecutor, Protocol):
-    """An executor that owns pages, and perhaps processes, which `close` ends."""
-
-    @property
-    def page_plan(self) -> PagePlan: ...
-
-    def close(self) -> None: ...
 
 
 def open_executor(
@@ -44,24 +31,21 @@ def open_executor(
         RankError: a rank's process did not start.
     """
     config = resolved_config(engine, config)
-    if engine.manifest.backend == "tensorrt":
-        from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
-
-        return TensorRTExecutor.open(engine, config)
-    if config.device == "cuda":
-        _check_formats(engine)
-    if engine.manifest.pretrained_config.mapping.world_size > 1:
+    name: BackendName = "cuda" if config.device == "cuda" else "torch"
+    backend = backend_of("tensorrt" if engine.manifest.backend == "tensorrt" else name)
+    models = engine.manifest.pretrained_config
+    problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
+    if problems:  # a subject may ask the device for its name
+        raise_all(EngineDirError, backend.subject, problems)
+    if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
 
         return open_ranks(engine, config, draft_lens=draft_lens)
     if config.device == "cuda":
-        from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-
-        return TorchGpuExecutor.open(engine, config, draft_lens=draft_lens)
-    from dflash_trt.backends.torch.executor import TorchExecutor
+        return backend.open(engine, config, draft_lens=draft_lens)
     from dflash_trt.executor.threads import run_in_thread
 
-    return run_in_thread(lambda: TorchExecutor.open(engine, config))
+    return run_in_thread(lambda: backend.open(engine, config, draft_lens=draft_lens))
 
 
 def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
@@ -128,35 +112,3 @@ def _runs_on_gpu(device: Device) -> bool:
         mend = 'Install triton 3.6 or newer, or use device "cpu".'
         raise ConfigError(problem("device", expected="Triton, which the GPU's kernels need", found="none", mend=mend))
     return True
-
-
-def _check_formats(engine: EngineDir) -> None:
-    """What no kernel of a GPU, or of this GPU, computes is refused before anything is loaded.
-
-    Raises:
-        EngineDirError: every format that the GPU does not have.
-    """
-    import torch
-
-    quantization = engine.manifest.pretrained_config.quantization
-    capability = torch.cuda.get_device_capability()
-    problems = [] if quantization is None else list(_format_problems(quantization, capability))
-    raise_all(EngineDirError, f"engine on {torch.cuda.get_device_name()}", problems)
-
-
-def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
-    quantized = sorted(name for name, weight_format in quantization.linears.items() if weight_format == "nvfp4")
-    if quantized:
-        yield problem(
-            "linear layers",
-            expected="fp8, nvfp4_w4a16 or unquantized weights on a GPU",
-            found=f"nvfp4 (4-bit activations, no GPU kernel yet) in {quantized[0]} and {len(quantized) - 1} more",
-            mend='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
-        )
-    if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):
-        yield problem(
-            "K/V pages",
-            expected=f"a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer for FP8 pages",
-            found=f"{capability[0]}.{capability[1]}",
-            mend='Build with kv_cache "none" under quantization, or run this engine with device "cpu".',
-        )

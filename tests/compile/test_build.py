@@ -124,3 +124,18 @@ def test_progress_goes_through_the_stages_and_ends_complete(base_dir: Path, tmp_
 def test_two_builds_of_one_pair_have_the_same_weights(base_dir: Path, tmp_path: Path) -> None:
     files = [_build(base_dir, tmp_path / name).manifest.files["rank0.safetensors"] for name in ("a", "b")]
     assert files[0] == files[1]
+
+
+def test_everything_that_is_wrong_with_a_proven_pair_comes_in_one_error(base_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        _build(base_dir, tmp_path / "engine", tp_size=3, max_seq_len=10**6, quantization={"target": "fp5"})
+    message = str(error.value)
+    assert message.startswith("build: 3 checks failed\n  - tensor parallelism: ")
+    assert "\n  - build limits: max_seq_len: expected at most" in message
+    assert "\n  - quantization: " in message and "fp5" in message
+    assert not (tmp_path / "engine").exists()
+
+
+def test_one_wrong_thing_is_an_error_as_it_is(base_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^build limits: max_draft_len: expected at most"):
+        _build(base_dir, tmp_path / "engine", max_draft_len=99)

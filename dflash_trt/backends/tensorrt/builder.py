@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.backends.base import StepsCallback as StepsCallback
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import Flavor, load_tensorrt, make_logger, module_version
@@ -23,8 +24,6 @@ from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_t
 from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.formats.base import PackedWeight
-
-StepsCallback = Callable[[str, int, int], None]  # phase, steps done, steps in all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

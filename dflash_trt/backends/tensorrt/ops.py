@@ -184,7 +184,7 @@ class TrtOps:
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
     def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe) -> ITensor:
-        raise AssertionError("backends/tensorrt/support refuses targets with experts")
+        raise AssertionError("TensorRTBackend.unsupported refuses targets with experts")
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs

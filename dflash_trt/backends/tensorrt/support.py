@@ -1,16 +1,15 @@
 """What the engine directory says about a model, as what the step network needs; refuses what has no lowering."""
 
-from collections.abc import Iterator
-
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.core.errors import BuildError, problem, raise_all
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
-    """Raises BuildError for what neither lowering has yet: experts and attention sinks."""
-    require_lowering(config.target)
+    """Raises BuildError for what the back end does not support: experts, attention sinks and several ranks."""
+    raise_all(BuildError, "backend tensorrt", unsupported_problems(config.target, config.mapping))
     return StepNetworkSpec(
         target=config.target,
         draft=config.draft,
@@ -22,17 +21,24 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
     )
 
 
-def require_lowering(target: TargetSpec) -> None:
-    """Raises BuildError for a target that neither lowering knows: one with experts or attention sinks."""
-    raise_all(BuildError, "backend tensorrt", list(_target_problems(target)))
-
-
-def _target_problems(target: TargetSpec) -> Iterator[str]:
+def unsupported_problems(target: TargetSpec, mapping: Mapping) -> list[str]:
+    """What neither lowering knows, and no executor runs."""
     features = {
         "experts": target.num_expert_layers > 0,
         "attention sinks": any(layer.mixer.has_sinks for layer in target.layers),
         "attention scale": any(layer.mixer.scale is not None for layer in target.layers),
     }
-    for feature in (name for name, is_there in features.items() if is_there):
-        subject, found = f"target of a TensorRT engine: {feature}", f"a {target.family} target with them"
-        yield problem(subject, expected="none", found=found, mend="Build with --backend torch.")
+    problems = [
+        problem(
+            f"target of a TensorRT engine: {feature}",
+            expected="none",
+            found=f"a {target.family} target with them",
+            mend="Build with --backend torch.",
+        )
+        for feature, is_there in features.items()
+        if is_there
+    ]
+    if mapping.world_size > 1:
+        found, mend = f"{mapping.world_size} ranks", "Build with --backend torch, or one rank."
+        problems.append(problem("ranks of a TensorRT engine", expected="one", found=found, mend=mend))
+    return problems

@@ -1,0 +1,76 @@
+"""What a back end is to the rest: it says what it cannot run, compiles a rank's weights, and opens engines.
+
+One object each, found by name. Its modules are imported when it is asked for something that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
+
+from dflash_trt.core.batch import StepExecutor
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.runtime_config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from dflash_trt.backends.page_budget import PagePlan
+    from dflash_trt.core.config import BuildConfig
+    from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+    from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+
+BackendName = Literal["torch", "cuda", "tensorrt"]  # engines of "torch" run on either of the first two
+
+
+class EngineExecutor(StepExecutor, Protocol):
+    """An executor that owns pages, and perhaps processes, which `close` ends."""
+
+    @property
+    def page_plan(self) -> PagePlan: ...
+
+    def close(self) -> None: ...
+
+
+class CompiledRank(NamedTuple):
+    """A rank's plan, and what config.json says of it."""
+
+    plan: memoryview
+    record: TensorRTRecord
+
+
+StepsCallback = Callable[[str, int, int], None]  # phase, steps done, steps in all
+CompileRank = Callable[[Path, "PretrainedConfig", "EngineLimits", StepsCallback], CompiledRank]  # from its weights
+
+
+class Backend(Protocol):
+    @property
+    def subject(self) -> str:
+        """Who refuses what is unsupported, for the heading of an error."""
+        ...
+
+    def unsupported(
+        self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
+    ) -> list[str]:
+        """Problems of an engine that this back end cannot run, as far as this machine knows; empty when it can."""
+        ...
+
+    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+        """Prove that what compiling takes is there, before any work. None: weights are all that an engine needs.
+
+        Raises:
+            BuildError: something is missing.
+        """
+        ...
+
+    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+        """An engine of one rank, ready to step. `config` is resolved, `draft_lens` as in `open_executor`."""
+        ...
+
+
+def backend_of(name: BackendName) -> Backend:
+    """The back end of `backends/NAME/backend.py`."""
+    return cast(Backend, import_module(f"dflash_trt.backends.{name}.backend").BACKEND)

@@ -1,0 +1,65 @@
+"""The torch back end on a GPU: the same engines, but for the formats that no kernel, or not this GPU, computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from dflash_trt.backends.base import CompileRank, EngineExecutor
+from dflash_trt.core.errors import problem
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.runtime_config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from dflash_trt.core.config import BuildConfig
+    from dflash_trt.engine_dir import EngineDir
+
+FP8_CAPABILITY: Final = (8, 9)  # of a GPU: the first for which Triton converts FP8
+
+
+class CudaBackend:
+    """Implements `backends.base.Backend`."""
+
+    @property
+    def subject(self) -> str:
+        return f"engine on {torch.cuda.get_device_name()}"
+
+    def unsupported(
+        self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
+    ) -> list[str]:
+        return [] if quantization is None else list(_format_problems(quantization, torch.cuda.get_device_capability()))
+
+    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+        return None
+
+    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+        from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+
+        return TorchGpuExecutor.open(engine, config, draft_lens=draft_lens)
+
+
+def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
+    quantized = sorted(name for name, weight_format in quantization.linears.items() if weight_format == "nvfp4")
+    if quantized:
+        yield problem(
+            "linear layers",
+            expected="fp8, nvfp4_w4a16 or unquantized weights on a GPU",
+            found=f"nvfp4 (4-bit activations, no GPU kernel yet) in {quantized[0]} and {len(quantized) - 1} more",
+            mend='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
+        )
+    if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):
+        yield problem(
+            "K/V pages",
+            expected=f"a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer for FP8 pages",
+            found=f"{capability[0]}.{capability[1]}",
+            mend='Build with kv_cache "none" under quantization, or run this engine with device "cpu".',
+        )
+
+
+BACKEND: Final = CudaBackend()

@@ -1,0 +1,40 @@
+"""The torch back end on a CPU: it runs every engine of whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from dflash_trt.backends.base import CompileRank, EngineExecutor
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.runtime_config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from dflash_trt.core.config import BuildConfig
+    from dflash_trt.engine_dir import EngineDir
+
+
+class TorchBackend:
+    """Implements `backends.base.Backend`."""
+
+    subject = "backend torch"
+
+    def unsupported(
+        self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
+    ) -> list[str]:
+        return []
+
+    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+        return None
+
+    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+        from dflash_trt.backends.torch.executor import TorchExecutor
+
+        return TorchExecutor.open(engine, config)
+
+
+BACKEND: Final = TorchBackend()

@@ -1,0 +1,53 @@
+"""What each back end says of engines: which it does not run, and which need compiling."""
+
+import pytest
+import torch
+
+from dflash_trt.backends.base import backend_of
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from tests.factories import make_target
+
+ALONE, TWO = Mapping(), Mapping(world_size=2, tp_size=2)
+NVFP4 = QuantizationSpec(linears={"target.layers.0.qkv": "nvfp4"})
+FP8_PAGES = QuantizationSpec(target_kv=(LayerKvScales(),))
+
+
+@pytest.fixture
+def target(tmp_path):
+    return open_pair(make_target(tmp_path / "target"), None).target
+
+
+def subjects(name, target, quantization=None, mapping=ALONE):
+    return [line.split(":")[0] for line in backend_of(name).unsupported(target, None, quantization, mapping)]
+
+
+def test_a_cpu_runs_whatever_was_built(target) -> None:
+    assert subjects("torch", target, NVFP4, TWO) == []
+
+
+def test_a_gpu_names_every_format_that_it_does_not_compute(target, monkeypatch) -> None:
+    both = QuantizationSpec(linears=NVFP4.linears, target_kv=FP8_PAGES.target_kv)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert subjects("cuda", target, both) == ["linear layers", "K/V pages"]
+    assert subjects("cuda", target) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert subjects("cuda", target, FP8_PAGES, TWO) == []
+
+
+def test_tensorrt_names_every_feature_that_no_lowering_has(target, tmp_path) -> None:
+    assert subjects("tensorrt", target) == []
+    gpt_oss = open_pair(make_target(tmp_path / "gpt_oss", family="gpt_oss"), None).target
+    assert subjects("tensorrt", gpt_oss, mapping=TWO) == [
+        "target of a TensorRT engine",
+        "target of a TensorRT engine",
+        "ranks of a TensorRT engine",
+    ]
+
+
+def test_only_tensorrt_compiles(tmp_path) -> None:
+    config = BuildConfig(target="target")
+    assert backend_of("torch").compiler(config, tmp_path) is None
+    assert backend_of("cuda").compiler(config, tmp_path) is None
