@@ -155,7 +155,7 @@ COMPARISON = Comparison(
 def test_each_gate_bounds_its_own_number_from_its_own_side(
     engine_dir, prompts_file, invoke, monkeypatch, option, value, passing, failing
 ) -> None:
-    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: COMPARISON)
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs, config: COMPARISON)
     words = [engine_dir, "--against", engine_dir, "--prompts", prompts_file]
     flag = f"--{option.replace('_', '-')}"
     for bound, exit_code, verdict in ((passing, 0, "passed"), (failing, 1, "FAILED")):
@@ -171,7 +171,7 @@ def test_each_gate_bounds_its_own_number_from_its_own_side(
 
 
 def test_the_table_has_each_number_in_its_row_and_column(engine_dir, prompts_file, invoke, monkeypatch) -> None:
-    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs: COMPARISON)
+    monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs, config: COMPARISON)
     monkeypatch.setenv("COLUMNS", "160")
     stdout = invoke("eval", engine_dir, "--against", engine_dir, "--prompts", prompts_file).stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in stdout.splitlines() if line.startswith("│")]

@@ -158,7 +158,7 @@ def test_other_settings_and_other_rows_are_refused_by_name(case: Case, interrupt
     result = case.run("--resume", "--temperature", "0.5", "--no-drafter")
     assert result.exit_code == 2
     assert "temperature: expected 1.0, as in the unfinished run, found 0.5" in result.stderr
-    assert "no_drafter: expected false, as in the unfinished run, found true" in result.stderr
+    assert "use_drafter: expected true, as in the unfinished run, found false" in result.stderr
     case.rows[1]["prompt"] = "def g"
     case.write()
     result = case.run("--resume")
