@@ -216,7 +216,7 @@ class _PageTable:
     def write(self, rows: Sequence[tuple[int, ...]], width: int) -> None:
         """Rows of `width` entries. Another width than before rewrites all."""
         if width != self._width:
-            self._flat[: width * max(len(rows), len(self._written))] = self._filler
+            self._flat[: self._width * len(self._written)] = self._filler  # all that is not filler already
             self._width, self._written = width, []
         self._written.extend([()] * (len(rows) - len(self._written)))
         for index, pages in enumerate(rows):

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_trt.backends.padding import StepShape, decode_shape, exact_shape, full_block_shape
@@ -121,12 +121,19 @@ def _request(number: int, num_tokens: int, context_len: int, candidates: int, fi
     )
 
 
+def one_row(context_len: int) -> StepBatch:
+    return StepBatch(requests=(_request(0, 1, context_len, 0, 0, 0),), num_draft_tokens=0)
+
+
 def same(found, expected) -> bool:
     pairs = [(getattr(found, item.name), getattr(expected, item.name)) for item in fields(expected)]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @given(st.lists(batches, min_size=1, max_size=4))
+@example(
+    [one_row(12), one_row(4), StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0)]
+)
 def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequence: list[StepBatch]) -> None:
     packer = StepPacker(largest(sequence), max_pages=10, scratch_page=7)
     for batch in sequence:
