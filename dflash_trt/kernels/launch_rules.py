@@ -1,6 +1,6 @@
 """What a launch of attention is decided by, written once: Python's launchers call it, the plugin library compiles it.
 
-`aot_rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
+`rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
 on its arguments, none of them negative, and on the constants of this file.
 """
 

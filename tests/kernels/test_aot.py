@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from dflash_trt.core.errors import BuildError, ConfigError
-from dflash_trt.kernels import aot_compile
-from dflash_trt.kernels.aot import compile_library
-from dflash_trt.kernels.aot_compile import DEFAULT_ARCHITECTURES, SHARED_BYTES, CompiledKernel
-from dflash_trt.kernels.aot_embed import CUBIN_ALIGNMENT, table_source
-from dflash_trt.kernels.aot_manifest import read_manifest, write_kernels
-from dflash_trt.kernels.aot_variants import FLOAT_TYPES, HEAD_DIMS, LibrarySpec, library_variants
+from plugins.aot import compile as aot_compile
+from plugins.aot.compile import DEFAULT_ARCHITECTURES, SHARED_BYTES, CompiledKernel
+from plugins.aot.embed import CUBIN_ALIGNMENT, table_source
+from plugins.aot.library import compile_library
+from plugins.aot.manifest import read_manifest, write_kernels
+from plugins.aot.variants import FLOAT_TYPES, HEAD_DIMS, LibrarySpec, library_variants
 from tests.plugins.building import compile_kernels
 
 # Every kernel of the library, once or twice: what compiles here compiles in the other sizes, but for shared memory.
@@ -119,9 +119,9 @@ def test_a_second_run_changes_no_file(compiled: Path) -> None:
 
 TWICE = """
 import sys
-from dflash_trt.kernels.aot_compile import compile_variant, prepare_compiler
+from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
-from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
+from plugins.aot.variants import LibrarySpec, library_variants
 wanted = ("accept_width16", "rotate_and_store_float32_float32_pages_d64_r256")
 for variant in library_variants(LibrarySpec(dtypes=("float32",), head_dims=(64,))):
     if variant.name in wanted:

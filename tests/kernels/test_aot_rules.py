@@ -9,7 +9,7 @@ import pytest
 
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels.aot_rules import RULES, rule_expression, rules_header, shared_facts
+from plugins.aot.rules import RULES, rule_expression, rules_header, shared_facts
 
 SIZES = {
     "tile": (16, 128),

@@ -11,7 +11,6 @@ import torch
 
 from dflash_trt.kernels import attention_launch, rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import allocate_workspace, tile_rows, work_slots, workspace_size
-from dflash_trt.kernels.attention_variants import attention_variants
 from dflash_trt.kernels.rope_and_pages_launch import (
     draft_context_variant,
     rotate_and_store_variant,
@@ -19,6 +18,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.variant import KernelVariant, pointer
+from plugins.aot.attention_variants import attention_variants
 from tests.kernels.attention_steps import Heads, Step, make_tensors
 from tests.kernels.test_rope_and_pages_kernels import CASES, make_rows, store
 
@@ -151,7 +151,7 @@ def test_a_group_of_heads_that_no_tile_holds_is_refused() -> None:
 COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
-from dflash_trt.kernels.attention_variants import attention_variants
+from plugins.aot.attention_variants import attention_variants
 from dflash_trt.kernels.rope_and_pages_launch import draft_context_variant, rotate_and_store_variant
 
 bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn

@@ -32,9 +32,9 @@ class BuiltLibrary:
 
 
 def compile_kernels(out: Path, *options: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    """`python -m dflash_trt.kernels.aot`, in a process where Triton compiles."""
+    """`python -m plugins.aot`, in a process where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "dflash_trt.kernels.aot", str(out), *options]
+    command = [sys.executable, "-m", "plugins.aot", str(out), *options]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

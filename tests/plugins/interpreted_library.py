@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
-from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
+from plugins.aot.variants import LibrarySpec, library_variants
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, NodeInputs, StepCase

@@ -1,4 +1,4 @@
-// The kernels inside the library: a table that `python -m dflash_trt.kernels.aot` writes, one row per variant and
+// The kernels inside the library: a table that `python -m plugins.aot` writes, one row per variant and
 // architecture, and the bytes of their cubins.
 #pragma once
 

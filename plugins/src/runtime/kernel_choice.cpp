@@ -14,7 +14,7 @@ namespace
 
 constexpr char kMendArchitecture[] = "Build the library with scripts/build_plugin --arch for this GPU.";
 constexpr char kMendVariant[] =
-    "Add the combination to dflash_trt/kernels/aot_variants.py and build the library again.";
+    "Add the combination to plugins/aot/variants.py and build the library again.";
 
 /// All variants of a kernel, of all architectures.
 std::vector<EmbeddedKernel const*> const& variants_of(std::string_view kernel)

@@ -1,7 +1,7 @@
-"""`python -m dflash_trt.kernels.aot OUT`: compile the kernels of the plugin library ahead of time, without a GPU.
+"""`python -m plugins.aot OUT`: compile the kernels of the plugin library ahead of time, without a GPU.
 
 Writes cubins for each architecture, a manifest, and the C++ that `plugins/` embeds them with. Equal sources and an
-equal Triton give equal bytes. Knows processes and progress; what is compiled stands in `aot_variants.py`.
+equal Triton give equal bytes. Knows processes and progress; what is compiled stands in `variants.py`.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from typing import Final, TextIO
 
 from dflash_trt.core.errors import ConfigError, DFlashError, problem
 from dflash_trt.core.host_resources import available_cores
-from dflash_trt.kernels.aot_compile import (
+from dflash_trt.kernels.variant import KernelVariant
+from plugins.aot.compile import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURES,
     WITHOUT_FP8,
@@ -24,9 +25,8 @@ from dflash_trt.kernels.aot_compile import (
     compile_variant,
     prepare_compiler,
 )
-from dflash_trt.kernels.aot_manifest import write_kernels
-from dflash_trt.kernels.aot_variants import LibrarySpec, library_variants
-from dflash_trt.kernels.variant import KernelVariant
+from plugins.aot.manifest import write_kernels
+from plugins.aot.variants import LibrarySpec, library_variants
 
 CACHE: Final = "triton_cache"
 Task = tuple[int, str]  # index of a variant, architecture
@@ -135,7 +135,7 @@ def _arguments() -> argparse.Namespace:
         return tuple(int(name) for name in names(text))
 
     parser = argparse.ArgumentParser(
-        prog="python -m dflash_trt.kernels.aot", description="Compile the kernels of the plugin library."
+        prog="python -m plugins.aot", description="Compile the kernels of the plugin library."
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for cubins, manifest and C++")
     parser.add_argument(
@@ -175,7 +175,3 @@ def main() -> int:
 def _say(stream: TextIO, line: str) -> None:
     stream.write(line + "\n")
     stream.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from dflash_trt.core.errors import BuildError, problem
-from dflash_trt.kernels.aot_compile import NUM_SCRATCH_POINTERS, CompiledKernel
+from plugins.aot.compile import NUM_SCRATCH_POINTERS, CompiledKernel
 
 CUBIN_ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"[A-Za-z_]\w*")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dflash_trt.kernels.aot_compile import NUM_SCRATCH_POINTERS, CompiledKernel
-from dflash_trt.kernels.aot_embed import CUBIN_ALIGNMENT, assembly_source, table_source
-from dflash_trt.kernels.aot_rules import rules_header, shared_facts
+from plugins.aot.compile import NUM_SCRATCH_POINTERS, CompiledKernel
+from plugins.aot.embed import CUBIN_ALIGNMENT, assembly_source, table_source
+from plugins.aot.rules import rules_header, shared_facts
 
 MANIFEST: Final = "manifest.json"
 IMAGE: Final = "cubins.bin"

@@ -1,0 +1,7 @@
+"""`python -m plugins.aot OUT`: see `library.py`."""
+
+import sys
+
+from plugins.aot.library import main
+
+sys.exit(main())
