@@ -44,9 +44,7 @@ RULES: dict[str, Rule] = {
         file_libraries={"host_resources.py": _set("psutil"), "dtype.py": _set("torch")},
     ),
     "formats": Rule(
-        knows="weight formats: their tensors, packing, dequantization",
-        packages=_set("core"),
-        libraries=_set("torch"),
+        knows="weight formats: their tensors, packing, dequantization", packages=_set("core"), libraries=_set("torch")
     ),
     "engine_dir": Rule(
         knows="the artifact on disk",
@@ -71,8 +69,7 @@ RULES: dict[str, Rule] = {
         libraries=_set("torch triton"),
     ),
     "network": Rule(
-        knows="the ops protocol, the step, decoder and drafters, for any back end",
-        packages=_set("formats core"),
+        knows="the ops protocol, the step, decoder and drafters, for any back end", packages=_set("formats core")
     ),
     "backends": Rule(
         knows="vertical back ends: everything that knows how one of them builds, opens and runs an engine",
@@ -95,10 +92,7 @@ RULES: dict[str, Rule] = {
         libraries=_set("torch"),
         file_libraries={"ranks/messages.py": _set("psutil")},
     ),
-    "scheduler": Rule(
-        knows="which requests, which pages, which K",
-        packages=_set("core"),
-    ),
+    "scheduler": Rule(knows="which requests, which pages, which K", packages=_set("core")),
     "serving": Rule(
         knows="the engine loop, streams, text, LLM",
         packages=_set("scheduler executor engine_dir core"),

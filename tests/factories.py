@@ -53,12 +53,7 @@ _YARN = {
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
-    "qwen3_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,

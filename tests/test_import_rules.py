@@ -24,11 +24,7 @@ def test_a_package_imports_only_packages_above_it() -> None:
 @pytest.mark.parametrize(
     ("path", "code", "message"),
     [
-        (
-            "scheduler/x.py",
-            "from dflash_trt.executor.fake import X",
-            "scheduler may import core, not dflash_trt.exec",
-        ),
+        ("scheduler/x.py", "from dflash_trt.executor.fake import X", "scheduler may import core, not dflash_trt.exec"),
         ("executor/x.py", "from dflash_trt import scheduler", "not dflash_trt.scheduler"),
         ("core/x.py", "import dflash_trt.checkpoint.pair", "core may import nothing, not dflash_trt.checkpoint"),
         ("core/x.py", "if TYPE_CHECKING:\n    import torch", "not torch"),

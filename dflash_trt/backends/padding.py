@@ -158,9 +158,5 @@ def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limi
     if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:
         return None
     return StepShape(
-        num_requests=num_requests,
-        num_tokens=bucket,
-        num_draft_tokens=num_draft_tokens,
-        is_decode=False,
-        has_graph=True,
+        num_requests=num_requests, num_tokens=bucket, num_draft_tokens=num_draft_tokens, is_decode=False, has_graph=True
     )

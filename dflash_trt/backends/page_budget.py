@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash_trt.core.errors import CapacityError, problem
+from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.host_resources import available_memory_bytes
 from dflash_trt.core.state_spec import EngineStates
 
@@ -107,13 +107,11 @@ def plan_pages(
     num_pages = min(budget_bytes // page_bytes, max_batch_size * pages_per_sequence)
     if num_pages < pages_per_sequence:
         needed_bytes = pages_per_sequence * page_bytes
-        raise CapacityError(
-            problem(
-                "K/V pages",
-                expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes)",
-                found=f"a budget of {budget_bytes} bytes",
-                mend="Give more K/V memory, or build with a smaller max_seq_len.",
-            )
+        raise CapacityError.about(
+            "K/V pages",
+            expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes)",
+            found=f"a budget of {budget_bytes} bytes",
+            hint="Give more K/V memory, or build with a smaller max_seq_len.",
         )
     return PagePlan(
         page_size=page_size,

@@ -139,11 +139,11 @@ class Lockstep:
         policies: Mapping[str, DraftLengthPolicy],
         reader: PromptReader,
         *,
-        in_whole_batches: Collection[str] = (),
+        with_static_batching: Collection[str] = (),
     ) -> None:
         """Prefix caching is off: a second run must not be cheaper than the first.
 
-        A side of `in_whole_batches` begins its next requests when the last of the ones before has ended.
+        A side of `with_static_batching` begins its next requests when the last of the ones before has ended.
         """
         num_pages = executor.limits.num_pages // len(policies)
         config = SchedulerConfig(enable_prefix_caching=False)
@@ -151,7 +151,7 @@ class Lockstep:
         for index, (name, policy) in enumerate(policies.items()):
             share = _Share(executor, first_page=index * num_pages, num_pages=num_pages)
             loop = EngineLoop(share, Scheduler(share.limits, config, policy))
-            self._sides[name] = _Side(loop, is_in_flight=name not in in_whole_batches)
+            self._sides[name] = _Side(loop, is_in_flight=name not in with_static_batching)
         self._reader = reader
 
     def run(self, work: Sequence[Work], *, concurrency: int) -> dict[str, LockstepReport]:

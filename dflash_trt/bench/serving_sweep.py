@@ -1,4 +1,4 @@
-"""How an engine serves many at once: tokens per second by concurrency, in-flight batching against whole batches, and
+"""How an engine serves many at once: tokens per second by concurrency, in-flight batching against static batching, and
 the overlapped loop against the plain one.
 """
 
@@ -19,7 +19,7 @@ from dflash_trt.serving.prompts import Prompt
 
 Progress = Callable[[str], None]
 
-_IN_FLIGHT, _WHOLE = "in flight", "whole batches"
+_IN_FLIGHT, _WHOLE = "in flight", "static batching"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,8 @@ class ConcurrencyReport:
     output_tok_per_s: float
     mean_time_to_first_token_s: float
     acceptance_length: float | None
-    in_flight_to_whole_batches: float
-    in_flight_to_whole_batches_by_round: tuple[float, ...]
+    in_flight_to_static_batching: float
+    in_flight_to_static_batching_by_round: tuple[float, ...]
     overlapped_to_plain: float
 
 
@@ -62,8 +62,8 @@ def sweep(
                 output_tok_per_s=statistics.median(speed for speed, _ in speeds),
                 mean_time_to_first_token_s=statistics.median(run.mean_time_to_first_token_s for run in plain),
                 acceptance_length=plain[-1].acceptance_length,
-                in_flight_to_whole_batches=statistics.median(ratios),
-                in_flight_to_whole_batches_by_round=ratios,
+                in_flight_to_static_batching=statistics.median(ratios),
+                in_flight_to_static_batching_by_round=ratios,
                 overlapped_to_plain=statistics.median(b / a for a, b in speeds),
             )
         )
@@ -71,14 +71,9 @@ def sweep(
 
 
 def _batching(
-    engine_dir: Path,
-    config: RuntimeConfig,
-    work: Sequence[Work],
-    concurrency: int,
-    num_rounds: int,
-    progress: Progress,
+    engine_dir: Path, config: RuntimeConfig, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
 ) -> tuple[float, ...]:
-    """In-flight over whole batches by round, in lockstep over one executor."""
+    """In-flight over static batching by round, in lockstep over one executor."""
     engine = EngineDir.open(engine_dir)
     ratios = []
     with ExitStack() as stack:
@@ -86,7 +81,7 @@ def _batching(
         draft_lens = policies[_WHOLE].lengths
         executor = stack.enter_context(closing(open_executor(engine, config, draft_lens=draft_lens)))
         sides = stack.enter_context(
-            closing(Lockstep(executor, policies, prompt_reader(engine), in_whole_batches={_WHOLE}))
+            closing(Lockstep(executor, policies, prompt_reader(engine), with_static_batching={_WHOLE}))
         )
         for index in range(num_rounds + 1):
             run = sides.run(work, concurrency=concurrency)
@@ -97,12 +92,7 @@ def _batching(
 
 
 def _loops(
-    engine_dir: Path,
-    config: RuntimeConfig,
-    work: Sequence[Work],
-    concurrency: int,
-    num_rounds: int,
-    progress: Progress,
+    engine_dir: Path, config: RuntimeConfig, work: Sequence[Work], concurrency: int, num_rounds: int, progress: Progress
 ) -> tuple[list[LoadReport], list[LoadReport]]:
     """The plain and the overlapped loop, each opened for its turn alone: idle threads of the other would disturb it.
 

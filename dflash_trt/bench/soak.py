@@ -159,6 +159,6 @@ def _counts(llm: Generator) -> SchedulerStatistics:
 def _wait_until_idle(llm: Generator, timeout_s: float) -> None:
     """Forgotten requests end a moment after the last reader."""
     end_s = time.monotonic() + timeout_s
-    while (now := _counts(llm)).num_running_now + now.num_waiting_now + now.num_parked_now:
+    while (now := _counts(llm)).num_running_now + now.num_waiting_now + now.num_paused_now:
         assert time.monotonic() < end_s, f"the engine does not come to rest: {now}"
         time.sleep(0.05)

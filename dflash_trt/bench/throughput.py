@@ -1,6 +1,6 @@
 """Throughput under a closed load: so many clients, each sending its next request when its last has ended.
 
-How in-flight batching compares with waiting for whole batches, and one policy with another, is for `lockstep`.
+How in-flight batching compares with waiting for static batching, and one policy with another, is for `lockstep`.
 """
 
 import random

@@ -19,7 +19,7 @@ def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
     if shared:
         pairs.append((f"hidden_size (it shares the target's {shared})", target.hidden_size, draft.hidden_size))
     problems = [
-        problem(f"drafter {name}", expected=f"{ours} (the target's)", found=str(theirs), mend=_OTHER_DRAFTER)
+        problem(f"drafter {name}", expected=f"{ours} (the target's)", found=str(theirs), hint=_OTHER_DRAFTER)
         for name, ours, theirs in pairs
         if ours != theirs
     ]
@@ -52,4 +52,4 @@ def _tap_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
     if not outside:
         return []
     expected = f"layers 0..{target.num_layers - 1}"
-    return [problem("drafter target_layer_ids", expected=expected, found=str(outside), mend=_OTHER_DRAFTER)]
+    return [problem("drafter target_layer_ids", expected=expected, found=str(outside), hint=_OTHER_DRAFTER)]

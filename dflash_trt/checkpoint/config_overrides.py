@@ -23,8 +23,8 @@ def with_overrides(
         section, key = _place(changed, name)
         inside = changed if section is None else changed.get(section, {})
         if not isinstance(inside, dict):
-            found, mend = shown(inside), "Correct the file, or name a key of another section."
-            problems.append(problem(f"{label} key '{section}'", expected="a JSON object", found=found, mend=mend))
+            found, hint = shown(inside), "Correct the file, or name a key of another section."
+            problems.append(problem(f"{label} key '{section}'", expected="a JSON object", found=found, hint=hint))
             continue
         before = shown(inside[key]) if key in inside else "nothing"
         inside = {**inside, key: value}

@@ -26,12 +26,12 @@ _MAX_INTEGER = 2**31 - 1  # no size, count or token id of a model is larger
 def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str, Any] | None:
     """The JSON object in a file; None, and a problem, when there is none."""
     if not path.is_file():
-        problems.append(problem(label, expected="a file", found=f"none at {path}", mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(label, expected="a file", found=f"none at {path}", hint=_DOWNLOAD_AGAIN))
         return None
     try:
         return json_object.read_json_object(path)
     except (ValueError, OSError) as error:
-        problems.append(problem(label, expected="a JSON object", found=f"{error}", mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(label, expected="a JSON object", found=f"{error}", hint=_DOWNLOAD_AGAIN))
         return None
 
 
@@ -60,9 +60,9 @@ class ConfigReader:
         self._known.add(name)
         return self._fields.get(name)
 
-    def refuse(self, name: str, *, expected: str, mend: str) -> None:
+    def refuse(self, name: str, *, expected: str, hint: str) -> None:
         found = shown(self.value(name)) if name in self._fields else "nothing"
-        self.problems.append(problem(self.subject(name), expected=expected, found=found, mend=mend))
+        self.problems.append(problem(self.subject(name), expected=expected, found=found, hint=hint))
 
     def integer(self, name: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         value = self.optional_integer(name, minimum=minimum, maximum=maximum)
@@ -72,7 +72,7 @@ class ConfigReader:
         value = self.value(name)
         if value is None or (_is_integer(value) and minimum <= value <= maximum):
             return value if value is None else int(value)
-        self.refuse(name, expected=f"an integer in {minimum}..{maximum}", mend="Correct the value.")
+        self.refuse(name, expected=f"an integer in {minimum}..{maximum}", hint="Correct the value.")
         return minimum
 
     def number(self, name: str) -> float:
@@ -83,7 +83,7 @@ class ConfigReader:
         value = self.value(name)
         if value is None or (_is_number(value) and 0 < value <= sys.float_info.max):
             return value if value is None else float(value)
-        self.refuse(name, expected="a positive number", mend="Correct the value.")
+        self.refuse(name, expected="a positive number", hint="Correct the value.")
         return 1.0
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -94,14 +94,14 @@ class ConfigReader:
         value = self.value(name)
         if value is None or isinstance(value, bool):
             return value
-        self.refuse(name, expected="true or false", mend="Correct the value.")
+        self.refuse(name, expected="true or false", hint="Correct the value.")
         return False
 
     def optional_text(self, name: str) -> str | None:
         value = self.value(name)
         if value is None or isinstance(value, str):
             return value
-        self.refuse(name, expected="a string", mend="Correct the value.")
+        self.refuse(name, expected="a string", hint="Correct the value.")
         return ""
 
     def optional_integers(self, name: str, *, minimum: int = 0) -> tuple[int, ...] | None:
@@ -110,14 +110,14 @@ class ConfigReader:
         items = [value] if _is_integer(value) else value
         if items is None or (isinstance(items, list) and all(_is_integer(x) and x >= minimum for x in items)):
             return None if items is None else tuple(items)
-        self.refuse(name, expected=f"a list of integers of {minimum} or more", mend="Correct the value.")
+        self.refuse(name, expected=f"a list of integers of {minimum} or more", hint="Correct the value.")
         return ()
 
     def optional_texts(self, name: str) -> tuple[str, ...] | None:
         value = self.value(name)
         if value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value)):
             return None if value is None else tuple(value)
-        self.refuse(name, expected="a list of strings", mend="Correct the value.")
+        self.refuse(name, expected="a list of strings", hint="Correct the value.")
         return ()
 
     def optional_section(self, name: str) -> "ConfigReader | None":
@@ -126,7 +126,7 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, dict):
-            self.refuse(name, expected="a JSON object", mend="Correct the value.")
+            self.refuse(name, expected="a JSON object", hint="Correct the value.")
             value = {}
         return self.nested(name, value)
 
@@ -134,14 +134,14 @@ class ConfigReader:
         prefix = f"{self._prefix}{name}."
         return ConfigReader(fields, label=self._label, problems=self.problems, prefix=prefix)
 
-    def require(self, name: str, *allowed: Any, mend: str, default: Any = None) -> None:
+    def require(self, name: str, *allowed: Any, hint: str, default: Any = None) -> None:
         """Refuse any value but the allowed ones; an absent key stands for `default`, which may itself be refused."""
         value = self.value(name)
         effective = default if value is None else value
         if effective is None or any(_is_same(effective, option) for option in allowed):
             return
         expected = " or ".join(shown(option) for option in allowed) or "no such key"
-        self.refuse(name, expected=expected, mend=mend)
+        self.refuse(name, expected=expected, hint=hint)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Declare keys that do not change the computation."""
@@ -153,23 +153,23 @@ class ConfigReader:
         for name in unknown[:_MAX_UNKNOWN_KEYS]:
             nearest = nearest_name(name, self._known)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
-            mend = f"{hint}Remove the key if it does not change what the model computes."
+            hint = f"{hint}Remove the key if it does not change what the model computes."
             self.problems.append(
                 problem(
                     self.subject(name),
                     expected="a known key",
                     found=f"an unknown one ({shown(self._fields[name])})",
-                    mend=mend,
+                    hint=hint,
                 )
             )
         if len(unknown) > _MAX_UNKNOWN_KEYS:
             found = f"{len(unknown) - _MAX_UNKNOWN_KEYS} more unknown ones"
-            self.problems.append(problem(self._label, expected="known keys", found=found, mend="Remove them."))
+            self.problems.append(problem(self._label, expected="known keys", found=found, hint="Remove them."))
 
     def _required(self, name: str, value: T | None, stand_in: T) -> T:
         if value is not None:
             return value
-        self.refuse(name, expected="a value", mend=f"Add '{name}' as the checkpoint's author meant it.")
+        self.refuse(name, expected="a value", hint=f"Add '{name}' as the checkpoint's author meant it.")
         return stand_in
 
 

@@ -86,12 +86,12 @@ def read_sizes(reader: ConfigReader) -> DecoderSizes:
 
 def require_plain_decoder(reader: ConfigReader) -> None:
     """Refuse what no decoder of ours computes, whoever's config it is."""
-    reader.require("hidden_act", "silu", default="silu", mend=NOT_IMPLEMENTED)
-    reader.require("pretraining_tp", 1, mend=NOT_IMPLEMENTED)
-    reader.require("is_encoder_decoder", False, mend=NOT_IMPLEMENTED)
-    reader.require("pruned_heads", {}, mend=NOT_IMPLEMENTED)
-    reader.require("rope_interleaved", False, mend=NOT_IMPLEMENTED)
-    reader.require("attn_logit_softcapping", mend=NOT_IMPLEMENTED)
+    reader.require("hidden_act", "silu", default="silu", hint=NOT_IMPLEMENTED)
+    reader.require("pretraining_tp", 1, hint=NOT_IMPLEMENTED)
+    reader.require("is_encoder_decoder", False, hint=NOT_IMPLEMENTED)
+    reader.require("pruned_heads", {}, hint=NOT_IMPLEMENTED)
+    reader.require("rope_interleaved", False, hint=NOT_IMPLEMENTED)
+    reader.require("attn_logit_softcapping", hint=NOT_IMPLEMENTED)
     for name in (
         "embedding_multiplier",
         "residual_multiplier",
@@ -99,13 +99,13 @@ def require_plain_decoder(reader: ConfigReader) -> None:
         "logits_scaling",
         "logit_scale",
     ):
-        reader.require(name, 1, mend=NOT_IMPLEMENTED)
+        reader.require(name, 1, hint=NOT_IMPLEMENTED)
 
 
 def require_dense(reader: ConfigReader) -> None:
     """Refuse experts where the family has none."""
     for name in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        reader.require(name, mend="Experts are not implemented for this architecture: use a dense checkpoint.")
+        reader.require(name, hint="Experts are not implemented for this architecture: use a dense checkpoint.")
 
 
 def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> dict[str, Any]:
@@ -113,11 +113,11 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> di
 
     `default_theta` stands in where neither schema gives a theta; None makes it a required key.
     """
-    reader.require("partial_rotary_factor", 1, mend=NOT_IMPLEMENTED)
+    reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
     if has_both and reader.value("rope_parameters") != reader.value("rope_scaling"):
-        mend = "Remove the one that the checkpoint was not trained with."
-        reader.refuse("rope_scaling", expected="no such key beside rope_parameters", mend=mend)
+        hint = "Remove the one that the checkpoint was not trained with."
+        reader.refuse("rope_scaling", expected="no such key beside rope_parameters", hint=hint)
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
     section = reader.optional_section(name) or reader.nested(name, {})
     theta = _read_theta(reader, section, default_theta)
@@ -134,37 +134,37 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] 
     known = {"full_attention": False, "sliding_attention": True}
     unknown = sorted(set(names) - set(known))
     if unknown:
-        reader.refuse("layer_types", expected=f"only {' and '.join(known)}", mend=NOT_IMPLEMENTED)
+        reader.refuse("layer_types", expected=f"only {' and '.join(known)}", hint=NOT_IMPLEMENTED)
     elif len(names) != num_layers:
         expected = f"num_hidden_layers = {num_layers} entries"
-        reader.refuse("layer_types", expected=expected, mend=f"Correct one of the two: the list has {len(names)}.")
+        reader.refuse("layer_types", expected=expected, hint=f"Correct one of the two: the list has {len(names)}.")
     return tuple(known.get(name, False) for name in names)
 
 
 def require_window(reader: ConfigReader, window: int | None) -> None:
     """A sliding layer needs both keys: without use_sliding_window Hugging Face drops the window."""
     if window is None:
-        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", mend="Add it.")
+        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", hint="Add it.")
     if not reader.flag("use_sliding_window", default=False):
-        mend = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
-        reader.refuse("use_sliding_window", expected="true, as some layers are sliding", mend=mend)
+        hint = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
+        reader.refuse("use_sliding_window", expected="true, as some layers are sliding", hint=hint)
 
 
 def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
     if sizes.num_heads % sizes.num_kv_heads:
         expected = f"a divisor of num_attention_heads {sizes.num_heads}"
-        reader.refuse("num_key_value_heads", expected=expected, mend="Correct the value.")
+        reader.refuse("num_key_value_heads", expected=expected, hint="Correct the value.")
     if sizes.head_dim % 2 or sizes.head_dim == 0:
         found = f"even, found {sizes.head_dim} from hidden_size / num_attention_heads"
         expected = "an even number" if reader.has("head_dim") else found
-        reader.refuse("head_dim", expected=expected, mend="Correct the value: RoPE rotates pairs.")
+        reader.refuse("head_dim", expected=expected, hint="Correct the value: RoPE rotates pairs.")
 
 
 def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: float | None) -> float:
     inner, outer = section.optional_number("rope_theta"), reader.optional_number("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         expected = f"{inner}, as inside {section.subject('rope_theta')}"
-        reader.refuse("rope_theta", expected=expected, mend="Keep the one that the checkpoint was trained with.")
+        reader.refuse("rope_theta", expected=expected, hint="Keep the one that the checkpoint was trained with.")
     for theta in (inner, outer, default_theta):
         if theta is not None:
             return theta
@@ -173,11 +173,11 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
 
 def _read_scaling(section: ConfigReader, theta: float) -> dict[str, Any]:
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
-    section.require("type", rope_type, mend="Remove it: it is the older name of rope_type.")
-    section.require("partial_rotary_factor", 1, mend=NOT_IMPLEMENTED)
+    section.require("type", rope_type, hint="Remove it: it is the older name of rope_type.")
+    section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     if rope_type not in _ROPE_TYPES:
         name = "rope_type" if section.has("rope_type") else "type"
-        section.refuse(name, expected=f"one of {', '.join(_ROPE_TYPES)}", mend=NOT_IMPLEMENTED)
+        section.refuse(name, expected=f"one of {', '.join(_ROPE_TYPES)}", hint=NOT_IMPLEMENTED)
         section.ignore(
             ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor")
         )

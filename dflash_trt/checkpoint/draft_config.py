@@ -36,9 +36,9 @@ def parse_draft(
     found_format = next((known for known in draft_formats().values() if known.recognizes(fields)), None)
     if found_format is None:
         expected = f"{ARCHITECTURE}, or a key '{SPECULATORS_KEY}'"
-        mend = "Use a DFlash drafter; other methods are not implemented."
+        hint = "Use a DFlash drafter; other methods are not implemented."
         subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
-        problems.append(problem(subject, expected=expected, found=found, mend=mend))
+        problems.append(problem(subject, expected=expected, found=found, hint=hint))
         return None
     spec_fields = found_format.read(fields, tensor_names, problems, notes)
     if len(problems) > num_problems:
@@ -48,6 +48,6 @@ def parse_draft(
 
 def _refuse_extra_files(directory: Path, problems: list[str]) -> None:
     name = "mask_embedding.pt"
-    mend = "A mask embedding of the drafter's own is not implemented: use a drafter without it."
+    hint = "A mask embedding of the drafter's own is not implemented: use a drafter without it."
     if (directory / name).exists():
-        problems.append(problem(f"drafter file '{name}'", expected="no such file", found="one", mend=mend))
+        problems.append(problem(f"drafter file '{name}'", expected="no such file", found="one", hint=hint))

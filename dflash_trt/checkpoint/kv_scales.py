@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from safetensors import safe_open
 
 from dflash_trt.checkpoint.modelopt_config import ModelOptConfig
-from dflash_trt.checkpoint.packed_weights import read_number
+from dflash_trt.checkpoint.quantized_weights import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
@@ -37,7 +37,7 @@ def resolve_kv_scales(
     if found and missing:
         expected = "the K/V scales of every layer"
         found_text = f"no {listed(missing)}"
-        problems.append(problem(f"{label} tensors", expected=expected, found=found_text, mend=_EXPORT_AGAIN))
+        problems.append(problem(f"{label} tensors", expected=expected, found=found_text, hint=_EXPORT_AGAIN))
     sources = tuple(
         KvScaleSource(k=found.get(k_name), v=found.get(v_name))
         for k_name, v_name in zip(names[0::2], names[1::2], strict=True)
@@ -47,7 +47,7 @@ def resolve_kv_scales(
             f"{label} tensor '{tensor.name}'",
             expected="F32 []",
             found=f"{tensor.dtype} {list(tensor.shape)}",
-            mend=_EXPORT_AGAIN,
+            hint=_EXPORT_AGAIN,
         )
         for tensor in found.values()
         if tensor.dtype != "F32" or tensor.shape not in ((), (1,))

@@ -1,7 +1,7 @@
 """What ModelOpt says about a checkpoint it exported: hf_quant_config.json, or `quantization_config` of config.json.
 
 Reads both spellings of ModelOpt 0.47 (nested, and flat as config.json has it). It refuses every algorithm and every
-other producer by name. Which tensors follow from it is `packed_weights`' business.
+other producer by name. Which tensors follow from it is `quantized_weights`' business.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) ->
     num_problems = len(problems)
     section = fields.get("quantization", fields)
     if not isinstance(section, dict):
-        problems.append(problem(subject, expected="a JSON object", found=shown(section), mend=_OTHER_EXPORT))
+        problems.append(problem(subject, expected="a JSON object", found=shown(section), hint=_OTHER_EXPORT))
         return None
     problems += _problems_of(section, subject)
     if len(problems) > num_problems:
@@ -86,7 +86,7 @@ def require_modelopt(reader: ConfigReader) -> None:
     """Refuse quantization by any other tool; what ModelOpt says is read by `read_modelopt_config`."""
     section = reader.value("quantization_config")
     if section is not None and not is_modelopt(section):
-        reader.refuse("quantization_config", expected="none, or ModelOpt's", mend=_OTHER_EXPORT)
+        reader.refuse("quantization_config", expected="none, or ModelOpt's", hint=_OTHER_EXPORT)
 
 
 def _from_config(path: Path, subject: str) -> dict[str, Any] | None:
@@ -100,30 +100,30 @@ def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
     algorithm, layers = section.get("quant_algo"), section.get("quantized_layers")
     expected = f"one of {', '.join((*_ALGORITHMS, _MIXED))}"
     if algorithm is not None and algorithm not in (*_ALGORITHMS, _MIXED):
-        yield problem(f"{subject}: quant_algo", expected=expected, found=shown(algorithm), mend=_OTHER_EXPORT)
+        yield problem(f"{subject}: quant_algo", expected=expected, found=shown(algorithm), hint=_OTHER_EXPORT)
     if algorithm == _MIXED and not layers:
         found = "none"
-        yield problem(f"{subject}: quantized_layers", expected="the modules", found=found, mend=_OTHER_EXPORT)
+        yield problem(f"{subject}: quantized_layers", expected="the modules", found=found, hint=_OTHER_EXPORT)
     excluded = section.get("exclude_modules", section.get("ignore")) or []
     if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
         found = shown(excluded)
-        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found, mend="Correct it.")
+        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found, hint="Correct it.")
     yield from _group_size_problems(section, subject)
     if layers is not None and not isinstance(layers, dict):
         found = shown(layers)
-        yield problem(f"{subject}: quantized_layers", expected="a JSON object", found=found, mend=_OTHER_EXPORT)
+        yield problem(f"{subject}: quantized_layers", expected="a JSON object", found=found, hint=_OTHER_EXPORT)
     for name, entry in (layers if isinstance(layers, dict) else {}).items():
         where = f"{subject}: quantized_layers '{name}'"
         entry_algorithm = entry.get("quant_algo") if isinstance(entry, dict) else entry
         if not isinstance(entry, dict) or entry_algorithm not in tuple(_ALGORITHMS):
             known = f"one of {', '.join(_ALGORITHMS)}"
-            yield problem(f"{where} quant_algo", expected=known, found=shown(entry_algorithm), mend=_OTHER_EXPORT)
+            yield problem(f"{where} quant_algo", expected=known, found=shown(entry_algorithm), hint=_OTHER_EXPORT)
         else:
             yield from _group_size_problems(entry, where)
     kv_algorithm = _kv_algorithm(section)
     if kv_algorithm not in (None, "FP8"):
-        mend = "Export it with FP8 K/V, or without K/V quantization."
-        yield problem(f"{subject}: kv_cache_quant_algo", expected="FP8 or null", found=shown(kv_algorithm), mend=mend)
+        hint = "Export it with FP8 K/V, or without K/V quantization."
+        yield problem(f"{subject}: kv_cache_quant_algo", expected="FP8 or null", found=shown(kv_algorithm), hint=hint)
 
 
 def _group_size_problems(section: Mapping[str, Any], subject: str) -> Iterator[str]:
@@ -131,8 +131,8 @@ def _group_size_problems(section: Mapping[str, Any], subject: str) -> Iterator[s
     known = _ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
     if known is not None and known.columns_per_block > 1 and group_size not in (None, known.columns_per_block):
         block = str(known.columns_per_block)
-        mend = f"{algorithm} has blocks of {block} columns: export the checkpoint again."
-        yield problem(f"{subject}: group_size of {algorithm}", expected=block, found=shown(group_size), mend=mend)
+        hint = f"{algorithm} has blocks of {block} columns: export the checkpoint again."
+        yield problem(f"{subject}: group_size of {algorithm}", expected=block, found=shown(group_size), hint=hint)
 
 
 def _kv_algorithm(section: Mapping[str, Any]) -> Any:
@@ -156,7 +156,7 @@ def require_mxfp4(reader: ConfigReader) -> None:
         require_modelopt(reader)
         return
     nested = reader.nested("quantization_config", section)
-    mend = "Use the checkpoint with MXFP4 experts, or an unquantized one."
-    nested.require("quant_method", "mxfp4", default="none", mend=mend)
+    hint = "Use the checkpoint with MXFP4 experts, or an unquantized one."
+    nested.require("quant_method", "mxfp4", default="none", hint=hint)
     nested.ignore(("modules_to_not_convert", "dequantize"))
     nested.finish()

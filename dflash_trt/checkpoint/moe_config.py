@@ -14,7 +14,7 @@ TRAINING_KEYS = ("router_aux_loss_coef", "output_router_logits")
 def num_chosen(reader: ConfigReader, num_experts: int, *names: str) -> int:
     num_chosen = same_integer(reader, *names)
     if num_chosen > num_experts:
-        reader.refuse(names[0], expected=f"at most the {num_experts} experts", mend="Correct the value.")
+        reader.refuse(names[0], expected=f"at most the {num_experts} experts", hint="Correct the value.")
     return num_chosen
 
 
@@ -25,5 +25,5 @@ def same_integer(reader: ConfigReader, name: str, *aliases: str) -> int:
     for alias, value in zip(present[1:], values[1:], strict=True):
         if value != values[0]:
             expected = f"{values[0]}, as {reader.subject(present[0])}"
-            reader.refuse(alias, expected=expected, mend="Keep the one that the checkpoint was trained with.")
+            reader.refuse(alias, expected=expected, hint="Keep the one that the checkpoint was trained with.")
     return values[0]

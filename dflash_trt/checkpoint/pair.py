@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
 from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelopt_config
 from dflash_trt.checkpoint.names import draft_names, target_names
-from dflash_trt.checkpoint.packed_weights import PackedSource, resolve_packed
+from dflash_trt.checkpoint.quantized_weights import QuantizedSource, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
@@ -51,7 +51,7 @@ class CheckpointPair:
     quantization: QuantizationSpec
     notes: tuple[str, ...]
     _sources: dict[str, WeightSource] = field(repr=False)
-    _packed: dict[str, PackedSource] = field(repr=False)
+    _quantized: dict[str, QuantizedSource] = field(repr=False)
 
     @property
     def has_mxfp4_experts(self) -> bool:
@@ -66,7 +66,7 @@ class CheckpointPair:
 
         `whole_names` come uncut all the same: packing a weight needs the ranges of all of it.
 
-        A linear that is stored packed comes as its packed tensors, as `packed_weights.read_packed` says.
+        A linear that is stored quantized comes as its quantized tensors, as `quantized_weights.read_quantized` says.
 
         Lazy: one canonical tensor is in memory at a time, unless the caller keeps them.
 
@@ -76,7 +76,7 @@ class CheckpointPair:
         """
         raise_all(ConfigError, "tensor parallelism", mapping_problems(self.target, self.draft, mapping))
         return read_weights(
-            self.table, self._sources, dtype=dtype, mapping=mapping, packed=self._packed, whole_names=whole_names
+            self.table, self._sources, dtype=dtype, mapping=mapping, quantized=self._quantized, whole_names=whole_names
         )
 
 
@@ -115,7 +115,7 @@ def open_pair(
         quantization=_stored_quantization(sides),
         notes=tuple(notes),
         _sources={name: source for side in sides for name, source in side.sources.items()},
-        _packed={name: source for side in sides for name, source in side.packed.items()},
+        _quantized={name: source for side in sides for name, source in side.quantized.items()},
     )
 
 
@@ -158,7 +158,7 @@ class _Side:
     table: WeightTable
     sources: dict[str, WeightSource]
     files: tuple[Path, ...]
-    packed: dict[str, PackedSource] = field(default_factory=dict)
+    quantized: dict[str, QuantizedSource] = field(default_factory=dict)
     kv_scales: tuple[KvScaleSource, ...] | None = None
 
 
@@ -177,12 +177,12 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     table = spec.weights()
     names = target_names(spec, _all_names(stored))
     kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)
-    packed, rest = resolve_packed(table, names, rest, config, label="target", problems=tensor_problems)
-    plain = {name: weight for name, weight in table.items() if name not in packed}
+    quantized, rest = resolve_quantized(table, names, rest, config, label="target", problems=tensor_problems)
+    plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
     sources = resolve_sources(plain, plain_names, rest, spec=spec, label="target", problems=tensor_problems)
     files = _source_files(directory, stored)
-    return _Side(spec=spec, table=table, sources=sources, packed=packed, kv_scales=kv_scales, files=files)
+    return _Side(spec=spec, table=table, sources=sources, quantized=quantized, kv_scales=kv_scales, files=files)
 
 
 def _open_drafter(
@@ -202,17 +202,17 @@ def _open_drafter(
     table = spec.weights()
     names = draft_names(spec, _all_names(stored))
     num_problems = len(tensor_problems)
-    packed, rest = resolve_packed(table, names, stored, config, label="drafter", problems=tensor_problems)
-    plain = {name: weight for name, weight in table.items() if name not in packed}
+    quantized, rest = resolve_quantized(table, names, stored, config, label="drafter", problems=tensor_problems)
+    plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
     sources = resolve_sources(plain, plain_names, rest, spec=spec, label="drafter", problems=tensor_problems)
     if len(tensor_problems) == num_problems:
         check_draft_vocabulary(spec, stored, tensor_problems)
-    return _Side(spec=spec, table=table, sources=sources, packed=packed, files=_source_files(directory, stored))
+    return _Side(spec=spec, table=table, sources=sources, quantized=quantized, files=_source_files(directory, stored))
 
 
 def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
-    formats = {name: source.format for side in sides for name, source in side.packed.items()}
+    formats = {name: source.format for side in sides for name, source in side.quantized.items()}
     kv_scales = sides[0].kv_scales
     return QuantizationSpec(
         linears={name: weight_format for name, weight_format in formats.items() if weight_format is not None},
@@ -224,8 +224,8 @@ def _is_directory(path: Path, label: str, problems: list[str]) -> bool:
     if path.is_dir():
         return True
     found = "a file" if path.exists() else f"nothing at {path}"
-    mend = "Pass the directory that holds config.json and the safetensors files."
-    problems.append(problem(label, expected="a checkpoint directory", found=found, mend=mend))
+    hint = "Pass the directory that holds config.json and the safetensors files."
+    problems.append(problem(label, expected="a checkpoint directory", found=found, hint=hint))
     return False
 
 

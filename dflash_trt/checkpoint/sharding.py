@@ -47,12 +47,12 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     """Why this pair cannot be cut that way; empty when it can."""
     problems = []
     if mapping.pp_size != 1:
-        mend = "Use tensor parallelism alone: pipeline parallelism is not implemented."
-        problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
+        hint = "Use tensor parallelism alone: pipeline parallelism is not implemented."
+        problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint))
     if mapping.tp_size != 1 and target.num_expert_layers > 0:
-        mend = "Use one rank: cutting experts is not implemented."
+        hint = "Use one rank: cutting experts is not implemented."
         found = f"{mapping.tp_size}, for a target with experts"
-        problems.append(problem("mapping tp_size", expected="1", found=found, mend=mend))
+        problems.append(problem("mapping tp_size", expected="1", found=found, hint=hint))
     lengths = [*_lengths(target, "target"), ("target vocab_size", target.vocab_size)]
     if draft is not None:
         lengths += _lengths(draft, "drafter")
@@ -61,8 +61,8 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     for name, length in lengths:
         if length % mapping.tp_size:
             expected = f"a divisor of {name} {length}"
-            mend = "Choose a smaller tp_size: padding, and copies of a KV head on several ranks, are not implemented."
-            problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), mend=mend))
+            hint = "Choose a smaller tp_size: padding, and copies of a KV head on several ranks, are not implemented."
+            problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), hint=hint))
     return problems
 
 

@@ -42,16 +42,16 @@ def _read_family(reader: ConfigReader) -> str | None:
     family = family_of(name)
     if family is None:
         known = sorted(name for family in all_families().values() for name in family.architectures)
-        reader.refuse("architectures", expected=f"one of {', '.join(known)}", mend="Use a supported target.")
+        reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
-    reader.require("model_type", family, default=family, mend=f"Correct the value: {name} is a {family} model.")
+    reader.require("model_type", family, default=family, hint=f"Correct the value: {name} is a {family} model.")
     return family
 
 
 def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
     """All fields but the end-of-sequence ids, which have a file of their own."""
     require_plain_decoder(reader)
-    reader.require("final_logit_softcapping", mend=NOT_IMPLEMENTED)
+    reader.require("final_logit_softcapping", hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
     return {
         **sizes.spec_fields(),

@@ -67,10 +67,10 @@ def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredT
     if index.is_file():
         return _scan_shards(index, label=label, problems=problems)
     found = f"neither in {directory}"
-    mend = "Point to a complete Hugging Face checkpoint directory."
+    hint = "Point to a complete Hugging Face checkpoint directory."
     if any(directory.glob("*.bin")):
-        found, mend = "PyTorch .bin files", "Convert the checkpoint to safetensors."
-    problems.append(problem(f"{label} tensors", expected=f"{_SINGLE_FILE} or {_INDEX_FILE}", found=found, mend=mend))
+        found, hint = "PyTorch .bin files", "Convert the checkpoint to safetensors."
+    problems.append(problem(f"{label} tensors", expected=f"{_SINGLE_FILE} or {_INDEX_FILE}", found=found, hint=hint))
     return StoredTensors(tensors={}, files=(), is_complete=False)
 
 
@@ -82,29 +82,29 @@ def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, Sto
     except OSError as error:
         header, data_bytes, found = None, 0, str(error)
     if header is None:
-        problems.append(problem(subject, expected="a whole safetensors file", found=found, mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(subject, expected="a whole safetensors file", found=found, hint=_DOWNLOAD_AGAIN))
         return None
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     broken = [name for name, entry in entries.items() if not _is_sound(entry)]
     if broken:
         found = f"a broken header entry for {listed(broken)}"
-        problems.append(problem(subject, expected="a valid safetensors header", found=found, mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(subject, expected="a valid safetensors header", found=found, hint=_DOWNLOAD_AGAIN))
         return None
     spans = sorted((entry["data_offsets"][0], entry["data_offsets"][1]) for entry in entries.values())
     header_end = spans[-1][1] if spans else 0
     if [begin for begin, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
         found = "tensors that overlap or leave gaps"
-        problems.append(problem(subject, expected="a valid safetensors header", found=found, mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(subject, expected="a valid safetensors header", found=found, hint=_DOWNLOAD_AGAIN))
         return None
     if header_end != data_bytes:
         expected, found = f"{header_end} bytes of tensors, as its header says", f"{data_bytes}"
-        problems.append(problem(subject, expected=expected, found=found, mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(subject, expected=expected, found=found, hint=_DOWNLOAD_AGAIN))
         return None
     try:
         with safe_open(path, framework="pt"):
             pass  # the library reads the tensors, so it has the last word
     except SafetensorError as error:
-        problems.append(problem(subject, expected="a valid safetensors header", found=f"{error}", mend=_DOWNLOAD_AGAIN))
+        problems.append(problem(subject, expected="a valid safetensors header", found=f"{error}", hint=_DOWNLOAD_AGAIN))
         return None
     return {
         name: StoredTensor(path=path, name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
@@ -167,10 +167,10 @@ def _scan_shards(index: Path, *, label: str, problems: list[str]) -> StoredTenso
     missing = [file_name for file_name in sorted(promised) if not (index.parent / file_name).is_file()]
     for file_name in missing[:_MAX_LISTED]:
         expected = f"a shard with {len(promised[file_name])} tensors"
-        problems.append(problem(f"{label} file '{file_name}'", expected=expected, found="none", mend="Download it."))
+        problems.append(problem(f"{label} file '{file_name}'", expected=expected, found="none", hint="Download it."))
     if len(missing) > _MAX_LISTED:
         expected, found = f"{len(promised)} shards", f"none for {len(missing)} of them"
-        problems.append(problem(f"{label} {_INDEX_FILE}", expected=expected, found=found, mend="Download them."))
+        problems.append(problem(f"{label} {_INDEX_FILE}", expected=expected, found=found, hint="Download them."))
     tensors: dict[str, StoredTensor] = {}
     unreadable = {name for file_name in missing for name in promised[file_name]}
     files = [index]
@@ -191,9 +191,9 @@ def _compare_with_index(name: str, promised: set[str], held: set[str], *, label:
         return
     different = sorted(promised ^ held)
     expected = f"the tensors that {_INDEX_FILE} promises in it"
-    mend = "Download the index and the shards again, from one revision."
+    hint = "Download the index and the shards again, from one revision."
     found = f"a difference in {listed(different)}"
-    problems.append(problem(f"{label} file '{name}'", expected=expected, found=found, mend=mend))
+    problems.append(problem(f"{label} file '{name}'", expected=expected, found=found, hint=hint))
 
 
 def _read_weight_map(index: Path, *, label: str, problems: list[str]) -> dict[str, str] | None:
@@ -205,7 +205,7 @@ def _read_weight_map(index: Path, *, label: str, problems: list[str]) -> dict[st
     if isinstance(weight_map, dict) and all(_is_file_name(name) for name in weight_map.values()):
         return weight_map
     expected = "a weight_map from tensor names to files of the same directory"
-    problems.append(problem(subject, expected=expected, found="none", mend=_DOWNLOAD_AGAIN))
+    problems.append(problem(subject, expected=expected, found="none", hint=_DOWNLOAD_AGAIN))
     return None
 
 

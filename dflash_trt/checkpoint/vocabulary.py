@@ -44,9 +44,9 @@ def check_tokenizers(target: Path, drafter: Path, problems: list[str]) -> None:
     if not (drafter / _TOKENIZER).is_file():
         return
     if not (target / _TOKENIZER).is_file():
-        mend = "Copy the target's own tokenizer.json there."
+        hint = "Copy the target's own tokenizer.json there."
         expected = f"a {_TOKENIZER}, to compare with the drafter's"
-        problems.append(problem("target tokenizer", expected=expected, found="none", mend=mend))
+        problems.append(problem("target tokenizer", expected=expected, found="none", hint=hint))
         return
     ours = _read_vocabulary(target / _TOKENIZER, "target tokenizer.json", problems)
     theirs = _read_vocabulary(drafter / _TOKENIZER, "drafter tokenizer.json", problems)
@@ -58,8 +58,8 @@ def check_tokenizers(target: Path, drafter: Path, problems: list[str]) -> None:
     )
     expected = f"the target's {len(ours)} tokens ({token!r} is {ours.get(token, 'absent')})"
     found = f"{len(theirs)} tokens ({token!r} is {theirs.get(token, 'absent')})"
-    mend = "Use the drafter trained for this target."
-    problems.append(problem("drafter tokenizer", expected=expected, found=found, mend=mend))
+    hint = "Use the drafter trained for this target."
+    problems.append(problem("drafter tokenizer", expected=expected, found=found, hint=hint))
 
 
 def read_draft_to_target(stored: StoredTensor) -> torch.Tensor:  # int64 [draft_vocab_size]
@@ -76,23 +76,23 @@ def check_draft_vocabulary(draft: DraftSpec, stored: StoredTensors, problems: li
     if draft.draft_vocab_size is None or "d2t" not in stored.tensors:
         return
     ids = read_draft_to_target(stored.tensors["d2t"])
-    mend = "Download the drafter again; d2t holds offsets, target id = draft id + d2t[draft id]."
+    hint = "Download the drafter again; d2t holds offsets, target id = draft id + d2t[draft id]."
     outside = int(((ids < 0) | (ids >= draft.target_vocab_size)).sum())
     if outside:
         expected, found = f"target ids in 0..{draft.target_vocab_size - 1}", f"{outside} outside"
-        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, mend=mend))
+        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, hint=hint))
         return
     num_unique = len(set(ids.tolist()))
     if num_unique != ids.numel():
         expected, found = f"{ids.numel()} different target ids", f"{num_unique}"
-        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, mend=mend))
+        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, hint=hint))
     target_to_draft = stored.tensors.get("t2d")
     if target_to_draft is None or target_to_draft.shape != (draft.target_vocab_size,):
         return
     marked = _read(target_to_draft).to(torch.bool).nonzero().flatten()
     if not torch.equal(marked, ids.sort().values):
         expected, found = "the target ids that t2d marks", "others"
-        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, mend=mend))
+        problems.append(problem("drafter tensor 'd2t'", expected=expected, found=found, hint=hint))
 
 
 def _read(stored: StoredTensor) -> torch.Tensor:
@@ -113,8 +113,8 @@ def _read_vocabulary(path: Path, label: str, problems: list[str]) -> dict[str, i
     try:
         return _base_tokens(pieces) | {token["content"]: int(token["id"]) for token in added}
     except (AttributeError, TypeError, KeyError, IndexError, ValueError):
-        mend = "Download the file again."
-        problems.append(problem(label, expected="a model.vocab and added_tokens", found="another form", mend=mend))
+        hint = "Download the file again."
+        problems.append(problem(label, expected="a model.vocab and added_tokens", found="another form", hint=hint))
         return None
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout, part_dtypes, part_shapes, read_experts
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
-from dflash_trt.checkpoint.packed_weights import PackedSource, read_packed
+from dflash_trt.checkpoint.quantized_weights import QuantizedSource, read_quantized
 from dflash_trt.checkpoint.sharding import shard, shard_shape, share
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.checkpoint.vocabulary import read_draft_to_target
@@ -74,12 +74,12 @@ def read_weights(
     *,
     dtype: torch.dtype,
     mapping: Mapping,
-    packed: AbcMapping[str, PackedSource] | None = None,
+    quantized: AbcMapping[str, QuantizedSource] | None = None,
     whole_names: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Canonical tensors of one rank in table order, one in memory at a time; integers stay int64.
 
-    A linear in `packed` comes as its packed tensors; see `packed_weights.read_packed`. `whole_names` are not cut.
+    A linear in `quantized` comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are not cut.
 
     Raises:
         CheckpointError: a value is not finite, as stored or in `dtype`.
@@ -88,8 +88,8 @@ def read_weights(
         opened = OpenFiles(stack)
         for name, spec in table.items():
             cut = Mapping() if name in whole_names else mapping
-            if packed is not None and name in packed:
-                yield from read_packed(name, spec, packed[name], opened.slice_of, dtype=dtype, mapping=cut)
+            if quantized is not None and name in quantized:
+                yield from read_quantized(name, spec, quantized[name], opened.slice_of, dtype=dtype, mapping=cut)
                 continue
             source = sources[name]
             if spec.is_integer:
@@ -162,20 +162,20 @@ def _require_finite(name: str, tensor: torch.Tensor, source: WeightSource) -> No
     if bool(torch.isfinite(tensor).all()):
         return
     where = listed([part.name for part in source.parts])
-    mend = "Download the checkpoint again; if it is whole, build with a dtype of wider range (bfloat16 or float32)."
+    hint = "Download the checkpoint again; if it is whole, build with a dtype of wider range (bfloat16 or float32)."
     expected, found = f"finite values in {tensor.dtype}", f"NaN or infinity (stored as {where})"
-    raise CheckpointError(problem(f"tensor '{name}'", expected=expected, found=found, mend=mend))
+    raise CheckpointError.about(f"tensor '{name}'", expected=expected, found=found, hint=hint)
 
 
 def _missing(names: Collection[str], label: str) -> str:
     found = f"{len(names)} missing: {listed(list(names))}"
-    return problem(f"{label} tensors", expected="every tensor of its config.json", found=found, mend=_OTHER_CHECKPOINT)
+    return problem(f"{label} tensors", expected="every tensor of its config.json", found=found, hint=_OTHER_CHECKPOINT)
 
 
 def _unexpected(names: Collection[str], label: str) -> str:
     found = f"{len(names)} unexpected: {listed(list(names))}"
-    mend = "Use a checkpoint without them: what they do is not implemented."
-    return problem(f"{label} tensors", expected="no tensor beyond its config.json", found=found, mend=mend)
+    hint = "Use a checkpoint without them: what they do is not implemented."
+    return problem(f"{label} tensors", expected="no tensor beyond its config.json", found=found, hint=hint)
 
 
 def _check_parts(
@@ -190,11 +190,11 @@ def _check_parts(
         subject = f"{label} tensor '{name}'"
         if tensor.shape != shape:
             expected, found = f"shape {list(shape)}", str(list(tensor.shape))
-            problems.append(problem(subject, expected=expected, found=found, mend=_OTHER_CHECKPOINT))
+            problems.append(problem(subject, expected=expected, found=found, hint=_OTHER_CHECKPOINT))
         if tensor.dtype not in allowed:
-            mend = "Use the unquantized checkpoint."
+            hint = "Use the unquantized checkpoint."
             expected = f"dtype {' or '.join(allowed)}"
-            problems.append(problem(subject, expected=expected, found=tensor.dtype, mend=mend))
+            problems.append(problem(subject, expected=expected, found=tensor.dtype, hint=hint))
 
 
 def _part_shapes(spec: WeightSpec, foreign: ForeignNames) -> list[tuple[int, ...]]:

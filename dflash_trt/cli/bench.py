@@ -10,7 +10,7 @@ import click
 
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET
 
@@ -101,7 +101,7 @@ _ROUNDS = click.option(
 )
 
 
-@bench.command(short_help="Throughput by concurrency, in-flight against whole batches.")
+@bench.command(short_help="Throughput by concurrency, in-flight against static batching.")
 @_ENGINE
 @_INPUT
 @_CLIENTS
@@ -120,9 +120,9 @@ def serving(
     as_json: bool,
     **runtime: Any,
 ) -> None:
-    """A closed load of so many clients: in-flight against whole batches, the overlapped loop against the plain one.
+    """A closed load of so many clients: in-flight against static batching, the overlapped loop against the plain one.
 
-    In-flight and whole batches run in lockstep over one executor, the two loops in alternating rounds.
+    In-flight and static batching run in lockstep over one executor, the two loops in alternating rounds.
     """
     from dflash_trt.bench.serving_sweep import sweep
 
@@ -235,8 +235,8 @@ def _print_all(reports: Sequence[R], line: Callable[[R], str], *, as_json: bool)
 def _serving_line(report: "ConcurrencyReport") -> str:
     return (
         f"{report.concurrency:3d} clients  {report.output_tok_per_s:.0f} tok/s, first token after "
-        f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / whole batches "
-        f"{report.in_flight_to_whole_batches:.2f} ({_listed(report.in_flight_to_whole_batches_by_round)})"
+        f"{1e3 * report.mean_time_to_first_token_s:.0f} ms  | in-flight / static batching "
+        f"{report.in_flight_to_static_batching:.2f} ({_listed(report.in_flight_to_static_batching_by_round)})"
         f"  | overlapped / plain loop {report.overlapped_to_plain:.2f}"
     )
 
@@ -258,13 +258,11 @@ def _prompts(input_file: Path) -> "Sequence[Prompt]":
         rows = list(rows_of_jsonl(lines, Defaults(sampling=SamplingParams())))
     prompts = [row.prompt for row in rows if isinstance(row, Job)]
     if len(prompts) != len(rows) or not prompts:
-        raise ConfigError(
-            problem(
-                str(input_file),
-                expected="one or more rows, all of them valid",
-                found=f"{len(prompts)} valid rows of {len(rows)}",
-                mend="Pass a JSONL file with a prompt in each row.",
-            )
+        raise ConfigError.about(
+            str(input_file),
+            expected="one or more rows, all of them valid",
+            found=f"{len(prompts)} valid rows of {len(rows)}",
+            hint="Pass a JSONL file with a prompt in each row.",
         )
     return prompts
 

@@ -12,7 +12,7 @@ from dflash_trt.cli.check import check
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
 from dflash_trt.cli.yaml_file import read_yaml
 from dflash_trt.core.config import BuildConfig, build_config_from
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_trt.compile.build import BuildProgress, ProgressCallback
@@ -75,7 +75,7 @@ def build(
         check(config, base_dir, as_json=as_json)
         return
     if output is None:
-        raise ConfigError(problem("build", expected="an output", found="none", mend="Pass -o DIR, or --check."))
+        raise ConfigError.about("build", expected="an output", found="none", hint="Pass -o DIR, or --check.")
     from dflash_trt.compile.build import build_engine
 
     with _progress_shown() as progress:
@@ -103,8 +103,8 @@ def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfi
     assert given.keys() <= set(_FIELDS)
     if config_file is None:
         if "target" not in given:
-            mend = "Pass CONFIG.yaml, or --target PATH (and --drafter PATH)."
-            raise ConfigError(problem("build", expected="a configuration", found="none", mend=mend))
+            hint = "Pass CONFIG.yaml, or --target PATH (and --drafter PATH)."
+            raise ConfigError.about("build", expected="a configuration", found="none", hint=hint)
         given |= {"quantization": with_flags(None, chosen)} if chosen else {}
         given |= {"drafter_overrides": overrides} if overrides else {}
         return build_config_from(given, source="command line"), Path.cwd()
@@ -128,10 +128,8 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         try:
             overrides[name] = json.loads(text)
         except ValueError as error:
-            mend = "A string is quoted twice: 'model_type=\"qwen3\"'."
-            raise ConfigError(
-                problem("--drafter-override", expected="KEY=JSON", found=repr(word), mend=mend)
-            ) from error
+            hint = "A string is quoted twice: 'model_type=\"qwen3\"'."
+            raise ConfigError.about("--drafter-override", expected="KEY=JSON", found=repr(word), hint=hint) from error
     return overrides
 
 

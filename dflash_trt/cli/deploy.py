@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
@@ -69,8 +69,8 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
         _check(engine_dir, repository, options["model_name"])
         return
     if engine_dir is None:
-        mend = "Pass the directory that `dflash-trt build` wrote."
-        raise ConfigError(problem("deploy triton", expected="an ENGINE_DIR", found="none", mend=mend))
+        hint = "Pass the directory that `dflash-trt build` wrote."
+        raise ConfigError.about("deploy triton", expected="an ENGINE_DIR", found="none", hint=hint)
     from dflash_trt.servers.triton.repository import write_model
 
     deployment = _deployment(engine_dir, options)
@@ -103,15 +103,13 @@ def _check(engine_dir: Path | None, repository: Path, model_name: str | None) ->
 
     chosen = [repository / model_name] if model_name is not None else model_dirs(repository)
     if not chosen:
-        mend = "Write one with `dflash-trt deploy triton ENGINE_DIR -o MODEL_REPOSITORY`."
-        raise ConfigError(problem(str(repository), expected="a model of dflash-trt", found="none", mend=mend))
+        hint = "Write one with `dflash-trt deploy triton ENGINE_DIR -o MODEL_REPOSITORY`."
+        raise ConfigError.about(str(repository), expected="a model of dflash-trt", found="none", hint=hint)
     for model_dir in chosen:
         engine_path = check_model(model_dir).engine_path(model_dir / VERSION)
         if engine_dir is not None and engine_path.resolve() != engine_dir.resolve():
-            mend = "Write the model again, or leave ENGINE_DIR out."
-            raise ConfigError(
-                problem(str(model_dir), expected=f"engine {engine_dir}", found=str(engine_path), mend=mend)
-            )
+            hint = "Write the model again, or leave ENGINE_DIR out."
+            raise ConfigError.about(str(model_dir), expected=f"engine {engine_dir}", found=str(engine_path), hint=hint)
         click.echo(f"model {model_dir.name}: as this version of dflash-trt writes it, engine {engine_path}")
 
 
@@ -146,5 +144,5 @@ def _gpus(text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(index) for index in text.split(","))
     except ValueError:
-        mend = "Write --gpus 0,1 for example."
-        raise ConfigError(problem("--gpus", expected="indices, separated by commas", found=text, mend=mend)) from None
+        hint = "Write --gpus 0,1 for example."
+        raise ConfigError.about("--gpus", expected="indices, separated by commas", found=text, hint=hint) from None

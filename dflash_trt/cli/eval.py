@@ -74,9 +74,9 @@ def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
         ours, theirs = getattr(candidate.manifest, part), getattr(baseline.manifest, part)
         if ours == theirs or (part == "draft" and None in (ours, theirs)):
             continue
-        mend = "Compare engines that were built from the same checkpoints."
+        hint = "Compare engines that were built from the same checkpoints."
         found = f"another {part} in {baseline.path}"
-        problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, mend=mend))
+        problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, hint=hint))
     raise_all(ConfigError, "eval", problems)
 
 
@@ -88,13 +88,13 @@ def _read_jobs(path: Path, num_prompts: int | None, max_new_tokens: int) -> list
             rows = list(rows_of_jsonl(stream, defaults))[:num_prompts]
     except OSError as error:
         found = str(error.strerror)
-        raise ConfigError(problem(str(path), expected="a JSONL file", found=found, mend="Check the path.")) from error
+        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
     refused = [f"{row.row_id}: {row.error}" for row in rows if not isinstance(row, Job)]
     raise_all(ConfigError, str(path), refused[:_MAX_LISTED])
     jobs = [row for row in rows if isinstance(row, Job)]
     if not jobs:
-        mend = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
-        raise ConfigError(problem(str(path), expected="at least one prompt", found="none", mend=mend))
+        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
     return jobs
 
 
@@ -150,10 +150,8 @@ def _logits_of(engine: "EngineDir", config: RuntimeConfig, stack: ExitStack) -> 
     stack.callback(executor.close)
     target_logits = getattr(executor, "target_logits", None)
     if target_logits is None:
-        found, mend = engine.manifest.backend, "Compare engines built with --backend torch."
-        raise ConfigError(
-            problem(str(engine.path), expected="backend torch, which tells logits", found=found, mend=mend)
-        )
+        found, hint = engine.manifest.backend, "Compare engines built with --backend torch."
+        raise ConfigError.about(str(engine.path), expected="backend torch, which tells logits", found=found, hint=hint)
     return lambda token_ids: target_logits(token_ids).float().numpy()
 
 

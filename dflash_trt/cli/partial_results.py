@@ -151,7 +151,7 @@ class PartialResults:
                 f"--resume: {name}",
                 expected=f"{json.dumps(before.get(name))}, as in the unfinished run",
                 found=json.dumps(settings.get(name)),
-                mend=f"Pass the same options, or remove {self.path} to start over.",
+                hint=f"Pass the same options, or remove {self.path} to start over.",
             )
             for name in before.keys() | settings.keys()
             if before.get(name) != settings.get(name)
@@ -163,13 +163,13 @@ class PartialResults:
             return
         listed = ", ".join(str(index + 1) for index in sorted(changed)[:_MAX_LISTED_ROWS])
         more = "" if len(changed) <= _MAX_LISTED_ROWS else f" and {len(changed) - _MAX_LISTED_ROWS} more"
-        mend = f"Restore the input, or remove {self.path} to start over."
+        hint = f"Restore the input, or remove {self.path} to start over."
         expected, found = "the rows of the unfinished run", f"another input at rows {listed}{more}"
-        raise ConfigError(problem("--resume", expected=expected, found=found, mend=mend))
+        raise ConfigError.about("--resume", expected=expected, found=found, hint=hint)
 
     def _not_ours(self, found: str) -> ConfigError:
-        mend = "Move it out of the way."
-        return ConfigError(problem(str(self.path), expected="results of an unfinished run", found=found, mend=mend))
+        hint = "Move it out of the way."
+        return ConfigError.about(str(self.path), expected="results of an unfinished run", found=found, hint=hint)
 
 
 @contextmanager
@@ -198,24 +198,24 @@ def partial_results(
 def _open_locked(path: Path, *, resumes: bool) -> FileIO:
     finished = path.with_suffix("")
     if resumes and not path.exists() and finished.exists():
-        mend = "Leave --resume out to run all rows again."
-        raise ConfigError(problem("--resume", expected=str(path), found=f"a finished {finished} only", mend=mend))
+        hint = "Leave --resume out to run all rows again."
+        raise ConfigError.about("--resume", expected=str(path), found=f"a finished {finished} only", hint=hint)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | (0 if resumes else os.O_EXCL)
     try:
         stream = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     except FileExistsError:
-        mend = "Pass --resume to run the other rows, or remove the file to start over."
-        raise ConfigError(problem(str(path), expected="no such file", found="an unfinished run's", mend=mend)) from None
+        hint = "Pass --resume to run the other rows, or remove the file to start over."
+        raise ConfigError.about(str(path), expected="no such file", found="an unfinished run's", hint=hint) from None
     except OSError as error:
-        expected, mend = "a file to write", "Check the path and its permissions."
+        expected, hint = "a file to write", "Check the path and its permissions."
         found = str(error.strerror)
-        raise ConfigError(problem(str(finished), expected=expected, found=found, mend=mend)) from error
+        raise ConfigError.about(str(finished), expected=expected, found=found, hint=hint) from error
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        mend = "Wait for it to end, or choose another --output-file."
-        raise ConfigError(problem(str(path), expected="one run at a time", found="another one", mend=mend)) from None
+        hint = "Wait for it to end, or choose another --output-file."
+        raise ConfigError.about(str(path), expected="one run at a time", found="another one", hint=hint) from None
     except OSError:
         pass  # a file system without locks
     return stream

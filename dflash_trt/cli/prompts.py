@@ -101,12 +101,12 @@ def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:
 def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     for name in fields.keys() - set(_KNOWN_FIELDS):
         nearest = nearest_name(name, _KNOWN_FIELDS)
-        mend = f"Did you mean '{nearest}'?" if nearest else f"Known fields: {', '.join(_KNOWN_FIELDS)}."
-        yield problem(f"field '{name}'", expected="a known field", found="an unknown one", mend=mend)
+        hint = f"Did you mean '{nearest}'?" if nearest else f"Known fields: {', '.join(_KNOWN_FIELDS)}."
+        yield problem(f"field '{name}'", expected="a known field", found="an unknown one", hint=hint)
     prompts = [name for name in PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:
         expected = f"exactly one of {', '.join(PROMPT_FIELDS)}"
-        yield problem("prompt", expected=expected, found=" and ".join(prompts) or "none", mend="Keep one of them.")
+        yield problem("prompt", expected=expected, found=" and ".join(prompts) or "none", hint="Keep one of them.")
 
 
 def _prompt(fields: Mapping[str, Any], defaults: Defaults) -> str | Mapping[str, Any]:
@@ -131,8 +131,8 @@ def _template_kwargs(fields: Mapping[str, Any], *, is_conversation: bool) -> Map
     kwargs: Mapping[str, Any] = fields[KWARGS_FIELD]
     check_template_kwargs(kwargs)
     if not is_conversation:
-        mend = "Leave it out, pass messages, or add --chat."
-        raise RequestError(problem(KWARGS_FIELD, expected="only in a conversation", found="another prompt", mend=mend))
+        hint = "Leave it out, pass messages, or add --chat."
+        raise RequestError.about(KWARGS_FIELD, expected="only in a conversation", found="another prompt", hint=hint)
     return kwargs
 
 
@@ -144,5 +144,5 @@ def _has_system(messages: list[Any]) -> bool:
     return any(isinstance(message, dict) and message.get("role") == "system" for message in messages)
 
 
-def _refusal(number: int, expected: str, found: str, mend: str) -> Refusal:
-    return Refusal(row_id=number, error=problem("input row", expected=expected, found=found, mend=mend))
+def _refusal(number: int, expected: str, found: str, hint: str) -> Refusal:
+    return Refusal(row_id=number, error=problem("input row", expected=expected, found=found, hint=hint))

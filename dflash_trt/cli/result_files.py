@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.prompts import InputRow, Refusal, RowId
-from dflash_trt.core.errors import CapacityError, ConfigError, problem
+from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 
 WriteLine = Callable[[Mapping[str, Any]], None]
@@ -33,8 +33,8 @@ def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
         stream = temporary.open("wb", buffering=0)
     except OSError as error:
         found = str(error.strerror)
-        mend = "Check the path and its permissions."
-        raise ConfigError(problem(str(path), expected="a file to write", found=found, mend=mend)) from error
+        hint = "Check the path and its permissions."
+        raise ConfigError.about(str(path), expected="a file to write", found=found, hint=hint) from error
 
     def write_line(fields: Mapping[str, Any]) -> None:
         with disk_errors(path):
@@ -124,9 +124,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        mend = "Free some space or choose another path."
-        raise CapacityError(
-            problem(str(path), expected="a disk that takes the results", found=str(error.strerror), mend=mend)
+        hint = "Free some space or choose another path."
+        raise CapacityError.about(
+            str(path), expected="a disk that takes the results", found=str(error.strerror), hint=hint
         ) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
-from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, RequestError, raise_all
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
@@ -99,8 +99,8 @@ class RunOptions:
         if self.prompts:
             return rows_of_texts(self.prompts, defaults)
         if sys.stdin.isatty():
-            mend = "Pass --prompt TEXT or --input-file FILE.jsonl, or pipe the prompt in."
-            raise ConfigError(problem("prompts", expected="at least one", found="none", mend=mend))
+            hint = "Pass --prompt TEXT or --input-file FILE.jsonl, or pipe the prompt in."
+            raise ConfigError.about("prompts", expected="at least one", found="none", hint=hint)
         # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
         return rows_of_texts([text.removesuffix("\n")], defaults)
@@ -116,8 +116,8 @@ def _parsed_kwargs(text: str | None) -> dict[str, Any]:
     try:
         kwargs = json.loads(text)
     except (ValueError, RecursionError) as error:
-        mend = """Pass '{"enable_thinking": false}' for example."""
-        raise RequestError(problem(option, expected="a JSON object", found=str(error), mend=mend)) from error
+        hint = """Pass '{"enable_thinking": false}' for example."""
+        raise RequestError.about(option, expected="a JSON object", found=str(error), hint=hint) from error
     check_template_kwargs(kwargs, subject=option)
     return dict(kwargs)
 
@@ -128,8 +128,8 @@ def _read_file(path: Path, defaults: Defaults) -> list[InputRow]:
             rows = list(rows_of_jsonl(stream, defaults))
     except OSError as error:
         found = str(error.strerror)
-        raise ConfigError(problem(str(path), expected="a JSONL file", found=found, mend="Check the path.")) from error
+        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
     if not rows:
-        mend = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
-        raise ConfigError(problem(str(path), expected="at least one row", found="none", mend=mend))
+        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError.about(str(path), expected="at least one row", found="none", hint=hint)
     return rows

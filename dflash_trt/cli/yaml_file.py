@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 _MAX_BYTES = 256 * 2**10  # PyYAML reads about 100 kB a second
 
@@ -25,14 +25,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         fields = yaml.load(text, Loader=_unique_loader())  # derived from SafeLoader
     except OSError as error:
         found = f"{error.strerror}"
-        raise ConfigError(problem(str(path), expected="a YAML file", found=found, mend="Check the path.")) from error
+        raise ConfigError.about(str(path), expected="a YAML file", found=found, hint="Check the path.") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: bad UTF-8, no such date, 5,000 digits
         found = " ".join(str(error).split())
-        raise ConfigError(problem(str(path), expected="valid YAML", found=found, mend="Correct the file.")) from error
+        raise ConfigError.about(str(path), expected="valid YAML", found=found, hint="Correct the file.") from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         found = "nothing" if fields is None else f"a {type(fields).__name__}"
-        mend = "Write one 'key: value' per line; build_configs/demo.yaml is an example."
-        raise ConfigError(problem(str(path), expected="a mapping of keys to values", found=found, mend=mend))
+        hint = "Write one 'key: value' per line; build_configs/demo.yaml is an example."
+        raise ConfigError.about(str(path), expected="a mapping of keys to values", found=found, hint=hint)
     return fields
 
 

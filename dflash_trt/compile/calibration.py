@@ -11,21 +11,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.quantized_linear import unpack
+from dflash_trt.backends.torch.quantized_linear import dequantize
 from dflash_trt.checkpoint.pair import CheckpointPair
 from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.formats.base import PackedWeight
-from dflash_trt.formats.registry import split_packed
+from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import Linear
 from dflash_trt.network.rank_tensors import RankTensors, map_linears
 from dflash_trt.network.step import Network, bind_network
 from dflash_trt.quantize.calibrate import LinearBank, observe
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
-from dflash_trt.quantize.stream import joined, pack_linear
+from dflash_trt.quantize.stream import joined, quantize_linear
 
 Advance = Callable[[str, int, int], None]  # ("target" or "draft", prompts done, prompts)
 
@@ -54,7 +54,7 @@ def calibrate_pair(
             kv_scales = seen.kv_scales("target") if wants_target_kv else None
             found = Calibration(input_amax=seen.input_amax, target_kv=kv_scales)
         if plan.has_fp8_draft_kv or _wanted(plan, "draft"):
-            weights.pack_target(found)
+            weights.quantize_target(found)
             seen = _measure(weights, plan, "draft", prompts, chunk_tokens, advance)
             kv_scales = seen.kv_scales("draft") if plan.has_fp8_draft_kv else None
             found = Calibration(
@@ -94,14 +94,14 @@ def _wanted(plan: QuantizationPlan, part: str) -> list[PlannedLinear]:
 
 
 class _PairWeights:
-    """The weights of a pair, once: plain in the engine's dtype until they are packed."""
+    """The weights of a pair, once: plain in the engine's dtype until they are quantized."""
 
     def __init__(self, pair: CheckpointPair, plan: QuantizationPlan, dtype: torch.dtype) -> None:
         self._plan = plan
         self._dtype = dtype
         stream = joined(pair.iter_weights(dtype=dtype, mapping=Mapping()), dtype=dtype)
         table = engine_weights(pair.target, pair.draft, pair.quantization)
-        self._plain, self._packed = split_packed(dict(stream), table, pair.quantization.linears)
+        self._plain, self._quantized = split_quantized(dict(stream), table, pair.quantization.linears)
         self._head = self._plain.get("target.embedding" if pair.target.is_embedding_tied else "target.lm_head")
 
     def plain(self, name: str) -> Tensor:
@@ -111,11 +111,11 @@ class _PairWeights:
             return self._head
         return self._plain[name]
 
-    def pack_target(self, calibration: Calibration) -> None:
+    def quantize_target(self, calibration: Calibration) -> None:
         """The target as the engine will have it."""
         for linear in self._plan.linears:
             if linear.format is not None and not linear.is_stored and linear.name.startswith("target."):
-                self._packed[linear.name] = pack_linear(linear, self.plain(linear.name), calibration)
+                self._quantized[linear.name] = quantize_linear(linear, self.plain(linear.name), calibration)
                 self._plain.pop(linear.name, None)
 
     def network(self) -> Network[Tensor]:
@@ -125,7 +125,7 @@ class _PairWeights:
         def rows(x: Tensor, start: int, stop: int) -> Tensor:
             return x[start:stop]
 
-        tensors = RankTensors(plain=self._plain, packed=self._packed, slice_rows=rows)
+        tensors = RankTensors(plain=self._plain, quantized=self._quantized, slice_rows=rows)
         network = bind_network(target, draft, tensors)
         drafter = network.drafter
         if draft is not None and "draft.lm_head" in self._plan.formats and draft.draft_vocab_size is None:
@@ -133,11 +133,11 @@ class _PairWeights:
             drafter = replace(drafter, lm_head=Linear(weight=self.plain("draft.lm_head"), name="draft.lm_head"))
         return replace(
             network,
-            target_weights=map_linears(network.target_weights, self._unpacked),
-            drafter=map_linears(drafter, self._unpacked),
+            target_weights=map_linears(network.target_weights, self._dequantized),
+            drafter=map_linears(drafter, self._dequantized),
         )
 
-    def _unpacked(self, linear: Linear[Tensor]) -> Linear[Tensor]:
-        if isinstance(linear.weight, PackedWeight):
-            return replace(linear, weight=unpack(linear.weight, self._dtype))
+    def _dequantized(self, linear: Linear[Tensor]) -> Linear[Tensor]:
+        if isinstance(linear.weight, QuantizedWeight):
+            return replace(linear, weight=dequantize(linear.weight, self._dtype))
         return linear

@@ -11,7 +11,7 @@ from torch import Tensor
 from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
@@ -62,8 +62,8 @@ class CalibrationPass:
             ranges = self._kv_amax[cache.spec.name]
             if not all(0.0 < amax < float("inf") for amax in ranges):
                 subject, found = f"calibration: K and V of {part} layer {i}", f"{ranges[0]:g} and {ranges[1]:g}"
-                mend = "Check the checkpoint, or keep K/V pages in the engine's dtype."
-                raise ConfigError(problem(subject, expected="finite, positive ranges", found=found, mend=mend))
+                hint = "Check the checkpoint, or keep K/V pages in the engine's dtype."
+                raise ConfigError.about(subject, expected="finite, positive ranges", found=found, hint=hint)
             scales.append(LayerKvScales(k=ranges[0] / E4M3_MAX, v=ranges[1] / E4M3_MAX))
         return tuple(scales)
 

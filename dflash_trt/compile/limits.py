@@ -50,7 +50,7 @@ def _problems(config: BuildConfig, owner: str, most_positions: int, trained_draf
                 "max_seq_len",
                 expected=f"at most {most_positions} (the {owner}'s max_position_embeddings)",
                 found=str(config.max_seq_len),
-                mend="Lower it, or leave it out to take the most.",
+                hint="Lower it, or leave it out to take the most.",
             )
         )
     if config.max_draft_len is not None and config.max_draft_len > trained_drafts:
@@ -60,7 +60,7 @@ def _problems(config: BuildConfig, owner: str, most_positions: int, trained_draf
                 "max_draft_len",
                 expected=f"at most {trained_drafts} ({reason})",
                 found=str(config.max_draft_len),
-                mend="Lower it, or leave it out to take the most.",
+                hint="Lower it, or leave it out to take the most.",
             )
         )
     return problems

@@ -1,4 +1,4 @@
-"""The part of a build that knows formats: the plan, the calibration behind it, and the packed weights.
+"""The part of a build that knows formats: the plan, the calibration behind it, and the quantized weights.
 
 `build` calls it with what it has proven; `calibration` runs the network.
 """

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
-from dflash_trt.backends.tensorrt.host_weights import host_packed, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import stored_dtype, torch_dtype
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.manifest import tensor_headers
-from dflash_trt.formats.registry import split_packed
+from dflash_trt.formats.registry import split_quantized
 
 CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor SM100; this one knows every format
 
@@ -50,8 +50,8 @@ def check_config(
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
     if config.tp_size > 1:
-        mend = "Leave tp_size out, or leave --check out."
-        raise ConfigError(problem("--check", expected="tp_size 1", found=str(config.tp_size), mend=mend))
+        hint = "Leave tp_size out, or leave --check out."
+        raise ConfigError.about("--check", expected="tp_size 1", found=str(config.tp_size), hint=hint)
     drafter = None if config.drafter is None else base_dir / config.drafter
     pair = open_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
     limits, notes = resolve_limits(config, pair.target, pair.draft)
@@ -64,14 +64,14 @@ def check_config(
         quantization=None if quantization.is_empty else quantization,
     )
     spec = step_network_spec(pretrained, limits)
-    plain, packed = split_packed(
+    plain, quantized = split_quantized(
         blank_weights(pretrained), plan_quantization(config, pair).table(), quantization.linears
     )
     built = build_plan(
         spec,
         limits,
         host_tensors(plain),
-        packed=host_packed(packed),
+        quantized=host_quantized(quantized),
         rope_tables=host_rope_tables(spec, max_seq_len=limits.max_seq_len),
         options=PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability=CHECK_CAPABILITY),
         progress=progress,

@@ -126,4 +126,4 @@ def shown(value: object) -> str:
 
 
 def _refusal(name: str, value: object, error: ValueError) -> str:
-    return problem(name, expected=str(error), found=shown(value), mend="Correct the value.")
+    return problem(name, expected=str(error), found=shown(value), hint="Correct the value.")

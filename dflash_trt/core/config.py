@@ -81,10 +81,10 @@ def _problem_of(details: Any, fields: AbcMapping[str, Any]) -> str:
         section, _, key = name.rpartition(".")
         known = _SECTIONS[section].model_fields
         nearest = nearest_name(key, known)
-        mend = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(known)}."
-        return problem(f"key '{name}'", expected="a known key", found="an unknown one", mend=mend)
+        hint = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(known)}."
+        return problem(f"key '{name}'", expected="a known key", found="an unknown one", hint=hint)
     if details["type"] == "missing":
-        return problem(f"key '{name}'", expected="a value", found="none", mend=f"Add '{name}: ...'.")
+        return problem(f"key '{name}'", expected="a value", found="none", hint=f"Add '{name}: ...'.")
     is_one_key = name in fields or len(details["loc"]) > 1
     found = f"{details['input']!r:.80}" if is_one_key else "this combination"
-    return problem(f"key '{name}'", expected=details["msg"], found=found, mend="Change the value.")
+    return problem(f"key '{name}'", expected=details["msg"], found=found, hint="Change the value.")

@@ -1,4 +1,4 @@
-"""The exception tree. Every message has three parts: expected, found, how to mend.
+"""The exception tree. Every message has three parts: expected, found, how to fix it.
 
 DFlashError
 |-- ConfigError       a file or flag is wrong                  exit 2
@@ -13,7 +13,7 @@ DFlashError
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 _MAX_LISTED_PROBLEMS = 100
 
@@ -24,6 +24,11 @@ class DFlashError(Exception):
     """A user's mistake or a full machine; never a bug of ours (those are `assert`s)."""
 
     exit_code = 1
+
+    @classmethod
+    def about(cls, subject: str, *, expected: str, found: str, hint: str) -> Self:
+        """The error of one `problem`."""
+        return cls(problem(subject, expected=expected, found=found, hint=hint))
 
 
 class ConfigError(DFlashError):
@@ -87,9 +92,9 @@ class ErrorCollector:
             raise kind(f"{heading}: {len(kinds)} checks failed\n  {listed}")
 
 
-def problem(subject: str, *, expected: str, found: str, mend: str) -> str:
-    """One problem in the house form: `subject: expected ..., found .... How to mend.`"""
-    return f"{subject}: expected {expected}, found {found}. {mend}"
+def problem(subject: str, *, expected: str, found: str, hint: str) -> str:
+    """One problem in the house form: `subject: expected ..., found .... Hint.`"""
+    return f"{subject}: expected {expected}, found {found}. {hint}"
 
 
 def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str]) -> None:

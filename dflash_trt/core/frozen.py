@@ -38,7 +38,7 @@ def checked(kind: type[F], fields: Mapping[str, Any], *, label: str, problems: l
             expected = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             subject = f"{label}: {'.'.join(map(str, details['loc'])) or kind.__name__}"
             found = f"{details['input']!r:.80}" if details["loc"] else "another combination"
-            problems.append(problem(subject, expected=expected, found=found, mend="Correct the value."))
+            problems.append(problem(subject, expected=expected, found=found, hint="Correct the value."))
         return None
 
 

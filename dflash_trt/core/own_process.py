@@ -2,7 +2,7 @@
 
 import os
 
-from dflash_trt.core.errors import ForkError, problem
+from dflash_trt.core.errors import ForkError
 
 
 class OwnProcess:
@@ -19,5 +19,5 @@ class OwnProcess:
         """Raises ForkError in a forked child."""
         if not self.is_this:
             found = f"its forked child {os.getpid()}"
-            mend = 'Open the engine in the child, or start it with multiprocessing\'s "spawn".'
-            raise ForkError(problem("engine", expected=f"process {self.process_id}", found=found, mend=mend))
+            hint = 'Open the engine in the child, or start it with multiprocessing\'s "spawn".'
+            raise ForkError.about("engine", expected=f"process {self.process_id}", found=found, hint=hint)

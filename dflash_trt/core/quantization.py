@@ -79,7 +79,7 @@ class QuantizationSpec(Frozen):
     """What an engine, or a checkpoint, holds in low precision.
 
     `linears` are canonical names; those that are absent have the engine's dtype. It may name `target.lm_head` of a
-    target with tied embeddings and `draft.lm_head` of a drafter without a head: packed copies made for the product.
+    target with tied embeddings and `draft.lm_head` of a drafter without a head: quantized copies made for the product.
     K/V scales are one per layer, for FP8 pages; None means pages of the engine's dtype.
     """
 

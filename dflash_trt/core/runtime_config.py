@@ -153,10 +153,10 @@ def _problem_of(details: Any, written_as: Mapping[str, str]) -> str:
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
         nearest = nearest_name(name, RuntimeConfig.model_fields)
-        mend = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
-        return problem(f"'{name}'", expected="a setting of the engine", found="an unknown name", mend=mend)
+        hint = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
+        return problem(f"'{name}'", expected="a setting of the engine", found="an unknown name", hint=hint)
     found = f"{details['input']!r:.80}"
-    return problem(written_as.get(name, name), expected=_expected(name), found=found, mend="Correct the value.")
+    return problem(written_as.get(name, name), expected=_expected(name), found=found, hint="Correct the value.")
 
 
 def _conflicts(fields: Mapping[str, Any], written_as: Mapping[str, str]) -> Iterator[str]:

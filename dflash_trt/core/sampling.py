@@ -224,12 +224,9 @@ class SamplingColumns(Generic[T]):
 def _stop_problems(stop: tuple[str, ...]) -> list[str]:
     """Their number and length are bounded, for the engine's thread reads all text through them."""
     longest = max(map(len, stop), default=0)
-    facts = (
-        (len(stop), MAX_STOP_STRINGS, "stop strings"),
-        (longest, MAX_STOP_LEN, "characters in a stop string"),
-    )
+    facts = ((len(stop), MAX_STOP_STRINGS, "stop strings"), (longest, MAX_STOP_LEN, "characters in a stop string"))
     return [
-        problem("sampling stop", expected=f"at most {most} {what}", found=str(number), mend="Pass fewer.")
+        problem("sampling stop", expected=f"at most {most} {what}", found=str(number), hint="Pass fewer.")
         for number, most, what in facts
         if number > most
     ]

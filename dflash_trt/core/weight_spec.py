@@ -40,7 +40,7 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
 
 
-def rank_share(spec: WeightSpec, tp_size: int) -> WeightSpec:
+def rank_shard(spec: WeightSpec, tp_size: int) -> WeightSpec:
     """The part that every rank of `tp_size` holds, as a spec of its own."""
     rows, cut = spec.shape[0], tp_size if spec.sharding != "replicated" else 1
     if spec.sharding == "columns":

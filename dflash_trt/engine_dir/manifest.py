@@ -14,7 +14,7 @@ from dflash_trt.core.model.draft import DraftSpec, check_pair, engine_states, en
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
-from dflash_trt.core.weight_spec import WeightTable, rank_share
+from dflash_trt.core.weight_spec import WeightTable, rank_shard
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -134,7 +134,7 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor in each `rank{r}.safetensors`, in the order of the file."""
     linears = config.quantization.linears if config.quantization else {}
     whole = engine_weights(config.target, config.draft, config.quantization)
-    table = {name: rank_share(spec, config.mapping.tp_size) for name, spec in whole.items()}
+    table = {name: rank_shard(spec, config.mapping.tp_size) for name, spec in whole.items()}
     headers: dict[str, TensorHeader] = {}
     for name, spec in table.items():
         if name in linears:
@@ -162,20 +162,20 @@ def file_problems(error: ValidationError, file_name: str) -> list[str]:
 def _problem_of(details: Any, file_name: str) -> str:
     name = ".".join(str(part) for part in details["loc"])
     subject = f"{file_name} key '{name}'" if name else file_name
-    mend = "Build the engine again with this version of dflash-trt."
+    hint = "Build the engine again with this version of dflash-trt."
     if details["type"] == "extra_forbidden":
         nearest = nearest_name(name, EngineManifest.model_fields)
-        hint = (
+        guess = (
             f"Did you mean '{nearest}'? If nobody edited the file, it is newer than this dflash-trt. "
             if nearest
             else ""
         )
-        return problem(subject, expected="a known key", found="an unknown one", mend=hint + mend)
+        return problem(subject, expected="a known key", found="an unknown one", hint=guess + hint)
     if details["type"] == "missing":
-        return problem(subject, expected="a value", found="none", mend=mend)
+        return problem(subject, expected="a value", found="none", hint=hint)
     expected = str(details["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     found = str(details["input"])
-    return problem(subject, expected=expected, found=found if len(found) < 80 else f"{found[:80]}...", mend=mend)
+    return problem(subject, expected=expected, found=found if len(found) < 80 else f"{found[:80]}...", hint=hint)
 
 
 def _rows(tensors: tuple[StepTensor, ...]) -> tuple[StepTensorFields, ...]:

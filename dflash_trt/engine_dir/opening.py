@@ -46,7 +46,7 @@ class EngineDir:
         `verify_hashes` hashes the larger ones as well (about a second per GB).
 
         Raises:
-            EngineDirError: every mismatch found, and the command that mends them.
+            EngineDirError: every mismatch found, and the command that fixes them.
         """
         path = Path(path)
         fields, config_sha256 = _read_manifest(path)
@@ -56,12 +56,12 @@ class EngineDir:
         except ValidationError as error:
             raise_all(EngineDirError, _heading(path), file_problems(error, MANIFEST_NAME))
             raise AssertionError("pydantic raised without an error") from error
-        mend = _mend(path)
-        _check_step(path, manifest, mend)
-        problems = list(_provenance_problems(path, config_sha256, mend))
-        problems += _listed_problems(path, manifest, mend, verify_hashes=verify_hashes)
+        hint = _hint(path)
+        _check_step(path, manifest, hint)
+        problems = list(_provenance_problems(path, config_sha256, hint))
+        problems += _listed_problems(path, manifest, hint, verify_hashes=verify_hashes)
         if not problems:
-            problems = list(_header_problems(path, manifest, mend))
+            problems = list(_header_problems(path, manifest, hint))
         raise_all(EngineDirError, _heading(path), problems)
         return cls(path, manifest)
 
@@ -112,20 +112,20 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
     build = f"Build one: dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing at that path"
-        raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build))
+        raise EngineDirError.about(_heading(path), expected="an engine directory", found=found, hint=build)
     try:
         content = (path / MANIFEST_NAME).read_bytes()
         fields = parse_json_object(content)
     except FileNotFoundError:
         found = f"no {MANIFEST_NAME} in it"
-        raise EngineDirError(problem(_heading(path), expected="an engine directory", found=found, mend=build)) from None
+        raise EngineDirError.about(_heading(path), expected="an engine directory", found=found, hint=build) from None
     except (OSError, ValueError) as error:
         subject = f"{_heading(path)}: {MANIFEST_NAME}"
-        raise EngineDirError(problem(subject, expected="a JSON object", found=str(error), mend=_mend(path))) from error
+        raise EngineDirError.about(subject, expected="a JSON object", found=str(error), hint=_hint(path)) from error
     if "architectures" in fields or "model_type" in fields:
-        mend = f"Build an engine from it: dflash-trt build --target {shlex.quote(str(path))} -o DIR"
-        raise EngineDirError(
-            problem(_heading(path), expected="an engine directory", found="a model checkpoint", mend=mend)
+        hint = f"Build an engine from it: dflash-trt build --target {shlex.quote(str(path))} -o DIR"
+        raise EngineDirError.about(
+            _heading(path), expected="an engine directory", found="a model checkpoint", hint=hint
         )
     return fields, hashlib.sha256(content).hexdigest()
 
@@ -135,60 +135,58 @@ def _check_version(path: Path, fields: dict[str, Any]) -> None:
     if version == ENGINE_VERSION:
         return
     found = f"version {version!r}" if "version" in fields else "no version"
-    raise EngineDirError(
-        problem(_heading(path), expected=f"engine version {ENGINE_VERSION}", found=found, mend=_mend(path))
+    raise EngineDirError.about(
+        _heading(path), expected=f"engine version {ENGINE_VERSION}", found=found, hint=_hint(path)
     )
 
 
-def _check_step(path: Path, manifest: EngineManifest, mend: str) -> None:
+def _check_step(path: Path, manifest: EngineManifest, hint: str) -> None:
     current = StepTables.current()
     if manifest.step == current:
         return
     theirs = {row.name for row in (*manifest.step.inputs, *manifest.step.outputs)}
     ours = {row.name for row in (*current.inputs, *current.outputs)}
     different = sorted(theirs ^ ours) or ["the same names with other dtypes or axes"]
-    raise EngineDirError(
-        problem(
-            f"{_heading(path)}: step tensors",
-            expected="those of this version of dflash-trt",
-            found=f"others ({', '.join(different)})",
-            mend=mend,
-        )
+    raise EngineDirError.about(
+        f"{_heading(path)}: step tensors",
+        expected="those of this version of dflash-trt",
+        found=f"others ({', '.join(different)})",
+        hint=hint,
     )
 
 
-def _provenance_problems(path: Path, config_sha256: str, mend: str) -> Iterator[str]:
+def _provenance_problems(path: Path, config_sha256: str, hint: str) -> Iterator[str]:
     """provenance.json is whole, and config.json is the file that it was written with."""
     for name in (MANIFEST_NAME, PROVENANCE_NAME):
         yield from _link_problems(path, name)
     try:
         recorded = _read_provenance(path).config_sha256
     except FileNotFoundError:
-        yield problem(PROVENANCE_NAME, expected="a file", found="none", mend=mend)
+        yield problem(PROVENANCE_NAME, expected="a file", found="none", hint=hint)
     except ValidationError as error:
         yield from file_problems(error, PROVENANCE_NAME)
     except (OSError, ValueError) as error:
-        yield problem(PROVENANCE_NAME, expected="a JSON object", found=str(error), mend=mend)
+        yield problem(PROVENANCE_NAME, expected="a JSON object", found=str(error), hint=hint)
     else:
         if recorded != config_sha256:
-            yield problem(MANIFEST_NAME, expected=f"sha256 {recorded}", found=config_sha256, mend=mend)
+            yield problem(MANIFEST_NAME, expected=f"sha256 {recorded}", found=config_sha256, hint=hint)
 
 
-def _listed_problems(path: Path, manifest: EngineManifest, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+def _listed_problems(path: Path, manifest: EngineManifest, hint: str, *, verify_hashes: bool) -> Iterator[str]:
     """Every file that config.json lists is there and the one that was written; nothing else is in tokenizer/."""
     ranks = range(manifest.pretrained_config.mapping.world_size)
     plans = map(plan_name, ranks) if manifest.backend == "tensorrt" else ()
     for name in (*map(weights_name, ranks), *plans):
         if name not in manifest.files:
-            yield problem(f"{MANIFEST_NAME} key 'files'", expected=f"'{name}' in it", found="none", mend=mend)
+            yield problem(f"{MANIFEST_NAME} key 'files'", expected=f"'{name}' in it", found="none", hint=hint)
     for name, entry in manifest.files.items():
         yield from _link_problems(path, name)
-        yield from _one_file_problems(path / name, name, entry, mend, verify_hashes=verify_hashes)
+        yield from _one_file_problems(path / name, name, entry, hint, verify_hashes=verify_hashes)
     for extra in sorted((path / TOKENIZER_DIR).rglob("*")):
         name = extra.relative_to(path).as_posix()
         is_directory = extra.is_dir() and not extra.is_symlink()
         if not is_directory and name not in manifest.files:
-            yield problem(name, expected=f"only files that {MANIFEST_NAME} lists", found="another", mend="Remove it.")
+            yield problem(name, expected=f"only files that {MANIFEST_NAME} lists", found="another", hint="Remove it.")
 
 
 def _link_problems(path: Path, name: str) -> Iterator[str]:
@@ -196,37 +194,37 @@ def _link_problems(path: Path, name: str) -> Iterator[str]:
     where = Path(os.path.realpath(path)) / name
     real = Path(os.path.realpath(where))
     if real != where:
-        mend = "Put a copy of the file in its place."
-        yield problem(name, expected="a file of this directory", found=f"a symbolic link to {real}", mend=mend)
+        hint = "Put a copy of the file in its place."
+        yield problem(name, expected="a file of this directory", found=f"a symbolic link to {real}", hint=hint)
 
 
-def _one_file_problems(file: Path, name: str, entry: EngineFile, mend: str, *, verify_hashes: bool) -> Iterator[str]:
+def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, verify_hashes: bool) -> Iterator[str]:
     if not file.is_file():
-        yield problem(name, expected="a file", found="none", mend=mend)
+        yield problem(name, expected="a file", found="none", hint=hint)
         return
     size_bytes = file.stat().st_size
     if size_bytes != entry.size_bytes:
-        yield problem(name, expected=f"{entry.size_bytes} bytes", found=f"{size_bytes}", mend=mend)
+        yield problem(name, expected=f"{entry.size_bytes} bytes", found=f"{size_bytes}", hint=hint)
     elif verify_hashes or is_hashed(entry):
         with file.open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
         if sha256 != entry.sha256:
-            yield problem(name, expected=f"sha256 {entry.sha256}", found=sha256, mend=mend)
+            yield problem(name, expected=f"sha256 {entry.sha256}", found=sha256, hint=hint)
 
 
-def _header_problems(path: Path, manifest: EngineManifest, mend: str) -> Iterator[str]:
+def _header_problems(path: Path, manifest: EngineManifest, hint: str) -> Iterator[str]:
     expected = tensor_headers(manifest.pretrained_config)
     for rank in range(manifest.pretrained_config.mapping.world_size):
         name = weights_name(rank)
         try:
             found = read_tensor_headers(path / name)
         except ValueError as error:
-            yield problem(name, expected="a safetensors file", found=str(error), mend=mend)
+            yield problem(name, expected="a safetensors file", found=str(error), hint=hint)
             continue
         different = [tensor for tensor in expected | found if expected.get(tensor) != found.get(tensor)]
         for tensor in different[:_MAX_LISTED_TENSORS]:
             want, have = (str(headers.get(tensor, "no such tensor")) for headers in (expected, found))
-            yield problem(f"{name} tensor '{tensor}'", expected=want, found=have, mend=mend)
+            yield problem(f"{name} tensor '{tensor}'", expected=want, found=have, hint=hint)
         if len(different) > _MAX_LISTED_TENSORS:
             yield f"{name}: {len(different) - _MAX_LISTED_TENSORS} more tensors differ"
 
@@ -235,7 +233,7 @@ def _heading(path: Path) -> str:
     return f"engine directory {path}"
 
 
-def _mend(path: Path) -> str:
+def _hint(path: Path) -> str:
     """The command that built the directory, where it still says so."""
     output = shlex.quote(str(path))
     fallback = f"Build it again: dflash-trt build CONFIG.yaml -o {output} --overwrite"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 
 _MAX_HOLDER_BYTES = 256
 
@@ -81,8 +81,8 @@ def _acquire(path: Path, output: Path) -> int:
             holder = os.read(descriptor, _MAX_HOLDER_BYTES).decode(errors="replace") or "an unknown process"
             os.close(descriptor)
             found = f"another build that is writing it ({holder})"
-            mend = "Wait for it, or choose another -o."
-            raise BuildError(problem(f"output {output}", expected="one build", found=found, mend=mend)) from None
+            hint = "Wait for it, or choose another -o."
+            raise BuildError.about(f"output {output}", expected="one build", found=found, hint=hint) from None
         except BaseException:
             os.close(descriptor)
             raise

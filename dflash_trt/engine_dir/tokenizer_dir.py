@@ -57,7 +57,7 @@ def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
     """
     if not files:
         return []
-    mend = "Download the tokenizer again, or remove its files to build an engine of token ids."
+    hint = "Download the tokenizer again, or remove its files to build an engine of token ids."
     problems = []
     for path in files:
         expected = "a JSON object" if path.suffix == ".json" else "UTF-8 text"
@@ -67,14 +67,14 @@ def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
             elif path.suffix == ".jinja":
                 path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            problems.append(problem(path.name, expected=expected, found=str(error), mend=mend))
+            problems.append(problem(path.name, expected=expected, found=str(error), hint=hint))
     if problems:
         return problems
     with TemporaryDirectory(prefix="dflash-trt-tokenizer-") as name:
         for path in files:  # those files and no others: a config.json beside them would choose another class
             (Path(name) / path.name).symlink_to(path.resolve())
         return [
-            problem(file, expected=expected, found=found, mend=mend)
+            problem(file, expected=expected, found=found, hint=hint)
             for file, expected, found in _prove(Path(name), vocab_size)
         ]
 

@@ -205,22 +205,20 @@ class _Storage:
             if error.errno in _FULL:
                 found = f"{self._free_bytes()} bytes ({error.strerror})"
                 raise BuildError(self._full_problem(found)) from error
-            raise BuildError(
-                problem(
-                    f"output {self.output}",
-                    expected="a path that can be written",
-                    found=f"{error.strerror or error} ({error.filename or 'while writing'})",
-                    mend="Check the path and its permissions, or choose another -o.",
-                )
+            raise BuildError.about(
+                f"output {self.output}",
+                expected="a path that can be written",
+                found=f"{error.strerror or error} ({error.filename or 'while writing'})",
+                hint="Check the path and its permissions, or choose another -o.",
             ) from error
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(next(path for path in self.output.parents if path.exists())).free
 
     def _full_problem(self, found: str) -> str:
-        mend = "Free some space, raise the quota, or choose -o on another disk."
+        hint = "Free some space, raise the quota, or choose -o on another disk."
         expected = f"{self._needed_bytes} bytes of free disk space"
-        return problem(f"output {self.output}", expected=expected, found=found, mend=mend)
+        return problem(f"output {self.output}", expected=expected, found=found, hint=hint)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -230,10 +228,10 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         return
     if not is_engine_dir(output):
         found = "a directory that is no engine" if output.is_dir() else "a file"
-        mend = "Choose another -o; only engine directories are ever replaced."
-        raise BuildError(problem(subject, expected="a new path", found=found, mend=mend))
+        hint = "Choose another -o; only engine directories are ever replaced."
+        raise BuildError.about(subject, expected="a new path", found=found, hint=hint)
     if not overwrite:
-        raise BuildError(problem(subject, expected="a new path", found="an engine", mend="Pass --overwrite."))
+        raise BuildError.about(subject, expected="a new path", found="an engine", hint="Pass --overwrite.")
 
 
 def json_bytes(fields: Mapping[str, Any]) -> bytes:

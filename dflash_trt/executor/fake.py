@@ -7,14 +7,7 @@ Drafts are right or wrong on command. No torch.
 
 from collections.abc import Callable, Iterable
 
-from dflash_trt.core.batch import (
-    ExecutorLimits,
-    RequestResult,
-    ScheduledRequest,
-    StepBatch,
-    StepResult,
-    StepSampling,
-)
+from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 
 # Whether the draft for `position` of a request with this seed is right.
 DraftRule = Callable[[int, int], bool]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.backends.base import BackendName, backend_of
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
-from dflash_trt.core.errors import ConfigError, EngineDirError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -79,13 +79,11 @@ def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> in
         ConfigError: the engine cannot draft that many.
     """
     if num_draft_tokens is not None and num_draft_tokens > max_draft_len:
-        raise ConfigError(
-            problem(
-                "num_draft_tokens",
-                expected=f"0 to {max_draft_len}, this engine's max_draft_len",
-                found=str(num_draft_tokens),
-                mend="Pass fewer, or build the engine with a larger max_draft_len.",
-            )
+        raise ConfigError.about(
+            "num_draft_tokens",
+            expected=f"0 to {max_draft_len}, this engine's max_draft_len",
+            found=str(num_draft_tokens),
+            hint="Pass fewer, or build the engine with a larger max_draft_len.",
         )
     return max_draft_len if num_draft_tokens is None else num_draft_tokens
 
@@ -94,8 +92,8 @@ def _resolved_device(engine: EngineDir, device: Device) -> Device:
     if engine.manifest.backend == "torch":
         return "cuda" if _runs_on_gpu(device) else "cpu"
     if device == "cpu":
-        mend = 'Use device "auto", or build the engine with backend torch.'
-        raise ConfigError(problem("device", expected="a GPU, for a TensorRT engine", found="cpu", mend=mend))
+        hint = 'Use device "auto", or build the engine with backend torch.'
+        raise ConfigError.about("device", expected="a GPU, for a TensorRT engine", found="cpu", hint=hint)
     return "cuda"
 
 
@@ -106,9 +104,9 @@ def _runs_on_gpu(device: Device) -> bool:
     if device == "cpu" or (device == "auto" and not has_gpu):
         return False
     if not has_gpu:
-        mend = 'Install a PyTorch with CUDA on a machine with an NVIDIA GPU, or use device "cpu".'
-        raise ConfigError(problem("device", expected="a CUDA GPU that PyTorch can use", found="none", mend=mend))
+        hint = 'Install a PyTorch with CUDA on a machine with an NVIDIA GPU, or use device "cpu".'
+        raise ConfigError.about("device", expected="a CUDA GPU that PyTorch can use", found="none", hint=hint)
     if find_spec("triton") is None:
-        mend = 'Install triton 3.6 or newer, or use device "cpu".'
-        raise ConfigError(problem("device", expected="Triton, which the GPU's kernels need", found="none", mend=mend))
+        hint = 'Install triton 3.6 or newer, or use device "cpu".'
+        raise ConfigError.about("device", expected="Triton, which the GPU's kernels need", found="none", hint=hint)
     return True

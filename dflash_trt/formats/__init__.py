@@ -1,1 +1,1 @@
-"""Weight formats: what their tensors are, how they are packed and read."""
+"""Weight formats: what their tensors are, how they are quantized and read."""

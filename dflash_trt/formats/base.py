@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.dtype import DType, num_bytes_of
-from dflash_trt.core.errors import CheckpointError, problem
+from dflash_trt.core.errors import CheckpointError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -49,7 +49,7 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedWeight(Generic[T]):
+class QuantizedWeight(Generic[T]):
     """Fields that all formats share; a format's own class adds its codes."""
 
     segments: tuple[int, ...]  # rows per stacked linear
@@ -62,13 +62,13 @@ class PackedWeight(Generic[T]):
         found = {name: getattr(self, name) for name in (*own, *PER_SEGMENT)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def map_tensors(self, change: Callable[[str, T], U]) -> PackedWeight[U]:
+    def map_tensors(self, change: Callable[[str, T], U]) -> QuantizedWeight[U]:
         """The same weight with `change(field name, tensor)` in place of every tensor."""
         changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
-        return cast("PackedWeight[U]", replace(self, **changed))
+        return cast("QuantizedWeight[U]", replace(self, **changed))
 
 
-def slice_packed(weight: PackedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> PackedWeight[T]:
+def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> QuantizedWeight[T]:
     """Whole segments of a matrix: rows start .. stop - 1, which must lie between segment boundaries."""
     edges = [0]
     for rows in weight.segments:
@@ -86,7 +86,7 @@ class WeightFormat(ABC):
     """One format: layout, arithmetic, the hardware it needs, and the checkpoints it is read from."""
 
     name: ClassVar[str]
-    weight_type: ClassVar[type[PackedWeight[Any]]]
+    weight_type: ClassVar[type[QuantizedWeight[Any]]]
     first_capability: ClassVar[tuple[int, int] | None]  # CUDA's, of a GPU that computes in it; None: any
     instead: ClassVar[str]  # hint for a GPU that does not
     has_input_scale: ClassVar[bool]  # activations are quantized, too, with static scales from calibration
@@ -102,23 +102,23 @@ class WeightFormat(ABC):
         """Tensors by field of a weight of this shape, in the order of the file."""
 
     @abstractmethod
-    def unscaled(self, weight: PackedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
         """W [..., out, in] without `weight_scale`; exact in float32 and bfloat16."""
 
     @abstractmethod
-    def pack_matrix(
+    def quantize_matrix(
         self,
         weight: Tensor,  # [out, in], float
         *,
         segments: Sequence[int],
         weight_amax: Tensor,  # float32 [segments]
         input_amax: Tensor | None,  # float32 [segments]; None for weight-only formats
-    ) -> PackedWeight[Tensor]:
-        """`pack` without experts; ranges are checked."""
+    ) -> QuantizedWeight[Tensor]:
+        """`quantize` without experts; ranges are checked."""
 
-    def pack(
+    def quantize(
         self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
-    ) -> PackedWeight[Tensor]:
+    ) -> QuantizedWeight[Tensor]:
         """Quantize [..., out, in] with the ranges [..., segments] of its segments.
 
         Raises:
@@ -129,19 +129,19 @@ class WeightFormat(ABC):
             _require_ranges(input_amax, "activation")
         assert (input_amax is not None) == self.has_input_scale
         if weight.dim() == 2:
-            return self.pack_matrix(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
+            return self.quantize_matrix(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
         experts = [
-            self.pack(w, segments=segments, weight_amax=weight_amax[i], input_amax=_item(input_amax, i))
+            self.quantize(w, segments=segments, weight_amax=weight_amax[i], input_amax=_item(input_amax, i))
             for i, w in enumerate(weight)
         ]
         return _stacked(experts)
 
-    def dequantize(self, weight: PackedWeight[Tensor]) -> Tensor:
+    def dequantize(self, weight: QuantizedWeight[Tensor]) -> Tensor:
         """W [..., out, in] in float32, exact."""
         return self.unscaled(weight, torch.float32) * row_scale(weight)[..., None]
 
-    def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> PackedWeight[T]:
-        """The reverse of `PackedWeight.tensors`."""
+    def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> QuantizedWeight[T]:
+        """The reverse of `QuantizedWeight.tensors`."""
         return self.weight_type(segments=segments, **{"input_scale": None, **tensors})
 
 
@@ -150,7 +150,7 @@ def tensor_name(linear: str, field_name: str) -> str:
     return linear if field_name == "codes" else f"{linear}.{field_name}"
 
 
-def row_scale(weight: PackedWeight[Tensor]) -> Tensor:  # float32 [..., out]
+def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out]
     """`weight_scale`, repeated for the rows of each segment."""
     scale = weight.weight_scale
     return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)
@@ -162,7 +162,7 @@ def segment_amax(weight: Tensor, segments: Sequence[int]) -> Tensor:  # float32 
     return torch.stack([part.abs().amax(dim=(-2, -1)) for part in parts], dim=-1).float()
 
 
-def _stacked(weights: Sequence[PackedWeight[Tensor]]) -> PackedWeight[Tensor]:
+def _stacked(weights: Sequence[QuantizedWeight[Tensor]]) -> QuantizedWeight[Tensor]:
     tensors = [weight.tensors() for weight in weights]
     return weights[0].map_tensors(lambda name, _: torch.stack([each[name] for each in tensors]))
 
@@ -175,7 +175,5 @@ def _require_ranges(amax: Tensor, subject: str) -> None:
     if bool((amax.isfinite() & (amax > 0)).all()):
         return
     found = ", ".join(f"{value:g}" for value in amax.flatten().tolist())
-    mend = "Check the checkpoint and the calibration prompts, or keep this linear plain with an override."
-    raise CheckpointError(
-        problem(f"{subject} ranges", expected="finite and positive magnitudes", found=found, mend=mend)
-    )
+    hint = "Check the checkpoint and the calibration prompts, or keep this linear plain with an override."
+    raise CheckpointError.about(f"{subject} ranges", expected="finite and positive magnitudes", found=found, hint=hint)

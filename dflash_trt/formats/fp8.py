@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, PackedWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Weight(PackedWeight[T]):
+class Fp8Weight(QuantizedWeight[T]):
     """Per-segment scale: TensorRT's dequantization over axis 0 takes it repeated per row."""
 
     codes: T  # float8_e4m3fn [..., out, in]
@@ -39,9 +39,9 @@ class Fp8(WeightFormat):
         scales = TensorLayout("float32", (*shape[:-2], num_segments))
         return {"codes": TensorLayout("float8_e4m3fn", shape), "weight_scale": scales, "input_scale": scales}
 
-    def pack_matrix(
+    def quantize_matrix(
         self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
-    ) -> PackedWeight[Tensor]:
+    ) -> QuantizedWeight[Tensor]:
         scale = weight_amax.float() / E4M3_MAX
         parts = torch.split(weight, list(segments))
         return Fp8Weight(
@@ -52,7 +52,7 @@ class Fp8(WeightFormat):
             codes=torch.cat([e4m3(part / scale[s]) for s, part in enumerate(parts)]),
         )
 
-    def unscaled(self, weight: PackedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
         assert isinstance(weight, Fp8Weight)
         values: Tensor = weight.codes.to(dtype)
         return values

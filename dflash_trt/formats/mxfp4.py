@@ -1,7 +1,7 @@
 """MXFP4 experts, as gpt-oss is published: the numbers behind the codes.
 
 A block is 32 E2M1 values along the input features, two to a byte, low nibble first, with one E8M0 scale (OCP
-Microscaling Formats, v1.0). Same results as `transformers.integrations.mxfp4.convert_moe_packed_tensors`.
+Microscaling Formats, v1.0). Same results as `transformers.integrations.mxfp4.convert_moe_quantized_tensors`.
 """
 
 import torch

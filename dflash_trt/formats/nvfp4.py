@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, PackedWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
 
 E2M1_MAX: Final = 6.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by magnitude index; the sign is bit 3
@@ -29,7 +29,7 @@ _ROWS_AT_ONCE = 4096  # keeps the float32 intermediates of a large weight small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nvfp4Weight(PackedWeight[T]):
+class Nvfp4Weight(QuantizedWeight[T]):
     """W4A4, or W4A16 when `input_scale` is None. `in` is a multiple of 16."""
 
     codes: T  # uint8 [..., out, in / 2], two codes per byte, the even column in the low nibble
@@ -56,9 +56,9 @@ class Nvfp4WeightOnly(WeightFormat):
             "weight_scale": TensorLayout("float32", (*shape[:-2], num_segments)),
         }
 
-    def pack_matrix(
+    def quantize_matrix(
         self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
-    ) -> PackedWeight[Tensor]:
+    ) -> QuantizedWeight[Tensor]:
         scale = weight_amax.float() / (E2M1_MAX * E4M3_MAX)
         parts = [_codes(part, scale[s]) for s, part in enumerate(torch.split(weight, list(segments)))]
         return Nvfp4Weight(
@@ -69,7 +69,7 @@ class Nvfp4WeightOnly(WeightFormat):
             block_scale=torch.cat([block_scale for _, block_scale in parts]),
         )
 
-    def unscaled(self, weight: PackedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
         """Exact in bfloat16 too, for a code times a block scale has 6 significant bits."""
         assert isinstance(weight, Nvfp4Weight)
         codes, block_scale = weight.codes.flatten(0, -2), weight.block_scale.flatten(0, -2)
@@ -101,7 +101,7 @@ class Nvfp4(Nvfp4WeightOnly):
 
 
 def e2m1_values(codes: Tensor) -> Tensor:  # uint8 [N, in / 2] -> float32 [N, in]
-    """Numbers that packed nibbles stand for."""
+    """Numbers that quantized nibbles stand for."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     nibbles = torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)  # column 2j is the low nibble of byte j
     return table[nibbles.int()]

@@ -14,7 +14,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.weight_spec import WeightTable, is_linear, segments_of
-from dflash_trt.formats.base import PackedWeight, TensorLayout, WeightFormat, tensor_name
+from dflash_trt.formats.base import QuantizedWeight, TensorLayout, WeightFormat, tensor_name
 
 
 @cache
@@ -29,7 +29,7 @@ def weight_format(name: str) -> WeightFormat:
     return weight_formats()[name]
 
 
-def format_of(weight: PackedWeight[Tensor]) -> WeightFormat:
+def format_of(weight: QuantizedWeight[Tensor]) -> WeightFormat:
     """Format of a weight as an engine stores it; a weight-only one may share the arithmetic of another."""
     known = [item for item in weight_formats().values() if type(weight) is item.weight_type]
     has_input_scale = weight.input_scale is not None
@@ -45,7 +45,7 @@ def format_with(fields: Iterable[str]) -> WeightFormat:
     raise AssertionError(f"no format has {sorted(wanted)}")
 
 
-def dequantize(weight: PackedWeight[Tensor]) -> Tensor:  # float32 [..., out, in]
+def dequantize(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out, in]
     """The numbers that a quantized weight stands for, exact."""
     return format_of(weight).dequantize(weight)
 
@@ -57,23 +57,23 @@ def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[s
     return {tensor_name(name, field_name): tensor for field_name, tensor in layout.items()}
 
 
-def split_packed(
+def split_quantized(
     tensors: Mapping[str, Tensor], table: WeightTable, linears: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, PackedWeight[Tensor]]]:
-    """An engine's tensors as plain ones and packed weights; `table` is that of the tensors' rank.
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight[Tensor]]]:
+    """An engine's tensors as plain ones and quantized weights; `table` is that of the tensors' rank.
 
     Raises KeyError on a missing tensor: the engine directory has proven them before.
     """
-    plain, packed = dict(tensors), {}
+    plain, quantized = dict(tensors), {}
     for name, format_name in linears.items():
         known, spec = weight_format(format_name), table[name]
         names = {key: tensor_name(name, key) for key in known.layout(spec.shape, len(segments_of(spec)))}
-        packed[name] = known.weight_of(segments_of(spec), {key: plain.pop(stored) for key, stored in names.items()})
-    return plain, packed
+        quantized[name] = known.weight_of(segments_of(spec), {key: plain.pop(stored) for key, stored in names.items()})
+    return plain, quantized
 
 
-def engine_tensors(name: str, weight: PackedWeight[Tensor]) -> dict[str, Tensor]:
-    """A packed weight under canonical names, in the order of the file."""
+def engine_tensors(name: str, weight: QuantizedWeight[Tensor]) -> dict[str, Tensor]:
+    """A quantized weight under canonical names, in the order of the file."""
     return {tensor_name(name, key): tensor for key, tensor in weight.tensors().items()}
 
 

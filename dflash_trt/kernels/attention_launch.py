@@ -12,15 +12,7 @@ from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
-from dflash_trt.kernels.launch_rules import (
-    ANY_ROWS,
-    NO_WINDOW,
-    max_lag,
-    max_lead,
-    num_partials,
-    num_stats,
-    work_slots,
-)
+from dflash_trt.kernels.launch_rules import ANY_ROWS, NO_WINDOW, max_lag, max_lead, num_partials, num_stats, work_slots
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 from dflash_trt.kernels.variant import next_power_of_2, request_capacity
 
@@ -92,7 +84,7 @@ def tile_rows(query_rows: int, heads_per_kv: int) -> int:
         "query heads of one K/V head",
         expected=f"at most {TILES[-1]}",
         found=heads_per_kv,
-        mend="No tile holds a single row of more.",
+        hint="No tile holds a single row of more.",
     )
     return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
 
@@ -164,14 +156,14 @@ def attend_pages(
     with large ones for the prefill chunks, each skipping the other's requests on the device.
     """
     num_requests = len(requests.context_lens)
-    check(num_requests > 0, "requests", expected="at least one", found=0, mend="Launch nothing for an empty step.")
-    check(options.is_causal, "is_causal", expected="True", found=False, mend="Only a draft block looks ahead.")
+    check(num_requests > 0, "requests", expected="at least one", found=0, hint="Launch nothing for an empty step.")
+    check(options.is_causal, "is_causal", expected="True", found=False, hint="Only a draft block looks ahead.")
     check(
         not options.is_window_anchored,
         "is_window_anchored",
         expected="False",
         found=True,
-        mend="Only a draft block has an anchor.",
+        hint="Only a draft block has an anchor.",
     )
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     launch = _Launch.of(q, pages, requests, options, workspace, attended)
@@ -203,7 +195,7 @@ def attend_draft(
         "q",
         expected=f"the same number of rows for each of {num_requests} requests",
         found=f"{len(q)} rows",
-        mend="Every request has S block slots.",
+        hint="Every request has S block slots.",
     )
     for name, tensor in zip(("block_k", "block_v"), block, strict=True):
         shape = [len(q), pages.shape[3], pages.shape[4]]
@@ -247,19 +239,14 @@ class _Launch:
             "q",
             expected=f"a multiple of {pages.shape[3]} heads",
             found=heads,
-            mend="Query heads share K/V heads evenly.",
+            hint="Query heads share K/V heads evenly.",
         )
         if options.sinks is not None:
             check_tensor("sinks", options.sinks, dtype=torch.float32, shape=[heads])
         return cls(q=q, pages=pages, requests=requests, options=options, workspace=workspace, attended=attended)
 
     def run(
-        self,
-        *,
-        query_rows: int,
-        block: tuple[Tensor, Tensor] | None,
-        min_rows: int = 1,
-        max_rows: int = ANY_ROWS,
+        self, *, query_rows: int, block: tuple[Tensor, Tensor] | None, min_rows: int = 1, max_rows: int = ANY_ROWS
     ) -> None:
         """Both kernels with the tile for `query_rows`, over the requests with min_rows to max_rows rows."""
         kv_heads, head_dim = self.pages.shape[3:]
@@ -274,11 +261,7 @@ class _Launch:
             min_rows=min_rows,
             max_rows=max_rows,
             constants=attention_constants(
-                tile=tile,
-                head_dim=head_dim,
-                dtype=self.q.dtype,
-                max_requests=num_requests,
-                has_block=block is not None,
+                tile=tile, head_dim=head_dim, dtype=self.q.dtype, max_requests=num_requests, has_block=block is not None
             ),
         )
         partials, stats = self._partials(part)
@@ -359,7 +342,7 @@ class _Launch:
             "workspace",
             expected=f"at least {size.num_elements} elements",
             found=len(self.workspace),
-            mend="Make it with allocate_workspace for these heads.",
+            hint="Make it with allocate_workspace for these heads.",
         )
         return self.workspace[: size.num_partials], self.workspace[size.num_partials : size.num_elements]
 

@@ -48,11 +48,7 @@ class DraftLayers:
 
 
 def stack_draft_layers(
-    pages: Sequence[Tensor],
-    *,
-    k_norms: Sequence[Tensor] | None,
-    k_scales: Sequence[float],
-    v_scales: Sequence[float],
+    pages: Sequence[Tensor], *, k_norms: Sequence[Tensor] | None, k_scales: Sequence[float], v_scales: Sequence[float]
 ) -> DraftLayers:
     """Made once per engine: page pools stay where they are."""
     first = pages[0]
@@ -62,7 +58,7 @@ def stack_draft_layers(
         "draft pages",
         expected="pools of one shape, 64 bytes aligned to each other",
         found=[tuple(tensor.shape) for tensor in pages],
-        mend="Allocate each pool on its own, or all in one tensor.",
+        hint="Allocate each pool on its own, or all in one tensor.",
     )
     is_scaled = any(scale != 1.0 for scale in (*k_scales, *v_scales))
     scales = (2.0, 2.0) if is_scaled else (1.0, 1.0)
@@ -95,7 +91,7 @@ def rotate_and_store(
     _check_rows(q, k, v, positions, rotation)
     num_requests = len(requests.page_table)
     check_pages(pages, dtype=k.dtype, head_dim=k.shape[2], scales=(k_scale, v_scale))
-    check(pages.shape[3] == k.shape[1], "k", expected=f"{pages.shape[3]} heads", found=k.shape[1], mend="As in pages.")
+    check(pages.shape[3] == k.shape[1], "k", expected=f"{pages.shape[3]} heads", found=k.shape[1], hint="As in pages.")
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
     if limits is not None:
@@ -190,7 +186,7 @@ def _check_rows(q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, rotat
         if weight is not None:
             check_tensor(name, weight, dtype=k.dtype, shape=[head_dim])
     has_both = (rotation.q_norm is None) == (rotation.k_norm is None)
-    check(has_both, "rotation", expected="both norms or neither", found="one", mend="No model norms only one.")
+    check(has_both, "rotation", expected="both norms or neither", found="one", hint="No model norms only one.")
 
 
 def _head_blocks(num_heads: int) -> int:

@@ -38,20 +38,20 @@ def check_pages(pages: Tensor, *, dtype: torch.dtype, head_dim: int, scales: tup
     check_tensor("pages", pages, dtype=(dtype, torch.float8_e4m3fn), shape=[None, 2, None, None, head_dim])
     page_size = pages.shape[2]
     is_power = page_size & (page_size - 1) == 0
-    check(is_power, "page_size", expected="a power of two", found=page_size, mend="Build with 16, 32 or 64.")
+    check(is_power, "page_size", expected="a power of two", found=page_size, hint="Build with 16, 32 or 64.")
     check(
         pages.dtype == torch.float8_e4m3fn or scales == (1.0, 1.0),
         "k_scale, v_scale",
         expected="1.0 for pages that are not FP8",
         found=scales,
-        mend="Scales belong to FP8 pages.",
+        hint="Scales belong to FP8 pages.",
     )
 
 
-def check(is_right: bool, name: str, *, expected: str, found: object, mend: str) -> None:
+def check(is_right: bool, name: str, *, expected: str, found: object, hint: str) -> None:
     if not is_right:
-        _refuse(name, expected, str(found), mend)
+        _refuse(name, expected, str(found), hint)
 
 
-def _refuse(name: str, expected: str, found: str, mend: str) -> None:
-    raise ValueError(problem(name, expected=expected, found=found, mend=mend))
+def _refuse(name: str, expected: str, found: str, hint: str) -> None:
+    raise ValueError(problem(name, expected=expected, found=found, hint=hint))

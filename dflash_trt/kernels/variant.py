@@ -84,6 +84,6 @@ def request_capacity(num_requests: int) -> int:
         "requests in a step",
         expected=f"at most {MAX_REQUESTS}",
         found=num_requests,
-        mend="Build the engine with a smaller max_batch_size.",
+        hint="Build the engine with a smaller max_batch_size.",
     )
     return next(capacity for capacity in _CAPACITIES if capacity >= num_requests)

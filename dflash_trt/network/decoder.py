@@ -43,7 +43,7 @@ def bind_layer(tensors: RankTensors[T], prefix: str, spec: LayerSpec, *, kv: Lin
 
 def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     """Raises KeyError on a missing tensor."""
-    has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.packed
+    has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.quantized
     return TargetWeights(
         embedding=tensors["target.embedding"],
         layers=tuple(bind_layer(tensors, f"target.layers.{i}", layer) for i, layer in enumerate(spec.layers)),

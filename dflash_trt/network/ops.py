@@ -14,16 +14,16 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.core.state_spec import PagedKv
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear(Generic[T]):
-    """y = x @ weight.T + bias; weight [out, in], bias [out]. A packed weight also says how x is quantized."""
+    """y = x @ weight.T + bias; weight [out, in], bias [out]. A quantized weight also says how x is quantized."""
 
-    weight: T | PackedWeight[T]
+    weight: T | QuantizedWeight[T]
     bias: T | None = None
     name: str = ""  # of the canonical weight
     first_row: int = 0  # of the canonical weight, for a slice of it

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.formats.base import PackedWeight, slice_packed
+from dflash_trt.formats.base import QuantizedWeight, slice_quantized
 from dflash_trt.network.ops import Linear, T
 
 _Weights = TypeVar("_Weights")
@@ -14,7 +14,7 @@ _Weights = TypeVar("_Weights")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTensors(Generic[T]):
-    """`packed` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
+    """`quantized` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
 
     `slice_rows(tensor, start, stop)` should not copy. A missing tensor is a KeyError: the engine directory has proven
     the table before.
@@ -22,7 +22,7 @@ class RankTensors(Generic[T]):
 
     plain: AbcMapping[str, T]
     slice_rows: Callable[[T, int, int], T]
-    packed: AbcMapping[str, PackedWeight[T]] = field(default_factory=dict)
+    quantized: AbcMapping[str, QuantizedWeight[T]] = field(default_factory=dict)
     mapping: Mapping = field(default_factory=Mapping)
 
     def __getitem__(self, name: str) -> T:
@@ -32,7 +32,7 @@ class RankTensors(Generic[T]):
         return self.plain.get(name)
 
     def linear(self, name: str) -> Linear[T]:
-        weight = self.packed[name] if name in self.packed else self.plain[name]
+        weight = self.quantized[name] if name in self.quantized else self.plain[name]
         return Linear(weight=weight, bias=self.plain.get(f"{name}_bias"), name=name)
 
     def summed_linear(self, name: str) -> Linear[T]:
@@ -42,9 +42,9 @@ class RankTensors(Generic[T]):
 
     def rows_of(self, linear: Linear[T], start: int, stop: int) -> Linear[T]:
         """The output features [start, stop) of a linear, as one of its own."""
-        weight: T | PackedWeight[T]
-        if isinstance(linear.weight, PackedWeight):
-            weight = slice_packed(linear.weight, start, stop, self.slice_rows)
+        weight: T | QuantizedWeight[T]
+        if isinstance(linear.weight, QuantizedWeight):
+            weight = slice_quantized(linear.weight, start, stop, self.slice_rows)
         else:
             weight = self.slice_rows(linear.weight, start, stop)
         bias = None if linear.bias is None else self.slice_rows(linear.bias, start, stop)

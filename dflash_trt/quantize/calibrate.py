@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.formats.registry import weight_format
 
 
@@ -35,9 +35,9 @@ class LinearBank(nn.Module):
             ConfigError: x has values that are not finite.
         """
         if not bool(torch.isfinite(x).all()):
-            mend = "Check the checkpoint; a bfloat16 or float32 `dtype` has the range that float16 lacks."
+            hint = "Check the checkpoint; a bfloat16 or float32 `dtype` has the range that float16 lacks."
             subject = f"calibration: the input of {name}"
-            raise ConfigError(problem(subject, expected="finite values", found="NaN or infinity", mend=mend))
+            raise ConfigError.about(subject, expected="finite values", found="NaN or infinity", hint=hint)
         out: Tensor = self.linears[_key(name)](x)
         return out
 
@@ -85,25 +85,25 @@ def _import_modelopt() -> Any:
             warnings.simplefilter("ignore")
             import modelopt
     except ImportError as error:
-        mend = (
+        hint = (
             "Install it with `pip install 'dflash-trt[quantize]'`, use a weight-only format, or build from a "
             "checkpoint that ModelOpt has quantized already."
         )
         subject = "calibration"
-        raise ConfigError(problem(subject, expected="NVIDIA ModelOpt", found=str(error), mend=mend)) from error
+        raise ConfigError.about(subject, expected="NVIDIA ModelOpt", found=str(error), hint=hint) from error
     return modelopt
 
 
 def _range_of(name: str, quantizer: Any) -> float:
     amax = quantizer.amax
     if amax is None:
-        subject, mend = f"calibration: {name}", "Give more prompts, or longer ones."
-        raise ConfigError(problem(subject, expected="activations", found="none", mend=mend))
+        subject, hint = f"calibration: {name}", "Give more prompts, or longer ones."
+        raise ConfigError.about(subject, expected="activations", found="none", hint=hint)
     value = float(amax.float().max())
     if not 0.0 < value < float("inf"):
-        mend = "Give more prompts, or keep this linear plain with an override."
+        hint = "Give more prompts, or keep this linear plain with an override."
         subject = f"calibration: the input of {name}"
-        raise ConfigError(problem(subject, expected="a finite, positive range", found=f"{value:g}", mend=mend))
+        raise ConfigError.about(subject, expected="a finite, positive range", found=f"{value:g}", hint=hint)
     return value
 
 

@@ -37,8 +37,8 @@ def calibration_prompts(
             prompts.append(token_ids[: config.max_prompt_tokens])
     raise_all(ConfigError, "calibration prompts", problems[:_MAX_LISTED])
     if not prompts:
-        mend = 'Write one JSON object per line, for example {"prompt": "Once upon a time"}.'
-        raise ConfigError(problem(str(path), expected="prompts of 2 tokens or more", found="none", mend=mend))
+        hint = 'Write one JSON object per line, for example {"prompt": "Once upon a time"}.'
+        raise ConfigError.about(str(path), expected="prompts of 2 tokens or more", found="none", hint=hint)
     return prompts
 
 
@@ -46,8 +46,8 @@ def _rows(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]
     try:
         lines = path.read_bytes().decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        mend = "Check the path, or leave it out to use the prompts that come with the package."
-        raise ConfigError(problem(str(path), expected="a JSONL file", found=str(error), mend=mend)) from error
+        hint = "Check the path, or leave it out to use the prompts that come with the package."
+        raise ConfigError.about(str(path), expected="a JSONL file", found=str(error), hint=hint) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -59,16 +59,16 @@ def _rows(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]
             found = "another row"
         if not isinstance(row, dict) or sum(field in row for field in _FIELDS) != 1:
             expected = f"a JSON object with one of {', '.join(_FIELDS)}"
-            problems.append(problem(f"{path} line {number}", expected=expected, found=found, mend="Correct the line."))
+            problems.append(problem(f"{path} line {number}", expected=expected, found=found, hint="Correct the line."))
             continue
         yield number, row
 
 
 def _tokenizer(directory: Path | None, path: Path) -> Any:
     if directory is None:
-        mend = "Give rows of prompt_token_ids, or add the tokenizer's files to the target."
+        hint = "Give rows of prompt_token_ids, or add the tokenizer's files to the target."
         subject = f"calibration prompts {path}"
-        raise ConfigError(problem(subject, expected="a target with a tokenizer", found="none", mend=mend))
+        raise ConfigError.about(subject, expected="a target with a tokenizer", found="none", hint=hint)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -85,10 +85,10 @@ def _token_ids(row: dict[str, Any], tokenizer: Any, subject: str, vocab_size: in
             token_ids = tokenizer.encode(row["prompt"])
     except Exception as error:  # noqa: BLE001 - tokenizers and chat templates raise whatever their parsers raise
         found = f"{type(error).__name__}: {error}"
-        problems.append(problem(subject, expected="a prompt to tokenize", found=found, mend="Correct the line."))
+        problems.append(problem(subject, expected="a prompt to tokenize", found=found, hint="Correct the line."))
         return []
     if any(not 0 <= token_id < vocab_size for token_id in token_ids):
         expected, found = f"token ids below the target's vocab_size {vocab_size}", "others"
-        problems.append(problem(subject, expected=expected, found=found, mend="Use the target's own tokenizer."))
+        problems.append(problem(subject, expected=expected, found=found, hint="Use the target's own tokenizer."))
         return []
     return token_ids

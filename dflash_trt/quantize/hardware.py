@@ -14,5 +14,5 @@ def require_hardware(formats: Mapping[str, str], capability: tuple[int, int]) ->
         if first is not None and name in formats.values() and capability < first:
             expected = f"a GPU of compute capability {first[0]}.{first[1]} or later"
             found = f"{capability[0]}.{capability[1]}"
-            problems.append(problem(f"format {name}", expected=expected, found=found, mend=known.instead))
+            problems.append(problem(f"format {name}", expected=expected, found=found, hint=known.instead))
     raise_all(ConfigError, "quantization", problems)

@@ -15,12 +15,7 @@ from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
-from dflash_trt.core.quantization import (
-    FormatChoice,
-    LayerKvScales,
-    QuantizationConfig,
-    QuantizationSpec,
-)
+from dflash_trt.core.quantization import FormatChoice, LayerKvScales, QuantizationConfig, QuantizationSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
@@ -40,12 +35,12 @@ class PlannedLinear:
     is_stored: bool = False
 
     @property
-    def is_to_be_packed(self) -> bool:
+    def is_to_be_quantized(self) -> bool:
         return self.format is not None and not self.is_stored
 
     @property
     def needs_activations(self) -> bool:
-        return self.is_to_be_packed and weight_format(self.format or "").has_input_scale
+        return self.is_to_be_quantized and weight_format(self.format or "").has_input_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +111,7 @@ class QuantizationPlan:
 def make_plan(
     config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None, stored: QuantizationSpec
 ) -> QuantizationPlan:
-    """Resolve what was asked for; linears that the checkpoint holds packed stay as they are.
+    """Resolve what was asked for; linears that the checkpoint holds quantized stay as they are.
 
     Raises:
         ConfigError: an override that matches nothing, a shape that a format cannot hold, a choice that contradicts
@@ -145,7 +140,7 @@ def make_plan(
 
 
 def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
-    """Why packed linears cannot be cut for so many ranks; empty when they can."""
+    """Why quantized linears cannot be cut for so many ranks; empty when they can."""
     problems = []
     for linear in plan.linears:
         if linear.spec.sharding != "columns" or linear.format is None:
@@ -155,8 +150,8 @@ def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
             expected = f"input features per rank in blocks of {block} for {linear.format}"
             found = f"{columns} with tp_size {tp_size}"
-            mend = f"Choose a smaller tp_size{override}."
-            problems.append(problem(linear.name, expected=expected, found=found, mend=mend))
+            hint = f"Choose a smaller tp_size{override}."
+            problems.append(problem(linear.name, expected=expected, found=found, hint=hint))
     return problems
 
 
@@ -181,7 +176,7 @@ def is_expert(name: str) -> bool:
 
 
 def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, str]:
-    """Heads that exist only as packed copies. A pattern makes none: only a choice, or an override by full name."""
+    """Heads that exist only as quantized copies. A pattern makes none: only a choice, or an override by full name."""
     choices = {"target.lm_head": config.lm_head}
     if draft is not None:
         choices["draft.lm_head"] = config.draft_lm_head
@@ -221,13 +216,13 @@ def _planned(name: str, spec: WeightSpec, asked: FormatChoice, stored: Quantizat
 def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[str]:
     name, columns = planned.name, planned.spec.shape[1]
     if planned.is_stored and asked not in ("none", planned.format):
-        mend = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
-        yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, mend=mend)
+        hint = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
+        yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, hint=hint)
     elif planned.format is not None and columns % weight_format(planned.format).columns_per_block:
-        mend = f"Add the override '{name}: fp8' or '{name}: none'."
+        hint = f"Add the override '{name}: fp8' or '{name}: none'."
         block = weight_format(planned.format).columns_per_block
         expected = f"input features in blocks of {block} for {planned.format}"
-        yield problem(name, expected=expected, found=str(columns), mend=mend)
+        yield problem(name, expected=expected, found=str(columns), hint=hint)
 
 
 def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
@@ -238,8 +233,8 @@ def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
     for part, choice in parts.items():
         if choice not in (None, *known):
             nearest = nearest_name(str(choice), known)
-            mend = f"Did you mean '{nearest}'?" if nearest else "Choose one of them."
-            yield problem(f"format of {part}", expected=", ".join(known), found=str(choice), mend=mend)
+            hint = f"Did you mean '{nearest}'?" if nearest else "Choose one of them."
+            yield problem(f"format of {part}", expected=", ".join(known), found=str(choice), hint=hint)
 
 
 def _config_problems(
@@ -251,21 +246,21 @@ def _config_problems(
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         if any(fnmatchcase(name, pattern) for name in table if is_expert(name)):
-            mend = "Remove the override: quantizing experts is not implemented, they stay in the engine's dtype."
+            hint = "Remove the override: quantizing experts is not implemented, they stay in the engine's dtype."
             subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear", found="only experts", mend=mend)
+            yield problem(subject, expected="a pattern that matches a linear", found="only experts", hint=hint)
         else:
             nearest = nearest_name(pattern, names)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
-            mend = f"{hint}`dflash-trt build` prints the names in its plan."
+            hint = f"{hint}`dflash-trt build` prints the names in its plan."
             subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear", found="no match", mend=mend)
+            yield problem(subject, expected="a pattern that matches a linear", found="no match", hint=hint)
     choices = (config.drafter, config.draft_kv_cache, config.draft_lm_head)
     if draft is None and any(choice not in (None, "none") for choice in choices):
         subject, found = "quantization", "a choice for the drafter"
-        yield problem(subject, expected="no drafter choices, for there is no drafter", found=found, mend="Remove it.")
+        yield problem(subject, expected="no drafter choices, for there is no drafter", found=found, hint="Remove it.")
     stored_head = stored.linears.get("target.lm_head")
     if config.draft_lm_head != "none" and "draft.lm_head" not in stored.linears and stored_head is not None:
-        mend = "Leave draft_lm_head out: the drafter uses the target's head."
+        hint = "Leave draft_lm_head out: the drafter uses the target's head."
         found = f"{config.draft_lm_head}, but the target's head is {stored_head} already"
-        yield problem("draft_lm_head", expected="none", found=found, mend=mend)
+        yield problem("draft_lm_head", expected="none", found=found, hint=hint)

@@ -1,6 +1,6 @@
 """The weights of an engine, one at a time: tensors of the checkpoints in, the engine's tensors out.
 
-Packs what the plan says, keeps what a checkpoint holds packed, and adds the packed copies of the head.
+Packs what the plan says, keeps what a checkpoint holds quantized, and adds the quantized copies of the head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.core.weight_spec import segments_of
-from dflash_trt.formats.base import PackedWeight, segment_amax
+from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
@@ -42,22 +42,22 @@ def engine_stream(
     planned = {linear.name: linear for linear in plan.linears}
     copies = _copies(plan)
     head, uncut = _head(plan), whole_weights(plan)
-    table, packed_copies = plan.table(), dict[str, Tensor]()
+    table, quantized_copies = plan.table(), dict[str, Tensor]()
     for name, tensor in joined(tensors, dtype=dtype):
         if name == head:
             for linear in copies:
-                packed_copies |= _packed_share(linear, tensor, calibration, mapping)
+                quantized_copies |= _quantized_shard(linear, tensor, calibration, mapping)
         known = planned.get(name)
-        if known is not None and known.is_to_be_packed:
-            yield from _packed_share(known, tensor, calibration, mapping).items()
+        if known is not None and known.is_to_be_quantized:
+            yield from _quantized_shard(known, tensor, calibration, mapping).items()
         else:
             yield name, shard(tensor, table[name], mapping) if name in uncut else tensor
-    yield from packed_copies.items()
+    yield from quantized_copies.items()
 
 
 def whole_weights(plan: QuantizationPlan) -> frozenset[str]:
     """What has to be read whole on every rank: the ranges of a weight are those of all of it."""
-    names = {linear.name for linear in plan.linears if linear.is_to_be_packed}
+    names = {linear.name for linear in plan.linears if linear.is_to_be_quantized}
     return frozenset(names | ({_head(plan)} if _copies(plan) else set()))
 
 
@@ -71,11 +71,11 @@ def _head(plan: QuantizationPlan) -> str:
     return "target.embedding" if plan.target.is_embedding_tied else "target.lm_head"
 
 
-def _packed_share(
+def _quantized_shard(
     linear: PlannedLinear, weight: Tensor, calibration: Calibration, mapping: RankMapping
 ) -> dict[str, Tensor]:
-    """A whole weight, packed, then cut: codes and block scales as the weight is, the other scales kept."""
-    whole = engine_tensors(linear.name, pack_linear(linear, weight, calibration))
+    """A whole weight, quantized, then cut: codes and block scales as the weight is, the other scales kept."""
+    whole = engine_tensors(linear.name, quantize_linear(linear, weight, calibration))
     if mapping.tp_size == 1:
         return whole
     cut = replace(linear.spec, segments=segments_of(linear.spec))
@@ -85,7 +85,7 @@ def _packed_share(
     }
 
 
-def pack_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> PackedWeight[Tensor]:
+def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:
     """One weight in its planned format, with one activation scale and, for NVFP4, one global scale for all segments.
 
     One scale each lets a fused GEMM quantize its input once; the ranges of q, k and v, or of gate and up, are close,
@@ -99,7 +99,7 @@ def pack_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration)
     input_amax = None
     if known.has_input_scale:
         input_amax = torch.full((len(segments),), calibration.input_amax[linear.name])
-    return known.pack(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
+    return known.quantize(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
 
 
 def joined(tensors: NamedTensors, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

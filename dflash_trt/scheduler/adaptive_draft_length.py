@@ -7,7 +7,7 @@ Both come from running measurements, so what is not tried is not known: now and 
 
 from collections.abc import Sequence
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
@@ -42,13 +42,11 @@ class AdaptiveDraftLength:
     ) -> None:
         self._lengths = default_lengths(max_draft_len) if lengths is None else sorted(set(lengths))
         if not self._lengths or not 0 <= self._lengths[0] <= self._lengths[-1] <= max_draft_len:
-            raise ConfigError(
-                problem(
-                    "draft lengths",
-                    expected=f"numbers from 0 to {max_draft_len}",
-                    found=str(self._lengths),
-                    mend="Leave out what the engine cannot draft.",
-                )
+            raise ConfigError.about(
+                "draft lengths",
+                expected=f"numbers from 0 to {max_draft_len}",
+                found=str(self._lengths),
+                hint="Leave out what the engine cannot draft.",
             )
         self._hysteresis_fraction = hysteresis_fraction
         self._max_probe_fraction = max_probe_fraction

@@ -12,16 +12,13 @@ class SchedulerConfig:
     max_queue_len: int | None = None
     max_prefill_tokens: int | None = None  # prompt tokens per step, all requests together
     enable_prefix_caching: bool = True
-    max_parked_s: float | None = 60.0  # a request parked for longer ends with "timeout"; None: never
+    max_paused_s: float | None = 60.0  # a request paused for longer ends with "timeout"; None: never
     preempts_for_priority: bool = True  # a waiting request may push a running one of lower priority out
 
     def __post_init__(self) -> None:
         problems = [
-            problem(f"scheduler {name}", expected="1 or more, or None", found=str(value), mend="Change the value.")
-            for name, value in (
-                ("max_queue_len", self.max_queue_len),
-                ("max_prefill_tokens", self.max_prefill_tokens),
-            )
+            problem(f"scheduler {name}", expected="1 or more, or None", found=str(value), hint="Change the value.")
+            for name, value in (("max_queue_len", self.max_queue_len), ("max_prefill_tokens", self.max_prefill_tokens))
             if value is not None and value < 1
         ]
         raise_all(ConfigError, "scheduler configuration", problems)

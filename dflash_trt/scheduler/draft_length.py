@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +60,11 @@ class BatchSizeDraftLength:
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
         if 1 not in lengths or min(lengths) < 1:
-            raise ConfigError(
-                problem(
-                    "draft length schedule",
-                    expected="batch sizes from 1 upwards",
-                    found=str(sorted(lengths)),
-                    mend="Start the schedule at batch size 1.",
-                )
+            raise ConfigError.about(
+                "draft length schedule",
+                expected="batch sizes from 1 upwards",
+                found=str(sorted(lengths)),
+                hint="Start the schedule at batch size 1.",
             )
         for batch_size, length in lengths.items():
             _check_length(f"draft length at batch size {batch_size}", length)
@@ -86,6 +84,6 @@ class BatchSizeDraftLength:
 
 def _check_length(subject: str, length: int) -> None:
     if length < 0:
-        raise ConfigError(
-            problem(subject, expected="0 or more drafts", found=str(length), mend="Pass 0 to decode without drafting.")
+        raise ConfigError.about(
+            subject, expected="0 or more drafts", found=str(length), hint="Pass 0 to decode without drafting."
         )

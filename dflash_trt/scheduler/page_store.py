@@ -107,7 +107,7 @@ class PageStore:
                 self._tree.mark_idle(page_id)
 
     def drop_idle(self) -> int:
-        """Forget every kept page that nobody uses; how many there were."""
+        """Forget every cached page that nobody uses; how many there were."""
         count = self._tree.num_idle_pages
         for _ in range(count):
             self._pool.release(self._tree.evict_oldest())
@@ -118,4 +118,4 @@ class PageStore:
         self._tree.check_integrity()
         self._pool.check_integrity([*holdings, self._tree.page_ids()])
         idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())
-        assert idle == self._tree.num_idle_pages, "kept pages that nobody uses are not exactly the idle ones"
+        assert idle == self._tree.num_idle_pages, "cached pages that nobody uses are not exactly the idle ones"

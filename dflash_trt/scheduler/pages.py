@@ -7,7 +7,7 @@ business, memory the executor's.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from dflash_trt.core.errors import CapacityError, problem
+from dflash_trt.core.errors import CapacityError
 
 
 class PagePool:
@@ -15,10 +15,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
-            raise CapacityError(
-                problem(
-                    "page pool", expected="at least 1 page", found=str(num_pages), mend="Raise the K/V memory budget."
-                )
+            raise CapacityError.about(
+                "page pool", expected="at least 1 page", found=str(num_pages), hint="Raise the K/V memory budget."
             )
         self._num_owners = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest id is handed out first
@@ -41,13 +39,11 @@ class PagePool:
             CapacityError: fewer are free. Nothing is taken then.
         """
         if count > len(self._free):
-            raise CapacityError(
-                problem(
-                    "page pool",
-                    expected=f"{count} free pages",
-                    found=str(len(self._free)),
-                    mend="Preempt a request, or raise the K/V memory budget.",
-                )
+            raise CapacityError.about(
+                "page pool",
+                expected=f"{count} free pages",
+                found=str(len(self._free)),
+                hint="Preempt a request, or raise the K/V memory budget.",
             )
         page_ids = [self._free.pop() for _ in range(count)]
         for page_id in page_ids:

@@ -1,7 +1,7 @@
 """One step's rows: who is admitted, who is preempted, how many tokens each gets.
 
 Order of service: running requests that decode (an anchor each, then drafts while budget lasts), then prompt chunks,
-both by importance. Drafts never cost anybody a page or a place.
+both by priority_key. Drafts never cost anybody a page or a place.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest
 from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
-from dflash_trt.scheduler.roster import Roster
+from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import InFlightRow, Sequence
 
 # Part of max_num_tokens that drafts leave to waiting prompt work: otherwise a full batch of verify blocks could keep
@@ -19,12 +19,12 @@ PREFILL_SHARE = 4
 
 
 class StepPlanner:
-    """Plans one step after another over the same roster."""
+    """Plans one step after another over the same request_pool."""
 
     def __init__(
-        self, roster: Roster, limits: ExecutorLimits, config: SchedulerConfig, policy: DraftLengthPolicy
+        self, request_pool: RequestPool, limits: ExecutorLimits, config: SchedulerConfig, policy: DraftLengthPolicy
     ) -> None:
-        self._roster = roster
+        self._request_pool = request_pool
         self._limits = limits
         self._config = config
         self._policy = policy
@@ -42,16 +42,14 @@ class StepPlanner:
                 num_tokens=row.num_tokens, is_emitting=row.is_emitting, num_draft_tokens=num_draft_tokens
             )
         step = PlannedStep(
-            rows=tuple(row.row for row in rows),
-            num_draft_tokens=num_draft_tokens,
-            page_size=self._limits.page_size,
+            rows=tuple(row.row for row in rows), num_draft_tokens=num_draft_tokens, page_size=self._limits.page_size
         )
         return step, [row.sequence for row in rows]
 
     def _running(self, *, is_decoding: bool) -> list[Sequence]:
         return [
             sequence
-            for sequence in self._roster.running
+            for sequence in self._request_pool.running
             if sequence.is_decoding == is_decoding and not sequence.is_ending
         ]
 
@@ -65,10 +63,10 @@ class StepPlanner:
         """Let waiting requests in, in order, while there are places, pages and tokens for them in this step."""
         budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
-            sequence = next((waiting for waiting in self._roster.waiting if waiting.in_flight is None), None)
+            sequence = next((waiting for waiting in self._request_pool.waiting if waiting.in_flight is None), None)
             if sequence is None or not self._make_room(sequence):
                 return
-            self._roster.admit(sequence, now)
+            self._request_pool.admit(sequence, now)
             budget -= sequence.num_pending
 
     def _num_claimed_tokens(self, num_draft_tokens: int) -> int:
@@ -88,28 +86,30 @@ class StepPlanner:
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Whether `sequence` fits now, after preempting requests of lower priority if that helps."""
-        if self._fits(sequence, self._roster.running, num_freed_pages=0):
+        if self._fits(sequence, self._request_pool.running, num_freed_pages=0):
             return True
         if not self._config.preempts_for_priority:
             return False
-        lower = [running for running in self._roster.running if running.request.priority < sequence.request.priority]
-        staying = self._roster.running[: len(self._roster.running) - len(lower)]
+        lower = [
+            running for running in self._request_pool.running if running.request.priority < sequence.request.priority
+        ]
+        staying = self._request_pool.running[: len(self._request_pool.running) - len(lower)]
         if not lower or not self._fits(sequence, staying, num_freed_pages=self._num_own_pages(lower)):
             return False
-        while not self._fits(sequence, self._roster.running, num_freed_pages=0):
-            self._roster.preempt(self._roster.running[-1])
+        while not self._fits(sequence, self._request_pool.running, num_freed_pages=0):
+            self._request_pool.preempt(self._request_pool.running[-1])
         return True
 
     def _fits(self, sequence: Sequence, running: list[Sequence], *, num_freed_pages: int) -> bool:
         """A place, and pages for every token, with a page to spare for each request that is running."""
         if len(running) >= self._limits.max_batch_size:
             return False
-        num_available = self._roster.store.num_available + num_freed_pages
-        return self._roster.num_missing_pages(sequence) + len(running) <= num_available
+        num_available = self._request_pool.store.num_available + num_freed_pages
+        return self._request_pool.num_missing_pages(sequence) + len(running) <= num_available
 
     def _num_own_pages(self, sequences: list[Sequence]) -> int:
         """Pages that become available when these let go of them."""
-        return self._roster.store.num_freed_by([sequence.page_ids for sequence in sequences])
+        return self._request_pool.store.num_freed_by([sequence.page_ids for sequence in sequences])
 
     # Rows
 
@@ -132,9 +132,9 @@ class StepPlanner:
 
     def _secure_anchor(self, sequence: Sequence) -> bool:
         """Have a page for the next token, preempting the least important request if need be; False if that is it."""
-        while not self._roster.grow(sequence, sequence.max_context_len + 1):
-            victim = self._roster.running[-1]
-            self._roster.preempt(victim)
+        while not self._request_pool.grow(sequence, sequence.max_context_len + 1):
+            victim = self._request_pool.running[-1]
+            self._request_pool.preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -143,7 +143,7 @@ class StepPlanner:
         """As many drafts as budget and pages allow, without preempting anybody for them."""
         num_candidates = min(sequence.max_candidates, max_candidates)
         num_positions = min(sequence.max_context_len + 1 + num_candidates, sequence.max_len)
-        if self._roster.grow(sequence, num_positions):
+        if self._request_pool.grow(sequence, num_positions):
             return num_candidates
         return min(num_candidates, len(sequence.page_ids) * self._limits.page_size - sequence.max_context_len - 1)
 

@@ -1,6 +1,6 @@
 """Which full pages hold the K/V of which tokens.
 
-Knows the tokens behind each kept page and which kept pages nobody uses, oldest first. Refuses to count owners: that
+Knows the tokens behind each cached page and which cached pages nobody uses, oldest first. Refuses to count owners: that
 is the page pool's business. One page holds target and draft K/V, so a hit restores both.
 """
 
@@ -46,7 +46,7 @@ class PrefixTree:
         return page_id in self._nodes
 
     def match(self, token_ids: Sequence[int], *, salt: str, max_pages: int) -> list[PrefixNode]:
-        """The kept pages that hold the longest prefix of `token_ids`, at most `max_pages` of them."""
+        """The cached pages that hold the longest prefix of `token_ids`, at most `max_pages` of them."""
         path: list[PrefixNode] = []
         children = self._roots.get(salt, {})
         while len(path) < max_pages:
@@ -96,7 +96,7 @@ class PrefixTree:
     def check_integrity(self) -> None:
         """Assert that the nodes are exactly those reachable, and that no idle node has a child in use."""
         reachable = {node.page_id: node for node in self._walk()}
-        assert reachable == self._nodes, "some kept pages cannot be reached from a root"
+        assert reachable == self._nodes, "some cached pages cannot be reached from a root"
         order = {page_id: rank for rank, page_id in enumerate(self._idle)}
         for page_id, rank in order.items():
             assert page_id in self._nodes, f"idle page {page_id} is not kept"

@@ -19,7 +19,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import StepPlanner
-from dflash_trt.scheduler.roster import Roster
+from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import InFlightRow, Sequence
 from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
 
@@ -28,11 +28,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Flight:
-    """A request's row of a planned step, and the residency whose pages it writes."""
+    """A request's row of a planned step, and the epoch whose pages it writes."""
 
     sequence: Sequence
     row: InFlightRow
-    residency: int
+    epoch: int
 
 
 class Scheduler:
@@ -42,26 +42,21 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        limits: ExecutorLimits,
-        config: SchedulerConfig | None = None,
-        policy: DraftLengthPolicy | None = None,
+        self, limits: ExecutorLimits, config: SchedulerConfig | None = None, policy: DraftLengthPolicy | None = None
     ) -> None:
         if limits.max_num_tokens < limits.max_batch_size:
-            raise CapacityError(
-                problem(
-                    "max_num_tokens",
-                    expected=f"at least max_batch_size {limits.max_batch_size}",
-                    found=str(limits.max_num_tokens),
-                    mend="Every request needs at least one token per step: rebuild with a larger max_num_tokens.",
-                )
+            raise CapacityError.about(
+                "max_num_tokens",
+                expected=f"at least max_batch_size {limits.max_batch_size}",
+                found=str(limits.max_num_tokens),
+                hint="Every request needs at least one token per step: rebuild with a larger max_num_tokens.",
             )
         self.limits = limits
         self.config = config or SchedulerConfig()
         self._policy = policy or FixedDraftLength(limits.max_draft_len)
         store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.enable_prefix_caching)
-        self._roster = Roster(store, max_queue_len=self.config.max_queue_len)
-        self._planner = StepPlanner(self._roster, limits, self.config, self._policy)
+        self._request_pool = RequestPool(store, max_queue_len=self.config.max_queue_len)
+        self._planner = StepPlanner(self._request_pool, limits, self.config, self._policy)
         self._flights: deque[dict[str, _Flight]] = deque()  # one entry per planned step, the running one first
         self._ended: list[TokenEvent] = []  # for the next commit
         self._num_arrivals = 0
@@ -77,11 +72,9 @@ class Scheduler:
             RequestError: it can never run (empty, too long, id in use), or too many wait (QueueFullError).
         """
         self._now = now
-        if request.request_id in self._roster:
-            raise RequestError(
-                problem(
-                    "request id", expected="a new one", found=f"{request.request_id!r}, in use", mend="Choose another."
-                )
+        if request.request_id in self._request_pool:
+            raise RequestError.about(
+                "request id", expected="a new one", found=f"{request.request_id!r}, in use", hint="Choose another."
             )
         check_fits(request, self.limits)
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -92,7 +85,7 @@ class Scheduler:
             max_len=min(num_prompt_tokens + request.sampling.max_new_tokens, max_len_of(self.limits)),
             token_ids=list(request.prompt_token_ids),
         )
-        self._roster.enqueue(sequence)
+        self._request_pool.enqueue(sequence)
         self._num_arrivals += 1
 
     def cancel(self, request_id: str) -> TokenEvent | None:
@@ -109,65 +102,65 @@ class Scheduler:
 
     def preempt(self, request_id: str) -> bool:
         """Send a running request back to the queue, to be computed again; False when it is not running."""
-        sequence = self._roster.find(request_id)
+        sequence = self._request_pool.find(request_id)
         if sequence is None or not sequence.is_running:
             return False
-        self._roster.preempt(sequence)
+        self._request_pool.preempt(sequence)
         return True
 
     def request_ids(self) -> set[str]:
         """Of all requests that have not ended."""
-        return self._roster.request_ids()
+        return self._request_pool.request_ids()
 
-    def park(self, request_id: str) -> bool:
+    def pause(self, request_id: str) -> bool:
         """Set a request aside until `resume`: it gives its place and pages to others. False when it is not here."""
-        sequence = self._roster.find(request_id)
-        if sequence is None or sequence.parked_s is not None:
+        sequence = self._request_pool.find(request_id)
+        if sequence is None or sequence.paused_s is not None:
             return False
-        self._roster.park(sequence)
-        sequence.parked_s = self._now
+        self._request_pool.pause(sequence)
+        sequence.paused_s = self._now
         return True
 
     def resume(self, request_id: str) -> bool:
-        """Let a parked request go on where it stopped; False when it is not parked."""
-        sequence = self._roster.find(request_id)
-        if sequence is None or sequence.parked_s is None:
+        """Let a paused request go on where it stopped; False when it is not paused."""
+        sequence = self._request_pool.find(request_id)
+        if sequence is None or sequence.paused_s is None:
             return False
-        sequence.parked_s = None
-        self._roster.resume(sequence)
+        sequence.paused_s = None
+        self._request_pool.resume(sequence)
         return True
 
     @property
     def num_running(self) -> int:
-        return len(self._roster.running)
+        return len(self._request_pool.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._roster.waiting)
+        return len(self._request_pool.waiting)
 
     @property
     def num_pages_in_use(self) -> int:
         """Pages that requests hold; kept prefixes that nobody uses do not count."""
-        return self._roster.store.num_in_use
+        return self._request_pool.store.num_in_use
 
     @property
     def has_work(self) -> bool:
         """Whether a request can run, or an event waits for the next commit."""
-        return bool(self._roster.running or self._roster.waiting or self._ended)
+        return bool(self._request_pool.running or self._request_pool.waiting or self._ended)
 
     @property
-    def num_parked(self) -> int:
-        return len(self._roster.parked)
+    def num_paused(self) -> int:
+        return len(self._request_pool.paused)
 
     def statistics(self) -> SchedulerStatistics:
         """Everything counted so far; a copy."""
-        roster, counts = self._roster, self._counts
+        request_pool, counts = self._request_pool, self._counts
         return SchedulerStatistics(
             num_arrivals=self._num_arrivals,
             num_finished=dict(counts.num_finished),
-            num_waiting_now=len(roster.waiting),
-            num_running_now=len(roster.running),
-            num_parked_now=len(roster.parked),
+            num_waiting_now=len(request_pool.waiting),
+            num_running_now=len(request_pool.running),
+            num_paused_now=len(request_pool.paused),
             num_steps=counts.num_steps,
             num_steps_by_draft_length=dict(sorted(counts.num_steps_by_draft_length.items())),
             num_computed_tokens=counts.num_computed_tokens,
@@ -176,13 +169,13 @@ class Scheduler:
             num_accepted_tokens=counts.num_accepted_tokens,
             num_emitted_by_verify=counts.num_accepted_tokens + counts.num_verify_blocks,
             acceptance_by_position=counts.acceptance.rates(),
-            num_preemptions=roster.num_preemptions,
-            num_admitted_prompt_tokens=roster.num_admitted_prompt_tokens,
-            num_prefix_hit_tokens=roster.num_prefix_hit_tokens,
+            num_preemptions=request_pool.num_preemptions,
+            num_admitted_prompt_tokens=request_pool.num_admitted_prompt_tokens,
+            num_prefix_hit_tokens=request_pool.num_prefix_hit_tokens,
             num_pages=self.limits.num_pages,
-            num_pages_in_use_now=roster.store.num_in_use,
-            num_pages_kept_now=roster.store.num_kept,
-            num_evicted_pages=roster.store.num_evicted_pages,
+            num_pages_in_use_now=request_pool.store.num_in_use,
+            num_pages_kept_now=request_pool.store.num_kept,
+            num_evicted_pages=request_pool.store.num_evicted_pages,
         )
 
     # Steps
@@ -200,31 +193,29 @@ class Scheduler:
         flights = {}
         for sequence in sequences:
             assert sequence.in_flight is not None
-            flights[sequence.request_id] = _Flight(
-                sequence=sequence, row=sequence.in_flight, residency=sequence.residency
-            )
+            flights[sequence.request_id] = _Flight(sequence=sequence, row=sequence.in_flight, epoch=sequence.epoch)
         self._flights.append(flights)
         return step
 
     def expire(self, now: float) -> None:
-        """End requests that waited or were parked too long; the next commit tells. `plan` does this, too."""
+        """End requests that waited or were paused too long; the next commit tells. `plan` does this, too."""
         self._now = now
-        for sequence in self._roster.waiting.expired(now):
+        for sequence in self._request_pool.waiting.expired(now):
             message = problem(
                 f"request {sequence.request_id!r}",
                 expected=f"a first step within {sequence.request.queue_timeout_s} s",
                 found=f"{now - sequence.arrived_s:.3f} s in the queue",
-                mend="Try again later, or raise queue_timeout_s.",
+                hint="Try again later, or raise queue_timeout_s.",
             )
             self._time_out(sequence, message)
-        max_parked_s = self.config.max_parked_s
-        for sequence in list(self._roster.parked.values()):
-            if max_parked_s is not None and sequence.parked_s is not None and now - sequence.parked_s >= max_parked_s:
+        max_paused_s = self.config.max_paused_s
+        for sequence in list(self._request_pool.paused.values()):
+            if max_paused_s is not None and sequence.paused_s is not None and now - sequence.paused_s >= max_paused_s:
                 message = problem(
                     f"request {sequence.request_id!r}",
-                    expected=f"a reader that takes its tokens within {max_parked_s} s",
-                    found=f"{now - sequence.parked_s:.3f} s without one",
-                    mend="Read the stream, or raise max_parked_s.",
+                    expected=f"a reader that takes its tokens within {max_paused_s} s",
+                    found=f"{now - sequence.paused_s:.3f} s without one",
+                    hint="Read the stream, or raise max_paused_s.",
                 )
                 self._time_out(sequence, message)
 
@@ -260,7 +251,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert everything that must hold between two calls: pages, places, progress."""
-        self._roster.check_integrity()
+        self._request_pool.check_integrity()
 
     # Inside
 
@@ -270,21 +261,21 @@ class Scheduler:
         sequence = flight.sequence
         if sequence.finish_reason is not None:
             return None
-        if flight.residency == sequence.residency:
+        if flight.epoch == sequence.epoch:
             event = sequence.advance(row, result)
             if result.non_finite_position is None:  # else its K/V may not be finite, and are for nobody else
-                self._roster.keep_full_pages(sequence)
+                self._request_pool.keep_full_pages(sequence)
         else:  # preempted while the step ran: its pages are gone, its tokens are good
             event = sequence.append(row, result) if flight.row.is_emitting else None
         if event is not None and event.finish_reason is not None:
-            self._roster.remove(sequence)
+            self._request_pool.remove(sequence)
             self._counts.num_finished[event.finish_reason] += 1
             return replace(event, statistics=sequence.statistics(self._now))
         return event
 
     def _fail_row(self, sequence: Sequence, error: Exception) -> TokenEvent | None:
         """End the request of a row that raised, wherever that left it; None when it has ended before."""
-        if self._roster.find(sequence.request_id) is not sequence:
+        if self._request_pool.find(sequence.request_id) is not sequence:
             return None
         if isinstance(error, RequestError):
             return self.fail(sequence.request_id, str(error))
@@ -303,11 +294,11 @@ class Scheduler:
         self._ended.append(event)
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> TokenEvent | None:
-        sequence = self._roster.find(request_id)
+        sequence = self._request_pool.find(request_id)
         if sequence is None:
             return None
         sequence.finish_reason = reason
-        self._roster.remove(sequence)
+        self._request_pool.remove(sequence)
         self._counts.num_finished[reason] += 1
         return TokenEvent(
             request_id=request_id,
@@ -332,24 +323,20 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     subject = f"request {request.request_id!r} prompt"
     if num_prompt_tokens == 0:
-        raise RequestError(problem(subject, expected="at least 1 token", found="0", mend="Pass a prompt."))
+        raise RequestError.about(subject, expected="at least 1 token", found="0", hint="Pass a prompt.")
     if num_prompt_tokens > limits.max_seq_len - 1:
-        raise RequestError(
-            problem(
-                subject,
-                expected=f"at most {limits.max_seq_len - 1} tokens (max_seq_len - 1)",
-                found=str(num_prompt_tokens),
-                mend="Shorten the prompt, or build the engine with a larger max_seq_len.",
-            )
+        raise RequestError.about(
+            subject,
+            expected=f"at most {limits.max_seq_len - 1} tokens (max_seq_len - 1)",
+            found=str(num_prompt_tokens),
+            hint="Shorten the prompt, or build the engine with a larger max_seq_len.",
         )
     if num_prompt_tokens > max_len_of(limits) - 1:
-        raise RequestError(
-            problem(
-                subject,
-                expected=f"at most {max_len_of(limits) - 1} tokens ({limits.num_pages} pages of {limits.page_size})",
-                found=str(num_prompt_tokens),
-                mend="Shorten the prompt, or give the engine more K/V memory.",
-            )
+        raise RequestError.about(
+            subject,
+            expected=f"at most {max_len_of(limits) - 1} tokens ({limits.num_pages} pages of {limits.page_size})",
+            found=str(num_prompt_tokens),
+            hint="Shorten the prompt, or give the engine more K/V memory.",
         )
 
 
@@ -371,13 +358,11 @@ def _check_contract(row: ScheduledRequest, result: RequestResult) -> None:
         found = f"next_context_len {result.next_context_len} instead of {next_context_len}"
     else:
         return
-    raise RequestError(
-        problem(
-            f"request {row.request_id!r} step",
-            expected="a result that follows the step contract",
-            found=found,
-            mend="This is a bug of the executor: please report it.",
-        )
+    raise RequestError.about(
+        f"request {row.request_id!r} step",
+        expected="a result that follows the step contract",
+        found=found,
+        hint="This is a bug of the executor: please report it.",
     )
 
 

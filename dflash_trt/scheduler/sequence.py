@@ -38,10 +38,10 @@ class Sequence:
     page_ids: list[int] = field(default_factory=list)
     prefix_path: list[PrefixNode] = field(default_factory=list)  # nodes of the first pages of page_ids
     in_flight: InFlightRow | None = None
-    residency: int = 0  # how often it was admitted; a row of an earlier residency wrote pages that are gone
+    epoch: int = 0  # how often it was admitted; a row of an earlier epoch wrote pages that are gone
     finish_reason: FinishReason | None = None
     admitted_s: float | None = None
-    parked_s: float | None = None  # since when it is parked
+    paused_s: float | None = None  # since when it is paused
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     sampling: StepSampling = field(init=False)
@@ -54,7 +54,7 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def importance(self) -> tuple[int, int]:
+    def priority_key(self) -> tuple[int, int]:
         """Sorts the most important first: higher priority, then earlier arrival."""
         return (-self.request.priority, self.arrival_index)
 
@@ -157,5 +157,5 @@ def _non_finite(position: int) -> str:
         "target",
         expected="finite logits",
         found=f"NaN or infinity: the logits are not finite at position {position}",
-        mend="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
+        hint="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
     )

@@ -22,7 +22,7 @@ class SchedulerStatistics:
     num_finished: dict[FinishReason, int]
     num_waiting_now: int
     num_running_now: int
-    num_parked_now: int
+    num_paused_now: int
     num_steps: int
     num_steps_by_draft_length: dict[int, int]
     num_computed_tokens: int  # rows given to the target

@@ -3,7 +3,7 @@
 from bisect import insort
 from collections.abc import Iterator
 
-from dflash_trt.core.errors import QueueFullError, problem
+from dflash_trt.core.errors import QueueFullError
 from dflash_trt.scheduler.sequence import Sequence
 
 
@@ -35,19 +35,17 @@ class WaitingQueue:
             QueueFullError: max_len requests wait already.
         """
         if self.is_full:
-            raise QueueFullError(
-                problem(
-                    f"request {sequence.request_id!r}",
-                    expected=f"fewer than {self._max_len} waiting requests",
-                    found=str(len(self._sequences)),
-                    mend="Try again later, or raise max_queue_len.",
-                )
+            raise QueueFullError.about(
+                f"request {sequence.request_id!r}",
+                expected=f"fewer than {self._max_len} waiting requests",
+                found=str(len(self._sequences)),
+                hint="Try again later, or raise max_queue_len.",
             )
         self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Take a preempted request; it goes before everything that arrived after it."""
-        insort(self._sequences, sequence, key=lambda waiting: waiting.importance)
+        insort(self._sequences, sequence, key=lambda waiting: waiting.priority_key)
         if sequence.request.queue_timeout_s is not None and sequence.admitted_s is None:
             self._timed.append(sequence)
 

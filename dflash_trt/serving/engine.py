@@ -33,7 +33,7 @@ class EngineLimits(Protocol):
 class Engine(Protocol):
     """Serves requests from `start` to `close`. Any thread may call any method.
 
-    An implementation makes each request an `OutputAssembler`, which turns TokenEvents into chunks and finds stop
+    An implementation makes each request an `OutputProcessor`, which turns TokenEvents into chunks and finds stop
     strings, and a `Mailbox`, from which the RequestStream reads them.
     """
 

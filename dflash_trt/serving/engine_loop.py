@@ -15,19 +15,19 @@ from weakref import finalize
 
 from dflash_trt.core.batch import ExecutorLimits, StepExecutor
 from dflash_trt.core.checked_values import checked, function, integer, optional
-from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.serving.assembler import OutputAssembler
 from dflash_trt.serving.detokenizer import Detokenizer
+from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.overlapped_runner import OverlappedRunner
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import PlainRunner, StepReport, StepRunner
 from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk, merged
 
-# How often an engine with nothing but parked requests looks for readers that have gone away.
+# How often an engine with nothing but paused requests looks for readers that have gone away.
 _PARKED_POLL_S = 0.2
 
 _MAX_PENDING_TOKENS = optional(integer("None, or an integer of 1 or more", 1))
@@ -40,12 +40,12 @@ _LOG = logging.getLogger(__name__)
 class _Client:
     """Whoever waits for a request."""
 
-    assembler: OutputAssembler
+    output_processor: OutputProcessor
     mailbox: Mailbox
 
     @property
     def request_id(self) -> str:
-        return self.assembler.request.request_id
+        return self.output_processor.request.request_id
 
 
 class EngineLoop:
@@ -103,11 +103,11 @@ class EngineLoop:
             self._check_open_for(request)
             now = self._clock()
             self._scheduler.add(request, now)
-            assembler = OutputAssembler(request, detokenizer, arrived_s=now, records_steps=self._records_steps)
+            output_processor = OutputProcessor(request, detokenizer, arrived_s=now, records_steps=self._records_steps)
             mailbox = Mailbox(
                 max_pending_tokens=max_pending_tokens, resume=lambda: self._resume(client), on_chunk=on_chunk
             )
-            client = self._clients[request.request_id] = _Client(assembler, mailbox)
+            client = self._clients[request.request_id] = _Client(output_processor, mailbox)
             self._changed.notify_all()
         stream = RequestStream(request.request_id, client.mailbox, lambda: self._cancel(client))
         note = finalize(stream, self._forgotten.append, client)  # may run in the middle of anything: a note only
@@ -188,14 +188,10 @@ class EngineLoop:
 
     def _check_open_for(self, request: Request) -> None:
         if self._is_closed:
-            raise RequestError(
-                problem("engine", expected="an open engine", found="a closed one", mend="Open a new one.")
-            )
+            raise RequestError.about("engine", expected="an open engine", found="a closed one", hint="Open a new one.")
         if request.request_id in self._clients:  # the scheduler may have ended it without its client knowing yet
-            raise RequestError(
-                problem(
-                    "request id", expected="a new one", found=f"{request.request_id!r}, in use", mend="Choose another."
-                )
+            raise RequestError.about(
+                "request id", expected="a new one", found=f"{request.request_id!r}, in use", hint="Choose another."
             )
 
     def _serve(self) -> None:
@@ -208,7 +204,7 @@ class EngineLoop:
                         return
                     if not self._scheduler.has_work:
                         self._scheduler.check_integrity()
-                        self._changed.wait(_PARKED_POLL_S if self._scheduler.num_parked else None)
+                        self._changed.wait(_PARKED_POLL_S if self._scheduler.num_paused else None)
         except BaseException as error:  # noqa: BLE001 - a bug of ours: nobody may be left waiting
             _LOG.exception("the engine loop died")
             self._fail_everybody(f"the engine stopped: {type(error).__name__}: {error}")
@@ -244,36 +240,36 @@ class EngineLoop:
                 self._recorder.add(chunk.output)
                 ended.append(self._clients.pop(event.request_id))
             elif client.mailbox.park_if_full():
-                self._scheduler.park(event.request_id)
+                self._scheduler.pause(event.request_id)
         self._changed.notify_all()
         for client in ended:  # last: a callback may submit and cancel
             client.mailbox.run_callbacks()
 
     def _chunk_of(self, client: _Client, event: TokenEvent, now: float) -> StreamChunk:
-        assembler = client.assembler
-        chunk = assembler.add(event, now) if event.token_ids else None
+        output_processor = client.output_processor
+        chunk = output_processor.add(event, now) if event.token_ids else None
         reason: FinishReason | None = event.finish_reason
         statistics: RequestStatistics | None = event.statistics
-        if assembler.is_stopped:
+        if output_processor.is_stopped:
             stopped = self._scheduler.stop(event.request_id)
             reason, statistics = "stop", stopped.statistics if stopped is not None else statistics
         if reason is None:
             assert chunk is not None, "an event has tokens, or ends its request"
             return chunk
-        last = assembler.finish(reason, now, statistics=statistics, error=event.error)
+        last = output_processor.finish(reason, now, statistics=statistics, error=event.error)
         return last if chunk is None else merged((chunk, last))
 
     def _failed_chunk(self, client: _Client, reason: str, now: float) -> StreamChunk:
         event = self._scheduler.fail(client.request_id, reason)
         statistics = event.statistics if event is not None else None
-        return client.assembler.failed(reason, now, statistics=statistics)
+        return client.output_processor.failed(reason, now, statistics=statistics)
 
     def _fail_everybody(self, reason: str) -> None:
         with self._lock:
             self._is_closed = True
             now = self._clock()
             for client in self._clients.values():
-                client.mailbox.put(client.assembler.failed(reason, now, statistics=None))
+                client.mailbox.put(client.output_processor.failed(reason, now, statistics=None))
                 client.mailbox.run_callbacks()
             self._clients.clear()
             self._changed.notify_all()

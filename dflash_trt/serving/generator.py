@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from weakref import finalize
 
 from dflash_trt.core.checked_values import checked, instance, tuple_of
-from dflash_trt.core.errors import QueueFullError, RequestError, problem
+from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
 from dflash_trt.serving.prompts import Prompt, PromptReader
@@ -167,13 +167,11 @@ class Generator:
         """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
         sampling = checked("sampling parameters", sampling, _SAMPLING)
         if sampling.stop and self.codec is None:
-            raise RequestError(
-                problem(
-                    "stop strings",
-                    expected="none, for this engine has no tokenizer",
-                    found=repr(sampling.stop),
-                    mend="Use stop_token_ids, or build the engine from a target directory with a tokenizer.",
-                )
+            raise RequestError.about(
+                "stop strings",
+                expected="none, for this engine has no tokenizer",
+                found=repr(sampling.stop),
+                hint="Use stop_token_ids, or build the engine from a target directory with a tokenizer.",
             )
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         return Request(
@@ -288,13 +286,11 @@ def _one_each(prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Samplin
         return [sampling or SamplingParams()] * len(prompts)
     sampling = checked("sampling parameters", sampling, _SAMPLINGS)
     if len(sampling) != len(prompts):
-        raise RequestError(
-            problem(
-                "sampling parameters",
-                expected=f"one for each of {len(prompts)} prompts",
-                found=str(len(sampling)),
-                mend="Pass one SamplingParams for all prompts, or a list of the same length.",
-            )
+        raise RequestError.about(
+            "sampling parameters",
+            expected=f"one for each of {len(prompts)} prompts",
+            found=str(len(sampling)),
+            hint="Pass one SamplingParams for all prompts, or a list of the same length.",
         )
     return sampling
 

@@ -72,7 +72,7 @@ def _check_once_decided(
         ("draft_length", draft_length, ("num_draft_tokens", "adaptive_draft_length")),
     )
     problems = [
-        problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), mend="Drop one.")
+        problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), hint="Drop one.")
         for owner, value, names in decided_by
         if value is not None
         for name in names

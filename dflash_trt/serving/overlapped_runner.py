@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dflash_trt.core.batch import StepExecutor, StepResult
 from dflash_trt.core.planned_step import StepHandle, StepPipeline, StepSkippedError
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.serving.isolation import run_isolated
+from dflash_trt.serving.bisection import run_with_bisection
 from dflash_trt.serving.step_runner import Deliver, settle
 
 
@@ -71,7 +71,7 @@ class OverlappedRunner:
         except Exception as error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
             self._give_up(following)
             following = None
-            batch, result, reasons = run_isolated(self._executor, running.batch, error)
+            batch, result, reasons = run_with_bisection(self._executor, running.batch, error)
         with self._lock:
             self._deliver(settle(self._scheduler, batch, result, reasons, elapsed_s))
         return following

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.checked_values import shown
-from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.errors import RequestError
 from dflash_trt.core.frozen import nearest_name
 
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
@@ -63,19 +63,17 @@ class PromptReader:
         """
         token_ids = self._token_ids(prompt)
         if not token_ids:
-            raise RequestError(problem("prompt", expected="at least 1 token", found="0", mend="Pass a prompt."))
+            raise RequestError.about("prompt", expected="at least 1 token", found="0", hint="Pass a prompt.")
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             raise too_many_tokens(len(token_ids), self._max_tokens)
         for token_id in token_ids:
             is_integer = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_integer or not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    problem(
-                        "prompt token",
-                        expected=f"an integer from 0 to {self._vocab_size - 1}",
-                        found=shown(token_id),
-                        mend="Encode the prompt with the tokenizer of the target.",
-                    )
+                raise RequestError.about(
+                    "prompt token",
+                    expected=f"an integer from 0 to {self._vocab_size - 1}",
+                    found=shown(token_id),
+                    hint="Encode the prompt with the tokenizer of the target.",
                 )
         return tuple(map(int, token_ids))  # those of numpy would not go into JSON
 
@@ -101,31 +99,27 @@ class PromptReader:
         if key == "messages":
             messages = _sequence(value, key)
             if not messages or not all(isinstance(message, Mapping) for message in messages):
-                raise RequestError(
-                    problem(
-                        "messages",
-                        expected='a list of objects like {"role": "user", "content": "..."}',
-                        found=f"{value!r:.80}",
-                        mend="Pass at least one message.",
-                    )
+                raise RequestError.about(
+                    "messages",
+                    expected='a list of objects like {"role": "user", "content": "..."}',
+                    found=f"{value!r:.80}",
+                    hint="Pass at least one message.",
                 )
             codec = self._needed_codec("a chat prompt")
             return codec.encode_chat(messages, template_kwargs, max_tokens=self._max_tokens)
         if not isinstance(value, str):
-            raise RequestError(
-                problem("prompt", expected="a string", found=type(value).__name__, mend="Pass token ids as a list.")
+            raise RequestError.about(
+                "prompt", expected="a string", found=type(value).__name__, hint="Pass token ids as a list."
             )
         return self._token_ids(value)
 
     def _needed_codec(self, what: str) -> TextCodec:
         if self._codec is None:
-            raise RequestError(
-                problem(
-                    "prompt",
-                    expected="token ids, for this engine has no tokenizer",
-                    found=what,
-                    mend="Pass prompt_token_ids, or build the engine from a target directory with a tokenizer.",
-                )
+            raise RequestError.about(
+                "prompt",
+                expected="token ids, for this engine has no tokenizer",
+                found=what,
+                hint="Pass prompt_token_ids, or build the engine from a target directory with a tokenizer.",
             )
         return self._codec
 
@@ -137,30 +131,30 @@ def _sequence(value: Any, name: str) -> Sequence[Any]:
     if isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | Set):
         with suppress(TypeError):  # of an array without axes
             return list(value)
-    raise RequestError(
-        problem(name, expected="a list", found=type(value).__name__, mend="Pass text, token ids or messages.")
+    raise RequestError.about(
+        name, expected="a list", found=type(value).__name__, hint="Pass text, token ids or messages."
     )
 
 
 def check_template_kwargs(value: Any, *, subject: str = KWARGS_KEY) -> None:
     """Raises RequestError: not an object of options for a chat template."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        expected, mend = "an object", 'Pass names and values, {"enable_thinking": false} for example.'
-        raise RequestError(problem(subject, expected=expected, found=f"{value!r:.80}", mend=mend))
+        expected, hint = "an object", 'Pass names and values, {"enable_thinking": false} for example.'
+        raise RequestError.about(subject, expected=expected, found=f"{value!r:.80}", hint=hint)
     reserved = sorted(_RESERVED_KWARGS.intersection(value))
     if reserved:
         expected, found = "variables of the chat template", f"{', '.join(reserved)}, decided by the engine"
-        raise RequestError(problem(subject, expected=expected, found=found, mend="Leave them out."))
+        raise RequestError.about(subject, expected=expected, found=found, hint="Leave them out.")
 
 
 def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
     expected = f"at most {max_tokens} tokens (max_seq_len - 1)"
-    return RequestError(problem("prompt", expected=expected, found=str(num_tokens), mend=_SHORTEN))
+    return RequestError.about("prompt", expected=expected, found=str(num_tokens), hint=_SHORTEN)
 
 
 def text_too_long(num_bytes: int, max_bytes: int) -> RequestError:
     expected = f"at most {max_bytes} bytes, as more text does not fit into max_seq_len tokens"
-    return RequestError(problem("prompt", expected=expected, found=str(num_bytes), mend=_SHORTEN))
+    return RequestError.about("prompt", expected=expected, found=str(num_bytes), hint=_SHORTEN)
 
 
 def _checked_key(prompt: Mapping[str, Any]) -> str:
@@ -168,21 +162,19 @@ def _checked_key(prompt: Mapping[str, Any]) -> str:
     keys = [key for key in _KEYS if prompt.get(key) is not None]
     unknown = [name for name in map(str, prompt) if name not in (*_KEYS, KWARGS_KEY)]
     if len(keys) != 1:
-        raise RequestError(
-            problem(
-                "prompt",
-                expected=f"exactly one of {', '.join(_KEYS)}",
-                found=", ".join(keys) or ", ".join(map(str, prompt)) or "an empty object",
-                mend="Pass one of them.",
-            )
+        raise RequestError.about(
+            "prompt",
+            expected=f"exactly one of {', '.join(_KEYS)}",
+            found=", ".join(keys) or ", ".join(map(str, prompt)) or "an empty object",
+            hint="Pass one of them.",
         )
     if unknown:
         nearest = nearest_name(unknown[0], (*_KEYS, KWARGS_KEY))
-        mend = f"Did you mean '{nearest}'?" if nearest else "Leave it out."
-        raise RequestError(problem("prompt", expected="known keys", found=f"'{unknown[0]}'", mend=mend))
+        hint = f"Did you mean '{nearest}'?" if nearest else "Leave it out."
+        raise RequestError.about("prompt", expected="known keys", found=f"'{unknown[0]}'", hint=hint)
     if prompt.get(KWARGS_KEY) is not None:
         check_template_kwargs(prompt[KWARGS_KEY])
         if keys != ["messages"]:
-            expected, mend = "with messages only", "Leave it out, or pass messages."
-            raise RequestError(problem(KWARGS_KEY, expected=expected, found=f"with {keys[0]}", mend=mend))
+            expected, hint = "with messages only", "Leave it out, or pass messages."
+            raise RequestError.about(KWARGS_KEY, expected=expected, found=f"with {keys[0]}", hint=hint)
     return keys[0]

@@ -9,7 +9,7 @@ from typing import Protocol
 from dflash_trt.core.batch import StepBatch, StepExecutor, StepResult
 from dflash_trt.core.request import TokenEvent
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.serving.isolation import run_isolated
+from dflash_trt.serving.bisection import run_with_bisection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class PlainRunner:
             else:
                 result = StepResult(requests=())
         except Exception as error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
-            batch, result, reasons = run_isolated(self._executor, batch, error)
+            batch, result, reasons = run_with_bisection(self._executor, batch, error)
         with self._lock:
             self._deliver(settle(self._scheduler, batch, result, reasons, elapsed_s))
         return True

@@ -66,7 +66,7 @@ class Mailbox:
         self._max_pending_tokens = max_pending_tokens
         self._resume = resume
         self._on_chunk = on_chunk
-        self._is_parked = False
+        self._is_paused = False
         self._own_process = OwnProcess()
         self._condition = threading.Condition()
         self._pending: list[StreamChunk] = []
@@ -99,8 +99,8 @@ class Mailbox:
         with self._condition:
             if self._max_pending_tokens is None or self._output is not None:
                 return False
-            self._is_parked = self._num_pending_tokens >= self._max_pending_tokens
-            return self._is_parked
+            self._is_paused = self._num_pending_tokens >= self._max_pending_tokens
+            return self._is_paused
 
     def run_callbacks(self) -> None:
         """Called by the engine after the last chunk, when it is ready to be called back."""
@@ -121,8 +121,8 @@ class Mailbox:
         with self._condition:
             if not self._condition.wait_for(lambda: self._pending or self._output, timeout_s):
                 raise TimeoutError(f"no token within {timeout_s} s")
-            chunk, was_parked = self._pop()
-        self._after_taking(was_parked)
+            chunk, was_paused = self._pop()
+        self._after_taking(was_paused)
         return chunk
 
     async def take_async(self) -> StreamChunk | None:
@@ -133,12 +133,12 @@ class Mailbox:
             with self._condition:
                 is_ready = bool(self._pending or self._output)
                 if is_ready:
-                    chunk, was_parked = self._pop()
+                    chunk, was_paused = self._pop()
                 else:
                     future: asyncio.Future[None] = loop.create_future()
                     self._waiters.append((loop, future))
             if is_ready:
-                self._after_taking(was_parked)
+                self._after_taking(was_paused)
                 return chunk
             await future
 
@@ -152,12 +152,12 @@ class Mailbox:
 
     def _pop(self) -> tuple[StreamChunk | None, bool]:
         pending, self._pending, self._num_pending_tokens = self._pending, [], 0
-        was_parked, self._is_parked = self._is_parked, False
-        return (merged(pending) if pending else None), was_parked
+        was_paused, self._is_paused = self._is_paused, False
+        return (merged(pending) if pending else None), was_paused
 
-    def _after_taking(self, was_parked: bool) -> None:
+    def _after_taking(self, was_paused: bool) -> None:
         """Outside the lock: the engine takes its own lock first and this one second."""
-        if was_parked and self._resume is not None:
+        if was_paused and self._resume is not None:
             self._resume()
 
 

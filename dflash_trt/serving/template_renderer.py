@@ -17,7 +17,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 from weakref import finalize
 
-from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.core.errors import RequestError
 from dflash_trt.serving.prompts import text_too_long
 
 TIME_LIMIT_S = 5.0
@@ -121,8 +121,8 @@ class _Process:
 
     def _refusal(self, found: str) -> RequestError:
         expected = f"the chat template's text within {self._time_limit_s:g} s"
-        return RequestError(
-            problem("chat prompt", expected=expected, found=found, mend="Change the messages, or the template.")
+        return RequestError.about(
+            "chat prompt", expected=expected, found=found, hint="Change the messages, or the template."
         )
 
 
@@ -138,18 +138,16 @@ def _request(template: str, messages: Sequence[Any], variables: Mapping[str, Any
         document = {"messages": [dict(message) for message in messages], "variables": dict(variables)}
         request = json.dumps({"template": template, **document, "max_bytes": max_bytes}).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(
-            problem(
-                "chat prompt",
-                expected="messages and template options of JSON values",
-                found=f"{type(error).__name__}: {error}",
-                mend="Pass objects, lists, strings, numbers, true, false and null.",
-            )
+        raise RequestError.about(
+            "chat prompt",
+            expected="messages and template options of JSON values",
+            found=f"{type(error).__name__}: {error}",
+            hint="Pass objects, lists, strings, numbers, true, false and null.",
         ) from error
     limit = max_conversation_bytes(max_bytes)
     if limit is not None and len(request) > limit:
-        expected, mend = f"at most {limit} bytes of messages as JSON", "Shorten the messages."
-        raise RequestError(problem("chat prompt", expected=expected, found=str(len(request)), mend=mend))
+        expected, hint = f"at most {limit} bytes of messages as JSON", "Shorten the messages."
+        raise RequestError.about("chat prompt", expected=expected, found=str(len(request)), hint=hint)
     return request
 
 
@@ -169,7 +167,7 @@ def _text(answer: bytes, max_bytes: int | None) -> str:
     if kind == OUT_OF_MEMORY:
         expected = f"a chat template that needs at most {MAX_MEMORY_BYTES // _MIB} MiB"
         found = "one that needs more"
-    raise RequestError(problem("chat prompt", expected=expected, found=found, mend="Change the messages."))
+    raise RequestError.about("chat prompt", expected=expected, found=found, hint="Change the messages.")
 
 
 def _end_all(idle: LifoQueue[_Process | None]) -> None:

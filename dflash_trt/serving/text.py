@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from dflash_trt.core.errors import EngineDirError, RequestError, problem
+from dflash_trt.core.errors import EngineDirError, RequestError
 from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from dflash_trt.serving.detokenizer import (
     ByteDetokenizer,
@@ -59,13 +59,11 @@ class TextCodec:
         try:
             return cls(load_tokenizer(path))
         except Exception as error:  # transformers raises whatever its parsers raise
-            raise EngineDirError(
-                problem(
-                    f"tokenizer {path}",
-                    expected="tokenizer.json and tokenizer_config.json that transformers can load",
-                    found=f"{type(error).__name__}: {error}",
-                    mend="Build the engine again from a checkpoint with a fast tokenizer.",
-                )
+            raise EngineDirError.about(
+                f"tokenizer {path}",
+                expected="tokenizer.json and tokenizer_config.json that transformers can load",
+                found=f"{type(error).__name__}: {error}",
+                hint="Build the engine again from a checkpoint with a fast tokenizer.",
             ) from error
 
     @property
@@ -109,13 +107,11 @@ class TextCodec:
                 than `max_tokens` tokens.
         """
         if not self.has_chat_template:
-            raise RequestError(
-                problem(
-                    "chat prompt",
-                    expected="a tokenizer with a chat template",
-                    found="none",
-                    mend="Pass a plain prompt, or build the engine from a checkpoint that has one.",
-                )
+            raise RequestError.about(
+                "chat prompt",
+                expected="a tokenizer with a chat template",
+                found="none",
+                hint="Pass a plain prompt, or build the engine from a checkpoint that has one.",
             )
         text = self._render(messages, template_kwargs or {}, max_tokens)
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
@@ -139,8 +135,8 @@ class TextCodec:
                 variables["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in variables["tools"]]
         except Exception as error:  # transformers raises whatever its parsers raise
             found = f"{type(error).__name__}: {error}"
-            expected, mend = "template options that transformers takes", "Correct them."
-            raise RequestError(problem("chat prompt", expected=expected, found=found, mend=mend)) from error
+            expected, hint = "template options that transformers takes", "Correct them."
+            raise RequestError.about("chat prompt", expected=expected, found=found, hint=hint) from error
         max_bytes = None if max_tokens is None else self.max_text_bytes(max_tokens)
         return self._renderer.render(template, messages, variables, max_bytes=max_bytes)
 
@@ -151,9 +147,9 @@ class TextCodec:
         except BaseException as error:
             if not isinstance(error, Exception) and f"{type(error).__module__}.{type(error).__name__}" != _PANIC:
                 raise
-            found, mend = f"{type(error).__name__}: {error}", "Change or shorten it."
-            raise RequestError(
-                problem("prompt", expected="text that the tokenizer takes", found=found, mend=mend)
+            found, hint = f"{type(error).__name__}: {error}", "Change or shorten it."
+            raise RequestError.about(
+                "prompt", expected="text that the tokenizer takes", found=found, hint=hint
             ) from error
         if max_tokens is not None and len(encoding) > max_tokens:
             raise too_many_tokens(len(encoding), max_tokens)
@@ -190,8 +186,8 @@ def _check_text(text: str, max_bytes: int | None) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(
-            problem("prompt", expected="valid Unicode text", found=str(error), mend="Pass text that UTF-8 can encode.")
+        raise RequestError.about(
+            "prompt", expected="valid Unicode text", found=str(error), hint="Pass text that UTF-8 can encode."
         ) from error
     if max_bytes is not None and num_bytes > max_bytes:
         raise text_too_long(num_bytes, max_bytes)

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dflash_trt.core.errors import BuildError, ConfigError, problem
+from dflash_trt.core.errors import BuildError, ConfigError
 from dflash_trt.kernels.variant import KernelVariant
 
 # Shared memory of one block, opted in. CUDA C++ Programming Guide, technical specifications per compute capability.
@@ -80,13 +80,11 @@ def prepare_compiler(cache_dir: str) -> None:
         ConfigError: Triton would interpret its kernels.
     """
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        raise ConfigError(
-            problem(
-                "TRITON_INTERPRET",
-                expected="unset, to compile kernels",
-                found=os.environ["TRITON_INTERPRET"],
-                mend="Unset it, or compile in a process of its own.",
-            )
+        raise ConfigError.about(
+            "TRITON_INTERPRET",
+            expected="unset, to compile kernels",
+            found=os.environ["TRITON_INTERPRET"],
+            hint="Unset it, or compile in a process of its own.",
         )
     # Line tables would put this machine's paths into the cubins: equal sources must give equal bytes.
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -107,9 +105,7 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
     try:
         compiled = triton.compile(variant.source(), target=target, options=variant.options)
     except (RuntimeError, triton.TritonError) as error:
-        raise BuildError(
-            problem(where, expected="a cubin", found=str(error).strip(), mend="Fix the kernel.")
-        ) from error
+        raise BuildError.about(where, expected="a cubin", found=str(error).strip(), hint="Fix the kernel.") from error
     _check(where, variant, architecture, compiled)
     num_registers, stack_bytes = _registers_and_stack(compiled.asm["cubin"])
     return CompiledKernel(
@@ -172,11 +168,9 @@ def _check(where: str, variant: KernelVariant, architecture: str, compiled: Any)
     }
     for what, value in expected.items():
         if found[what] != value:
-            raise BuildError(
-                problem(
-                    f"{where}, {what}",
-                    expected=repr(value),
-                    found=repr(found[what]),
-                    mend="The library cannot launch it; change the kernel, or use a Triton version that is tested.",
-                )
+            raise BuildError.about(
+                f"{where}, {what}",
+                expected=repr(value),
+                found=repr(found[what]),
+                hint="The library cannot launch it; change the kernel, or use a Triton version that is tested.",
             )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 from plugins.aot.compile import NUM_SCRATCH_POINTERS, CompiledKernel
 
 CUBIN_ALIGNMENT: Final = 64
@@ -122,13 +122,11 @@ def _grid_body(kernel: CompiledKernel) -> str:
     axes = []
     for axis in kernel.grid:
         if not _GRID.fullmatch(axis) or pointers & set(_NAME.findall(axis)):
-            raise BuildError(
-                problem(
-                    f"grid of kernel {kernel.variant}",
-                    expected="sums, products and quotients of sizes",
-                    found=axis,
-                    mend="Write it with the names of run-time sizes.",
-                )
+            raise BuildError.about(
+                f"grid of kernel {kernel.variant}",
+                expected="sums, products and quotients of sizes",
+                found=axis,
+                hint="Write it with the names of run-time sizes.",
             )
         axes.append(
             _NAME.sub(lambda m: str(constants[m[0]]) if m[0] in constants else f'values.integer_of("{m[0]}")', axis)

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final, TextIO
 
-from dflash_trt.core.errors import ConfigError, DFlashError, problem
+from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.host_resources import available_cores
 from dflash_trt.kernels.variant import KernelVariant
 from plugins.aot.compile import (
@@ -104,13 +104,11 @@ def _compile_task(task: Task) -> CompiledKernel:
 def _check_architectures(architectures: Sequence[str]) -> None:
     unknown = [name for name in architectures if name not in ARCHITECTURES]
     if unknown or not architectures or len(set(architectures)) < len(architectures):
-        raise ConfigError(
-            problem(
-                "--arch",
-                expected=f"different ones of {', '.join(ARCHITECTURES)}",
-                found=", ".join(architectures) or "none",
-                mend="H100 and H200 are 90a, B200 is 100a, B300 is 103a.",
-            )
+        raise ConfigError.about(
+            "--arch",
+            expected=f"different ones of {', '.join(ARCHITECTURES)}",
+            found=", ".join(architectures) or "none",
+            hint="H100 and H200 are 90a, B200 is 100a, B300 is 103a.",
         )
 
 
@@ -159,11 +157,7 @@ def main() -> int:
     try:
         spec = LibrarySpec(**{item.name: getattr(arguments, item.name) for item in fields(LibrarySpec)})
         manifest = compile_library(
-            arguments.out,
-            spec,
-            arguments.arch,
-            num_jobs=arguments.jobs,
-            progress=lambda line: _say(sys.stderr, line),
+            arguments.out, spec, arguments.arch, num_jobs=arguments.jobs, progress=lambda line: _say(sys.stderr, line)
         )
     except DFlashError as error:
         _say(sys.stderr, f"error: {error}")

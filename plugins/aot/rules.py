@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dflash_trt.core.dtype import num_bytes_of
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.sampling_launch import SAMPLING_KERNELS, SCRATCH
@@ -125,5 +125,5 @@ def _cpp(rule: Callable[..., int], node: ast.expr) -> str:
 
 
 def _refusal(rule: Callable[..., int], expected: str) -> BuildError:
-    mend = "Write it with +, -, *, //, ==, min, max and conditions."
-    return BuildError(problem(f"launch rule {rule.__name__}", expected=expected, found="more", mend=mend))
+    hint = "Write it with +, -, *, //, ==, min, max and conditions."
+    return BuildError.about(f"launch rule {rule.__name__}", expected=expected, found="more", hint=hint)

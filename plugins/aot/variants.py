@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN
 from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
 from dflash_trt.kernels.sampling import TILE
@@ -49,21 +49,19 @@ class LibrarySpec:
         for item in fields(self):
             if not getattr(self, item.name):
                 name = "--" + item.name.replace("_", "-")
-                raise ConfigError(problem(name, expected="one value or more", found="none", mend="Leave it out."))
+                raise ConfigError.about(name, expected="one value or more", found="none", hint="Leave it out.")
         for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES)):
             for value in getattr(self, name):
                 if value not in known:
                     expected = f"some of {', '.join(known)}"
-                    raise ConfigError(problem(f"--{name}", expected=expected, found=value, mend="Name those."))
+                    raise ConfigError.about(f"--{name}", expected=expected, found=value, hint="Name those.")
         for head_dim in self.head_dims:
             if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= 256:
-                raise ConfigError(
-                    problem(
-                        "head_dims",
-                        expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to 256",
-                        found=str(head_dim),
-                        mend="Other sizes have no kernel; build the engine with plugins='layers'.",
-                    )
+                raise ConfigError.about(
+                    "head_dims",
+                    expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to 256",
+                    found=str(head_dim),
+                    hint="Other sizes have no kernel; build the engine with plugins='layers'.",
                 )
 
 

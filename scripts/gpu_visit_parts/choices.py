@@ -104,13 +104,10 @@ def _fp8(x: Tensor, weight: Tensor, *, use_fast_accum: bool) -> Call:
 
 def _w4a16(x: Tensor, weight: Tensor) -> Call:
     segments = (len(weight),)
-    packed = weight_format("nvfp4_w4a16").pack(
-        weight.float(),
-        segments=segments,
-        weight_amax=segment_amax(weight.float(), segments),
-        input_amax=None,
+    quantized = weight_format("nvfp4_w4a16").quantize(
+        weight.float(), segments=segments, weight_amax=segment_amax(weight.float(), segments), input_amax=None
     )
-    linear = prepare_device_linear(Linear(weight=packed), x.dtype)
+    linear = prepare_device_linear(Linear(weight=quantized), x.dtype)
     return lambda: apply_device_linear(Plain(x), linear)
 
 

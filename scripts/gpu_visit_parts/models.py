@@ -15,7 +15,7 @@ from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.weight_spec import is_linear
-from dflash_trt.formats.registry import quantized_tensors, split_packed
+from dflash_trt.formats.registry import quantized_tensors, split_quantized
 from gpu_visit_parts.setting import SETTING
 
 
@@ -73,12 +73,7 @@ def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
 
 
 def make_executor(
-    target: TargetSpec,
-    draft: DraftSpec,
-    weight_format: str,
-    *,
-    max_batch_size: int,
-    max_seq_len: int,
+    target: TargetSpec, draft: DraftSpec, weight_format: str, *, max_batch_size: int, max_seq_len: int
 ) -> TorchGpuExecutor:
     """Pages for max_batch_size sequences of max_seq_len. Raises torch.OutOfMemoryError where they do not fit."""
     device = SETTING.device
@@ -102,7 +97,7 @@ def make_executor(
         else:
             noise = torch.randn(spec.shape, dtype=SETTING.dtype, device=device)
             tensors[name] = noise.mul_(1 / math.sqrt(spec.shape[1]))
-    plain, packed = split_packed(tensors, table, quantization.linears)
+    plain, quantized = split_quantized(tensors, table, quantization.linears)
     max_draft_len = draft.max_draft_len
     page_plan = plan_pages(
         engine_states(target, draft, dtype=dtype_name(SETTING.dtype)),
@@ -112,7 +107,7 @@ def make_executor(
         budget_bytes=1 << 60,
     )
     return TorchGpuExecutor(
-        bind_tensors(target, draft, plain, packed),
+        bind_tensors(target, draft, plain, quantized),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
         max_num_tokens=max(2048, max_batch_size * (max_draft_len + 1)),

@@ -26,10 +26,7 @@ class DraftQuality:
 
 @torch.inference_mode()
 def evaluate_drafter(
-    drafter: BlockDrafter,
-    target: Qwen3ForCausalLM,
-    responses: Responses,
-    recipe: DrafterRecipe,
+    drafter: BlockDrafter, target: Qwen3ForCausalLM, responses: Responses, recipe: DrafterRecipe
 ) -> DraftQuality:
     """Over the same random anchors at every call."""
     recipe = replace(recipe, seed=recipe.seed + 1)
@@ -44,6 +41,5 @@ def evaluate_drafter(
     is_right = torch.cat(hits)  # [anchors, slots - 1]
     num_accepted = is_right.cumprod(-1).sum(-1)
     return DraftQuality(
-        slot_accuracy=tuple(is_right.mean(0).tolist()),
-        acceptance_length=1 + num_accepted.mean().item(),
+        slot_accuracy=tuple(is_right.mean(0).tolist()), acceptance_length=1 + num_accepted.mean().item()
     )

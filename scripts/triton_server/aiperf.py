@@ -70,8 +70,8 @@ def read_report(path: Path) -> AiperfReport:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            problem(str(path), expected="a report of aiperf", found=str(error), mend="Look at aiperf's own log.")
+        raise ConfigError.about(
+            str(path), expected="a report of aiperf", found=str(error), hint="Look at aiperf's own log."
         ) from error
     problems: list[str] = []
 
@@ -79,8 +79,8 @@ def read_report(path: Path) -> AiperfReport:
         entry = report.get(metric) if isinstance(report, Mapping) else None
         found = entry.get(statistic) if isinstance(entry, Mapping) else None
         if not isinstance(found, int | float):
-            mend = "Use the aiperf version that scripts/serve_triton_demo installs, with --streaming."
-            problems.append(problem(f"{metric} {statistic}", expected="a number", found=repr(found), mend=mend))
+            hint = "Use the aiperf version that scripts/serve_triton_demo installs, with --streaming."
+            problems.append(problem(f"{metric} {statistic}", expected="a number", found=repr(found), hint=hint))
             return 0.0
         return float(found)
 

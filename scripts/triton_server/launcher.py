@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dflash_trt.core.errors import ConfigError, DFlashError, problem
+from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.servers.triton.command_line import LOOPBACK, server_options
 
 HOST = LOOPBACK
@@ -160,8 +160,8 @@ class ServerProcess:
     def _start(self) -> None:
         binary = self._installation / "wheel" / "pytriton" / "tritonserver" / "bin" / "tritonserver"
         if not binary.exists():
-            mend = "Run scripts/install_triton_server."
-            raise ConfigError(problem(str(binary), expected="the server", found="nothing", mend=mend))
+            hint = "Run scripts/install_triton_server."
+            raise ConfigError.about(str(binary), expected="the server", found="nothing", hint=hint)
         self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
         command = [
             str(binary),

@@ -144,8 +144,8 @@ def test_a_sweep_reports_the_plain_loop_and_both_ratios(monkeypatch) -> None:
         output_tok_per_s=20,
         mean_time_to_first_token_s=0.2,
         acceptance_length=4.5,
-        in_flight_to_whole_batches=3.0,
-        in_flight_to_whole_batches_by_round=(2.0, 5.0, 3.0),
+        in_flight_to_static_batching=3.0,
+        in_flight_to_static_batching_by_round=(2.0, 5.0, 3.0),
         overlapped_to_plain=1.5,
     )
 
@@ -182,12 +182,14 @@ def engine_that_drafts(most: int) -> Any:
 
 
 def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_count(monkeypatch) -> None:
-    runs = iter([{"in flight": side(9), "whole batches": side(1)}, {"in flight": side(30), "whole batches": side(20)}])
+    runs = iter(
+        [{"in flight": side(9), "static batching": side(1)}, {"in flight": side(30), "static batching": side(20)}]
+    )
     made: list[Any] = []
 
     class Sides:
-        def __init__(self, executor: Any, policies: Any, reader: Any, *, in_whole_batches: Any) -> None:
-            made.append((list(policies), in_whole_batches))
+        def __init__(self, executor: Any, policies: Any, reader: Any, *, with_static_batching: Any) -> None:
+            made.append((list(policies), with_static_batching))
 
         def run(self, work: Any, *, concurrency: int) -> Any:
             assert concurrency == 2
@@ -207,7 +209,7 @@ def test_batching_in_flight_is_over_whole_batches_and_the_first_round_does_not_c
     monkeypatch.setattr(serving_sweep, "prompt_reader", lambda engine: None)
     config = RuntimeConfig(num_threads=4)
     assert serving_sweep._batching(Path("dir"), config, [], 2, 1, print) == (1.5,)
-    assert made == [(["in flight", "whole batches"], {"whole batches"})]
+    assert made == [(["in flight", "static batching"], {"static batching"})]
     assert warmed == [(config, AdaptiveDraftLength(3).lengths)]
 
 
@@ -295,7 +297,7 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
             return executor.step(batch)
 
     policies = {"in flight": FixedDraftLength(0), "whole": FixedDraftLength(0)}
-    sides = Lockstep(Recording(), policies, PromptReader(None, vocab_size=VOCAB_SIZE), in_whole_batches={"whole"})
+    sides = Lockstep(Recording(), policies, PromptReader(None, vocab_size=VOCAB_SIZE), with_static_batching={"whole"})
     sides.run(work, concurrency=2)
     sides.close()
     in_flight, whole = running.values()
@@ -355,14 +357,14 @@ def test_the_text_of_a_sweep_says_each_number_with_its_unit(monkeypatch, tmp_pat
         output_tok_per_s=321.4,
         mean_time_to_first_token_s=0.0625,
         acceptance_length=2.0,
-        in_flight_to_whole_batches=1.25,
-        in_flight_to_whole_batches_by_round=(1.2, 1.3),
+        in_flight_to_static_batching=1.25,
+        in_flight_to_static_batching_by_round=(1.2, 1.3),
         overlapped_to_plain=1.75,
     )
     words = ("serving", "dir", "--input-file", "ROWS")
     text, _ = printed(monkeypatch, tmp_path, "dflash_trt.bench.serving_sweep.sweep", [report], *words)
     assert text == (
-        " 4 clients 321 tok/s, first token after 62 ms | in-flight / whole batches 1.25 (1.20 1.30)"
+        " 4 clients 321 tok/s, first token after 62 ms | in-flight / static batching 1.25 (1.20 1.30)"
         " | overlapped / plain loop 1.75\n"
     )
 

@@ -60,7 +60,7 @@ def test_serving_reports_every_concurrency(engine_dir, input_file):
     )
     assert [report["concurrency"] for report in reports] == [1, 4]
     for report in reports:
-        ratios = (report["in_flight_to_whole_batches"], report["overlapped_to_plain"])
+        ratios = (report["in_flight_to_static_batching"], report["overlapped_to_plain"])
         assert min(*ratios, report["output_tok_per_s"], report["mean_time_to_first_token_s"]) > 0
 
 

@@ -35,7 +35,7 @@ def test_random_traffic_loses_no_page_and_no_request():
 
 def test_a_leaked_page_is_noticed():
     with make_generator(make_executor(LIMITS)) as engine:
-        store = engine._engine._scheduler._roster.store
+        store = engine._engine._scheduler._request_pool.store
         store.allocate(1)  # by nobody: it will never be given back
         traffic = Traffic(duration_s=0.1, mean_gap_s=0.01, max_prompt_tokens=20, max_new_tokens=8, drain_timeout_s=2.0)
         with pytest.raises(AssertionError):
@@ -112,9 +112,9 @@ def test_a_reader_that_waits_for_ever_is_noticed():
         executor.open()
 
 
-@pytest.mark.parametrize("busy", ["num_running_now", "num_waiting_now", "num_parked_now"])
+@pytest.mark.parametrize("busy", ["num_running_now", "num_waiting_now", "num_paused_now"])
 def test_the_count_waits_for_requests_of_every_state(busy):
-    idle = dict.fromkeys(("num_running_now", "num_waiting_now", "num_parked_now"), 0)
+    idle = dict.fromkeys(("num_running_now", "num_waiting_now", "num_paused_now"), 0)
     left = [idle | {busy: 1}, idle]
 
     class Engine:

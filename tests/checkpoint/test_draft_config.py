@@ -26,11 +26,7 @@ FULL_CAUSAL = AttentionMask(is_causal=True)
 SLIDING = AttentionMask(window=8, is_causal=False)
 SLIDING_CAUSAL = AttentionMask(window=8, is_causal=True)
 GPT_OSS_ROPE = RopeSpec(  # of transformers' GptOssConfig
-    theta=150000.0,
-    scaling="yarn",
-    factor=32.0,
-    original_max_position_embeddings=4096,
-    truncates_correction_range=False,
+    theta=150000.0, scaling="yarn", factor=32.0, original_max_position_embeddings=4096, truncates_correction_range=False
 )
 
 

@@ -15,14 +15,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from tests.checkpoint.joining import join, ranks
 from tests.checkpoint.refusals import Copy, edit_tensors, pair_refusal, weights_of
-from tests.factories import (
-    edit_json,
-    make_speculators_drafter,
-    make_target,
-    make_zlab_drafter,
-    read_json,
-    write_json,
-)
+from tests.factories import edit_json, make_speculators_drafter, make_target, make_zlab_drafter, read_json, write_json
 from tests.specs import Flat
 
 # What a pair gives
@@ -144,11 +137,7 @@ def test_a_second_head_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("make", "layers", "is_noted"),
-    [
-        (make_zlab_drafter, (0, 2), False),
-        (make_zlab_drafter, (0, 3), True),
-        (make_speculators_drafter, (3,), True),
-    ],
+    [(make_zlab_drafter, (0, 2), False), (make_zlab_drafter, (0, 3), True), (make_speculators_drafter, (3,), True)],
 )
 def test_a_tap_on_the_last_layer_is_noted(
     checkpoints: Path, tmp_path: Path, make: Any, layers: tuple[int, ...], is_noted: bool

@@ -28,20 +28,9 @@ YARN_SCALING = {"factor": 4.0, "original_max_position_embeddings": 128}
 def test_a_qwen3_target_is_read_with_qk_norms_and_without_biases(checkpoints: Path) -> None:
     spec = read_target_spec(checkpoints / "qwen3")
     flat = Flat(spec)
-    assert (spec.family, spec.num_layers, flat.num_heads, flat.num_kv_heads, flat.head_dim) == (
-        "qwen3",
-        4,
-        4,
-        2,
-        16,
-    )
+    assert (spec.family, spec.num_layers, flat.num_heads, flat.num_kv_heads, flat.head_dim) == ("qwen3", 4, 4, 2, 16)
     flat = Flat(spec)
-    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (
-        True,
-        False,
-        False,
-        False,
-    )
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (True, False, False, False)
     assert Flat(spec).masks == (AttentionMask(),) * 4
     assert Flat(spec).rope == RopeSpec(theta=10000.0)
 
@@ -50,12 +39,7 @@ def test_a_llama_target_is_read_with_its_biases_and_without_qk_norms(checkpoints
     spec = read_target_spec(checkpoints / "llama")
     assert spec.family == "llama"
     flat = Flat(spec)
-    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (
-        False,
-        True,
-        True,
-        True,
-    )
+    assert (flat.has_qk_norm, flat.has_qkv_bias, flat.has_o_bias, flat.has_mlp_bias) == (False, True, True, True)
 
 
 def test_qwen3_attention_bias_covers_q_k_v_and_o(copy_of: Copy) -> None:

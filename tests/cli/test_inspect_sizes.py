@@ -23,12 +23,7 @@ needs_modelopt = pytest.mark.skipif(
 )
 
 KV_CACHE_BYTES = 1 << 20
-DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "fp8",
-    torch.int64: "int64",
-}
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8", torch.int64: "int64"}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +115,7 @@ def test_sizes_are_those_of_the_files_and_of_the_pages(case: str, root: Path, tm
 def _assert_formats(
     report: dict[str, Any], files: list[dict[str, torch.Tensor]], linears: dict[str, str], shown: str
 ) -> None:
-    """By format: codes and scales of packed linears under its name, other tensors under that of their dtype."""
+    """By format: codes and scales of quantized linears under its name, other tensors under that of their dtype."""
     expected: dict[str, dict[str, int]] = {"target": {}, "draft": {}}
     for name, tensor in ((name, tensor) for file in files for name, tensor in file.items()):
         owner = next((linear for linear in linears if name == linear or name.startswith(f"{linear}.")), None)

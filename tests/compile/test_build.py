@@ -56,7 +56,7 @@ def test_an_engine_of_two_ranks_holds_each_ranks_share(base_dir: Path, tmp_path:
             assert torch.equal(stored[name], tensor), name
 
 
-def test_the_packed_shares_of_two_ranks_are_those_of_the_packed_whole(base_dir: Path, tmp_path: Path) -> None:
+def test_the_quantized_shares_of_two_ranks_are_those_of_the_quantized_whole(base_dir: Path, tmp_path: Path) -> None:
     """The same codes and scales: what a format rounds does not depend on the number of ranks."""
     quantization = QuantizationConfig(
         target="nvfp4_w4a16", drafter="none", lm_head="nvfp4_w4a16", draft_lm_head="nvfp4_w4a16"

@@ -135,10 +135,7 @@ def test_a_template_that_never_ends_is_given_up(target: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     "template",
-    [
-        TEMPLATE,
-        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + TEMPLATE,
-    ],
+    [TEMPLATE, "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + TEMPLATE],
 )
 def test_a_sound_tokenizer_is_proven_while_checking(target: Path, template: str) -> None:
     (target / JINJA).write_text(template)

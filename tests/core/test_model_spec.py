@@ -34,12 +34,7 @@ DRAFT = DECODER | {
     "draft_block_size": 4,
     "mask_token_id": 1,
 }
-MOE = {
-    "num_experts": 8,
-    "num_experts_per_token": 2,
-    "intermediate_size": 32,
-    "routing": "softmax_top_k",
-}
+MOE = {"num_experts": 8, "num_experts_per_token": 2, "intermediate_size": 32, "routing": "softmax_top_k"}
 YARN = {"theta": 1e4, "scaling": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -118,13 +118,7 @@ def test_numbers_of_numpy_and_lists_become_plain_values() -> None:
     }
     params = SamplingParams(**given)
     plain = SamplingParams(
-        max_new_tokens=9,
-        temperature=0.5,
-        top_k=200,
-        top_p=0.5,
-        seed=MAX_SEED,
-        stop=("a", "b"),
-        stop_token_ids=(3, 4),
+        max_new_tokens=9, temperature=0.5, top_k=200, top_p=0.5, seed=MAX_SEED, stop=("a", "b"), stop_token_ids=(3, 4)
     )
     assert params == plain
     kinds = {name: type(getattr(params, name)) for name in given}

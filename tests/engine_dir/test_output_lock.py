@@ -99,10 +99,7 @@ def test_an_engine_that_a_killed_build_had_moved_aside_comes_back(engine: Path) 
     aside = engine.with_name(".engine.old-0123abcd")
     engine.rename(aside)
     messages: list[str] = []
-    with (
-        pytest.raises(BuildError, match="found an engine"),
-        reserve_output(engine, warn=messages.append),
-    ):
+    with pytest.raises(BuildError, match="found an engine"), reserve_output(engine, warn=messages.append):
         pass
     assert messages == [f"brought back {engine}, which a build that was killed had moved to {aside}"]
     EngineDir.open(engine)
@@ -127,10 +124,7 @@ def test_a_lock_file_that_nobody_holds_stops_nobody(checkpoints: Path, tmp_path:
 
 def test_a_build_in_this_process_is_another_build_too(tmp_path: Path) -> None:
     with reserve_output(tmp_path / "engine"):
-        with (
-            pytest.raises(BuildError, match=rf"process {os.getpid()} on"),
-            reserve_output(tmp_path / "engine"),
-        ):
+        with pytest.raises(BuildError, match=rf"process {os.getpid()} on"), reserve_output(tmp_path / "engine"):
             pass
         assert (tmp_path / ".engine.lock").exists()
     assert list(tmp_path.iterdir()) == []

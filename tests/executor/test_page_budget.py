@@ -43,12 +43,7 @@ ONE_RANK = Mapping()
 
 
 def plan(draft=QWEN3_8B_DFLASH, mapping=ONE_RANK, **changes):
-    options = {
-        "page_size": 32,
-        "max_batch_size": 64,
-        "max_seq_len": 4096,
-        "budget_bytes": 40 << 30,
-    }
+    options = {"page_size": 32, "max_batch_size": 64, "max_seq_len": 4096, "budget_bytes": 40 << 30}
     states = engine_states(QWEN3_8B, draft, dtype="bfloat16").shard(mapping)
     return plan_pages(states, **options | changes)
 

@@ -48,7 +48,7 @@ class Pair:
     engine: EngineDir  # of two ranks
 
 
-@pytest.fixture(scope="module", params=["the target's head", "a reduced vocabulary", "packed"])
+@pytest.fixture(scope="module", params=["the target's head", "a reduced vocabulary", "quantized"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     root = tmp_path_factory.mktemp("pair")
     fields: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         make_speculators_pair(root)
     else:
         make_zlab_pair(root)
-    if request.param == "packed":
+    if request.param == "quantized":
         if not _has_modelopt():
             pytest.skip("modelopt is not installed: scripts/test installs it")
         write_calibration_prompts(root)
@@ -107,7 +107,7 @@ def test_accepted_and_rejected_drafts_are_those_of_one_rank(pair: Pair) -> None:
 
 
 def test_all_ranks_have_the_same_logits_bit_for_bit(pair: Pair) -> None:
-    """`target_logits` compares the hashes of all ranks; see the perturbed twin below."""
+    """`target_logits` compares the hashes of all ranks; see the negative control below."""
     prompt = list(PROMPTS[1])
     torch.testing.assert_close(pair.two.target_logits(prompt), pair.one.target_logits(prompt), rtol=0, atol=1e-4)
 
@@ -119,7 +119,7 @@ def test_both_ranks_have_the_pages_of_half_the_heads(pair: Pair) -> None:
 
 
 def test_a_lost_weight_of_one_rank_changes_the_tokens(pair: Pair) -> None:
-    """The perturbed twin of the traces: the ranks still agree with each other."""
+    """The negative control of the traces: the ranks still agree with each other."""
     expected, _ = trace(pair.one, GREEDY, num_draft_tokens=(K,))
     local = pair.two._local
     network = local.network
@@ -134,7 +134,7 @@ def test_a_lost_weight_of_one_rank_changes_the_tokens(pair: Pair) -> None:
 
 @pytest.mark.parametrize("skipped", [0, 7], ids=["first layer", "last layer"])
 def test_a_rank_that_skips_a_sum_changes_the_logits(pair: Pair, skipped: int) -> None:
-    """Another perturbed twin: rank 0 takes part, but ignores what came of it. The ranks exchange wrong logits then."""
+    """Another negative control: rank 0 takes part, but ignores the sum. The ranks exchange wrong logits then."""
     expected = pair.one.target_logits(PROMPTS[1])
     with skipping(pair.two._local, skipped):
         found = pair.two.target_logits(PROMPTS[1])
@@ -142,7 +142,7 @@ def test_a_rank_that_skips_a_sum_changes_the_logits(pair: Pair, skipped: int) ->
 
 
 def test_ranks_that_come_to_different_logits_are_found_out(engine: EngineDir) -> None:
-    """The perturbed twin of equal bits: rank 0 ignores the other's half of the vocabulary."""
+    """The negative control of equal bits: rank 0 ignores the other's half of the vocabulary."""
     with opened(engine) as two, skipping(two._local, 8):
         with pytest.raises(RankError, match="2 ranks: expected the same tokens and log-probabilities"):
             two.target_logits(PROMPTS[1])

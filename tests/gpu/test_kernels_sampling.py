@@ -8,14 +8,7 @@ from dflash_trt.kernels import norm_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens, combine_shards, shard_argmax
 from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
 from tests.kernels import reference_norm, reference_sampling
-from tests.kernels.test_sampling_kernels import (
-    MIXED,
-    make_inputs,
-    make_logits,
-    moved,
-    network_inputs,
-    run_kernels,
-)
+from tests.kernels.test_sampling_kernels import MIXED, make_inputs, make_logits, moved, network_inputs, run_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +40,7 @@ def test_many_rows_draw_what_the_network_draws():
     expected = torch_sampling.sample_and_accept(logits, network_inputs(inputs)).emitted_tokens
     assert (tokens != expected).float().mean() <= MAX_UNLIKE_FRACTION
     other = run_kernels(logits, make_inputs([(*s[:4], s[4] + 1) for s in settings], width=8)).emitted_tokens
-    assert (tokens != other).float().mean() > 0.3  # the perturbed twin: another seed
+    assert (tokens != other).float().mean() > 0.3  # the negative control: another seed
 
 
 def test_a_row_does_not_depend_on_the_batch_or_on_the_run():

@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_cpu_in_float32(executors, sampling):
 
 
 def test_a_changed_weight_is_noticed(executors):
-    """The perturbed twin of the test above."""
+    """The negative control of the test above."""
     reference, executor = executors
     executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
     found, expected = (generate(x, StepSampling(), 0)[0].requests[0].logprobs for x in (executor, reference))

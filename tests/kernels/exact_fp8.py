@@ -7,7 +7,7 @@ import torch
 
 
 def convert_exactly(convert: Any) -> Any:
-    """`convert`, the interpreter's conversion of floats, with float32 to float8_e4m3fn mended."""
+    """`convert`, the interpreter's conversion of floats, with float32 to float8_e4m3fn fixed."""
     import triton.language as tl
 
     def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:

@@ -62,6 +62,6 @@ def test_shards_agree_with_the_whole_vocabulary(num_shards):
     ]
     values, tokens = (torch.stack(parts) for parts in zip(*shards, strict=True))
     assert combine_shards(values, tokens).tolist() == reference_sampling.argmax_tokens(logits).tolist()
-    if num_shards > 1:  # the perturbed twin: shards in a wrong place
+    if num_shards > 1:  # the negative control: shards in a wrong place
         wrong = combine_shards(values, tokens.roll(1, dims=0)).tolist()
         assert wrong != reference_sampling.argmax_tokens(logits).tolist()

@@ -1,4 +1,4 @@
-"""The attention kernels against their plain-PyTorch twin and against the network's own attention."""
+"""The attention kernels against their plain-PyTorch reference and against the network's own attention."""
 
 import random
 from collections.abc import Callable
@@ -187,7 +187,7 @@ PERTURBATIONS: dict[str, tuple[str, Callable[[Step], Step]]] = {
 
 
 @pytest.mark.parametrize("name", PERTURBATIONS)
-def test_a_perturbed_twin_is_told_apart(name: str, device: torch.device) -> None:
+def test_a_perturbed_reference_is_told_apart(name: str, device: torch.device) -> None:
     case, perturb = PERTURBATIONS[name]
     step = STEPS[case]
     tensors = make_tensors(step)

@@ -25,13 +25,13 @@ FORMATS = ["fp8", "nvfp4", "nvfp4_w4a16"]
 SUM_TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-6
 
 
-def packed_weight(weight_format, *, input_amax=(3.0, 3.0, 3.0), are_equal=False):
+def quantized_weight(weight_format, *, input_amax=(3.0, 3.0, 3.0), are_equal=False):
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
     ranges = segment_amax(weight, SEGMENTS)
     if are_equal:
         ranges = ranges.amax().expand(3).clone()
     amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
-    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
+    return known_format(weight_format).quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
 def moved(weight, device):
@@ -51,7 +51,7 @@ def run(weight, x, device, bias=None):
 @pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (3.0, 1.0, 1.0), (1.0, 2.0, 3.0)])
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, are_equal, device):
-    weight, x = packed_weight(weight_format, input_amax=input_amax, are_equal=are_equal), activations()
+    weight, x = quantized_weight(weight_format, input_amax=input_amax, are_equal=are_equal), activations()
     prepared, found = run(weight, x, device)
     assert relative(found, defined_output(x, weight, weight_format)) < SUM_TOLERANCE
     kind = {"fp8": DeviceFp8Weight, "nvfp4_w4a16": DeviceInt4Weight}.get(weight_format)
@@ -60,8 +60,8 @@ def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, ar
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_another_scale_gives_another_output(weight_format, device):
-    """The perturbed twin."""
-    weight, x = packed_weight(weight_format), activations()
+    """The negative control."""
+    weight, x = quantized_weight(weight_format), activations()
     expected = defined_output(x, weight, weight_format)
     weight.weight_scale[1] *= 1.1
     assert relative(run(weight, x, device)[1], expected) > 5 * SUM_TOLERANCE
@@ -69,7 +69,7 @@ def test_another_scale_gives_another_output(weight_format, device):
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_a_bias_is_added_after_the_scales(weight_format, device):
-    weight, x, bias = packed_weight(weight_format), activations(), torch.linspace(-1, 1, 96)
+    weight, x, bias = quantized_weight(weight_format), activations(), torch.linspace(-1, 1, 96)
     plain, biased = (run(weight, x, device, bias=b)[1] for b in (None, bias))
     torch.testing.assert_close(biased, plain + bias)
 
@@ -91,7 +91,7 @@ class NoHost(TorchDispatchMode):
 
 
 def test_4_bit_weights_are_multiplied_without_a_word_to_the_host():
-    prepared = prepare_device_linear(Linear(weight=packed_weight("nvfp4_w4a16")), torch.bfloat16)
+    prepared = prepare_device_linear(Linear(weight=quantized_weight("nvfp4_w4a16")), torch.bfloat16)
     linear, x = Linear(weight=moved(prepared.weight, "meta")), torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
     with NoHost():
         assert apply_device_linear(Plain(x), linear).shape == (5, 96)
@@ -103,7 +103,7 @@ def test_4_bit_weights_are_multiplied_without_a_word_to_the_host():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: graphs")
 @pytest.mark.parametrize("weight_format", ["fp8", "nvfp4_w4a16"])
 def test_a_linear_of_a_format_that_a_gpu_opens_can_be_captured(weight_format, device):
-    weight, x = packed_weight(weight_format), activations().bfloat16().to(device)
+    weight, x = quantized_weight(weight_format), activations().bfloat16().to(device)
     prepared = prepare_device_linear(Linear(weight=moved(weight, device)), x.dtype)
     with waits_raise():
         expected = apply_device_linear(Plain(x), prepared)
@@ -118,6 +118,6 @@ def test_a_linear_of_a_format_that_a_gpu_opens_can_be_captured(weight_format, de
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: bfloat16 activations")
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_bfloat16_adds_no_error_but_that_of_its_outputs(weight_format, device):
-    weight, x = packed_weight(weight_format), activations().bfloat16()
+    weight, x = quantized_weight(weight_format), activations().bfloat16()
     found = run(weight, x, device)[1]
     assert relative(found, defined_output(x.float(), weight, weight_format)) < BFLOAT16_TOLERANCE

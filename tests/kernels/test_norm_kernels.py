@@ -83,7 +83,7 @@ def test_with_a_scale_the_results_are_the_codes_of_the_results_without(dtype):
 
 
 def test_a_wrong_epsilon_weight_or_order_is_noticed():
-    """The perturbed twins of the tests above."""
+    """The negative controls of the tests above."""
     x, weight = random(3, 96, dtype=torch.float32), random(96, dtype=torch.float32, seed=1)
     normed = norm_launch.rms_norm(x, weight, 1e-6)
     changed = weight.clone()

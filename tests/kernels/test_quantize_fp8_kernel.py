@@ -22,5 +22,5 @@ def test_codes_are_rounded_to_nearest_even_and_saturate(dtype, scale, device):
     expected = e4m3(x.float() / torch.tensor(scale, device=device))
     codes = quantize_fp8(x, torch.tensor([scale], device=device))
     assert torch.equal(codes.float(), expected.float())
-    other = quantize_fp8(x, torch.tensor([scale * 1.07], device=device))  # the perturbed twin
+    other = quantize_fp8(x, torch.tensor([scale * 1.07], device=device))  # the negative control
     assert not torch.equal(other.float(), expected.float())

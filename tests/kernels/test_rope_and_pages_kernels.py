@@ -1,4 +1,4 @@
-"""The kernels that norm, rotate and store, against their plain-PyTorch twin and against the network's own."""
+"""The kernels that norm, rotate and store, against their plain-PyTorch reference and against the network's own."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -193,7 +193,7 @@ def test_a_row_at_its_limit_and_one_of_no_request_leave_the_pages_alone(device: 
 
 
 @pytest.mark.parametrize("change", ["amplitude", "eps", "k_norm", "positions", "limits", "pairs"])
-def test_a_perturbed_twin_is_told_apart(change: str, device: torch.device) -> None:
+def test_a_perturbed_reference_is_told_apart(change: str, device: torch.device) -> None:
     case = CASES["norm and rope"]
     rows = make_rows(case)
     _, got = store(rows, case, device, limits=True)
@@ -268,14 +268,7 @@ def test_one_launch_stores_the_draft_context_of_every_layer(device: torch.device
     k_scales, v_scales = ([0.5, 0.25, 0.125], [1.0, 2.0, 0.5]) if page_dtype == FP8 else ([1.0] * 3, [1.0] * 3)
     want = [rows.pages.clone() for _ in range(num_layers)]
     reference_rope_and_pages.store_draft_context(
-        kv,
-        want,
-        rows.requests,
-        rows.positions,
-        rows.rotation,
-        k_norms=k_norms,
-        k_scales=k_scales,
-        v_scales=v_scales,
+        kv, want, rows.requests, rows.positions, rows.rotation, k_norms=k_norms, k_scales=k_scales, v_scales=v_scales
     )
     moved = rows.to(device)
     pools = torch.stack([rows.pages.float()] * num_layers).to(page_dtype).to(device)

@@ -119,7 +119,7 @@ def test_a_batch_of_every_kind_of_request_is_sampled_as_defined(dtype):
 
 
 def test_another_seed_position_or_filter_gives_other_tokens():
-    """The perturbed twins of the test above."""
+    """The negative controls of the test above."""
     inputs = make_inputs(MIXED, width=2)
     logits = make_logits(2 * len(MIXED))
     tokens = reference_sampling.sample_and_accept(logits, inputs).emitted_tokens  # the kernels', as shown above
@@ -235,7 +235,7 @@ def test_a_flat_row_that_overflows_its_list_is_searched_in_full():
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}])
-def test_the_twin_keeps_what_the_network_keeps(filters):
+def test_the_reference_keeps_what_the_network_keeps(filters):
     settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
     for seed in range(20):
         scores = make_logits(1, 500, dtype=torch.bfloat16, seed=seed).float()  # with many ties
@@ -246,7 +246,7 @@ def test_the_twin_keeps_what_the_network_keeps(filters):
         torch.testing.assert_close(masses / masses.sum(), expected / expected.sum(), rtol=1e-4, atol=1e-8)
 
 
-def test_draws_of_the_twin_follow_the_probabilities():
+def test_draws_of_the_reference_follow_the_probabilities():
     """The kernels draw the same tokens as the twin, so the twin, which is quicker, can stand for both."""
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     inputs = make_inputs([(1.0, 0, 1.0, 0.0, seed) for seed in range(2000)], width=1)
@@ -260,7 +260,7 @@ def test_draws_of_the_twin_follow_the_probabilities():
     assert chi_square(torch.tensor([0.44, 0.25, 0.155, 0.155])) > 16.3
 
 
-def test_the_philox_of_the_twin_is_the_network_s():
+def test_the_philox_of_the_reference_is_the_network_s():
     pairs = [(0, 0), (1, 5), (2**32 + 7, 131071), (2**63 - 1, 2**31 - 1)]
     seeds, positions = (torch.tensor(values) for values in zip(*pairs, strict=True))
     words = [first_word(seed, position) >> 8 for seed, position in pairs]

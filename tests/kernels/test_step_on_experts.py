@@ -67,7 +67,7 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_changed_expert_or_sink_is_noticed(tmp_path: Path, device: torch.device, family: Family) -> None:
-    """The perturbed twin of the test above; without the change the step is as plain PyTorch gives it."""
+    """The negative control of the test above; without the change the step is as plain PyTorch gives it."""
     reference, executor = make_executors(make_pair(tmp_path, family), device)
     layer = executor.network.target_weights.layers[1]
     sinks = layer.mixer.sinks

@@ -29,7 +29,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.weight_spec import is_linear, segments_of
 from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.formats.base import segment_amax
-from dflash_trt.formats.registry import engine_tensors, split_packed
+from dflash_trt.formats.registry import engine_tensors, split_quantized
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from tests.engine_dir.building import build
@@ -78,7 +78,7 @@ def make_executors(
     formats = fp8_linears(opened, tensors) if has_fp8 else {}
     table = engine_weights(opened.target, opened.draft, None)
     copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
-    networks = [bind_tensors(opened.target, opened.draft, *split_packed(copy, table, formats)) for copy in copies]
+    networks = [bind_tensors(opened.target, opened.draft, *split_quantized(copy, table, formats)) for copy in copies]
     page_plan = plan_pages(
         engine_states(opened.target, opened.draft, dtype="float32"),
         page_size=PAGE_SIZE,
@@ -101,10 +101,10 @@ def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[
             continue
         weight, segments = tensors[name], segments_of(spec)
         ranges = segment_amax(weight, segments)
-        packed = known_format("fp8").pack(
+        quantized = known_format("fp8").quantize(
             weight, segments=segments, weight_amax=ranges, input_amax=torch.full_like(ranges, 6.0)
         )
-        tensors |= engine_tensors(name, packed)
+        tensors |= engine_tensors(name, quantized)
         formats[name] = "fp8"
     return formats
 
@@ -177,11 +177,7 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
 
 @pytest.mark.parametrize("is_anchored", [True, False])
 def test_windows_from_the_anchor_and_a_tap_on_the_last_layer_reach_the_kernels(
-    pair: tuple[Path, Path],
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_anchored: bool,
+    pair: tuple[Path, Path], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_anchored: bool
 ) -> None:
     target, _ = pair
     drafter = make_speculators_drafter(
@@ -219,7 +215,7 @@ def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path]
 
 
 def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.device) -> None:
-    """The perturbed twin of the test above."""
+    """The negative control of the test above."""
     reference, executor = make_executors(pair, device)
     drafter = executor.network.drafter
     assert isinstance(drafter, DFlashDrafter)

@@ -23,11 +23,7 @@ from tests.kernels import reference_attention
 from tests.network.test_attention_batches import PAGE_SIZE, _inputs
 
 SILU = Moe(
-    num_experts=16,
-    num_experts_per_token=3,
-    intermediate_size=24,
-    routing="softmax_top_k",
-    normalizes_top_k=True,
+    num_experts=16, num_experts_per_token=3, intermediate_size=24, routing="softmax_top_k", normalizes_top_k=True
 )
 CLAMPED = SILU.model_copy(
     update={

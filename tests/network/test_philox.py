@@ -19,10 +19,7 @@ from dflash_trt.backends.torch.philox import philox, uniform
     ],
 )
 def test_philox_gives_the_published_answers(counter, key, expected):
-    words = philox(
-        (torch.tensor([key[0]]), torch.tensor([key[1]])),
-        tuple(torch.tensor([word]) for word in counter),
-    )
+    words = philox((torch.tensor([key[0]]), torch.tensor([key[1]])), tuple(torch.tensor([word]) for word in counter))
     assert tuple(int(word) for word in words) == expected
 
 

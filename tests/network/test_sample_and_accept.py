@@ -58,11 +58,7 @@ def test_a_draw_is_that_of_the_position_its_token_will_have() -> None:
     """All tokens are equally likely, so that the token is the random number's own slice of the vocabulary."""
     seeds = [5, 2**40 + 1]
     inputs = step_inputs(
-        [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]],
-        context_lens=[0, 100],
-        num_candidates=[3, 3],
-        temperature=0.7,
-        seeds=seeds,
+        [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], context_lens=[0, 100], num_candidates=[3, 3], temperature=0.7, seeds=seeds
     )
     emitted = accept(torch.zeros(10, VOCAB_SIZE), inputs).emitted_tokens
     for request, anchor in enumerate((0, 102)):  # the second request's first two rows are prompt

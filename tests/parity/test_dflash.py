@@ -116,12 +116,7 @@ def test_every_draft_block_for_a_target_with_experts_equals_that_of_the_referenc
         "model_type": "gpt_oss",
         "attention_bias": True,
         "initial_context_length": 64,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "truncate": False,
-        },
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
     }
     options = like_gpt_oss if family == "gpt_oss" else {}
     drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, **options)

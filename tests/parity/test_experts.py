@@ -37,11 +37,7 @@ TARGETS = {
         "layer_types": ["full_attention"] * 4,
         "attention_bias": False,
     },
-    "gpt_oss, one K/V head, one expert for each token": {
-        **GPT_OSS,
-        "num_key_value_heads": 1,
-        "num_experts_per_tok": 1,
-    },
+    "gpt_oss, one K/V head, one expert for each token": {**GPT_OSS, "num_key_value_heads": 1, "num_experts_per_tok": 1},
 }
 
 
@@ -139,7 +135,7 @@ PERTURBED = [
 
 @pytest.mark.parametrize(("options", "name", "change"), PERTURBED, ids=[f"{x[1]}-{i}" for i, x in enumerate(PERTURBED)])
 def test_one_changed_weight_is_noticed(tmp_path, options, name, change):
-    """The perturbed twins of the tokens and of the logits."""
+    """The negative controls of the tokens and of the logits."""
     target = tiny_target(tmp_path / "target", **options)
     expected, logits = transformers_tokens(target), make_executor(target).target_logits(PROMPTS[1] * 3)
     change_tensor(target, name, change)

@@ -44,12 +44,7 @@ CASES = {
         num_tokens=(4, 4), context_lens=(17, 2), width=4, window=5, is_causal=1, is_window_anchored=1
     ),
     "FP8 pages": StepCase(
-        num_tokens=(3, 11),
-        context_lens=(14, 5),
-        width=3,
-        page_dtype=torch.float8_e4m3fn,
-        k_scale=0.02,
-        v_scale=0.3,
+        num_tokens=(3, 11), context_lens=(14, 5), width=3, page_dtype=torch.float8_e4m3fn, k_scale=0.02, v_scale=0.3
     ),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
@@ -144,11 +139,7 @@ class NodeInputs:
         positions = [start + i for start, n in zip(case.context_lens, case.num_tokens, strict=True) for i in range(n)]
         order = torch.randperm(self._num_pages, generator=self._random)[: self._num_pages - 3]
         table = order.view(len(case.num_tokens), self._pages_per_request).int().to(self._device)
-        return {
-            "positions": self._integers(positions),
-            "token_offsets": self._integers(offsets),
-            "page_table": table,
-        }
+        return {"positions": self._integers(positions), "token_offsets": self._integers(offsets), "page_table": table}
 
     def _next(self) -> Tensor:
         """After acceptance: the context and one row at least, all rows at most."""

@@ -22,7 +22,7 @@ from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import Calibration, QuantizationConfig
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.formats.registry import split_packed
+from dflash_trt.formats.registry import split_quantized
 from dflash_trt.quantize.calibration_cache import cache_dir
 from dflash_trt.quantize.plan import make_plan
 from dflash_trt.quantize.stream import engine_stream
@@ -119,9 +119,9 @@ def test_the_drafter_is_calibrated_on_taps_of_the_quantized_target(pair: tuple[P
     stream = engine_stream(
         opened.iter_weights(dtype=torch.float32, mapping=Mapping()), plan, together, dtype=torch.float32
     )
-    plain, packed = split_packed(dict(stream), plan.table(), plan.formats)
+    plain, quantized = split_quantized(dict(stream), plan.table(), plan.formats)
     assert opened.draft is not None
-    network = bind_tensors(opened.target, opened.draft, plain, packed)
+    network = bind_tensors(opened.target, opened.draft, plain, quantized)
     executor = _executor(network)
     layer_ids = opened.draft.target_layer_ids
     largest = [tap.abs().max().item() for prompt in PROMPTS for tap in _taps(executor, prompt, layer_ids)]
@@ -140,14 +140,14 @@ def test_an_export_generates_what_our_own_packing_generates_with_its_scales(expo
             source.quantization,  # type: ignore[arg-type]
         )
         ranges = {name: read[f"{name}.input_scale"].max().item() * largest for name in plan.formats}
-        packed = dict(
+        quantized = dict(
             engine_stream(
                 source.iter_weights(dtype=dtype, mapping=Mapping()), plan, Calibration(input_amax=ranges), dtype=dtype
             )
         )
         runs = []
-        for tensors in (read, packed):
-            plain, linears = split_packed(tensors, plan.table(), plan.formats)
+        for tensors in (read, quantized):
+            plain, linears = split_quantized(tensors, plan.table(), plan.formats)
             executor = _executor(bind_tensors(source.target, None, plain, linears))
             runs.append(decode(executor, PROMPTS[0], 48, num_draft_tokens=0))
         assert runs[0].tokens == runs[1].tokens
@@ -180,7 +180,7 @@ def test_a_quantized_engine_drafts_without_changing_its_text(
     assert engine.weights_path(0).stat().st_size < build(pair, tmp_path / "plain").weights_path(0).stat().st_size / 2
 
 
-def test_a_drafter_with_a_vocabulary_of_its_own_is_packed_and_loaded(tmp_path: Path) -> None:
+def test_a_drafter_with_a_vocabulary_of_its_own_is_quantized_and_loaded(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
     drafter = make_speculators_drafter(tmp_path / "drafter", target_dir=target)
     engine = build((target, drafter), tmp_path / "engine", target="nvfp4_w4a16", draft_lm_head="nvfp4_w4a16")

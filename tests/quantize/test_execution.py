@@ -1,12 +1,12 @@
-"""Packed linears and FP8 pages as the torch back end runs them, against the definition in `formats/base.py`."""
+"""Quantized linears and FP8 pages as the torch back end runs them, against the definition in `formats/base.py`."""
 
 import pytest
 import torch
 
 from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, Scratch, read_pages, write_pages
-from dflash_trt.backends.torch.quantized_linear import apply_packed, fp8_gemm, prepare_linear
+from dflash_trt.backends.torch.quantized_linear import apply_quantized, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.formats.base import PackedWeight, segment_amax
+from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.registry import dequantize
 from dflash_trt.formats.registry import weight_format as known_format
@@ -24,11 +24,13 @@ SUM_TOLERANCE = 1e-6
 BFLOAT16_TOLERANCE = 0.01
 
 
-def packed_weight(weight_format: str, *, input_amax: tuple[float, ...] = (3.0, 3.0, 3.0)) -> PackedWeight[torch.Tensor]:
+def quantized_weight(
+    weight_format: str, *, input_amax: tuple[float, ...] = (3.0, 3.0, 3.0)
+) -> QuantizedWeight[torch.Tensor]:
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
     amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
     ranges = segment_amax(weight, SEGMENTS)
-    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
+    return known_format(weight_format).quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)  # type: ignore[arg-type]
 
 
 def activations() -> torch.Tensor:  # [7, 64], with values beyond the calibrated range
@@ -47,7 +49,7 @@ def quantized(x: torch.Tensor, weight_format: str, scale: float) -> torch.Tensor
     return (E2M1[distance.argmin(-1)] * ratio.sign() * block_scale * scale).view_as(x)
 
 
-def defined_output(x: torch.Tensor, weight: PackedWeight[torch.Tensor], weight_format: str) -> torch.Tensor:
+def defined_output(x: torch.Tensor, weight: QuantizedWeight[torch.Tensor], weight_format: str) -> torch.Tensor:
     rows = torch.split(dequantize(weight).double(), SEGMENTS)
     scales = [None] * 3 if weight.input_scale is None else weight.input_scale.tolist()
     seen = [x if scale is None else quantized(x, weight_format, scale) for scale in scales]
@@ -60,42 +62,42 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (3.0, 1.0, 1.0), (1.0, 2.0, 3.0)])
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_a_packed_linear_computes_its_definition(weight_format: str, input_amax: tuple[float, ...]) -> None:
-    weight, x = packed_weight(weight_format, input_amax=input_amax), activations()
+def test_a_quantized_linear_computes_its_definition(weight_format: str, input_amax: tuple[float, ...]) -> None:
+    weight, x = quantized_weight(weight_format, input_amax=input_amax), activations()
     linear = prepare_linear(Linear(weight=weight), torch.float32)
-    assert relative(apply_packed(x, linear), defined_output(x, weight, weight_format)) < SUM_TOLERANCE
+    assert relative(apply_quantized(x, linear), defined_output(x, weight, weight_format)) < SUM_TOLERANCE
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_bfloat16_adds_no_error_but_that_of_its_outputs(weight_format: str) -> None:
-    weight, x = packed_weight(weight_format), activations().bfloat16()
-    found = apply_packed(x, prepare_linear(Linear(weight=weight), torch.bfloat16))
+    weight, x = quantized_weight(weight_format), activations().bfloat16()
+    found = apply_quantized(x, prepare_linear(Linear(weight=weight), torch.bfloat16))
     assert found.dtype == torch.bfloat16
     assert relative(found, defined_output(x.float(), weight, weight_format)) < BFLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_another_scale_gives_another_output(weight_format: str) -> None:
-    """The perturbed twin: half the first segment's weight scale."""
-    weight, x = packed_weight(weight_format), activations()
+    """The negative control: half the first segment's weight scale."""
+    weight, x = quantized_weight(weight_format), activations()
     expected = defined_output(x, weight, weight_format)
     weight.weight_scale[0] *= 0.5
-    found = apply_packed(x, prepare_linear(Linear(weight=weight), torch.float32))
+    found = apply_quantized(x, prepare_linear(Linear(weight=weight), torch.float32))
     assert relative(found, expected) > 1000 * SUM_TOLERANCE
 
 
 def test_a_bias_is_added_after_the_scales() -> None:
-    weight, x = packed_weight("fp8"), activations()
+    weight, x = quantized_weight("fp8"), activations()
     bias = torch.linspace(-1, 1, 96)
     plain, biased = (
-        apply_packed(x, prepare_linear(Linear(weight=weight, bias=b), torch.float32)) for b in (None, bias)
+        apply_quantized(x, prepare_linear(Linear(weight=weight, bias=b), torch.float32)) for b in (None, bias)
     )
     assert torch.equal(biased, plain + bias)
 
 
 @pytest.mark.parametrize("input_amax", [(3.0, 3.0, 3.0), (1.0, 2.0, 3.0)])
 def test_the_fp8_gemm_of_pytorch_gives_what_the_exact_path_gives(input_amax: tuple[float, ...]) -> None:
-    weight, x = packed_weight("fp8", input_amax=input_amax), activations().bfloat16()
+    weight, x = quantized_weight("fp8", input_amax=input_amax), activations().bfloat16()
     assert isinstance(weight, Fp8Weight)
     found = fp8_gemm(x, weight, None)
     assert relative(found, defined_output(x.float(), weight, "fp8")) < BFLOAT16_TOLERANCE

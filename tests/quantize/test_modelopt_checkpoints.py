@@ -1,4 +1,4 @@
-"""A ModelOpt export that is broken, or of an unknown kind, is refused with words that say what and how to mend it."""
+"""A ModelOpt export that is broken, or of an unknown kind, is refused with words that say what and how to fix it."""
 
 import json
 import shutil
@@ -196,7 +196,7 @@ def test_an_unknown_algorithm_is_refused_by_name(
     assert "expected one of FP8, NVFP4, W4A16_NVFP4" in message
 
 
-def test_a_packed_weight_that_the_config_excludes_is_refused(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_quantized_weight_that_the_config_excludes_is_refused(good: Callable[[str], Path], tmp_path: Path) -> None:
     message = refusal(reconfigured(good("fp8"), tmp_path, exclude_modules=["lm_head", "model.layers.2.*"]))
     assert f"'{DOWN}.weight': expected a plain dtype, for hf_quant_config.json does not quantize it" in message
 
@@ -206,7 +206,7 @@ def test_codes_of_another_format_than_the_config_says_are_refused(good: Callable
     assert f"'{DOWN}.weight': expected U8 [64, 48] for nvfp4, found F8_E4M3 [64, 96]" in message
 
 
-def test_packed_weights_without_any_config_are_refused(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_quantized_weights_without_any_config_are_refused(good: Callable[[str], Path], tmp_path: Path) -> None:
     copy = shutil.copytree(good("fp8"), tmp_path / "copy")
     (copy / "hf_quant_config.json").unlink()
     assert "problems" in refusal(copy)

@@ -13,9 +13,9 @@ from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import segments_of
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.nvfp4 import e2m1_values
-from dflash_trt.formats.registry import dequantize, split_packed
+from dflash_trt.formats.registry import dequantize, split_quantized
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.quantize.stream import joined
 from tests.quantize.conftest import Exports
@@ -43,10 +43,10 @@ def opened(exports: Exports, part: str, export: str) -> CheckpointPair:
     return open_pair(exports.target, exports.directory / export)
 
 
-def packed_of(pair: CheckpointPair, dtype: torch.dtype) -> dict[str, PackedWeight[torch.Tensor]]:
+def quantized_of(pair: CheckpointPair, dtype: torch.dtype) -> dict[str, QuantizedWeight[torch.Tensor]]:
     tensors = dict(joined(pair.iter_weights(dtype=dtype, mapping=Mapping()), dtype=dtype))
     table = engine_weights(pair.target, pair.draft, pair.quantization)
-    return split_packed(tensors, table, pair.quantization.linears)[1]
+    return split_quantized(tensors, table, pair.quantization.linears)[1]
 
 
 def modules_of(pair: CheckpointPair, name: str) -> list[str]:
@@ -58,7 +58,7 @@ def modules_of(pair: CheckpointPair, name: str) -> list[str]:
 def test_an_exported_weight_is_read_to_the_bit(exports: Exports, part: str, weight_format: str) -> None:
     pair = opened(exports, part, f"{part}-{weight_format}")
     stored = load_file(exports.directory / f"{part}-{weight_format}" / "model.safetensors")
-    weights = packed_of(pair, torch.float32)
+    weights = quantized_of(pair, torch.float32)
     assert len(weights) == {"target": 16, "drafter": 10}[part]
     for name, weight in weights.items():
         expected = torch.cat([independent_dequantization(stored, module) for module in modules_of(pair, name)])
@@ -73,9 +73,9 @@ def test_our_packing_writes_what_modelopt_wrote(
     dtype = getattr(torch, dtype_name)
     pair = opened(exports, part, f"{part}-{weight_format}")
     plain = dict(open_pair(exports.target, exports.drafter).iter_weights(dtype=dtype, mapping=Mapping()))
-    for name, theirs in packed_of(pair, dtype).items():
+    for name, theirs in quantized_of(pair, dtype).items():
         largest = {"fp8": 448.0}.get(weight_format, 6.0 * 448.0)
-        ours = known_format(weight_format).pack(
+        ours = known_format(weight_format).quantize(
             plain[name],
             segments=theirs.segments,
             weight_amax=theirs.weight_scale * largest,
@@ -91,30 +91,30 @@ def test_our_own_ranges_are_those_of_modelopt_for_a_target(
 ) -> None:
     from dflash_trt.core.quantization import Calibration, QuantizationConfig
     from dflash_trt.quantize.plan import make_plan
-    from dflash_trt.quantize.stream import pack_linear
+    from dflash_trt.quantize.stream import quantize_linear
 
     source = open_pair(exports.target, None)
     plan = make_plan(QuantizationConfig(target=weight_format), source.target, None, source.quantization)  # type: ignore[arg-type]
     plain = dict(source.iter_weights(dtype=getattr(torch, dtype_name), mapping=Mapping()))
-    theirs = packed_of(opened(exports, "target", f"target-{weight_format}"), torch.float32)
+    theirs = quantized_of(opened(exports, "target", f"target-{weight_format}"), torch.float32)
     calibration = Calibration(input_amax=dict.fromkeys(theirs, 1.0))
     compared = [linear for linear in plan.linears if linear.format is not None]
     assert len(compared) == 16
     for linear in compared:
-        ours = pack_linear(linear, plain[linear.name], calibration)
+        ours = quantize_linear(linear, plain[linear.name], calibration)
         assert torch.equal(ours.weight_scale, theirs[linear.name].weight_scale), linear.name
         assert torch.equal(dequantize(ours), dequantize(theirs[linear.name])), linear.name
 
 
 def test_a_changed_weight_packs_to_something_else(exports: Exports, dtype_name: str) -> None:
     dtype = getattr(torch, dtype_name)
-    theirs = packed_of(opened(exports, "target", "target-nvfp4"), dtype)["target.layers.1.qkv"]
+    theirs = quantized_of(opened(exports, "target", "target-nvfp4"), dtype)["target.layers.1.qkv"]
     plain = dict(open_pair(exports.target, None).iter_weights(dtype=dtype, mapping=Mapping()))["target.layers.1.qkv"]
     changed = plain.clone()
     changed[5, 17] = -changed[5, 17] - 0.1
     amax = theirs.weight_scale * (6 * 448)
     kept, moved = (
-        known_format("nvfp4_w4a16").pack(weight, segments=theirs.segments, weight_amax=amax, input_amax=None)
+        known_format("nvfp4_w4a16").quantize(weight, segments=theirs.segments, weight_amax=amax, input_amax=None)
         for weight in (plain, changed)
     )
     assert torch.equal(dequantize(kept), dequantize(theirs))
@@ -170,18 +170,18 @@ def test_a_fused_linear_of_two_formats_is_dequantized_exactly(exports: Exports, 
     assert torch.equal(read["draft.kv"], expected)
 
 
-def test_two_ranks_hold_the_two_halves_of_a_packed_weight(exports: Exports) -> None:
+def test_two_ranks_hold_the_two_halves_of_a_quantized_weight(exports: Exports) -> None:
     pair = opened(exports, "target", "target-nvfp4")
-    whole = packed_of(pair, torch.float32)
+    whole = quantized_of(pair, torch.float32)
     table = engine_weights(pair.target, None, pair.quantization)
-    from dflash_trt.core.weight_spec import rank_share
+    from dflash_trt.core.weight_spec import rank_shard
 
     halves = []
     for rank in range(2):
         mapping = Mapping(world_size=2, tp_size=2, rank=rank)
-        share = {name: rank_share(spec, 2) for name, spec in table.items()}
+        share = {name: rank_shard(spec, 2) for name, spec in table.items()}
         halves.append(
-            split_packed(
+            split_quantized(
                 dict(pair.iter_weights(dtype=torch.float32, mapping=mapping)), share, pair.quantization.linears
             )[1]
         )

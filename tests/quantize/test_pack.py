@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.errors import CheckpointError
-from dflash_trt.formats.base import segment_amax, slice_packed
+from dflash_trt.formats.base import segment_amax, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.nvfp4 import Nvfp4Weight, e2m1_codes, e2m1_values
 from dflash_trt.formats.registry import dequantize
@@ -24,10 +24,10 @@ def random_weight(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Te
     return weight.to(dtype)
 
 
-def packed(weight: torch.Tensor, weight_format: str, *, input_amax: float = 3.0):
+def quantized(weight: torch.Tensor, weight_format: str, *, input_amax: float = 3.0):
     amax = None if weight_format == "nvfp4_w4a16" else torch.full((3,), input_amax)
     ranges = segment_amax(weight, SEGMENTS)
-    return known_format(weight_format).pack(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
+    return known_format(weight_format).quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
 @settings(deadline=None)
@@ -58,7 +58,7 @@ def test_e4m3_saturates() -> None:
 
 def test_fp8_stores_one_scale_per_segment_and_errs_by_at_most_half_a_step() -> None:
     weight = random_weight()
-    result = packed(weight, "fp8")
+    result = quantized(weight, "fp8")
     assert isinstance(result, Fp8Weight)
     assert torch.equal(result.weight_scale, segment_amax(weight, SEGMENTS) / 448)
     error = (dequantize(result) - weight).abs()
@@ -69,7 +69,7 @@ def test_fp8_stores_one_scale_per_segment_and_errs_by_at_most_half_a_step() -> N
 
 def test_nvfp4_dequantizes_by_its_definition() -> None:
     weight = random_weight()
-    result = packed(weight, "nvfp4_w4a16")
+    result = quantized(weight, "nvfp4_w4a16")
     assert isinstance(result, Nvfp4Weight)
     assert result.input_scale is None
     assert result.codes.shape == (96, 32) and result.block_scale.shape == (96, 4)
@@ -85,12 +85,12 @@ def test_nvfp4_dequantizes_by_its_definition() -> None:
 def test_nvfp4_of_a_block_of_zeros_is_zero() -> None:
     weight = random_weight()
     weight[3, 16:32] = 0.0
-    assert dequantize(packed(weight, "nvfp4_w4a16"))[3, 16:32].tolist() == [0.0] * 16
+    assert dequantize(quantized(weight, "nvfp4_w4a16"))[3, 16:32].tolist() == [0.0] * 16
 
 
 def test_nvfp4_errs_by_at_most_a_sixth_of_its_block() -> None:
     weight = random_weight()
-    error = (dequantize(packed(weight, "nvfp4_w4a16")) - weight).abs().view(96, 4, 16).amax(-1)
+    error = (dequantize(quantized(weight, "nvfp4_w4a16")) - weight).abs().view(96, 4, 16).amax(-1)
     largest = weight.abs().view(96, 4, 16).amax(-1)
     # The widest gap of E2M1 is from 4 to 6: half of it is 1/6 of the block's range. E4M3 block scales add 2**-4.
     assert bool((error <= largest * (1 / 6 + 2.0**-4)).all())
@@ -98,15 +98,15 @@ def test_nvfp4_errs_by_at_most_a_sixth_of_its_block() -> None:
 
 def test_a_slice_of_whole_segments_dequantizes_to_the_rows_it_stands_for() -> None:
     for weight_format in ("fp8", "nvfp4"):
-        result = packed(random_weight(), weight_format)
-        part = slice_packed(result, 48, 96, lambda x, start, stop: x[start:stop])
+        result = quantized(random_weight(), weight_format)
+        part = slice_quantized(result, 48, 96, lambda x, start, stop: x[start:stop])
         assert part.segments == SEGMENTS[1:]
         assert torch.equal(dequantize(part), dequantize(result)[48:])
 
 
 def test_a_slice_through_a_segment_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="cut a segment"):
-        slice_packed(packed(random_weight(), "fp8"), 0, 50, lambda x, start, stop: x[start:stop])
+        slice_quantized(quantized(random_weight(), "fp8"), 0, 50, lambda x, start, stop: x[start:stop])
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -1.0])
@@ -116,4 +116,4 @@ def test_a_range_that_is_no_range_is_refused(wrong: float, which: str) -> None:
     ranges = {"weight_amax": good, "input_amax": good}
     ranges["weight_amax" if which == "weight" else "input_amax"] = bad
     with pytest.raises(CheckpointError, match=f"{which} ranges: expected finite and positive"):
-        known_format("fp8").pack(random_weight(), segments=SEGMENTS, **ranges)
+        known_format("fp8").quantize(random_weight(), segments=SEGMENTS, **ranges)

@@ -60,7 +60,7 @@ def test_an_override_that_matches_nothing_is_refused_with_the_nearest_name(specs
     assert "Did you mean 'target.layers.0.qkv'?" in message
 
 
-def test_a_drafter_can_have_a_packed_copy_of_the_head(specs: Any) -> None:
+def test_a_drafter_can_have_a_quantized_copy_of_the_head(specs: Any) -> None:
     plan = plan_of(specs, target="fp8", draft_lm_head="nvfp4")
     assert plan.formats["draft.lm_head"] == "nvfp4"
     size = next(size for size in plan.sizes("float32") if size.component == "draft_lm_head")
@@ -73,7 +73,7 @@ def test_a_pattern_never_makes_a_copy_of_the_head(specs: Any) -> None:
     assert plan_of(specs, overrides={"draft.lm_head": "fp8"}).formats == {"draft.lm_head": "fp8"}
 
 
-def test_a_tied_head_is_packed_beside_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_head_is_quantized_beside_the_embedding(tmp_path: Path) -> None:
     tied = open_pair(make_target(tmp_path / "tied", tie_word_embeddings=True), None)
     plan = make_plan(QuantizationConfig(lm_head="fp8"), tied.target, None, QuantizationSpec())
     assert plan.formats == {"target.lm_head": "fp8"}
@@ -100,7 +100,7 @@ def test_nvfp4_needs_whole_blocks(tmp_path: Path) -> None:
     assert "4 problems" in message
 
 
-def test_a_checkpoint_that_is_packed_keeps_its_format(specs: Any) -> None:
+def test_a_checkpoint_that_is_quantized_keeps_its_format(specs: Any) -> None:
     stored = QuantizationSpec(linears={"target.layers.0.qkv": "fp8"})
     plan = plan_of(specs, stored=stored, drafter="fp8")
     planned = {linear.name: linear for linear in plan.linears}

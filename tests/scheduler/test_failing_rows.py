@@ -19,7 +19,7 @@ MOSTLY_RIGHT = right_with_probability(0.8)
 
 
 class OverflowingExecutor(FakeExecutor):
-    """The logits of "bad" give no token from a position on, as `step_result` reports it; K of no importance."""
+    """The logits of "bad" give no token from a position on, as `step_result` reports it; K of no priority_key."""
 
     from_position = 9
 
@@ -141,7 +141,7 @@ def test_a_commit_that_raises_for_one_request_ends_that_request_alone(
     for request in requests:
         driver.add(request)
     driver.step()
-    owner = Sequence if place != "keep_full_pages" else type(driver.scheduler._roster)
+    owner = Sequence if place != "keep_full_pages" else type(driver.scheduler._request_pool)
     monkeypatch.setattr(owner, place, fault(getattr(owner, place)))
     driver.run(ahead=ahead)
     assert driver.finish_reasons == {"first": "length", "bad": "error", "last": "length"}

@@ -15,10 +15,7 @@ def keep(store: PageStore, tokens: list[int], *, salt: str = "") -> tuple[list[i
     path: list[PrefixNode] = []
     for index in range(len(page_ids)):
         node = store.keep(
-            path[-1] if path else None,
-            tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE],
-            page_ids[index],
-            salt=salt,
+            path[-1] if path else None, tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE], page_ids[index], salt=salt
         )
         assert node is not None
         page_ids[index] = node.page_id

@@ -80,10 +80,7 @@ def test_prompts_that_are_under_way_keep_newcomers_waiting() -> None:
 # Drafts
 
 
-@pytest.mark.parametrize(
-    ("max_new_tokens", "lengths"),
-    [(1, [0]), (2, [0, 0]), (3, [5, 5, 0]), (4, [5, 5, 5, 0])],
-)
+@pytest.mark.parametrize(("max_new_tokens", "lengths"), [(1, [0]), (2, [0, 0]), (3, [5, 5, 0]), (4, [5, 5, 5, 0])])
 def test_drafts_are_made_only_when_one_and_a_bonus_token_can_follow(max_new_tokens: int, lengths: list[int]) -> None:
     driver = make_driver(draft_rule=always_wrong)
     driver.add(make_request("r", max_new_tokens=max_new_tokens))
@@ -124,13 +121,13 @@ def test_the_policy_is_asked_for_those_that_decode_and_told_of_what_ran() -> Non
 
 
 def test_a_paused_request_times_out_by_the_time_it_was_paused() -> None:
-    driver = make_driver(max_parked_s=10.0, draft_rule=always_wrong)
+    driver = make_driver(max_paused_s=10.0, draft_rule=always_wrong)
     driver.now = 3.0
     driver.add(make_request("r", max_new_tokens=30))
     driver.step()
     driver.now = 50.0
     driver.step()
-    driver.scheduler.park("r")
+    driver.scheduler.pause("r")
     driver.now = 59.9
     driver.step()
     assert driver.finish_reasons == {}
@@ -141,13 +138,13 @@ def test_a_paused_request_times_out_by_the_time_it_was_paused() -> None:
 
 
 def test_a_request_that_was_resumed_starts_its_next_pause_anew() -> None:
-    driver = make_driver(max_parked_s=10.0, draft_rule=always_wrong)
+    driver = make_driver(max_paused_s=10.0, draft_rule=always_wrong)
     driver.add(make_request("r", max_new_tokens=30))
     for paused_s in (1.0, 8.0, 15.0):
         driver.now = paused_s
         driver.step()
-        assert driver.scheduler.park("r")
-        assert not driver.scheduler.park("r"), "it is paused already"
+        assert driver.scheduler.pause("r")
+        assert not driver.scheduler.pause("r"), "it is paused already"
         driver.now += 6.0
         driver.step()
         assert driver.scheduler.resume("r")
@@ -163,7 +160,7 @@ def test_a_queue_timeout_does_not_end_a_request_whose_turn_it_is_again() -> None
     driver.add(make_request("r", queue_timeout_s=2.0))
     driver.now = 8.9
     driver.step()
-    driver.scheduler.park("r")
+    driver.scheduler.pause("r")
     driver.now = 20.0
     assert driver.scheduler.resume("r")
     driver.run()

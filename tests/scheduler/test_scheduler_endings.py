@@ -137,28 +137,28 @@ def test_a_result_that_breaks_the_contract_fails_its_request_only() -> None:
     assert good.finish_reason is None and good.token_ids
 
 
-def test_a_parked_request_gives_its_place_away_and_goes_on_with_the_same_tokens() -> None:
+def test_a_paused_request_gives_its_place_away_and_goes_on_with_the_same_tokens() -> None:
     driver = make_driver(make_limits(max_batch_size=1), draft_rule=always_wrong)
-    request = make_request("parked")
+    request = make_request("paused")
     driver.add(request)
     driver.step()
-    assert driver.scheduler.park("parked")
+    assert driver.scheduler.pause("paused")
     driver.scheduler.check_integrity()
     assert driver.scheduler.num_pages_in_use == 0
     assert not driver.scheduler.has_work
     driver.add(make_request("other"))
     driver.run()
     assert driver.finish_reasons == {"other": "length"}
-    assert driver.scheduler.resume("parked")
+    assert driver.scheduler.resume("paused")
     driver.run()
-    assert driver.tokens["parked"] == expected_tokens(driver.executor, request)
+    assert driver.tokens["paused"] == expected_tokens(driver.executor, request)
 
 
-def test_a_request_parked_too_long_ends_with_timeout() -> None:
-    driver = make_driver(max_parked_s=10.0)
+def test_a_request_paused_too_long_ends_with_timeout() -> None:
+    driver = make_driver(max_paused_s=10.0)
     driver.add(make_request("r"))
     driver.step()
-    driver.scheduler.park("r")
+    driver.scheduler.pause("r")
     driver.now = 9.0
     driver.step()
     assert driver.finish_reasons == {}

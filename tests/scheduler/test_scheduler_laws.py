@@ -65,7 +65,7 @@ class ServingMachine(RuleBasedStateMachine):
             enable_prefix_caching=enable_prefix_caching,
             preempts_for_priority=preempts_for_priority,
             max_queue_len=max_queue_len,
-            max_parked_s=None,
+            max_paused_s=None,
         )
         executor = FakeExecutor(limits, vocab_size=11, draft_rule=right_with_probability(right))
         self.driver = Driver(Scheduler(limits, config, self.policy), executor)
@@ -129,7 +129,7 @@ class ServingMachine(RuleBasedStateMachine):
         if is_resuming:
             self.driver.scheduler.resume(request_id)
         else:
-            self.driver.scheduler.park(request_id)
+            self.driver.scheduler.pause(request_id)
 
     @invariant()
     def is_sound(self) -> None:

@@ -78,18 +78,18 @@ def test_each_statistic_counts_its_own_thing() -> None:
         driver.add(make_request(f"r{number}", range(100 + 20 * number, 106 + 20 * number), max_new_tokens=30))
     driver.step()
     driver.step()
-    driver.scheduler.park("r0")
+    driver.scheduler.pause("r0")
     driver.scheduler.preempt("r1")
     counted = asdict(driver.scheduler.statistics())
     verified = [event for event in driver.events if event.num_candidates]
     steps = [batch.num_draft_tokens for batch in driver.executor.batches]
-    in_use = len({page for s in driver.scheduler._roster.running for page in s.page_ids})
+    in_use = len({page for s in driver.scheduler._request_pool.running for page in s.page_ids})
     expected = {
         "num_arrivals": 7,
         "num_finished": {"length": 2},
         "num_waiting_now": 3,
         "num_running_now": 1,
-        "num_parked_now": 1,
+        "num_paused_now": 1,
         "num_steps": len(steps),
         "num_steps_by_draft_length": {length: steps.count(length) for length in sorted(set(steps))},
         "num_verify_blocks": len(verified),
@@ -105,7 +105,9 @@ def test_each_statistic_counts_its_own_thing() -> None:
     assert {name: counted[name] for name in expected} == expected
     assert driver.scheduler.statistics().prefix_hit_fraction == 8 / 42
     assert any(event.num_candidates not in (0, 3) for event in verified), "else K alone would do for the drafts"
-    assert counted["num_pages_kept_now"] == len(driver.scheduler._roster.store._tree.page_ids()) not in (0, in_use)
+    assert (
+        counted["num_pages_kept_now"] == len(driver.scheduler._request_pool.store._tree.page_ids()) not in (0, in_use)
+    )
     assert counted["num_evicted_pages"] == 0
 
 
@@ -207,7 +209,7 @@ def test_a_prompt_that_gets_no_token_of_a_step_has_no_row_in_it() -> None:
 
 def test_the_defaults_are_those_of_the_documents() -> None:
     config = SchedulerConfig()
-    assert (config.max_queue_len, config.max_prefill_tokens, config.max_parked_s) == (None, None, 60.0)
+    assert (config.max_queue_len, config.max_prefill_tokens, config.max_paused_s) == (None, None, 60.0)
     assert (config.enable_prefix_caching, config.preempts_for_priority) == (True, True)
 
 

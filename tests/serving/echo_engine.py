@@ -12,9 +12,9 @@ from queue import SimpleQueue
 
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
-from dflash_trt.serving.assembler import OutputAssembler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.engine import EngineLimits
+from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk
 
@@ -28,7 +28,7 @@ class EchoLimits:
 
 @dataclass(eq=False)
 class _Running:
-    assembler: OutputAssembler
+    output_processor: OutputProcessor
     mailbox: Mailbox
     is_cancelled: bool = False
 
@@ -61,7 +61,7 @@ class EchoEngine:
         if self._is_closed:
             raise RequestError("the engine is closed")
         mailbox = Mailbox(max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
-        running = _Running(OutputAssembler(request, detokenizer, arrived_s=time.monotonic()), mailbox)
+        running = _Running(OutputProcessor(request, detokenizer, arrived_s=time.monotonic()), mailbox)
         self._requests[request.request_id] = running
         self._queue.put(running)
         return RequestStream(request.request_id, mailbox, lambda: self.cancel(request.request_id))
@@ -88,22 +88,22 @@ class EchoEngine:
         while (running := self._queue.get()) is not None:
             reason = self._echo(running)
             now = time.monotonic()
-            chunk = running.assembler.finish(reason, now, statistics=None)
+            chunk = running.output_processor.finish(reason, now, statistics=None)
             assert chunk.output is not None
             self._recorder.add(chunk.output)
-            del self._requests[running.assembler.request.request_id]
+            del self._requests[running.output_processor.request.request_id]
             running.mailbox.put(chunk)
             running.mailbox.run_callbacks()
 
     def _echo(self, running: _Running) -> FinishReason:
-        request = running.assembler.request
+        request = running.output_processor.request
         for token_id in request.prompt_token_ids[: request.sampling.max_new_tokens]:
             while not self.may_go_on.wait(0.01) and not running.is_cancelled:
                 pass
             if running.is_cancelled:
                 return "cancelled"
             event = TokenEvent(request_id=request.request_id, token_ids=(token_id,), logprobs=(0.0,))
-            running.mailbox.put(running.assembler.add(event, time.monotonic()))
-            if running.assembler.is_stopped:
+            running.mailbox.put(running.output_processor.add(event, time.monotonic()))
+            if running.output_processor.is_stopped:
                 return "stop"
         return "length"

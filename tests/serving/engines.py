@@ -65,10 +65,7 @@ def make_loop(
 ) -> EngineLoop:
     executor = executor or make_executor()
     return EngineLoop(
-        executor,
-        Scheduler(executor.limits, SchedulerConfig(**config)),
-        overlaps=overlaps,
-        clock=clock or Clock(),
+        executor, Scheduler(executor.limits, SchedulerConfig(**config)), overlaps=overlaps, clock=clock or Clock()
     )
 
 

@@ -12,12 +12,7 @@ from dflash_trt.core.request import GenerationOutput
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.scheduler.driver import expected_tokens, make_limits, make_request
-from tests.serving.engines import (
-    WAIT_S,
-    make_executor,
-    make_loop,
-    run,
-)
+from tests.serving.engines import WAIT_S, make_executor, make_loop, run
 
 
 def poisons(*request_ids: str) -> Any:

@@ -14,16 +14,7 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import expected_tokens, make_limits, make_request
-from tests.serving.engines import (
-    VOCAB_SIZE,
-    WAIT_S,
-    Clock,
-    GatedExecutor,
-    make_executor,
-    make_loop,
-    run,
-    until,
-)
+from tests.serving.engines import VOCAB_SIZE, WAIT_S, Clock, GatedExecutor, make_executor, make_loop, run, until
 
 
 def test_requests_get_their_tokens(overlaps: bool) -> None:
@@ -83,7 +74,7 @@ def test_a_reader_that_does_not_read_gives_its_place_to_others(overlaps: bool) -
     run(loop)
     assert other.result().finish_reason == "length"
     assert not slow.is_done
-    assert loop.statistics().scheduler.num_parked_now == 1
+    assert loop.statistics().scheduler.num_paused_now == 1
     tokens: list[int] = []
     while not slow.is_done:
         chunk = slow.take()
@@ -97,7 +88,7 @@ def test_a_reader_that_does_not_read_gives_its_place_to_others(overlaps: bool) -
 
 def test_a_reader_gone_for_too_long_ends_its_request() -> None:
     clock = Clock()
-    loop = make_loop(clock=clock, max_parked_s=5.0)
+    loop = make_loop(clock=clock, max_paused_s=5.0)
     stream = loop.submit(make_request("r", max_new_tokens=50), max_pending_tokens=2)
     run(loop)
     clock.now += 5.0
@@ -191,12 +182,12 @@ def test_an_idle_engine_wakes_up_for_a_request(overlaps: bool, loops: list[Engin
         assert loop.submit(make_request(f"r{turn}", max_new_tokens=2)).result(WAIT_S).finish_reason == "length"
 
 
-def test_a_parked_request_of_a_forgotten_stream_is_found_while_idle(loops: list[EngineLoop]) -> None:
+def test_a_paused_request_of_a_forgotten_stream_is_found_while_idle(loops: list[EngineLoop]) -> None:
     loop = make_loop()
     loops.append(loop)
     stream = loop.submit(make_request("r", max_new_tokens=50), max_pending_tokens=2)
     loop.start()
-    until(lambda: loop.statistics().scheduler.num_parked_now == 1)
+    until(lambda: loop.statistics().scheduler.num_paused_now == 1)
     del stream
     gc.collect()
     until(lambda: loop.statistics().scheduler.num_finished == {"cancelled": 1})

@@ -41,10 +41,7 @@ def test_text_is_held_only_while_it_may_be_a_stop_string(
     assert read(stop, parts) == (out, is_found)
 
 
-@given(
-    st.lists(st.text("ab", min_size=1, max_size=3), max_size=3),
-    st.lists(st.text("ab", max_size=4), max_size=8),
-)
+@given(st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.lists(st.text("ab", max_size=4), max_size=8))
 def test_the_text_ends_at_the_stop_string_that_is_complete_first_however_it_is_cut(
     stop: list[str], parts: list[str]
 ) -> None:

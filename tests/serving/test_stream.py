@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dflash_trt.core.request import GenerationOutput
-from dflash_trt.serving.assembler import OutputAssembler
+from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk
 from tests.scheduler.driver import make_request
 
@@ -17,7 +17,7 @@ def chunk(*token_ids: int, text: str | None = None) -> StreamChunk:
 
 
 def last_chunk() -> StreamChunk:
-    return OutputAssembler(make_request("r"), None, arrived_s=0.0).finish("length", 1.0, statistics=None)
+    return OutputProcessor(make_request("r"), None, arrived_s=0.0).finish("length", 1.0, statistics=None)
 
 
 def make_stream(mailbox: Mailbox) -> RequestStream:

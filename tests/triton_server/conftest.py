@@ -109,10 +109,7 @@ def server(repository: Path, installation: Path, tmp_path_factory: pytest.TempPa
     """
     log = tmp_path_factory.mktemp("server") / "log"
     process = ServerProcess(
-        repository,
-        installation,
-        log,
-        options=["--model-control-mode=explicit", "--load-model=dflash"],
+        repository, installation, log, options=["--model-control-mode=explicit", "--load-model=dflash"]
     )
     with process:
         yield process

@@ -151,11 +151,7 @@ def test_an_instance_on_a_gpu_runs_there_and_sees_no_other(
     assert "CUDA_VISIBLE_DEVICES: GPUs 3, 1 are counted among those it lists" in result.stdout
     assert "first python3 on the server's PATH" in result.stdout
     config = written(tmp_path / "dflash")
-    assert parameters_of(config) == {
-        "engine_dir": str(engine_dir),
-        "use_drafter": "false",
-        "accepts_numpy_2": "true",
-    }
+    assert parameters_of(config) == {"engine_dir": str(engine_dir), "use_drafter": "false", "accepts_numpy_2": "true"}
     assert config.one("max_batch_size") == 0
     assert instances_of(config) == [("count", 1), ("kind", "KIND_GPU"), ("gpus", [3, 1])]
     asked = load(model, pb_utils, tmp_path / "dflash", kind="GPU", device_id="3", monkeypatch=monkeypatch)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs, step_result
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.host_weights import host_packed, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.network import (
@@ -26,7 +26,7 @@ from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
@@ -60,7 +60,7 @@ def define_pair(
     plugins: PluginMode = "layers",
     max_draft_len: int | None = None,
     wrap: Callable[[Any], Any] = lambda thing: thing,
-    packed: Mapping[str, PackedWeight[Tensor]] | None = None,
+    quantized: Mapping[str, QuantizedWeight[Tensor]] | None = None,
     mapping: RankMapping | None = None,
     pages: QuantizationSpec | None = None,
 ) -> DefinedStep:
@@ -77,7 +77,9 @@ def define_pair(
     layers = Layers(wrap(trt), wrap(network), logger)
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     hosts = host_tensors(tensors)
-    define_step_network(layers, spec, hosts, packed=host_packed(packed or {}), rope_tables=rope_tables, plugins=plugins)
+    define_step_network(
+        layers, spec, hosts, quantized=host_quantized(quantized or {}), rope_tables=rope_tables, plugins=plugins
+    )
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return DefinedStep(
         trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants

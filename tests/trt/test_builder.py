@@ -35,10 +35,7 @@ BUILDS = {
         "bfloat16",
     ),
     "Qwen3, fp16, K 1, reduced vocabulary": ({**PAIRS["a reduced draft vocabulary"], "block_size": 2}, "float16"),
-    "Qwen3, bf16, no drafter, sliding target": (
-        {**PAIRS["sliding target layers"], "has_drafter": False},
-        "bfloat16",
-    ),
+    "Qwen3, bf16, no drafter, sliding target": ({**PAIRS["sliding target layers"], "has_drafter": False}, "bfloat16"),
 }
 
 

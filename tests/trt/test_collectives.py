@@ -26,8 +26,7 @@ class OneOfTwoRanks(NetworkInterpreter):
 
 
 @pytest.mark.parametrize(
-    ("op", "expected"),
-    [("all_gather_vocab", torch.cat((MINE, OTHERS), dim=1)), ("all_reduce", MINE + OTHERS)],
+    ("op", "expected"), [("all_gather_vocab", torch.cat((MINE, OTHERS), dim=1)), ("all_reduce", MINE + OTHERS)]
 )
 def test_two_ranks_exchange_what_plain_pytorch_exchanges(
     trt: ModuleType, monkeypatch: pytest.MonkeyPatch, op: str, expected: Tensor

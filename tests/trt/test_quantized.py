@@ -1,13 +1,13 @@
-"""FP8 and NVFP4 linears: compiled by TensorRT, and equal to the packed arithmetic of the torch back end."""
+"""FP8 and NVFP4 linears: compiled by TensorRT, and equal to the quantized arithmetic of the torch back end."""
 
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt.host_weights import host_packed
+from dflash_trt.backends.tensorrt.host_weights import host_quantized
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
-from dflash_trt.backends.torch.quantized_linear import apply_packed, prepare_linear
+from dflash_trt.backends.torch.quantized_linear import apply_quantized, prepare_linear
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.network.ops import Linear
@@ -28,11 +28,7 @@ def fp8(weight_scale, input_scale):
 
 def nvfp4(weight_scale, input_scale):
     return Nvfp4Weight(
-        segments=ROWS,
-        weight_scale=weight_scale,
-        input_scale=input_scale,
-        codes=FP4_CODES,
-        block_scale=BLOCK_SCALES,
+        segments=ROWS, weight_scale=weight_scale, input_scale=input_scale, codes=FP4_CODES, block_scale=BLOCK_SCALES
     )
 
 
@@ -56,7 +52,7 @@ def define(trt, dtype, weight):
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
     x = layers.add_input("x", dtype, (-1, COLUMNS), ("N", "H"))
-    host = host_packed({"w": weight})["w"]
+    host = host_quantized({"w": weight})["w"]
     layers.mark_output(TrtOps(layers, None, None, []).linear(x, Linear(weight=host)), "out")
     return builder, network, layers
 
@@ -68,9 +64,9 @@ def interpreted(trt, weight):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_packed_linear_computes_what_torch_computes(trt, name):
+def test_a_quantized_linear_computes_what_torch_computes(trt, name):
     weight, num_gemms = WEIGHTS[name]
-    expected = apply_packed(X, prepare_linear(Linear(weight=weight), torch.float32))
+    expected = apply_quantized(X, prepare_linear(Linear(weight=weight), torch.float32))
     network = interpreted(trt, weight)
     found = network.run({"x": X})["out"]
     assert network.layer_types.count("MATRIX_MULTIPLY") == num_gemms
@@ -78,7 +74,7 @@ def test_a_packed_linear_computes_what_torch_computes(trt, name):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_packed_linear_compiles_for_blackwell(trt, name):
+def test_a_quantized_linear_compiles_for_blackwell(trt, name):
     builder, network, layers = define(trt, "bfloat16", WEIGHTS[name][0])
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
@@ -94,7 +90,7 @@ def test_a_packed_linear_compiles_for_blackwell(trt, name):
 @pytest.mark.parametrize("name", ["fp8, one input scale", "nvfp4"])
 def test_codes_in_another_order_are_noticed(trt, name):
     weight, _ = WEIGHTS[name]
-    expected = apply_packed(X, prepare_linear(Linear(weight=weight), torch.float32))
+    expected = apply_quantized(X, prepare_linear(Linear(weight=weight), torch.float32))
     codes = weight.codes.view(torch.uint8)
     turned = (codes << 4) | (codes >> 4) if name == "nvfp4" else codes.flip(0)
     changed = type(weight)(

@@ -44,9 +44,7 @@ PAIRS = {
         "sliding_window": 3,
         "sliding_window_non_causal": True,
     },
-    "sliding target layers": {
-        "target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
-    },
+    "sliding target layers": {"target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}},
     "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
     "a reduced draft vocabulary": {"speculators": True},
     "no drafter": {"has_drafter": False},

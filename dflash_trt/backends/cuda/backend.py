@@ -51,14 +51,14 @@ def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]
             "linear layers",
             expected="fp8, nvfp4_w4a16 or unquantized weights on a GPU",
             found=f"nvfp4 (4-bit activations, no GPU kernel yet) in {quantized[0]} and {len(quantized) - 1} more",
-            mend='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
+            hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
         )
     if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):
         yield problem(
             "K/V pages",
             expected=f"a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer for FP8 pages",
             found=f"{capability[0]}.{capability[1]}",
-            mend='Build with kv_cache "none" under quantization, or run this engine with device "cpu".',
+            hint='Build with kv_cache "none" under quantization, or run this engine with device "cpu".',
         )
 
 

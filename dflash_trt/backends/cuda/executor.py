@@ -33,7 +33,7 @@ from dflash_trt.backends.torch.loading import (
 from dflash_trt.backends.torch.moe import has_grouped_gemm
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, StepResult
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import SamplingOutputs, advance
@@ -132,10 +132,7 @@ class TorchGpuExecutor:
         build = manifest.build_config
         network = load_network(engine, rank=rank, use_drafter=config.use_drafter, device=str(device))
         page_plan = plan_engine_pages(
-            manifest,
-            config,
-            free_bytes=partial(_free_bytes, device),
-            default_fraction=FREE_MEMORY_FRACTION,
+            manifest, config, free_bytes=partial(_free_bytes, device), default_fraction=FREE_MEMORY_FRACTION
         )
         executor = cls(
             network,
@@ -299,8 +296,8 @@ def _check_sizes(max_batch_size: int, num_positions: int) -> None:
         ("max_seq_len and drafts", num_positions, MAX_POSITIONS),
     ):
         if found > most:
-            mend = "Build the engine with less."
-            raise ConfigError(problem(name, expected=f"at most {most} on a GPU", found=str(found), mend=mend))
+            hint = "Build the engine with less."
+            raise ConfigError.about(name, expected=f"at most {most} on a GPU", found=str(found), hint=hint)
 
 
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:

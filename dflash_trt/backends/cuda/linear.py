@@ -1,7 +1,7 @@
 """Linear layers on a GPU, prepared once at load so that a step reads no scale back to the host.
 
 Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations; 4-bit
-weights with plain activations stay packed and are unpacked in each call; the rest is unpacked as on a CPU.
+weights with plain activations stay quantized and are unpacked in each call; the rest is unpacked as on a CPU.
 Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_packed, unpack
-from dflash_trt.formats.base import PackedWeight, row_scale
+from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_quantized, dequantize
+from dflash_trt.formats.base import QuantizedWeight, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, E2M1_VALUES, Nvfp4Weight
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
@@ -53,13 +53,13 @@ class Fp8Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFp8Weight(PackedWeight[Tensor]):
+class DeviceFp8Weight(QuantizedWeight[Tensor]):
     pieces: tuple[Fp8Piece, ...]
     dtype: torch.dtype  # of the product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceInt4Weight(PackedWeight[Tensor]):
+class DeviceInt4Weight(QuantizedWeight[Tensor]):
     """NVFP4 weights for plain activations."""
 
     codes: Tensor  # uint8 [out, in / 2]
@@ -75,8 +75,8 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
         return replace(linear, weight=_fp8_weight(weight, dtype))
     if isinstance(weight, Nvfp4Weight) and weight.input_scale is None:
         return replace(linear, weight=_int4_weight(weight, dtype))
-    if isinstance(weight, PackedWeight):
-        return replace(linear, weight=unpack(weight, dtype))
+    if isinstance(weight, QuantizedWeight):
+        return replace(linear, weight=dequantize(weight, dtype))
     return linear
 
 
@@ -87,10 +87,10 @@ def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tenso
         return _apply_fp8(activation, weight, linear.bias)
     x = activation.value()
     if isinstance(weight, DeviceInt4Weight):
-        out = F.linear(x, _unpacked(weight, x.dtype)).mul_(weight.row_scale)
+        out = F.linear(x, _dequantized(weight, x.dtype)).mul_(weight.row_scale)
         return out if linear.bias is None else out.add_(linear.bias)
-    if isinstance(weight, PackedWeight):
-        return apply_packed(x, linear)
+    if isinstance(weight, QuantizedWeight):
+        return apply_quantized(x, linear)
     return F.linear(x, weight, linear.bias)
 
 
@@ -158,7 +158,7 @@ def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4W
     )
 
 
-def _unpacked(weight: DeviceInt4Weight, dtype: torch.dtype) -> Tensor:  # [out, in], without the row scales
+def _dequantized(weight: DeviceInt4Weight, dtype: torch.dtype) -> Tensor:  # [out, in], without the row scales
     rows, num_blocks = weight.block_scale.shape
     values = F.embedding(weight.codes.int(), weight.values).view(rows, num_blocks, BLOCK_SIZE)
     return values.mul_(weight.block_scale.to(dtype)[..., None]).view(rows, num_blocks * BLOCK_SIZE)

@@ -8,26 +8,21 @@ import torch
 from safetensors.torch import load_file
 
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
-from dflash_trt.backends.tensorrt.host_weights import host_packed, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
 from dflash_trt.backends.tensorrt.profiles import Profile
 from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.backends.tensorrt.timing_cache import default_timing_cache
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_record import ProfileRecord, TensorRTRecord
-from dflash_trt.formats.registry import split_packed
+from dflash_trt.formats.registry import split_quantized
 
 
 def build_rank_plan(
-    weights_file: Path,
-    config: PretrainedConfig,
-    limits: EngineLimits,
-    *,
-    options: PlanOptions,
-    progress: StepsCallback,
+    weights_file: Path, config: PretrainedConfig, limits: EngineLimits, *, options: PlanOptions, progress: StepsCallback
 ) -> tuple[BuiltPlan, TensorRTRecord]:
     """Compile rank 0. The weights are mapped from the file, not read into memory.
 
@@ -37,12 +32,14 @@ def build_rank_plan(
     spec = step_network_spec(config, limits)
     formats = config.quantization.linears if config.quantization else {}
     tensors = load_file(weights_file)
-    plain, packed = split_packed(tensors, engine_weights(config.target, config.draft, config.quantization), formats)
+    plain, quantized = split_quantized(
+        tensors, engine_weights(config.target, config.draft, config.quantization), formats
+    )
     built = build_plan(
         spec,
         limits,
         host_tensors(plain),
-        packed=host_packed(packed),
+        quantized=host_quantized(quantized),
         rope_tables=host_rope_tables(spec, max_seq_len=limits.max_seq_len),
         options=options,
         progress=progress,
@@ -61,9 +58,9 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     library = None if config.plugin_library is None else (base_dir / config.plugin_library).resolve()
     trt = load_tensorrt("tensorrt")
     if config.plugins == "plugin" and (library is None or not library.is_file()):
-        mend = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
+        hint = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
         found = "none" if library is None else f"none at {library}"
-        raise BuildError(problem("plugin library", expected="a file", found=found, mend=mend))
+        raise BuildError.about("plugin library", expected="a file", found=found, hint=hint)
     return PlanOptions(
         plugins=config.plugins,
         plugin_library=library if config.plugins == "plugin" else None,

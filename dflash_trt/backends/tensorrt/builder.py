@@ -21,9 +21,9 @@ from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineLimits
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def build_plan(
     limits: EngineLimits,
     tensors: Mapping[str, HostTensor],
     *,
-    packed: Mapping[str, PackedWeight[HostTensor]] | None = None,
+    quantized: Mapping[str, QuantizedWeight[HostTensor]] | None = None,
     rope_tables: RopeTables,
     options: PlanOptions,
     progress: StepsCallback = lambda phase, done, total: None,
@@ -85,7 +85,7 @@ def build_plan(
     builder = _make_builder(trt, logger, options)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    define_step_network(layers, spec, tensors, packed=packed, rope_tables=rope_tables, plugins=options.plugins)
+    define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables, plugins=options.plugins)
     profiles = step_profiles(spec, limits)
     config, flags = _configure(trt, builder, options)
     for profile in profiles:
@@ -123,8 +123,8 @@ def _make_builder(trt: Any, logger: Any, options: PlanOptions) -> Any:
         return trt.Builder(logger)
     except TypeError as error:
         found = "; ".join(logger.errors) or str(error)
-        mend = "Build on the GPU the engine is for, or check the configuration here: dflash-trt build --check."
-        raise BuildError(problem("TensorRT builder", expected="a GPU with a driver", found=found, mend=mend)) from error
+        hint = "Build on the GPU the engine is for, or check the configuration here: dflash-trt build --check."
+        raise BuildError.about("TensorRT builder", expected="a GPU with a driver", found=found, hint=hint) from error
 
 
 def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple[str, ...]]:
@@ -135,9 +135,7 @@ def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple
         flag = getattr(trt.BuilderFlag, name, None)
         if flag is None:
             known = ", ".join(sorted(trt.BuilderFlag.__members__))
-            raise BuildError(
-                problem("builder flag", expected=f"one of {known}", found=name, mend="Remove or correct it.")
-            )
+            raise BuildError.about("builder flag", expected=f"one of {known}", found=name, hint="Remove or correct it.")
         config.set_flag(flag)
     if options.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
@@ -156,13 +154,11 @@ def _add_profile(builder: Any, config: Any, spec: StepNetworkSpec, profile: Prof
     for tensor in profile_inputs(spec):
         shapes.set_shape(tensor.name, *profile.shapes_of(tensor))
     if config.add_optimization_profile(shapes) < 0:
-        raise BuildError(
-            problem(
-                f"optimization profile {profile.name}",
-                expected="ranges TensorRT accepts",
-                found=", ".join(f"{axis} {sizes}" for axis, sizes in profile.axes.items()),
-                mend="Raise the limits that leave a range empty, or report it with this message.",
-            )
+        raise BuildError.about(
+            f"optimization profile {profile.name}",
+            expected="ranges TensorRT accepts",
+            found=", ".join(f"{axis} {sizes}" for axis, sizes in profile.axes.items()),
+            hint="Raise the limits that leave a range empty, or report it with this message.",
         )
 
 
@@ -193,8 +189,8 @@ def _make_monitor(trt: Any, progress: StepsCallback) -> Any:
 
 def _build_failure(what: str, logger: Any) -> BuildError:
     said = "; ".join(logger.errors or logger.warnings[-3:]) or "nothing"
-    mend = "Lower the limits if memory ran out; otherwise report it with this message."
-    return BuildError(problem("TensorRT build", expected="a plan", found=f"{what}: {said}", mend=mend))
+    hint = "Lower the limits if memory ran out; otherwise report it with this message."
+    return BuildError.about("TensorRT build", expected="a plan", found=f"{what}: {said}", hint=hint)
 
 
 def _tensor_lines(get: Callable[[int], Any], count: int) -> tuple[str, ...]:

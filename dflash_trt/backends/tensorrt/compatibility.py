@@ -26,7 +26,7 @@ def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None)
     record = engine_dir.manifest.tensorrt
     if record is None:
         found = f"an engine of backend {engine_dir.manifest.backend}"
-        raise EngineDirError(problem(str(engine_dir.path), expected="a TensorRT engine", found=found, mend=_REBUILD))
+        raise EngineDirError.about(str(engine_dir.path), expected="a TensorRT engine", found=found, hint=_REBUILD)
     require_gpu()
     version = module_version(load_tensorrt("tensorrt", error=EngineDirError))
     major, minor = torch.cuda.get_device_capability()
@@ -47,24 +47,24 @@ def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capabil
     if record.compute_capability != compute_capability:
         expected = f"compute capability {record.compute_capability} ({record.gpu_name})"
         found = f"{compute_capability} ({gpu_name})"
-        problems.append(problem("GPU", expected=expected, found=found, mend=_REBUILD))
+        problems.append(problem("GPU", expected=expected, found=found, hint=_REBUILD))
     if record.tensorrt_version != tensorrt_version:
-        mend = f"Install it: pip install tensorrt=={record.tensorrt_version}. Or: {_REBUILD}"
-        problems.append(problem("TensorRT", expected=record.tensorrt_version, found=tensorrt_version, mend=mend))
+        hint = f"Install it: pip install tensorrt=={record.tensorrt_version}. Or: {_REBUILD}"
+        problems.append(problem("TensorRT", expected=record.tensorrt_version, found=tensorrt_version, hint=hint))
     return problems
 
 
 def library_mismatches(record: TensorRTRecord, library: Path) -> list[str]:
     """The plugin library must be the very file the plan was built with."""
     if not library.is_file():
-        return [problem(f"plugin library {library}", expected="a file", found="none", mend="Pass its path.")]
+        return [problem(f"plugin library {library}", expected="a file", found="none", hint="Pass its path.")]
     with library.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     if sha256 == record.plugin_library_sha256:
         return []
     return [
         problem(
-            f"plugin library {library}", expected=f"sha256 {record.plugin_library_sha256}", found=sha256, mend=_REBUILD
+            f"plugin library {library}", expected=f"sha256 {record.plugin_library_sha256}", found=sha256, hint=_REBUILD
         )
     ]
 

@@ -6,7 +6,7 @@ import torch
 
 from dflash_trt.backends.tensorrt.buffers import Shapes, StepBuffers
 from dflash_trt.backends.tensorrt.network import NEXT_PREFIX
-from dflash_trt.core.errors import CapacityError, EngineDirError, problem
+from dflash_trt.core.errors import CapacityError, EngineDirError
 
 
 class Stream(Protocol):
@@ -24,9 +24,9 @@ class ProfileContext:
     ) -> None:
         self._context = engine.create_execution_context()
         if self._context is None:
-            mend = "Give the K/V pages less memory (--kv-cache-gib)."
-            raise CapacityError(
-                problem("TensorRT context", expected="its activation memory", found="not enough on the GPU", mend=mend)
+            hint = "Give the K/V pages less memory (--kv-cache-gib)."
+            raise CapacityError.about(
+                "TensorRT context", expected="its activation memory", found="not enough on the GPU", hint=hint
             )
         self._stream = stream
         self._buffers = buffers
@@ -58,10 +58,10 @@ class ProfileContext:
         for name in self._buffers.state:
             addresses = [self._context.get_tensor_address(tensor) for tensor in (name, NEXT_PREFIX + name)]
             if addresses[0] != addresses[1]:
-                mend = "Build with plugins: layers, which writes into a second pool, and report it with this message."
+                hint = "Build with plugins: layers, which writes into a second pool, and report it with this message."
                 found = f"{addresses[1]:#x}"
-                raise EngineDirError(
-                    problem(f"address of {NEXT_PREFIX}{name}", expected=f"{addresses[0]:#x}", found=found, mend=mend)
+                raise EngineDirError.about(
+                    f"address of {NEXT_PREFIX}{name}", expected=f"{addresses[0]:#x}", found=found, hint=hint
                 )
 
     def _bind(self, name: str, address: int) -> None:

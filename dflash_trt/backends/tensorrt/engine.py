@@ -28,13 +28,11 @@ def require_gpu() -> None:
     """
     if not torch.cuda.is_available():
         built = f"PyTorch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
-        raise EngineDirError(
-            problem(
-                "TensorRT engine",
-                expected="an NVIDIA GPU with a driver",
-                found=f"none ({built})",
-                mend="Run it on the GPU it was built for, or build with --backend torch for this machine.",
-            )
+        raise EngineDirError.about(
+            "TensorRT engine",
+            expected="an NVIDIA GPU with a driver",
+            found=f"none ({built})",
+            hint="Run it on the GPU it was built for, or build with --backend torch for this machine.",
         )
 
 
@@ -53,10 +51,8 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
     engine = runtime.deserialize_cuda_engine(plan.read_bytes())
     if engine is None:
         found = "; ".join(logger.errors) or "a refusal without a message"
-        raise EngineDirError(
-            problem(
-                str(plan), expected=f"a plan for TensorRT {trt.__version__} and this GPU", found=found, mend=_REBUILD
-            )
+        raise EngineDirError.about(
+            str(plan), expected=f"a plan for TensorRT {trt.__version__} and this GPU", found=found, hint=_REBUILD
         )
     return engine, (runtime, logger)
 
@@ -92,9 +88,9 @@ def expected_io(spec: StepNetworkSpec) -> tuple[tuple[IoTensor, ...], tuple[IoTe
 
 def _name_problems(expected: set[str], found: Iterable[str]) -> Iterator[str]:
     for name in sorted(expected - set(found)):
-        yield problem(f"tensor {name}", expected="in the engine", found="none", mend=_REBUILD)
+        yield problem(f"tensor {name}", expected="in the engine", found="none", hint=_REBUILD)
     for name in sorted(set(found) - expected):
-        yield problem(f"tensor {name}", expected="no such tensor", found="one", mend=_REBUILD)
+        yield problem(f"tensor {name}", expected="no such tensor", found="one", hint=_REBUILD)
 
 
 def _tensor_problems(engine: Any, tensor: IoTensor, direction: str) -> Iterator[str]:
@@ -106,7 +102,7 @@ def _tensor_problems(engine: Any, tensor: IoTensor, direction: str) -> Iterator[
     )
     for what, expected, found in facts:
         if expected != found:
-            yield problem(f"tensor {name} {what}", expected=expected, found=found, mend=_REBUILD)
+            yield problem(f"tensor {name} {what}", expected=expected, found=found, hint=_REBUILD)
     shape = tuple(engine.get_tensor_shape(name))
     is_output = direction == "OUTPUT"  # TensorRT may know an output's size better than the table says
     sizes_agree = len(shape) == len(tensor.shape) and all(
@@ -114,4 +110,4 @@ def _tensor_problems(engine: Any, tensor: IoTensor, direction: str) -> Iterator[
     )
     if not sizes_agree:
         expected_shape = f"[{', '.join(map(str, tensor.shape))}]"
-        yield problem(f"tensor {name} shape", expected=expected_shape, found=str(list(shape)), mend=_REBUILD)
+        yield problem(f"tensor {name} shape", expected=expected_shape, found=str(list(shape)), hint=_REBUILD)

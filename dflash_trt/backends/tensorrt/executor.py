@@ -38,13 +38,7 @@ class TensorRTExecutor:
     """Implements `core.batch.StepExecutor` over a deserialized engine. Owns the pages."""
 
     def __init__(
-        self,
-        engine: Any,
-        spec: StepNetworkSpec,
-        limits: ExecutorLimits,
-        *,
-        plugins: PluginMode,
-        device: torch.device,
+        self, engine: Any, spec: StepNetworkSpec, limits: ExecutorLimits, *, plugins: PluginMode, device: torch.device
     ) -> None:
         """Raises EngineDirError when the engine's tensors are not those of the step."""
         check_engine_io(engine, spec)
@@ -70,11 +64,7 @@ class TensorRTExecutor:
 
     @classmethod
     def open(
-        cls,
-        engine_dir: EngineDir,
-        config: RuntimeConfig,
-        *,
-        plugin_library: Path | None = None,
+        cls, engine_dir: EngineDir, config: RuntimeConfig, *, plugin_library: Path | None = None
     ) -> TensorRTExecutor:
         """Rank 0 of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
 

@@ -38,7 +38,7 @@ class HostTensor:
         )
 
     def floats(self) -> tuple[float, ...]:
-        """The values of a small float32 tensor, such as the scales of a packed weight."""
+        """The values of a small float32 tensor, such as the scales of a quantized weight."""
         assert self.dtype == "float32", f"{self.name} is {self.dtype}"
         return tuple((ctypes.c_float * self.num_elements).from_address(self.address))
 

@@ -9,18 +9,14 @@ from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
 from dflash_trt.core.dtype import dtype_name, torch_dtype
-from dflash_trt.formats.base import PackedWeight, tensor_name
+from dflash_trt.formats.base import QuantizedWeight, tensor_name
 
 
 def host_tensor(name: str, tensor: Tensor) -> HostTensor:
     """`tensor` must be contiguous and on the CPU; its memory lives as long as the result."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{name} is not plain host memory"
     return HostTensor(
-        name=name,
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
-        address=tensor.data_ptr(),
-        owner=tensor,
+        name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), address=tensor.data_ptr(), owner=tensor
     )
 
 
@@ -28,11 +24,11 @@ def host_tensors(tensors: AbcMapping[str, Tensor]) -> dict[str, HostTensor]:
     return {name: host_tensor(name, tensor) for name, tensor in tensors.items()}
 
 
-def host_packed(packed: AbcMapping[str, PackedWeight[Tensor]]) -> dict[str, PackedWeight[HostTensor]]:
-    def hosted(name: str, weight: PackedWeight[Tensor]) -> PackedWeight[HostTensor]:
+def host_quantized(quantized: AbcMapping[str, QuantizedWeight[Tensor]]) -> dict[str, QuantizedWeight[HostTensor]]:
+    def hosted(name: str, weight: QuantizedWeight[Tensor]) -> QuantizedWeight[HostTensor]:
         return weight.map_tensors(lambda field, tensor: host_tensor(tensor_name(name, field), tensor))
 
-    return {name: hosted(name, weight) for name, weight in packed.items()}
+    return {name: hosted(name, weight) for name, weight in quantized.items()}
 
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:

@@ -57,7 +57,7 @@ class Layers:
         return self._constants[key]
 
     def fp4_constant(self, codes: HostTensor) -> ITensor:
-        """Packed pairs uint8 [out, in / 2] as FP4 [out, in]; the even column is the low nibble on both sides."""
+        """Quantized pairs uint8 [out, in / 2] as FP4 [out, in]; the even column is the low nibble on both sides."""
         rows, pairs = codes.shape
         return self._constant(codes, dtype=self.trt.DataType.FP4, shape=(rows, 2 * pairs))
 
@@ -283,7 +283,7 @@ class Layers:
             f"TensorRT {method} ({subject})",
             expected="a layer",
             found=f"the message: {said}",
-            mend="This is a bug of dflash-trt or a checkpoint it does not cover: report it with this message.",
+            hint="This is a bug of dflash-trt or a checkpoint it does not cover: report it with this message.",
         )
 
 

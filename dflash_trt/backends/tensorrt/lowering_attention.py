@@ -138,11 +138,7 @@ def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor
 
 
 def _block_mask(
-    layers: Layers,
-    index: StepIndex,
-    context_lens: ITensor,
-    mask: AttentionMask,
-    block_width: Dim,
+    layers: Layers, index: StepIndex, context_lens: ITensor, mask: AttentionMask, block_width: Dim
 ) -> ITensor:
     """[R, 1, 1, S or 1, keys + S]: context rows below the new context length, then the block, in true positions."""
     rows = layers.dim(context_lens, 0)

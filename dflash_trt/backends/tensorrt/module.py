@@ -29,12 +29,12 @@ def load_tensorrt(flavor: Flavor, *, error: type[DFlashError] = BuildError) -> M
         module = importlib.import_module(flavor)
     except ImportError as cause:
         raise error(
-            problem(flavor, expected="an importable Python package", found=str(cause), mend=_INSTALL[flavor])
+            problem(flavor, expected="an importable Python package", found=str(cause), hint=_INSTALL[flavor])
         ) from cause
     version = module_version(module)
     if flavor == "tensorrt" and version_numbers(version) < MIN_TENSORRT:
         least = ".".join(map(str, MIN_TENSORRT))
-        raise error(problem(flavor, expected=f"{least} or newer", found=version, mend=_INSTALL[flavor]))
+        raise error(problem(flavor, expected=f"{least} or newer", found=version, hint=_INSTALL[flavor]))
     return module
 
 

@@ -20,7 +20,7 @@ from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
@@ -32,7 +32,7 @@ NEXT_PREFIX = "next_"  # of a state tensor's output
 class StepNetworkSpec:
     """What decides the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
 
-    `quantization` says which pages are FP8; which linears are packed, the weights say themselves.
+    `quantization` says which pages are FP8; which linears are quantized, the weights say themselves.
     """
 
     target: TargetSpec
@@ -93,7 +93,7 @@ def define_step_network(
     spec: StepNetworkSpec,
     tensors: AbcMapping[str, HostTensor],
     *,
-    packed: AbcMapping[str, PackedWeight[HostTensor]] | None = None,
+    quantized: AbcMapping[str, QuantizedWeight[HostTensor]] | None = None,
     rope_tables: RopeTables,
     plugins: PluginMode,
 ) -> None:
@@ -114,7 +114,7 @@ def define_step_network(
     ops = TrtOps(layers, lowering, inputs, rope_tables, tp_size=spec.mapping.tp_size)
     outputs: StepOutputs[Any] = run_step(
         ops,
-        _bind(spec, tensors, packed or {}),
+        _bind(spec, tensors, quantized or {}),
         inputs,
         StepState(
             target_kv=[Cache(state[kv.name], kv) for kv in spec.states.target],
@@ -131,12 +131,12 @@ def define_step_network(
 
 
 def _bind(
-    spec: StepNetworkSpec, tensors: AbcMapping[str, HostTensor], packed: AbcMapping[str, PackedWeight[HostTensor]]
+    spec: StepNetworkSpec, tensors: AbcMapping[str, HostTensor], quantized: AbcMapping[str, QuantizedWeight[HostTensor]]
 ) -> Network[Any]:
     def rows(tensor: HostTensor, start: int, stop: int) -> HostTensor:
         return tensor.rows(start, stop)
 
-    rank_tensors = RankTensors(plain=tensors, packed=packed, mapping=spec.mapping, slice_rows=rows)
+    rank_tensors = RankTensors(plain=tensors, quantized=quantized, mapping=spec.mapping, slice_rows=rows)
     return bind_network(spec.target, spec.draft, rank_tensors)
 
 

@@ -14,11 +14,11 @@ from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.backends.tensorrt.quantized_linear import packed_linear
+from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 
@@ -123,8 +123,8 @@ class TrtOps:
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
         layers = self._layers
-        if isinstance(linear.weight, PackedWeight):
-            out = packed_linear(layers, x, linear.weight)
+        if isinstance(linear.weight, QuantizedWeight):
+            out = quantized_linear(layers, x, linear.weight)
         else:
             out = layers.matmul(x, layers.tensor(linear.weight), is_b_transposed=True)
         if linear.bias is None:

@@ -20,11 +20,11 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
     registry = trt.get_plugin_registry()
     if path is not None and missing_plugins(registry):
         if not path.is_file():
-            raise error(problem(f"plugin library {path}", expected="a file", found="none", mend=_MEND))
+            raise error(problem(f"plugin library {path}", expected="a file", found="none", hint=_MEND))
         if registry.load_library(str(path)) is None:
             found = "TensorRT loads nothing from it (it must export getCreators and setLoggerFinder)"
             raise error(
-                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, mend=_MEND)
+                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, hint=_MEND)
             )
     if missing := missing_plugins(registry):
         raise error(
@@ -32,6 +32,6 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
                 f"plugin library {path or '(none given)'}",
                 expected=f"the plugins of namespace {PLUGIN_NAMESPACE}",
                 found=f"none named {', '.join(missing)}",
-                mend=_MEND,
+                hint=_MEND,
             )
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.core.errors import BuildError, problem
+from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
@@ -156,13 +156,11 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
     creator = trt.get_plugin_registry().get_creator(contract.name, PLUGIN_VERSION, PLUGIN_NAMESPACE)
     wanted = f"{PLUGIN_NAMESPACE}::{contract.name} version {PLUGIN_VERSION}"
     if creator is None:
-        raise BuildError(
-            problem(
-                "TensorRT plugin",
-                expected=wanted,
-                found="no loaded library that has it",
-                mend="Make it with scripts/build_plugin and pass it, or build with plugins='layers' (slow).",
-            )
+        raise BuildError.about(
+            "TensorRT plugin",
+            expected=wanted,
+            found="no loaded library that has it",
+            hint="Make it with scripts/build_plugin and pass it, or build with plugins='layers' (slow).",
         )
     integers = {key: (ctypes.c_int32 * 1)(int(fields[key])) for key in contract.fields}
     reals = {key: (ctypes.c_float * 1)(fields[key]) for key in contract.real_fields}
@@ -172,13 +170,11 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
     )
     plugin = creator.create_plugin(name, collection, trt.TensorRTPhase.BUILD)
     if plugin is None:
-        raise BuildError(
-            problem(
-                f"TensorRT plugin {wanted}",
-                expected=f"to accept the fields {fields}",
-                found="a refusal",
-                mend="Build the plugin library from the same version of dflash-trt.",
-            )
+        raise BuildError.about(
+            f"TensorRT plugin {wanted}",
+            expected=f"to accept the fields {fields}",
+            found="a refusal",
+            hint="Build the plugin library from the same version of dflash-trt.",
         )
     return plugin
 

@@ -1,4 +1,4 @@
-"""Linears over packed weights: the quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
+"""Linears over quantized weights: the quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
 
 The formats and their arithmetic are defined in `formats/`. Stacked linears whose activations share one scale
 become one GEMM; otherwise each segment has its own quantization of the same input.
@@ -8,35 +8,35 @@ from itertools import groupby
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.formats.base import PackedWeight, slice_packed
+from dflash_trt.formats.base import QuantizedWeight, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
 
 
-def packed_linear(layers: Layers, x: ITensor, weight: PackedWeight[HostTensor]) -> ITensor:
+def quantized_linear(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
     """[N, in] -> [N, out] in x's dtype, without bias."""
     return layers.concat([_one_gemm(layers, x, part) for part in _parts(weight)], 1)
 
 
-def _parts(weight: PackedWeight[HostTensor]) -> list[PackedWeight[HostTensor]]:
+def _parts(weight: QuantizedWeight[HostTensor]) -> list[QuantizedWeight[HostTensor]]:
     """Runs of segments that have one activation scale each (and, for NVFP4, one weight scale)."""
     columns = _scalar_columns(weight)
     scales = [tuple(column[i] for column in columns) for i in range(len(weight.segments))]
     parts, start = [], 0
     for _, run in groupby(zip(scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in run)
-        parts.append(slice_packed(weight, start, stop, lambda tensor, first, last: tensor.rows(first, last)))
+        parts.append(slice_quantized(weight, start, stop, lambda tensor, first, last: tensor.rows(first, last)))
         start = stop
     return parts
 
 
-def _scalar_columns(weight: PackedWeight[HostTensor]) -> list[tuple[float, ...]]:
+def _scalar_columns(weight: QuantizedWeight[HostTensor]) -> list[tuple[float, ...]]:
     """Scales that one GEMM can take only one value of; FP8 weights take one scale per row."""
     columns = [] if weight.input_scale is None else [weight.input_scale.floats()]
     return [*columns, weight.weight_scale.floats()] if isinstance(weight, Nvfp4Weight) else columns
 
 
-def _one_gemm(layers: Layers, x: ITensor, weight: PackedWeight[HostTensor]) -> ITensor:
+def _one_gemm(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
     if isinstance(weight, Fp8Weight):
         return _fp8(layers, x, weight)
     assert isinstance(weight, Nvfp4Weight), f"no lowering for {type(weight).__name__}"
@@ -69,10 +69,7 @@ def _nvfp4(layers: Layers, x: ITensor, weight: Nvfp4Weight[HostTensor]) -> ITens
         x = _nvfp4_activation(layers, x, _scalar(layers, weight.input_scale))
     block_scale = layers.output_of(
         layers.add_layer(
-            "add_dequantize",
-            layers.tensor(weight.block_scale),
-            _scalar(layers, weight.weight_scale),
-            dtype,
+            "add_dequantize", layers.tensor(weight.block_scale), _scalar(layers, weight.weight_scale), dtype
         )
     )
     layer = layers.add_layer("add_dequantize", layers.fp4_constant(weight.codes), block_scale, dtype)

@@ -33,12 +33,12 @@ def unsupported_problems(target: TargetSpec, mapping: Mapping) -> list[str]:
             f"target of a TensorRT engine: {feature}",
             expected="none",
             found=f"a {target.family} target with them",
-            mend="Build with --backend torch.",
+            hint="Build with --backend torch.",
         )
         for feature, is_there in features.items()
         if is_there
     ]
     if mapping.world_size > 1:
-        found, mend = f"{mapping.world_size} ranks", "Build with --backend torch, or one rank."
-        problems.append(problem("ranks of a TensorRT engine", expected="one", found=found, mend=mend))
+        found, hint = f"{mapping.world_size} ranks", "Build with --backend torch, or one rank."
+        problems.append(problem("ranks of a TensorRT engine", expected="one", found=found, hint=hint))
     return problems

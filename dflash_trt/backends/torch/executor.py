@@ -50,7 +50,7 @@ class TorchExecutor:
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
     ) -> None:
-        """`quantization` says which pages are FP8; packed weights are in the network already.
+        """`quantization` says which pages are FP8; quantized weights are in the network already.
 
         `ranks` are those that have the other shares of the network; all of them make the same steps.
         """
@@ -76,12 +76,7 @@ class TorchExecutor:
 
     @classmethod
     def open(
-        cls,
-        engine: EngineDir,
-        config: RuntimeConfig,
-        *,
-        rank: int = 0,
-        ranks: RankGroup = ONE_RANK,
+        cls, engine: EngineDir, config: RuntimeConfig, *, rank: int = 0, ranks: RankGroup = ONE_RANK
     ) -> TorchExecutor:
         """Load one rank's weights and plan the pages, as many as every rank has room for.
 

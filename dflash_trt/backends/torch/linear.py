@@ -15,7 +15,7 @@ def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
     """The same layer with its weight in oneDNN's blocked layout; unchanged where oneDNN cannot serve it."""
     weight = linear.weight
     assert isinstance(weight, Tensor), "quantized weights have a file of their own"
-    if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+    if weight.device.type != "cpu" or not _can_quantize(weight.dtype):
         return linear
     return Linear(weight=torch.ops.mkldnn._reorder_linear_weight(weight), bias=linear.bias)
 
@@ -30,7 +30,7 @@ def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     return F.linear(x, weight, linear.bias)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def _can_quantize(dtype: torch.dtype) -> bool:
     is_available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not is_available or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False

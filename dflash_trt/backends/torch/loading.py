@@ -21,9 +21,9 @@ from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedKv
-from dflash_trt.core.weight_spec import rank_share
-from dflash_trt.formats.base import PackedWeight
-from dflash_trt.formats.registry import split_packed
+from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.ops import Cache, Experts, Linear, StepState
 from dflash_trt.network.rank_tensors import RankTensors, map_linears
 from dflash_trt.network.step import Network, bind_network
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
 
 def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
-    """One rank's weights; its packed linears as they are stored."""
+    """One rank's weights; its quantized linears as they are stored."""
     manifest = engine.manifest
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
     whole = engine_weights(manifest.target, manifest.draft, quantization)
-    table = {name: rank_share(spec, mapping.tp_size) for name, spec in whole.items()}
-    plain, packed = split_packed(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
-    return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, packed, mapping=mapping)
+    table = {name: rank_shard(spec, mapping.tp_size) for name, spec in whole.items()}
+    plain, quantized = split_quantized(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
+    return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, quantized, mapping=mapping)
 
 
 def bind_tensors(
     target: TargetSpec,
     draft: DraftSpec | None,
     tensors: dict[str, Tensor],
-    packed: dict[str, PackedWeight[Tensor]] | None = None,
+    quantized: dict[str, QuantizedWeight[Tensor]] | None = None,
     *,
     mapping: Mapping | None = None,
 ) -> Network[Tensor]:
-    """Canonical tensors of one rank, and its packed linears -> the network; slices are views."""
+    """Canonical tensors of one rank, and its quantized linears -> the network; slices are views."""
 
     def rows(x: Tensor, start: int, stop: int) -> Tensor:
         return x[start:stop]
 
-    rank_tensors = RankTensors(plain=tensors, packed=packed or {}, mapping=mapping or Mapping(), slice_rows=rows)
+    rank_tensors = RankTensors(plain=tensors, quantized=quantized or {}, mapping=mapping or Mapping(), slice_rows=rows)
     return bind_network(target, draft, rank_tensors)
 
 

@@ -15,11 +15,11 @@ from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.backends.torch.quantized_linear import apply_packed
+from dflash_trt.backends.torch.quantized_linear import apply_quantized
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.formats.base import PackedWeight
+from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
@@ -60,8 +60,8 @@ class TorchOps:
         return F.embedding(token_ids, table)
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
-        if isinstance(linear.weight, PackedWeight):
-            return apply_packed(x, linear)
+        if isinstance(linear.weight, QuantizedWeight):
+            return apply_quantized(x, linear)
         return apply_linear(x, linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

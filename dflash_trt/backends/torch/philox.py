@@ -42,7 +42,4 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     low_product = low * factor_low
     middle = high * factor_low + (low_product >> 16)  # < 2**33: no overflow
     cross = low * factor_high + (middle & 0xFFFF)
-    return (
-        high * factor_high + (middle >> 16) + (cross >> 16),
-        ((cross & 0xFFFF) << 16) | (low_product & 0xFFFF),
-    )
+    return (high * factor_high + (middle >> 16) + (cross >> 16), ((cross & 0xFFFF) << 16) | (low_product & 0xFFFF))

@@ -1,4 +1,4 @@
-"""Packed linears in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
+"""Quantized linears in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
 
 The exact path multiplies the codes themselves, which every compute dtype holds without rounding, and applies the
 scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
-from dflash_trt.formats.base import PackedWeight, row_scale
+from dflash_trt.formats.base import QuantizedWeight, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
 from dflash_trt.formats.registry import format_of
@@ -30,16 +30,16 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnpackedWeight(PackedWeight[Tensor]):
-    """A packed weight made ready for plain GEMMs, with nothing rounded."""
+class DequantizedWeight(QuantizedWeight[Tensor]):
+    """A quantized weight made ready for plain GEMMs, with nothing rounded."""
 
     pieces: tuple[Piece, ...]
     has_blocks: bool  # NVFP4: activations are quantized in blocks too
 
 
-def unpack(weight: PackedWeight[Tensor], dtype: torch.dtype) -> UnpackedWeight:
+def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> DequantizedWeight:
     """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products)."""
-    assert dtype in (torch.float32, torch.bfloat16), f"packed weights do not compute in {dtype}"
+    assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
     values, scales = format_of(weight).unscaled(weight, dtype), row_scale(weight)
     pieces, start = [], 0
@@ -49,7 +49,7 @@ def unpack(weight: PackedWeight[Tensor], dtype: torch.dtype) -> UnpackedWeight:
         linear = pack_for_cpu(Linear(weight=values[start:stop]))
         pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
         start = stop
-    return UnpackedWeight(
+    return DequantizedWeight(
         segments=weight.segments,
         weight_scale=weight.weight_scale,
         input_scale=weight.input_scale,
@@ -65,24 +65,24 @@ def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]
     plain activations to be unpacked in each call.
     """
     weight = linear.weight
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, QuantizedWeight):
         return pack_for_cpu(linear)
     if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
     assert isinstance(weight, Fp8Weight | Nvfp4Weight)
-    return replace(linear, weight=unpack(weight, dtype))
+    return replace(linear, weight=dequantize(weight, dtype))
 
 
-def apply_packed(x: Tensor, linear: Linear[Tensor]) -> Tensor:
+def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x [N, in] -> [N, out] in x's dtype; see `formats/base.py` for what it computes."""
     weight = linear.weight
     if isinstance(weight, Fp8Weight):
         return fp8_gemm(x, weight, linear.bias)
     if isinstance(weight, Nvfp4Weight):
-        weight = unpack(weight, x.dtype)
-    assert isinstance(weight, UnpackedWeight)
+        weight = dequantize(weight, x.dtype)
+    assert isinstance(weight, DequantizedWeight)
     outs = [_apply_piece(x, piece, has_blocks=weight.has_blocks) for piece in weight.pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if linear.bias is None else out + linear.bias
@@ -98,8 +98,8 @@ def quantized_nvfp4(x: Tensor, input_scale: float) -> Tensor:  # float32, x's sh
     blocks = x.float().view(*x.shape[:-1], -1, BLOCK_SIZE)
     scale = block_scales(blocks, torch.tensor(input_scale, device=x.device)).float()[..., None]
     codes = e2m1_codes(blocks / (scale * input_scale))
-    packed = codes[..., 0::2] | codes[..., 1::2] << 4
-    return (e2m1_values(packed) * scale).view(x.shape)
+    quantized = codes[..., 0::2] | codes[..., 1::2] << 4
+    return (e2m1_values(quantized) * scale).view(x.shape)
 
 
 def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tensor:

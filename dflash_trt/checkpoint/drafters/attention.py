@@ -30,7 +30,7 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
         reader.ignore(("use_sliding_window", "max_window_layers"))
         window = sliding_window if swa_window_size is None else swa_window_size
         if window is None:
-            reader.refuse("swa_window_size", expected="an integer, as use_swa is true", mend="Add it.")
+            reader.refuse("swa_window_size", expected="an integer, as use_swa is true", hint="Add it.")
         return [{"window": window, "is_causal": _first(is_causal, causal, False)}] * num_layers
     if is_sliding is None:
         is_sliding = (False,) * num_layers
@@ -39,10 +39,10 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
     window = sliding_window
     if any(is_sliding):
         require_window(reader, window)
-        reader.require("swa_window_size", window, mend=_SAY_IT)
+        reader.require("swa_window_size", window, hint=_SAY_IT)
     else:
         reader.ignore(("use_sliding_window",))
-        reader.require("use_swa", False, mend=f"No layer is sliding. {_SAY_IT}")
+        reader.require("use_swa", False, hint=f"No layer is sliding. {_SAY_IT}")
     return [
         {"window": window if slides else None, "is_causal": _first(is_causal, causal, slides)} for slides in is_sliding
     ]
@@ -70,7 +70,7 @@ def _refuse_implied_layer_types(reader: ConfigReader, num_layers: int) -> None:
     """Hugging Face would make the layers from max_window_layers on sliding; other engines run them full."""
     first_sliding = reader.optional_integer("max_window_layers", minimum=0)
     if reader.flag("use_sliding_window", default=False) and (first_sliding is None or first_sliding < num_layers):
-        reader.refuse("use_sliding_window", expected="layer_types beside it", mend=_SAY_IT)
+        reader.refuse("use_sliding_window", expected="layer_types beside it", hint=_SAY_IT)
 
 
 def _first(*values: bool | None) -> bool:

@@ -38,14 +38,14 @@ def read(
     reader = ConfigReader(file_fields, label=LABEL, problems=problems)
     reader.ignore(("architectures", "model_type"))
     if reader.value(SPECULATORS_KEY) != "dflash":
-        reader.refuse(SPECULATORS_KEY, expected='"dflash"', mend=NOT_IMPLEMENTED)
-    reader.require("quantization_config", mend="Quantized drafters cannot be read yet: use the unquantized drafter.")
-    mend = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
-    reader.require("sample_from_anchor", False, mend=mend)
+        reader.refuse(SPECULATORS_KEY, expected='"dflash"', hint=NOT_IMPLEMENTED)
+    reader.require("quantization_config", hint="Quantized drafters cannot be read yet: use the unquantized drafter.")
+    hint = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
+    reader.require("sample_from_anchor", False, hint=hint)
     _read_algorithm(reader)
     layer = reader.optional_section("transformer_layer_config")
     if layer is None:
-        reader.refuse("transformer_layer_config", expected="a JSON object", mend="Use a complete checkpoint.")
+        reader.refuse("transformer_layer_config", expected="a JSON object", hint="Use a complete checkpoint.")
         return {}
     is_non_causal = reader.flag("sliding_window_non_causal", default=False)
     layer_fields, sizes = _read_layer(layer, is_non_causal=is_non_causal)
@@ -67,10 +67,10 @@ def read(
 
 def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, Any], DecoderSizes]:
     """The decoder, whose layers are Qwen3's with q and k norms whatever model_type says."""
-    layer.require("model_type", "qwen3", "llama", default="qwen3", mend=NOT_IMPLEMENTED)
+    layer.require("model_type", "qwen3", "llama", default="qwen3", hint=NOT_IMPLEMENTED)
     require_plain_decoder(layer)
     require_dense(layer)
-    layer.require("mlp_bias", False, mend=NOT_IMPLEMENTED)
+    layer.require("mlp_bias", False, hint=NOT_IMPLEMENTED)
     sizes = read_sizes(layer)
     mixer = sizes.mixer_fields(layer) | {"rope": read_rope(layer), "has_qk_norm": True}
     masks = speculators_masks(layer, sizes.num_layers, non_causal=is_non_causal)
@@ -83,7 +83,7 @@ def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, 
 def _read_algorithm(reader: ConfigReader) -> None:
     section = reader.optional_section("speculators_config")
     if section is not None:
-        section.require("algorithm", "dflash", mend=NOT_IMPLEMENTED)
+        section.require("algorithm", "dflash", hint=NOT_IMPLEMENTED)
         section.ignore(_HARMLESS_SECTION)
         section.finish()
 
@@ -96,7 +96,7 @@ def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
     if not ids:
         expected = "a list of at least one layer, numbered from 1"
         reader.refuse(
-            "aux_hidden_state_layer_ids", expected=expected, mend="Add the taps the drafter was trained with."
+            "aux_hidden_state_layer_ids", expected=expected, hint="Add the taps the drafter was trained with."
         )
         return ()
     return tuple(layer_id - 1 for layer_id in ids)
@@ -107,7 +107,7 @@ def _read_draft_vocab_size(reader: ConfigReader, vocab_size: int, tensor_names: 
     size = reader.optional_integer("draft_vocab_size") or _DEFAULT_DRAFT_VOCAB_SIZE
     if size > vocab_size:
         expected = f"at most the target's vocab_size {vocab_size}"
-        reader.refuse("draft_vocab_size", expected=expected, mend="Correct the value.")
+        reader.refuse("draft_vocab_size", expected=expected, hint="Correct the value.")
     return None if size == vocab_size and "lm_head.weight" not in tensor_names else size
 
 

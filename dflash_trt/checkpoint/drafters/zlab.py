@@ -68,15 +68,15 @@ def read(
     """Fields of a DraftSpec; both schemas of the format."""
     stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
     reader = ConfigReader(stated, label=LABEL, problems=problems)
-    reader.require("architectures", [ARCHITECTURE], mend="DFlash2 is not implemented: use a DFlash drafter.")
+    reader.require("architectures", [ARCHITECTURE], hint="DFlash2 is not implemented: use a DFlash drafter.")
     require_modelopt(reader)
     require_plain_decoder(reader)
     require_dense(reader)
     for name, allowed in _NEUTRAL_VALUES.items():
-        reader.require(name, *allowed, mend=NOT_IMPLEMENTED)
+        reader.require(name, *allowed, hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
-    reader.require("v_head_dim", sizes.head_dim, mend=NOT_IMPLEMENTED)
-    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", mend=NOT_IMPLEMENTED)
+    reader.require("v_head_dim", sizes.head_dim, hint=NOT_IMPLEMENTED)
+    reader.require("model_type", "qwen3", "gpt_oss", default="qwen3", hint=NOT_IMPLEMENTED)
     if reader.value("model_type") == "gpt_oss":
         reader.ignore(("initial_context_length",))
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
@@ -117,13 +117,13 @@ def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return top
     if not isinstance(nested, dict):
         subject = f"{LABEL} key 'dflash_config'"
-        problems.append(problem(subject, expected="a JSON object", found=shown(nested), mend="Correct the value."))
+        problems.append(problem(subject, expected="a JSON object", found=shown(nested), hint="Correct the value."))
         return top
     for name in sorted(set(top) & set(nested)):
         if top[name] != nested[name]:
             found = f"{shown(top[name])} at the top level and {shown(nested[name])} in dflash_config"
-            mend = "Keep the one that the drafter was trained with."
-            problems.append(problem(f"{LABEL} key '{printable(name)}'", expected="one value", found=found, mend=mend))
+            hint = "Keep the one that the drafter was trained with."
+            problems.append(problem(f"{LABEL} key '{printable(name)}'", expected="one value", found=found, hint=hint))
     return top | nested
 
 
@@ -131,14 +131,14 @@ def _read_target_layer_ids(reader: ConfigReader, num_target_layers: int | None, 
     ids = reader.optional_integers("target_layer_ids")
     if ids is None and num_target_layers is None:
         expected = "a list, or num_target_layers to derive it from"
-        reader.refuse("target_layer_ids", expected=expected, mend="Add either key.")
+        reader.refuse("target_layer_ids", expected=expected, hint="Add either key.")
     if ids is None:
         ids = default_target_layer_ids(num_target_layers or 4, num_layers)
     if not ids:
-        reader.refuse("target_layer_ids", expected="at least one layer", mend="Correct the value.")
+        reader.refuse("target_layer_ids", expected="at least one layer", hint="Correct the value.")
     mirrored = [layer_id + 1 for layer_id in ids]  # the same taps in Hugging Face's hidden_states numbering
     reader.require(
-        "eagle_aux_hidden_state_layer_ids", mirrored, mend="Keep the taps that the drafter was trained with."
+        "eagle_aux_hidden_state_layer_ids", mirrored, hint="Keep the taps that the drafter was trained with."
     )
     return ids
 

@@ -19,8 +19,8 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_mxfp4(reader)
     reader.ignore(("initial_context_length",))  # repeats the RoPE's original_max_position_embeddings
     if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
-        mend = 'Add "rope_scaling" as the checkpoint was trained (the published ones: yarn, factor 32).'
-        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", mend=mend)
+        hint = 'Add "rope_scaling" as the checkpoint was trained (the published ones: yarn, factor 32).'
+        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", hint=hint)
     masks = _read_masks(reader, sizes.num_layers)
     mixer = sizes.mixer_fields(reader, has_biases=True) | {"rope": read_rope(reader), "has_sinks": True}
     return layers_of(mixer, _read_moe(reader, sizes.intermediate_size), masks)
@@ -33,7 +33,7 @@ def _read_masks(reader: ConfigReader, num_layers: int) -> list[dict[str, Any]]:
         is_sliding = tuple(i % 2 == 0 for i in range(num_layers))
     window = reader.optional_integer("sliding_window")
     if window is None and any(is_sliding):
-        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", mend="Add it.")
+        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", hint="Add it.")
     return [{"window": window if slides else None} for slides in is_sliding]
 
 

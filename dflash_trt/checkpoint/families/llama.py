@@ -12,7 +12,7 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_dense(reader)
     require_modelopt(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader, default_theta=_ROPE_THETA)}
-    reader.require("sliding_window", mend="Llama has no sliding window: remove the key.")
+    reader.require("sliding_window", hint="Llama has no sliding window: remove the key.")
     return layers_of(mixer, sizes.dense_fields(has_bias=reader.flag("mlp_bias", default=False)), sizes.full_masks())
 
 

@@ -17,9 +17,9 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     """Its files repeat what the architecture fixes; a window was never published and is refused."""
     require_modelopt(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
-    reader.require("qkv_bias", mixer["has_qkv_bias"], mend="Use attention_bias: it is the key that transformers reads.")
-    reader.require("use_qk_norm", True, mend=NOT_IMPLEMENTED)
-    reader.require("use_sliding_window", False, mend=NOT_IMPLEMENTED)
+    reader.require("qkv_bias", mixer["has_qkv_bias"], hint="Use attention_bias: it is the key that transformers reads.")
+    reader.require("use_qk_norm", True, hint=NOT_IMPLEMENTED)
+    reader.require("use_sliding_window", False, hint=NOT_IMPLEMENTED)
     reader.ignore(("sliding_window", "max_window_layers"))  # without use_sliding_window they mean nothing
     layers = layers_of(mixer, sizes.dense_fields(), sizes.full_masks())
     moe = _read_moe(reader)
@@ -38,7 +38,7 @@ def _expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
 def _read_moe(reader: ConfigReader) -> dict[str, Any]:
     """No shared experts, no biases."""
     reader.ignore(TRAINING_KEYS)
-    reader.require("shared_expert_intermediate_size", 0, mend=NOT_IMPLEMENTED)
+    reader.require("shared_expert_intermediate_size", 0, hint=NOT_IMPLEMENTED)
     num_experts = same_integer(reader, "num_experts", "num_local_experts")
     return {
         "kind": "moe",

@@ -105,11 +105,7 @@ def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
 
 
 def engine_states(
-    target: TargetSpec,
-    draft: DraftSpec | None,
-    *,
-    dtype: FloatDType,
-    quantization: QuantizationSpec | None = None,
+    target: TargetSpec, draft: DraftSpec | None, *, dtype: FloatDType, quantization: QuantizationSpec | None = None
 ) -> EngineStates:
     """State of an engine of these models, unsharded; `quantization` says which pages are FP8."""
     quantization = quantization or QuantizationSpec()

@@ -23,7 +23,7 @@ from dflash_trt.executor.ranks.messages import (
     Awake,
     GoOn,
     Opened,
-    OpenShare,
+    OpenShard,
     Order,
     Raised,
     Ran,
@@ -32,13 +32,7 @@ from dflash_trt.executor.ranks.messages import (
     RunLogits,
     RunStep,
 )
-from dflash_trt.executor.ranks.shard import (
-    ShareExecutor,
-    ShareOptions,
-    fingerprint,
-    join,
-    open_share,
-)
+from dflash_trt.executor.ranks.shard import ShareExecutor, ShareOptions, fingerprint, join, open_shard
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import ProcessRanks
@@ -101,7 +95,7 @@ class RankedExecutor:
         """End the workers, and give this rank's weights and pages back. Calling it again does nothing."""
         has_failed = self._failure is not None
         self._failure = self._failure or problem(
-            "engine of several ranks", expected="an open one", found="a closed one", mend="Open it again."
+            "engine of several ranks", expected="an open one", found="a closed one", hint="Open it again."
         )
         self._workers.close()
         if not has_failed:  # a GPU may still wait for the rank that is gone
@@ -127,7 +121,7 @@ class RankedExecutor:
                 raise
             raise self._given_up(reports, error) from error
         except BaseException:  # an interrupt: the ranks are no longer at the same place
-            self._failure = problem("step", expected="its end", found="an interrupt", mend="Open the engine again.")
+            self._failure = problem("step", expected="its end", found="an interrupt", hint="Open the engine again.")
             self._workers.kill()
             raise
         expected = Ran(fingerprint=fingerprint(outcome))
@@ -156,12 +150,7 @@ class RankedExecutor:
         return explained
 
 
-def open_ranks(
-    engine: EngineDir,
-    config: RuntimeConfig,
-    *,
-    draft_lens: Sequence[int] | None = None,
-) -> RankedExecutor:
+def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None) -> RankedExecutor:
     """Start a worker for each rank but 0, and open all shares of the engine. Memory and threads are per rank.
 
     Raises:
@@ -197,14 +186,14 @@ def open_ranks(
 
 def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> RankedExecutor:
     for rank in range(1, options.num_ranks):
-        workers.start(OpenShare(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
+        workers.start(OpenShard(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
     if options.config.device == "cuda":  # NCCL keeps asking its store
         workers.when_one_ends(ranks.abort)
     else:
         workers.forget_directory()
-    local = open_share(engine, 0, ranks, options)
+    local = open_shard(engine, 0, ranks, options)
     _expect(workers, Opened(), timeout_s=_LOAD_TIMEOUT_S)
     num_threads = options.config.num_threads
     assert num_threads is not None, "resolved when the engine is opened"
@@ -221,15 +210,15 @@ def _check(engine: EngineDir, device: Device) -> None:
     """What can be known before a process is started."""
     mapping = engine.manifest.pretrained_config.mapping
     if mapping.pp_size != 1:
-        mend = "Build the engine with tensor parallelism alone."
-        raise EngineDirError(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), mend=mend))
+        hint = "Build the engine with tensor parallelism alone."
+        raise EngineDirError.about("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint)
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cuda" and num_gpus < mapping.world_size:
-        mend = f'Build the engine with tp_size {num_gpus} or less, or use device "cpu".'
+        hint = f'Build the engine with tp_size {num_gpus} or less, or use device "cpu".'
         expected = f"at most {num_gpus}, the number of GPUs"
-        raise ConfigError(problem("ranks", expected=expected, found=str(mapping.world_size), mend=mend))
+        raise ConfigError.about("ranks", expected=expected, found=str(mapping.world_size), hint=hint)
     can_join = distributed.is_available() and (device == "cpu" or distributed.is_nccl_available())
     if not can_join:
         library = "NCCL" if device == "cuda" else "gloo"
-        mend = "Install a PyTorch that has it, or build the engine with tp_size 1."
-        raise ConfigError(problem("PyTorch", expected=f"torch.distributed with {library}", found="none", mend=mend))
+        hint = "Install a PyTorch that has it, or build the engine with tp_size 1."
+        raise ConfigError.about("PyTorch", expected=f"torch.distributed with {library}", found="none", hint=hint)

@@ -13,9 +13,9 @@ from pathlib import Path
 from weakref import finalize
 
 from dflash_trt.backends.torch.process_group import ExchangeError
-from dflash_trt.core.errors import DFlashError, RankError, problem
+from dflash_trt.core.errors import DFlashError, RankError
 from dflash_trt.core.own_process import OwnProcess
-from dflash_trt.executor.ranks.messages import OpenShare, Order, Raised, RankGoneError, RankProcess, Report, Stop
+from dflash_trt.executor.ranks.messages import OpenShard, Order, Raised, RankGoneError, RankProcess, Report, Stop
 
 Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 
@@ -44,7 +44,7 @@ class RankWorkers:
     def process_ids(self) -> tuple[int, ...]:
         return tuple(process.process_id for process in self._processes)
 
-    def start(self, order: OpenShare) -> None:
+    def start(self, order: OpenShard) -> None:
         """One more worker, for the next rank."""
         process = RankProcess(order.rank)
         self._processes.append(process)
@@ -114,13 +114,13 @@ def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
     for rank, silence in gone.items():
         return _rank_error(rank, num_ranks, found=str(silence))
     expected = "the same tokens and log-probabilities on all ranks"
-    mend = f"{_OPEN_AGAIN} If it happens again, the ranks run different software, or memory is broken."
-    return RankError(problem(f"{num_ranks} ranks", expected=expected, found="others on some", mend=mend))
+    hint = f"{_OPEN_AGAIN} If it happens again, the ranks run different software, or memory is broken."
+    return RankError.about(f"{num_ranks} ranks", expected=expected, found="others on some", hint=hint)
 
 
 def _rank_error(rank: int, num_ranks: int, *, found: str) -> RankError:
-    return RankError(
-        problem(f"rank {rank} of {num_ranks}", expected="its share of the work", found=found, mend=_OPEN_AGAIN)
+    return RankError.about(
+        f"rank {rank} of {num_ranks}", expected="its share of the work", found=found, hint=_OPEN_AGAIN
     )
 
 

@@ -24,7 +24,7 @@ from dflash_trt.executor.ranks.shard import ShareOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpenShare:
+class OpenShard:
     """Open this rank's share of the engine."""
 
     engine_dir: str
@@ -52,7 +52,7 @@ class Stop:
     pass
 
 
-Order = OpenShare | RunStep | RunLogits | GoOn | Stop
+Order = OpenShard | RunStep | RunLogits | GoOn | Stop
 
 # What a worker says.
 
@@ -69,7 +69,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    fingerprint: bytes  # of what came of it; see `rank_share.fingerprint`
+    fingerprint: bytes  # of what came of it; see `rank_shard.fingerprint`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Raised:
     reason: str  # the last line of the traceback
     traceback: str
     num_calls: int
-    error_class: type[DFlashError] | None  # of an error that the user can mend
+    error_class: type[DFlashError] | None  # of an error that the user can fix
 
 
 Report = Awake | Opened | Ran | Raised

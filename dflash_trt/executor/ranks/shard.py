@@ -67,7 +67,7 @@ def join(options: ShareOptions, rank: int) -> ProcessRanks:
     )
 
 
-def open_share(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShareOptions) -> ShareExecutor:
+def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShareOptions) -> ShareExecutor:
     """Load the rank's weights and agree on the pages; every rank calls it.
 
     Raises:

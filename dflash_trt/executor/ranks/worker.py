@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShare, Order, Raised, Ran, RunLogits, RunStep
-from dflash_trt.executor.ranks.shard import ShareExecutor, fingerprint, join, open_share
+from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShard, Order, Raised, Ran, RunLogits, RunStep
+from dflash_trt.executor.ranks.shard import ShareExecutor, fingerprint, join, open_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +51,12 @@ def main() -> None:
 
 def _serve(pipe: Connection[object, Order]) -> None:
     told = pipe.recv()
-    assert isinstance(told, OpenShare)
+    assert isinstance(told, OpenShard)
     ranks = None
     try:
         pipe.send(Awake())
         ranks = join(told.options, told.rank)
-        executor = open_share(EngineDir.open(told.engine_dir), told.rank, ranks, told.options)
+        executor = open_shard(EngineDir.open(told.engine_dir), told.rank, ranks, told.options)
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
         return

@@ -70,7 +70,7 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
         for i, (layer, start, stop) in enumerate(zip(spec.layers, [0, *ends], ends, strict=False))
     )
     has_own_vocabulary = spec.draft_vocab_size is not None
-    has_own_head = has_own_vocabulary or "draft.lm_head" in tensors.packed
+    has_own_head = has_own_vocabulary or "draft.lm_head" in tensors.quantized
     return DFlashDrafter(
         spec=spec,
         embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,

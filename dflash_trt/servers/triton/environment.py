@@ -6,7 +6,7 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 _FIRST_FOREIGN_MAJOR = 2
 
@@ -21,14 +21,12 @@ def check_numpy(version: str, *, accepts_numpy_2: bool = False) -> None:
     """
     if int(version.partition(".")[0]) < _FIRST_FOREIGN_MAJOR or accepts_numpy_2:
         return
-    raise ConfigError(
-        problem(
-            "numpy in the environment of the server",
-            expected="version 1, which the Python backend of Triton is built for",
-            found=version,
-            mend="Install 'numpy<2' there, or deploy with --environment naming a Python environment that has it. "
-            "If your server is known to take numpy 2, deploy with --accept-numpy-2.",
-        )
+    raise ConfigError.about(
+        "numpy in the environment of the server",
+        expected="version 1, which the Python backend of Triton is built for",
+        found=version,
+        hint="Install 'numpy<2' there, or deploy with --environment naming a Python environment that has it. "
+        "If your server is known to take numpy 2, deploy with --accept-numpy-2.",
     )
 
 
@@ -37,14 +35,12 @@ def explained(error: ImportError, prefix: str = sys.prefix, running: str = platf
     made_with = _version_of_environment(Path(prefix))
     if made_with is None or made_with == running:
         return error
-    return ConfigError(
-        problem(
-            f"libpython of the server, for the environment {prefix}",
-            expected=f"Python {made_with}, which the environment was made with",
-            found=f"{running}, and {error}",
-            mend="Put the directory of that Python's libpython first in LD_LIBRARY_PATH, at the end of bin/activate of "
-            "the environment for example.",
-        )
+    return ConfigError.about(
+        f"libpython of the server, for the environment {prefix}",
+        expected=f"Python {made_with}, which the environment was made with",
+        found=f"{running}, and {error}",
+        hint="Put the directory of that Python's libpython first in LD_LIBRARY_PATH, at the end of bin/activate of "
+        "the environment for example.",
     )
 
 
@@ -68,12 +64,10 @@ def select_gpu(kind: str, device_id: str, environment: MutableMapping[str, str] 
     visible = inherited.split(",") if inherited else None
     index = int(device_id)
     if visible is not None and index >= len(visible):
-        raise ConfigError(
-            problem(
-                "instance_group",
-                expected=f"GPUs 0 to {len(visible) - 1}, for CUDA_VISIBLE_DEVICES is {inherited}",
-                found=device_id,
-                mend="Deploy with --gpus naming GPUs that the server sees.",
-            )
+        raise ConfigError.about(
+            "instance_group",
+            expected=f"GPUs 0 to {len(visible) - 1}, for CUDA_VISIBLE_DEVICES is {inherited}",
+            found=device_id,
+            hint="Deploy with --gpus naming GPUs that the server sees.",
         )
     environment["CUDA_VISIBLE_DEVICES"] = device_id if visible is None else visible[index].strip()

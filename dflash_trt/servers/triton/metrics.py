@@ -179,9 +179,7 @@ class Series:
         """Make every series, so that each is there from the start, at 0."""
         for metric in METRICS:
             family = self._pb_utils.MetricFamily(
-                name=metric.name,
-                description=metric.help,
-                kind=getattr(self._pb_utils.MetricFamily, metric.kind),
+                name=metric.name, description=metric.help, kind=getattr(self._pb_utils.MetricFamily, metric.kind)
             )
             self._families.append(family)
             options = {"buckets": list(metric.buckets)} if metric.kind == "HISTOGRAM" else {}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from dflash_trt.core.errors import DFlashError, RequestError, problem
+from dflash_trt.core.errors import DFlashError, RequestError
 from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
 from dflash_trt.servers.triton.metrics import MetricBook, Series
 from dflash_trt.servers.triton.responses import Arrays
@@ -113,7 +113,7 @@ def _texts(request: Any) -> tuple[str, str]:
     except UnicodeDecodeError as error:
         found = repr(error.object[max(0, error.start - 8) : error.end + 8])
         hint = "Send the id and the names of parameters as UTF-8."
-        raise RequestError(problem("request", expected="UTF-8 text", found=found, mend=hint)) from None
+        raise RequestError.about("request", expected="UTF-8 text", found=found, hint=hint) from None
 
 
 def _is_server_ready() -> bool:

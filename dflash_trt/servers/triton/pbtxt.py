@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from dflash_trt.core.errors import ConfigError, problem
+from dflash_trt.core.errors import ConfigError
 
 
 class Word(str):
@@ -192,8 +192,8 @@ class _Parser:
 
     def _error_at(self, position: int, expected: str, found: str) -> ConfigError:
         line = self._text.count("\n", 0, position) + 1
-        mend = "Correct the file, or write it again with `dflash-trt deploy triton`."
-        return ConfigError(problem(f"{self._subject}, line {line}", expected=expected, found=found, mend=mend))
+        hint = "Correct the file, or write it again with `dflash-trt deploy triton`."
+        return ConfigError.about(f"{self._subject}, line {line}", expected=expected, found=found, hint=hint)
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:

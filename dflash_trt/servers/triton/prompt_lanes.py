@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dflash_trt.core.errors import QueueFullError, problem
+from dflash_trt.core.errors import QueueFullError
 
 SHORT_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 64 * 1024**2
@@ -35,7 +35,7 @@ class PromptLanes:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_waiting_bytes:
                 expected = f"at most {self._max_waiting_bytes} bytes waiting to be tokenized"
                 found = str(self._num_bytes + num_bytes)
-                raise QueueFullError(problem("prompts", expected=expected, found=found, mend="Try again later."))
+                raise QueueFullError.about("prompts", expected=expected, found=found, hint="Try again later.")
             self._num_bytes += num_bytes
         lane = self._conversations if is_conversation else self._short
         if num_bytes > SHORT_BYTES:

@@ -71,13 +71,11 @@ def write_model(repository: Path, deployment: Deployment) -> Path:
     model_dir = repository / deployment.model_name
     config_path = model_dir / CONFIG_NAME
     if model_dir.exists() and not _is_ours(config_path):
-        raise ConfigError(
-            problem(
-                str(model_dir),
-                expected="a model written by `dflash-trt deploy triton`, or nothing",
-                found="something else",
-                mend="Choose another --model-name, or remove it.",
-            )
+        raise ConfigError.about(
+            str(model_dir),
+            expected="a model written by `dflash-trt deploy triton`, or nothing",
+            found="something else",
+            hint="Choose another --model-name, or remove it.",
         )
     engine_dir = Path(deployment.settings.engine_dir)
     open_served_engine(engine_dir)
@@ -124,13 +122,11 @@ def check_model(model_dir: Path) -> ModelSettings:
     """
     config_path = model_dir / CONFIG_NAME
     if not config_path.is_file():
-        raise ConfigError(
-            problem(
-                str(model_dir),
-                expected=f"a model with a {CONFIG_NAME}",
-                found="none",
-                mend="Write it with `dflash-trt deploy triton ENGINE_DIR -o MODEL_REPOSITORY`.",
-            )
+        raise ConfigError.about(
+            str(model_dir),
+            expected=f"a model with a {CONFIG_NAME}",
+            found="none",
+            hint="Write it with `dflash-trt deploy triton ENGINE_DIR -o MODEL_REPOSITORY`.",
         )
     config = read(config_path.read_text(), subject=str(config_path))
     problems = [*_config_problems(config, model_dir.name), *_file_problems(model_dir)]
@@ -155,9 +151,9 @@ def check_environment(environment: Path, *, accepts_numpy_2: bool) -> None:
         ConfigError: it is none, or lacks dflash-trt or the right numpy.
     """
     python = environment / "bin" / "python"
-    mend = "Name a virtual environment with dflash-trt and 'numpy<2'; scripts/install_triton_server makes one."
+    hint = "Name a virtual environment with dflash-trt and 'numpy<2'; scripts/install_triton_server makes one."
     if not python.exists() or not (environment / "bin" / "activate").exists():
-        raise ConfigError(problem(str(environment), expected="a virtual environment", found="none", mend=mend))
+        raise ConfigError.about(str(environment), expected="a virtual environment", found="none", hint=hint)
     try:
         ran = subprocess.run(
             [python, "-I", "-c", _ENVIRONMENT_PROBE],
@@ -168,8 +164,8 @@ def check_environment(environment: Path, *, accepts_numpy_2: bool) -> None:
         )
     except subprocess.CalledProcessError as error:
         found = error.stderr.strip().rpartition("\n")[2]
-        raise ConfigError(
-            problem(str(environment), expected="dflash-trt and numpy in it", found=found, mend=mend)
+        raise ConfigError.about(
+            str(environment), expected="dflash-trt and numpy in it", found=found, hint=hint
         ) from None
     check_numpy(json.loads(ran.stdout)[0], accepts_numpy_2=accepts_numpy_2)
 
@@ -185,19 +181,19 @@ def _check(repository: Path, deployment: Deployment) -> None:
     problems = [*_shell_problems(repository, deployment)]
     name = deployment.model_name
     if not name or name in (".", "..") or "/" in name:
-        problems.append(problem("model name", expected="a file name", found=repr(name), mend="Choose another."))
+        problems.append(problem("model name", expected="a file name", found=repr(name), hint="Choose another."))
     if deployment.num_instances < 1 or (deployment.gpus and deployment.num_instances != 1):
         problems.append(
             problem(
                 "instances",
                 expected="1 or more on a CPU, or one per GPU of --gpus",
                 found=str(deployment.num_instances),
-                mend="Pass --instances or --gpus.",
+                hint="Pass --instances or --gpus.",
             )
         )
     if len(set(deployment.gpus)) != len(deployment.gpus) or any(gpu < 0 for gpu in deployment.gpus):
         problems.append(
-            problem("gpus", expected="different indices", found=str(list(deployment.gpus)), mend="Correct them.")
+            problem("gpus", expected="different indices", found=str(list(deployment.gpus)), hint="Correct them.")
         )
     raise_all(ConfigError, "deployment", problems)
     if deployment.environment is not None:
@@ -210,7 +206,7 @@ def _shell_problems(repository: Path, deployment: Deployment) -> Iterator[str]:
     for subject, path in named.items():
         if path is not None and shlex.quote(str(path)) != str(path):
             hint = "Use letters, digits and @%+=:,./-_ alone."
-            yield problem(subject, expected="a path without spaces or quotes", found=repr(str(path)), mend=hint)
+            yield problem(subject, expected="a path without spaces or quotes", found=repr(str(path)), hint=hint)
 
 
 def _parameter(name: str, text: str) -> Message:
@@ -245,8 +241,8 @@ def _config_problems(config: Message, directory_name: str) -> Iterator[str]:
     for name, expected, found in facts:
         is_right = found in (0, 1) if name == "max_batch_size" else found == expected
         if not is_right:
-            mend = "Correct it, or write the model again."
-            yield problem(f"{CONFIG_NAME} {name}", expected=str(expected), found=str(found), mend=mend)
+            hint = "Correct it, or write the model again."
+            yield problem(f"{CONFIG_NAME} {name}", expected=str(expected), found=str(found), hint=hint)
     yield from _tensor_problems(config, "input", INPUTS)
     yield from _tensor_problems(config, "output", OUTPUTS)
 
@@ -261,7 +257,7 @@ def _tensor_problems(config: Message, field: str, tensors: Sequence[InputTensor 
                 f"{CONFIG_NAME} {field} '{name}'",
                 expected=_shown(expected.get(str(name))),
                 found=_shown(found.get(name)),
-                mend="Write the model again with this version of dflash-trt.",
+                hint="Write the model again with this version of dflash-trt.",
             )
 
 
@@ -282,8 +278,8 @@ def _file_problems(model_dir: Path) -> Iterator[str]:
     path = model_dir / VERSION / MODEL_NAME
     if not path.is_file() or path.read_text() != _MODEL_SOURCE:
         found = "another" if path.is_file() else "none"
-        mend = "Write the model again."
-        yield problem(str(path), expected="the model of this version of dflash-trt", found=found, mend=mend)
+        hint = "Write the model again."
+        yield problem(str(path), expected="the model of this version of dflash-trt", found=found, hint=hint)
 
 
 def _is_ours(config_path: Path) -> bool:

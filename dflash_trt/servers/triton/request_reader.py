@@ -125,8 +125,8 @@ def _parameters(text: str, settings: ModelSettings, problems: list[str]) -> dict
             continue
         if tensor is None:
             nearest = nearest_name(name, INPUTS_BY_NAME)
-            mend = f"Did you mean '{nearest}'?" if nearest else "See the inputs of the model, /v2/models/NAME."
-            problems.append(problem(f"input '{name}'", expected="a known one", found="another", mend=mend))
+            hint = f"Did you mean '{nearest}'?" if nearest else "See the inputs of the model, /v2/models/NAME."
+            problems.append(problem(f"input '{name}'", expected="a known one", found="another", hint=hint))
         else:
             found[name] = value
     return found
@@ -142,13 +142,13 @@ def _fields(arrays: Mapping[str, Array], parameters: Mapping[str, Any], problems
         try:
             value = _of_array(source, tensor) if is_array else _of_json(source, tensor)
         except ValueError as error:
-            problems.append(problem(f"input '{name}'", expected=str(error), found=_shown(source), mend="Correct it."))
+            problems.append(problem(f"input '{name}'", expected=str(error), found=_shown(source), hint="Correct it."))
             continue
         earlier = given.get(tensor.field)
         if earlier is not None and earlier.value != value:
             names = f"inputs '{earlier.name}' and '{name}'" if earlier.name != name else f"input '{name}', given twice"
             found = f"{_shown(earlier.value)} and {_shown(value)}"
-            problems.append(problem(names, expected="equal values", found=found, mend="Pass one of them."))
+            problems.append(problem(names, expected="equal values", found=found, hint="Pass one of them."))
         given[tensor.field] = _Given(name=name, value=value)
     return given
 
@@ -191,7 +191,7 @@ def _unsupported(given: Mapping[str, _Given]) -> Iterator[str]:
                 f"input '{entry.name}'",
                 expected="nothing, for this engine does not implement it",
                 found=_shown(entry.value),
-                mend="Leave it out.",
+                hint="Leave it out.",
             )
 
 
@@ -202,7 +202,7 @@ def _contradictions(given: Mapping[str, _Given]) -> Iterator[str]:
             "prompt",
             expected=f"exactly one of the inputs {', '.join(_PROMPT_FIELDS)}",
             found=" and ".join(prompts) or "none",
-            mend="Pass one of them.",
+            hint="Pass one of them.",
         )
     end_id = given.get("end_id")
     ignore_eos = given.get("ignore_eos")
@@ -211,7 +211,7 @@ def _contradictions(given: Mapping[str, _Given]) -> Iterator[str]:
             "inputs 'end_id' and 'ignore_eos'",
             expected="the same meaning",
             found=f"{end_id.value} and {ignore_eos.value}",
-            mend="Pass one of them.",
+            hint="Pass one of them.",
         )
 
 
@@ -232,10 +232,8 @@ def _json(name: str, text: str, kind: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        mend = f"Pass the {kind} as JSON text."
-        raise RequestError(
-            problem(f"input '{name}'", expected=f"a JSON {kind}", found=str(error), mend=mend)
-        ) from error
+        hint = f"Pass the {kind} as JSON text."
+        raise RequestError.about(f"input '{name}'", expected=f"a JSON {kind}", found=str(error), hint=hint) from error
 
 
 def _sampling(values: Mapping[str, Any], settings: ModelSettings) -> SamplingParams:
@@ -257,8 +255,8 @@ def _sampling(values: Mapping[str, Any], settings: ModelSettings) -> SamplingPar
 def _queue_timeout_s(values: Mapping[str, Any]) -> float | None:
     timeout_s: float | None = values.get("queue_timeout_s")
     if timeout_s is not None and not timeout_s >= 0:
-        raise RequestError(
-            problem("input 'queue_timeout_s'", expected="0 or more", found=str(timeout_s), mend="Correct it.")
+        raise RequestError.about(
+            "input 'queue_timeout_s'", expected="0 or more", found=str(timeout_s), hint="Correct it."
         )
     return timeout_s
 

@@ -103,7 +103,7 @@ def _address(text: str, family: socket.AddressFamily) -> tuple[str, int]:
     """What /proc writes as words of the machine's byte order: 0100007F:1F90 is 127.0.0.1, port 8080."""
     host, _, port = text.partition(":")
     words = [int(host[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(host), 8)]
-    packed = b"".join(words)
-    if not any(packed):  # any address
-        packed = socket.inet_pton(family, "127.0.0.1" if family == socket.AF_INET else "::1")
-    return socket.inet_ntop(family, packed), int(port, 16)
+    quantized = b"".join(words)
+    if not any(quantized):  # any address
+        quantized = socket.inet_pton(family, "127.0.0.1" if family == socket.AF_INET else "::1")
+    return socket.inet_ntop(family, quantized), int(port, 16)

@@ -257,9 +257,9 @@ class EngineService:
         with self._lock:
             found = [request for request in self._open if client_id and request.client_id == client_id]
         if not found:
-            mend = "Send `stop` with the id of a request that is running, on its own request."
+            hint = "Send `stop` with the id of a request that is running, on its own request."
             message = problem(
-                f"request id {client_id!r}", expected="that of a running request", found="none", mend=mend
+                f"request id {client_id!r}", expected="that of a running request", found="none", hint=hint
             )
             self._refuse(channel, message, "NOT_FOUND")
             return
@@ -370,4 +370,4 @@ def _code_of(error: RequestError) -> ErrorCode:
 
 
 def _stopping() -> str:
-    return problem("server", expected="one that takes requests", found="one that is stopping", mend="Try another one.")
+    return problem("server", expected="one that takes requests", found="one that is stopping", hint="Try another one.")

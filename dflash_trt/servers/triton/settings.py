@@ -38,18 +38,15 @@ class ModelSettings:
     accepts_numpy_2: bool = False
 
     def __post_init__(self) -> None:
-        limits = (
-            ("default_max_tokens", self.default_max_tokens, 1),
-            ("drain_timeout_s", self.drain_timeout_s, 0),
-        )
+        limits = (("default_max_tokens", self.default_max_tokens, 1), ("drain_timeout_s", self.drain_timeout_s, 0))
         problems = [
-            problem(name, expected=f"{least} or more", found=str(value), mend="Correct the value.")
+            problem(name, expected=f"{least} or more", found=str(value), hint="Correct the value.")
             for name, value, least in limits
             if not value >= least
         ]
         if self.system is not None and not self.wraps_in_chat:
             problems.append(
-                problem("system", expected="only with wraps_in_chat", found="it alone", mend="Deploy with --chat.")
+                problem("system", expected="only with wraps_in_chat", found="it alone", hint="Deploy with --chat.")
             )
         raise_all(ConfigError, "model parameters", problems)
 
@@ -69,18 +66,18 @@ class ModelSettings:
                 continue
             if name not in types:
                 nearest = nearest_name(name, types)
-                mend = f"Did you mean '{nearest}'?" if nearest else f"Known parameters: {', '.join(types)}."
-                problems.append(problem(f"parameter '{name}'", expected="a known one", found="another", mend=mend))
+                hint = f"Did you mean '{nearest}'?" if nearest else f"Known parameters: {', '.join(types)}."
+                problems.append(problem(f"parameter '{name}'", expected="a known one", found="another", hint=hint))
                 continue
             try:
                 values[name] = _parsed(text, types[name])
             except ValueError as error:
                 problems.append(
-                    problem(f"parameter '{name}'", expected=str(error), found=repr(text), mend="Correct the value.")
+                    problem(f"parameter '{name}'", expected=str(error), found=repr(text), hint="Correct the value.")
                 )
         if "engine_dir" not in parameters:
             problems.append(
-                problem("parameter 'engine_dir'", expected="the engine", found="none", mend="Deploy the model again.")
+                problem("parameter 'engine_dir'", expected="the engine", found="none", hint="Deploy the model again.")
             )
         runtime = {name: values.pop(name) for name in _RUNTIME_TYPES if name in values}
         raise_all(ConfigError, "model parameters", problems)

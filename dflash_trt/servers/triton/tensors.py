@@ -153,11 +153,7 @@ INPUTS: tuple[InputTensor, ...] = (
         contract="llmapi",
     ),
     InputTensor(
-        name="pad_id",
-        type="INT32",
-        field="pad_id",
-        meaning="Any value: no output is ever padded.",
-        contract="bls",
+        name="pad_id", type="INT32", field="pad_id", meaning="Any value: no output is ever padded.", contract="bls"
     ),
     _own(
         "chat_template_kwargs",
@@ -201,11 +197,7 @@ OUTPUTS: tuple[OutputTensor, ...] = (
         asked_by="return_log_probs",
     ),
     OutputTensor(
-        name="cumulative_logprob",
-        type="FP32",
-        meaning="The same.",
-        when="last",
-        asked_by="return_cumulative_logprob",
+        name="cumulative_logprob", type="FP32", meaning="The same.", when="last", asked_by="return_cumulative_logprob"
     ),
     OutputTensor(name="finish_reason", type="STRING", meaning="`stop`, `length` or `cancelled`.", when="last"),
     OutputTensor(

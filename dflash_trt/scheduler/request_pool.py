@@ -1,4 +1,4 @@
-"""Who waits, who runs and who is parked, and what moving between them does to a request's pages.
+"""Who waits, who runs and who is paused, and what moving between them does to a request's pages.
 
 Every page a request holds is taken and given back here.
 """
@@ -10,17 +10,17 @@ from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.waiting_queue import WaitingQueue
 
 
-class Roster:
+class RequestPool:
     """`running` is ordered: the most important request first. Running requests alone hold pages.
 
-    `parked` requests neither run nor wait, until they are resumed.
+    `paused` requests neither run nor wait, until they are resumed.
     """
 
     def __init__(self, store: PageStore, *, max_queue_len: int | None = None) -> None:
         self.store = store
         self.waiting = WaitingQueue(max_queue_len)
         self.running: list[Sequence] = []
-        self.parked: dict[str, Sequence] = {}
+        self.paused: dict[str, Sequence] = {}
         self.num_preemptions = 0
         self.num_admitted_prompt_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -67,7 +67,7 @@ class Roster:
             sequence.num_prefix_hit_tokens = sequence.context_len
             self.num_admitted_prompt_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.context_len
-        insort(self.running, sequence, key=lambda running: running.importance)
+        insort(self.running, sequence, key=lambda running: running.priority_key)
 
     def grow(self, sequence: Sequence, num_positions: int) -> bool:
         """Have pages for `num_positions`, if they can be had without preempting anybody."""
@@ -101,15 +101,15 @@ class Roster:
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
 
-    def park(self, sequence: Sequence) -> None:
+    def pause(self, sequence: Sequence) -> None:
         """Set a request aside without its pages. Its full pages stay kept while there is room, so resuming is cheap."""
         self._take_out(sequence)
         self._strip(sequence)
-        self.parked[sequence.request_id] = sequence
+        self.paused[sequence.request_id] = sequence
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a parked request wait for its turn."""
-        del self.parked[sequence.request_id]
+        """Let a paused request wait for its turn."""
+        del self.paused[sequence.request_id]
         self.waiting.put_back(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -121,14 +121,14 @@ class Roster:
     def check_integrity(self) -> None:
         """Assert that each request is in exactly one place and that pages cover what it has computed."""
         self.store.check_integrity(sequence.page_ids for sequence in self.running)
-        places = [*self.running, *self.waiting, *self.parked.values()]
+        places = [*self.running, *self.waiting, *self.paused.values()]
         assert len(places) == len(self._by_id), "a request is in two places, or in none"
         for sequence in places:
             assert self._by_id[sequence.request_id] is sequence
             assert sequence.finish_reason is None, f"request {sequence.request_id} has ended but is still here"
-        for sequence in (*self.waiting, *self.parked.values()):
+        for sequence in (*self.waiting, *self.paused.values()):
             assert not sequence.page_ids and sequence.context_len == 0, f"{sequence.request_id} waits with pages"
-        assert self.running == sorted(self.running, key=lambda running: running.importance)
+        assert self.running == sorted(self.running, key=lambda running: running.priority_key)
         for sequence in self.running:
             num_positions = len(sequence.page_ids) * self.store.page_size
             assert sequence.context_len <= sequence.max_context_len <= num_positions, (
@@ -140,8 +140,8 @@ class Roster:
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.is_running:
             self.running.remove(sequence)
-        elif sequence.request_id in self.parked:
-            del self.parked[sequence.request_id]
+        elif sequence.request_id in self.paused:
+            del self.paused[sequence.request_id]
         else:
             self.waiting.remove(sequence)
 
@@ -151,4 +151,4 @@ class Roster:
         sequence.prefix_path = []
         sequence.context_len = 0
         sequence.draft_tokens = ()
-        sequence.residency += 1
+        sequence.epoch += 1

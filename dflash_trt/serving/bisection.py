@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepExecutor, StepResult
 
 
-def run_isolated(
+def run_with_bisection(
     executor: StepExecutor, batch: StepBatch, error: Exception
 ) -> tuple[StepBatch, StepResult, dict[str, str]]:
     """The part of `batch` that runs, its result, and why each other request failed, by id.

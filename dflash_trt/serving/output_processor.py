@@ -2,19 +2,13 @@
 
 from dataclasses import replace
 
-from dflash_trt.core.request import (
-    FinishReason,
-    GenerationOutput,
-    Request,
-    RequestStatistics,
-    TokenEvent,
-)
+from dflash_trt.core.request import FinishReason, GenerationOutput, Request, RequestStatistics, TokenEvent
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.stop_strings import StopStrings
 from dflash_trt.serving.stream import StreamChunk
 
 
-class OutputAssembler:
+class OutputProcessor:
     """`detokenizer` None gives token ids only. Stop strings cut the tokens, too: the last one completes the string.
 
     So what comes out depends on the tokens alone, not on how steps grouped them.

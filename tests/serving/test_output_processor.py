@@ -7,24 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.core.request import GenerationOutput, RequestStatistics, TokenEvent
-from dflash_trt.serving.assembler import OutputAssembler
+from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_request
 from tests.serving.tokenizers import write_byte_fallback
 
 
-def assemble(
+def process(
     codec: TextCodec, groups: Sequence[Sequence[int]], *, stop: tuple[str, ...] = ()
 ) -> tuple[GenerationOutput, list[str]]:
     """The output, and the text of each chunk."""
-    assembler = OutputAssembler(make_request("r", stop=stop), codec.detokenizer(), arrived_s=10.0)
+    output_processor = OutputProcessor(make_request("r", stop=stop), codec.detokenizer(), arrived_s=10.0)
     texts = []
     for number, group in enumerate(groups):
         event = TokenEvent(request_id="r", token_ids=tuple(group), logprobs=tuple(float(token) for token in group))
-        texts.append(assembler.add(event, 11.0 + number).text or "")
-        if assembler.is_stopped:
+        texts.append(output_processor.add(event, 11.0 + number).text or "")
+        if output_processor.is_stopped:
             break
-    last = assembler.finish("stop" if assembler.is_stopped else "length", 20.0, statistics=None)
+    last = output_processor.finish("stop" if output_processor.is_stopped else "length", 20.0, statistics=None)
     assert last.output is not None
     return last.output, [*texts, last.text or ""]
 
@@ -33,7 +33,7 @@ def test_a_stop_string_cuts_text_and_tokens_and_may_lie_across_steps(codec: Text
     token_ids = codec.encode("one two three four")
     ends = [len(codec.decode(token_ids[:n])) for n in range(len(token_ids) + 1)]
     num_kept = next(n for n in range(len(ends)) if ends[n] >= len("one two thr"))
-    output, texts = assemble(codec, [[token] for token in token_ids], stop=("wo thr",))
+    output, texts = process(codec, [[token] for token in token_ids], stop=("wo thr",))
     assert output.text == "one t" == "".join(texts)
     assert list(output.token_ids) == token_ids[:num_kept]
     assert len(output.logprobs) == num_kept
@@ -44,7 +44,7 @@ def test_a_stop_string_in_a_run_of_bytes_ends_the_text_at_its_last_byte(tmp_path
     """The run is held, because a later byte may make all of it invalid; the stop string stands there now."""
     codec = TextCodec.open(write_byte_fallback(tmp_path))
     run = [3 + byte for byte in "你é🙂".encode()]
-    output, texts = assemble(codec, [[token] for token in run], stop=("é",))
+    output, texts = process(codec, [[token] for token in run], stop=("é",))
     assert list(output.token_ids) == run[:5]
     assert output.text == "你" == "".join(texts)
     assert output.finish_reason == "stop"
@@ -52,7 +52,7 @@ def test_a_stop_string_in_a_run_of_bytes_ends_the_text_at_its_last_byte(tmp_path
 
 def test_a_stop_string_that_the_end_of_the_text_completes_is_why_it_stopped(tmp_path: Path) -> None:
     codec = TextCodec.open(write_byte_fallback(tmp_path))
-    output, texts = assemble(codec, [[3 + 0xE4]], stop=("\N{REPLACEMENT CHARACTER}",))
+    output, texts = process(codec, [[3 + 0xE4]], stop=("\N{REPLACEMENT CHARACTER}",))
     assert output.text == "" == "".join(texts)
     assert output.finish_reason == "stop"
 
@@ -70,8 +70,8 @@ def test_grouping_changes_nothing(
     for size in sizes:
         groups.append(rest[:size])
         rest = rest[size:]
-    one_by_one, texts = assemble(codec, [[token] for token in token_ids], stop=stop)
-    grouped, grouped_texts = assemble(codec, [group for group in groups if group], stop=stop)
+    one_by_one, texts = process(codec, [[token] for token in token_ids], stop=stop)
+    grouped, grouped_texts = process(codec, [group for group in groups if group], stop=stop)
     assert (grouped.text, grouped.token_ids, grouped.logprobs) == (
         one_by_one.text,
         one_by_one.token_ids,
@@ -83,19 +83,19 @@ def test_grouping_changes_nothing(
 
 def test_steps_are_kept_as_they_were_emitted_and_cut(codec: TextCodec) -> None:
     token_ids = codec.encode("one two three four")
-    output, _ = assemble(codec, [token_ids[:2], token_ids[2:]], stop=("three",))
+    output, _ = process(codec, [token_ids[:2], token_ids[2:]], stop=("three",))
     assert sum((step.token_ids for step in output.steps), ()) == output.token_ids
     assert [len(step.logprobs) for step in output.steps] == [len(step.token_ids) for step in output.steps]
 
 
 def test_counts_and_times_are_filled_in() -> None:
     request = make_request("r", prompt=(1, 2, 3, 4))
-    assembler = OutputAssembler(request, None, arrived_s=10.0)
-    assembler.add(TokenEvent(request_id="r", token_ids=(5,)), 12.0)
-    assembler.add(TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2), 13.0)
-    assembler.add(TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3), 15.0)
+    output_processor = OutputProcessor(request, None, arrived_s=10.0)
+    output_processor.add(TokenEvent(request_id="r", token_ids=(5,)), 12.0)
+    output_processor.add(TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2), 13.0)
+    output_processor.add(TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3), 15.0)
     statistics = RequestStatistics(queue_time_s=0.5, num_prefix_hit_tokens=2, num_preemptions=1)
-    output = assembler.finish("length", 16.0, statistics=statistics).output
+    output = output_processor.finish("length", 16.0, statistics=statistics).output
     assert output is not None
     assert output.text is None
     assert output.token_ids == (5, 6, 7, 8, 9)
@@ -112,7 +112,7 @@ def test_counts_and_times_are_filled_in() -> None:
 
 
 def test_steps_can_be_left_out() -> None:
-    assembler = OutputAssembler(make_request("r"), None, arrived_s=0.0, records_steps=False)
-    assembler.add(TokenEvent(request_id="r", token_ids=(5,)), 1.0)
-    output = assembler.finish("length", 2.0, statistics=None).output
+    output_processor = OutputProcessor(make_request("r"), None, arrived_s=0.0, records_steps=False)
+    output_processor.add(TokenEvent(request_id="r", token_ids=(5,)), 1.0)
+    output = output_processor.finish("length", 2.0, statistics=None).output
     assert output is not None and output.steps == () and output.token_ids == (5,)

@@ -1,4 +1,4 @@
-"""Packed linears of a ModelOpt export: the proof that their tensors fit, and the reading of one rank's share.
+"""Quantized linears of a ModelOpt export: the proof that their tensors fit, and the reading of one rank's share.
 
 Foreign per module M: `M.weight` (codes), `M.weight_scale` (FP8: a number; NVFP4: block scales), `M.weight_scale_2`
 (NVFP4: a number), `M.input_scale`; K/V scales are `k_proj.k_scale` and `v_proj.v_scale`. Canonical names and layouts:
@@ -30,7 +30,7 @@ OpenSlice = Callable[[StoredTensor], Any]  # the stored tensor, to be indexed as
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedPart:
+class QuantizedPart:
     """One of the linears that make up a canonical one. Without a `format` it is plain, and has no `scales`."""
 
     weight: StoredTensor
@@ -39,10 +39,10 @@ class PackedPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedSource:
+class QuantizedSource:
     """A canonical linear's parts; its `format` is None when they differ."""
 
-    parts: tuple[PackedPart, ...]
+    parts: tuple[QuantizedPart, ...]
 
     @property
     def format(self) -> str | None:
@@ -50,7 +50,7 @@ class PackedSource:
         return formats.pop() if len(formats) == 1 else None
 
 
-def resolve_packed(
+def resolve_quantized(
     table: WeightTable,
     names: ForeignTable,
     stored: StoredTensors,
@@ -58,11 +58,11 @@ def resolve_packed(
     *,
     label: str,
     problems: list[str],
-) -> tuple[dict[str, PackedSource], StoredTensors]:
-    """The packed linears of a checkpoint, and the tensors that are left for the others."""
+) -> tuple[dict[str, QuantizedSource], StoredTensors]:
+    """The quantized linears of a checkpoint, and the tensors that are left for the others."""
     if config is None:
         return {}, stored
-    sources: dict[str, PackedSource] = {}
+    sources: dict[str, QuantizedSource] = {}
     used: set[str] = set()
     for canonical, spec in table.items():
         parts = [stored.tensors.get(name) for name in names[canonical].parts]
@@ -72,27 +72,21 @@ def resolve_packed(
             continue
         if None in parts:
             continue  # the proof of the plain tensors names the missing one
-        packed = tuple(
+        quantized = tuple(
             _resolve_part(part, rows, spec.shape[1], stored, config, label=label, problems=problems)
             for part, rows in zip(parts, _part_rows(spec, len(parts)), strict=True)
             if part is not None
         )
-        sources[canonical] = PackedSource(parts=packed)
-        used |= {tensor.name for part in packed for tensor in (part.weight, *part.scales.values())}
+        sources[canonical] = QuantizedSource(parts=quantized)
+        used |= {tensor.name for part in quantized for tensor in (part.weight, *part.scales.values())}
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
     return sources, replace(stored, tensors=rest)
 
 
-def read_packed(
-    name: str,
-    spec: WeightSpec,
-    source: PackedSource,
-    open_slice: OpenSlice,
-    *,
-    dtype: torch.dtype,
-    mapping: Mapping,
+def read_quantized(
+    name: str, spec: WeightSpec, source: QuantizedSource, open_slice: OpenSlice, *, dtype: torch.dtype, mapping: Mapping
 ) -> Iterator[tuple[str, Tensor]]:
-    """The engine tensors of a packed linear in the order of its format's layout.
+    """The engine tensors of a quantized linear in the order of its format's layout.
 
     When its parts differ in format, they come one by one, as linears `NAME/0`, `NAME/1`, ...
 
@@ -112,7 +106,7 @@ def read_packed(
 def _read_parts(
     name: str,
     spec: WeightSpec,
-    parts: tuple[PackedPart, ...],
+    parts: tuple[QuantizedPart, ...],
     open_slice: OpenSlice,
     known: WeightFormat,
     mapping: Mapping,
@@ -136,8 +130,8 @@ def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
     value = float(_whole(stored, open_slice).float().reshape(()))
     if not (0.0 < value < float("inf")):
         subject = f"tensor '{stored.name}'"
-        raise CheckpointError(
-            problem(subject, expected="a finite, positive scale", found=f"{value:g}", mend=_EXPORT_AGAIN)
+        raise CheckpointError.about(
+            subject, expected="a finite, positive scale", found=f"{value:g}", hint=_EXPORT_AGAIN
         )
     return value
 
@@ -151,16 +145,16 @@ def _resolve_part(
     *,
     label: str,
     problems: list[str],
-) -> PackedPart:
+) -> QuantizedPart:
     module = weight.name.removesuffix(".weight")
     claimed = config.format_of(module)
     if weight.dtype not in _PACKED_DTYPES:
-        return PackedPart(weight=weight, format=None, scales={})
+        return QuantizedPart(weight=weight, format=None, scales={})
     subject = f"{label} tensor '{weight.name}'"
     if claimed is None:
         expected = f"a plain dtype, for {QUANT_CONFIG_FILE} does not quantize it"
-        problems.append(problem(subject, expected=expected, found=weight.dtype, mend=_EXPORT_AGAIN))
-        return PackedPart(weight=weight, format=None, scales={})
+        problems.append(problem(subject, expected=expected, found=weight.dtype, hint=_EXPORT_AGAIN))
+        return QuantizedPart(weight=weight, format=None, scales={})
     known = weight_format(claimed)
     shapes = _shapes(known, rows, columns)
     _check(weight, shapes["weight"], known, label=label, problems=problems)
@@ -176,8 +170,8 @@ def _resolve_part(
     if missing:
         found = f"no {listed(missing)}"
         expected = f"the scales of {claimed}"
-        problems.append(problem(subject, expected=expected, found=found, mend=_EXPORT_AGAIN))
-    return PackedPart(weight=weight, format=claimed, scales=scales)
+        problems.append(problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN))
+    return QuantizedPart(weight=weight, format=claimed, scales=scales)
 
 
 def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -190,12 +184,7 @@ def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str
 
 
 def _check(
-    tensor: StoredTensor,
-    expected: tuple[str, tuple[int, ...]],
-    known: WeightFormat,
-    *,
-    label: str,
-    problems: list[str],
+    tensor: StoredTensor, expected: tuple[str, tuple[int, ...]], known: WeightFormat, *, label: str, problems: list[str]
 ) -> None:
     dtype, shape = expected
     is_number = shape == () and tensor.shape in ((), (1,))
@@ -206,7 +195,7 @@ def _check(
     if dtype == "F8_E4M3" and len(tensor.shape) == len(shape) == 2 and block > 1 and tensor.shape[1]:
         hint = f" (blocks of {shape[1] * block // tensor.shape[1]} columns instead of {block})"
     wanted, found = f"{dtype} {list(shape)} for {known.name}", f"{tensor.dtype} {list(tensor.shape)}{hint}"
-    problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, mend=_EXPORT_AGAIN))
+    problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, hint=_EXPORT_AGAIN))
 
 
 def _part_rows(spec: WeightSpec, num_parts: int) -> tuple[int, ...]:
@@ -214,11 +203,7 @@ def _part_rows(spec: WeightSpec, num_parts: int) -> tuple[int, ...]:
 
 
 def _cut(
-    stored: StoredTensor,
-    spec: WeightSpec,
-    part: PackedPart,
-    open_slice: OpenSlice,
-    mapping: Mapping,
+    stored: StoredTensor, spec: WeightSpec, part: QuantizedPart, open_slice: OpenSlice, mapping: Mapping
 ) -> Tensor:
     """This rank's share of codes or block scales, checked for codes that are not numbers."""
     piece = open_slice(stored)
@@ -237,9 +222,7 @@ def _cut(
         if bool(is_wrong.any()):
             found = f"{int(is_wrong.sum())} codes that are NaN or of the wrong sign"
             expected = "finite E4M3 values"
-            raise CheckpointError(
-                problem(f"tensor '{stored.name}'", expected=expected, found=found, mend=_EXPORT_AGAIN)
-            )
+            raise CheckpointError.about(f"tensor '{stored.name}'", expected=expected, found=found, hint=_EXPORT_AGAIN)
     return tensor
 
 
