@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, ErrorCollector, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.runtime_config import RuntimeConfig, value_type, without_none
 
@@ -79,9 +79,14 @@ class ModelSettings:
             problems.append(
                 problem("parameter 'engine_dir'", expected="the engine", found="none", hint="Deploy the model again.")
             )
-        runtime = {name: values.pop(name) for name in _RUNTIME_TYPES if name in values}
+        runtime_values = {name: values.pop(name) for name in _RUNTIME_TYPES if name in values}
         raise_all(ConfigError, "model parameters", problems)
-        return cls(**values, runtime=RuntimeConfig(**runtime))
+        errors = ErrorCollector()
+        runtime = errors.run(lambda: RuntimeConfig(**runtime_values))
+        settings = errors.run(lambda: cls(**values, runtime=runtime or RuntimeConfig()))
+        errors.raise_all("model parameters")
+        assert settings is not None
+        return settings
 
     def parameters(self) -> dict[str, str]:
         """What differs from the defaults, as `from_parameters` reads it."""
