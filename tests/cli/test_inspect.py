@@ -3,7 +3,6 @@ import math
 
 from safetensors.torch import load_file
 
-from dflash_trt.core.weight_spec import draft_weights
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_speculators_drafter
 
@@ -77,7 +76,7 @@ def test_a_drafter_of_speculators_is_described_with_its_windows_and_vocabulary(t
     assert any(row.startswith("0 ") and row.endswith("6 tokens before the anchor") for row in rows)
     assert any(row.startswith("1 ") and row.endswith(" full") for row in rows)
     assert engine.manifest.draft is not None
-    weights = draft_weights(engine.manifest.draft)
+    weights = engine.manifest.draft.weights()
     assert any(weight.is_integer for weight in weights.values())
     report = json.loads(invoke("inspect", engine.path, "--json").stdout)
     stored = load_file(engine.path / "rank0.safetensors")

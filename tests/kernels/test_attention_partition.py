@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention_launch import ANY_DISTANCE, ANY_ROWS
 from dflash_trt.kernels.attention_partition import locate, request_lengths, splits_of, tiles_and_blocks
+from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
 
 TILE, KEY_BLOCK, REQUESTS = 16, 16, 16
 
