@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {
         knows="the artifact on disk",
         packages=_set("formats core"),
         libraries=_set("pydantic safetensors"),
-        file_libraries={"tokenizer_dir.py": _set("transformers")},
+        file_libraries={"tokenizer_dir.py": _set("transformers"), "template_worker.py": _set("transformers")},
     ),
     "checkpoint": Rule(
         knows="foreign configs and tensors; proves a pair before any work",
@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "serving": Rule(
         knows="the engine loop, streams, text, LLM",
         packages=_set("scheduler executor engine_dir core"),
-        file_libraries={"text.py": _set("transformers"), "template_worker.py": _set("transformers")},
+        file_libraries={"text.py": _set("transformers")},
     ),
     "servers": Rule(
         knows="what serves an engine to clients: Triton's Python model and its repository",

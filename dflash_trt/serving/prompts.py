@@ -152,11 +152,6 @@ def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:
     return RequestError.about("prompt", expected=expected, found=str(num_tokens), hint=_SHORTEN)
 
 
-def text_too_long(num_bytes: int, max_bytes: int) -> RequestError:
-    expected = f"at most {max_bytes} bytes, as more text does not fit into max_seq_len tokens"
-    return RequestError.about("prompt", expected=expected, found=str(num_bytes), hint=_SHORTEN)
-
-
 def _checked_key(prompt: Mapping[str, Any]) -> str:
     """The key of the prompt itself. Raises RequestError."""
     keys = [key for key in _KEYS if prompt.get(key) is not None]

@@ -9,6 +9,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from dflash_trt.core.errors import EngineDirError, RequestError
+from dflash_trt.engine_dir.template_renderer import TemplateRenderer, text_too_long
 from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from dflash_trt.serving.detokenizer import (
     ByteDetokenizer,
@@ -19,8 +20,7 @@ from dflash_trt.serving.detokenizer import (
     byte_alphabet,
     bytes_of_piece,
 )
-from dflash_trt.serving.prompts import text_too_long, too_many_tokens
-from dflash_trt.serving.template_renderer import TemplateRenderer
+from dflash_trt.serving.prompts import too_many_tokens
 from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_token
 
 ChatMessage = Mapping[str, Any]

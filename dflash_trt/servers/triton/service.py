@@ -17,15 +17,15 @@ from typing import Literal, Protocol
 
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
 from dflash_trt.core.request import FinishReason
+from dflash_trt.engine_dir.template_renderer import max_conversation_bytes, text_too_long
 from dflash_trt.servers.triton.metrics import MetricBook
 from dflash_trt.servers.triton.prompt_lanes import PromptLanes
 from dflash_trt.servers.triton.request_reader import Array, CancelOrder, Order, read_request
 from dflash_trt.servers.triton.responses import Arrays, ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.generator import Generator, output_without_tokens
-from dflash_trt.serving.prompts import PromptReader, text_too_long
+from dflash_trt.serving.prompts import PromptReader
 from dflash_trt.serving.stream import RequestStream, StreamChunk
-from dflash_trt.serving.template_renderer import max_conversation_bytes
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 

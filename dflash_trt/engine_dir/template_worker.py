@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dflash_trt.serving.template_renderer import ERROR, MAX_MEMORY_BYTES, OUT_OF_MEMORY, TEXT, TOO_LONG
+from dflash_trt.engine_dir.template_renderer import ERROR, MAX_MEMORY_BYTES, OUT_OF_MEMORY, TEXT, TOO_LONG
 
 _MAX_MESSAGE_LEN = 1000  # characters of an error
 

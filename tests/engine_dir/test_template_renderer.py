@@ -16,8 +16,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dflash_trt.core.errors import RequestError
+from dflash_trt.engine_dir.template_renderer import TemplateRenderer
 from dflash_trt.serving import prompts
-from dflash_trt.serving.template_renderer import TemplateRenderer
 from dflash_trt.serving.text import TextCodec
 from tests.serving.engines import until
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
@@ -174,7 +174,7 @@ def test_processes_end_with_their_renderer_and_with_the_program() -> None:
     gc.collect()
     assert not _is_alive(child)
     program = (
-        "from dflash_trt.serving.template_renderer import TemplateRenderer as R; import os\n"
+        "from dflash_trt.engine_dir.template_renderer import TemplateRenderer as R; import os\n"
         "r = R(); r.render('a', [], {}); print(r._idle.queue[-1]._process.pid, flush=True); os._exit(9)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -17,8 +17,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 from weakref import finalize
 
-from dflash_trt.core.errors import RequestError
-from dflash_trt.serving.prompts import text_too_long
+from dflash_trt.core.errors import RequestError, problem
 
 TIME_LIMIT_S = 5.0
 MAX_MEMORY_BYTES = 512 * 1024**2  # beyond what a process has when it is ready
@@ -31,6 +30,14 @@ _MIB = 1024**2
 # A conversation may be longer than its text: JSON spells a character with up to 6 bytes per byte, and templates leave
 # out parts of old messages. One longer than this, and than 1 MiB, is refused unrendered.
 _MAX_BYTES_PER_TEXT_BYTE = 8
+
+
+class TemplateError(RequestError):
+    """A template refuses a conversation, or breaks a limit: `found`."""
+
+    def __init__(self, expected: str, found: str, *, hint: str) -> None:
+        super().__init__(problem("chat prompt", expected=expected, found=found, hint=hint))
+        self.found = found
 
 
 class TemplateRenderer:
@@ -53,7 +60,8 @@ class TemplateRenderer:
         """The text of a conversation up to where the assistant answers, at most `max_bytes` long where that is given.
 
         Raises:
-            RequestError: the template refuses the conversation, or breaks a limit.
+            TemplateError: the template refuses the conversation, or breaks a limit.
+            RequestError: the conversation is no JSON, or too long.
         """
         request = _request(template, messages, variables, max_bytes)
         process = self._idle.get()
@@ -77,7 +85,7 @@ class _Process:
         self._pipe, theirs = Pipe()
         # What this process can import, the other can: its path may have been changed after the start.
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        words = ["-P", "-m", "dflash_trt.serving.template_worker", str(theirs.fileno()), str(time_limit_s)]
+        words = ["-P", "-m", "dflash_trt.engine_dir.template_worker", str(theirs.fileno()), str(time_limit_s)]
         self._process = subprocess.Popen(
             [_interpreter(), *words],
             pass_fds=(theirs.fileno(),),
@@ -119,11 +127,9 @@ class _Process:
             return "one that takes longer"
         return f"a process ended by {signal.Signals(-code).name}" if code < 0 else f"a process that exited with {code}"
 
-    def _refusal(self, found: str) -> RequestError:
+    def _refusal(self, found: str) -> TemplateError:
         expected = f"the chat template's text within {self._time_limit_s:g} s"
-        return RequestError.about(
-            "chat prompt", expected=expected, found=found, hint="Change the messages, or the template."
-        )
+        return TemplateError(expected, found, hint="Change the messages, or the template.")
 
 
 def _interpreter() -> str:
@@ -156,6 +162,12 @@ def max_conversation_bytes(max_text_bytes: int | None) -> int | None:
     return None if max_text_bytes is None else max(_MIB, _MAX_BYTES_PER_TEXT_BYTE * max_text_bytes)
 
 
+def text_too_long(num_bytes: int, max_bytes: int) -> RequestError:
+    expected = f"at most {max_bytes} bytes, as more text does not fit into max_seq_len tokens"
+    hint = "Shorten the prompt, or build the engine with a larger max_seq_len."
+    return RequestError.about("prompt", expected=expected, found=str(num_bytes), hint=hint)
+
+
 def _text(answer: bytes, max_bytes: int | None) -> str:
     """Raises RequestError."""
     kind, body = answer[:1], answer[1:].decode(errors="surrogatepass")
@@ -167,7 +179,7 @@ def _text(answer: bytes, max_bytes: int | None) -> str:
     if kind == OUT_OF_MEMORY:
         expected = f"a chat template that needs at most {MAX_MEMORY_BYTES // _MIB} MiB"
         found = "one that needs more"
-    raise RequestError.about("chat prompt", expected=expected, found=found, hint="Change the messages.")
+    raise TemplateError(expected, found, hint="Change the messages.")
 
 
 def _end_all(idle: LifoQueue[_Process | None]) -> None:
