@@ -19,6 +19,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan
+    from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
     from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
@@ -66,8 +67,19 @@ class Backend(Protocol):
         """
         ...
 
-    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
-        """An engine of one rank, ready to step. `config` is resolved, `draft_lens` as in `open_executor`."""
+    def open(
+        self,
+        engine: EngineDir,
+        config: RuntimeConfig,
+        *,
+        rank: int = 0,
+        ranks: RankGroup | None = None,
+        draft_lens: Sequence[int] | None = None,
+    ) -> EngineExecutor:
+        """One rank of an engine, ready to step: the only one, or one of those that have met in `ranks`.
+
+        `config` is resolved, `draft_lens` as in `open_executor`.
+        """
         ...
 
 

@@ -17,6 +17,7 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
+    from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir
 
@@ -38,10 +39,19 @@ class CudaBackend:
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
         return None
 
-    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+    def open(
+        self,
+        engine: EngineDir,
+        config: RuntimeConfig,
+        *,
+        rank: int = 0,
+        ranks: RankGroup | None = None,
+        draft_lens: Sequence[int] | None = None,
+    ) -> EngineExecutor:
         from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+        from dflash_trt.backends.torch.process_group import ONE_RANK
 
-        return TorchGpuExecutor.open(engine, config, draft_lens=draft_lens)
+        return TorchGpuExecutor.open(engine, config, rank=rank, ranks=ranks or ONE_RANK, draft_lens=draft_lens)
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
+    from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 
@@ -44,8 +45,18 @@ class TensorRTBackend:
 
         return compile_rank
 
-    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+    def open(
+        self,
+        engine: EngineDir,
+        config: RuntimeConfig,
+        *,
+        rank: int = 0,
+        ranks: RankGroup | None = None,
+        draft_lens: Sequence[int] | None = None,
+    ) -> EngineExecutor:
         from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
+
+        assert ranks is None, "several ranks are unsupported"
 
         return TensorRTExecutor.open(engine, config)
 

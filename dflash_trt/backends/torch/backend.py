@@ -14,6 +14,7 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
+    from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir
 
@@ -31,10 +32,19 @@ class TorchBackend:
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
         return None
 
-    def open(self, engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None) -> EngineExecutor:
+    def open(
+        self,
+        engine: EngineDir,
+        config: RuntimeConfig,
+        *,
+        rank: int = 0,
+        ranks: RankGroup | None = None,
+        draft_lens: Sequence[int] | None = None,
+    ) -> EngineExecutor:
         from dflash_trt.backends.torch.executor import TorchExecutor
+        from dflash_trt.backends.torch.process_group import ONE_RANK
 
-        return TorchExecutor.open(engine, config)
+        return TorchExecutor.open(engine, config, rank=rank, ranks=ranks or ONE_RANK)
 
 
 BACKEND: Final = TorchBackend()

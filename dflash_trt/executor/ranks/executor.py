@@ -32,7 +32,7 @@ from dflash_trt.executor.ranks.messages import (
     RunLogits,
     RunStep,
 )
-from dflash_trt.executor.ranks.shard import ShareExecutor, ShareOptions, fingerprint, join, open_shard
+from dflash_trt.executor.ranks.shard import ShardExecutor, ShardOptions, fingerprint, join, open_shard
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import ProcessRanks
@@ -54,7 +54,7 @@ class RankedExecutor:
     `close` ends the workers; so does forgetting it, and the end of the program, however that comes.
     """
 
-    def __init__(self, local: ShareExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
+    def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
         """Made by `open_ranks`. `num_threads` are those of each rank."""
         self._local = local
         self._num_threads = num_threads
@@ -161,7 +161,7 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
     """
     _check(engine, config.device)
     workers = RankWorkers()
-    options = ShareOptions(
+    options = ShardOptions(
         num_ranks=engine.manifest.pretrained_config.mapping.world_size,
         store_path=workers.directory / "store",
         config=config,
@@ -184,7 +184,7 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         raise
 
 
-def _open(engine: EngineDir, options: ShareOptions, workers: RankWorkers) -> RankedExecutor:
+def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> RankedExecutor:
     for rank in range(1, options.num_ranks):
         workers.start(OpenShard(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)

@@ -18,7 +18,7 @@ import psutil
 
 from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.errors import DFlashError
-from dflash_trt.executor.ranks.shard import ShareOptions
+from dflash_trt.executor.ranks.shard import ShardOptions
 
 # What rank 0 says.
 
@@ -29,7 +29,7 @@ class OpenShard:
 
     engine_dir: str
     rank: int
-    options: ShareOptions
+    options: ShardOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

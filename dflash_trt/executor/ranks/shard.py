@@ -10,25 +10,23 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.base import EngineExecutor, backend_of
 from dflash_trt.backends.torch.process_group import ProcessRanks
-from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.batch import StepResult
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor.threads import run_in_thread
 
 if TYPE_CHECKING:
-    from dflash_trt.core.batch import ExecutorLimits
     from dflash_trt.engine_dir import EngineDir
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShareOptions:
+class ShardOptions:
     """What every rank is told alike. `config` has its device and threads resolved."""
 
     num_ranks: int
@@ -39,20 +37,13 @@ class ShareOptions:
     draft_lens: tuple[int, ...] | None
 
 
-class ShareExecutor(Protocol):
-    """What a rank runs: the torch executor of its device."""
-
-    limits: ExecutorLimits
-    page_plan: PagePlan
-
-    def step(self, batch: StepBatch) -> StepResult: ...
+class ShardExecutor(EngineExecutor, Protocol):
+    """The executor of one rank, which also measures."""
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
-    def close(self) -> None: ...
 
-
-def join(options: ShareOptions, rank: int) -> ProcessRanks:
+def join(options: ShardOptions, rank: int) -> ProcessRanks:
     """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
     device = torch.device("cuda", rank) if options.config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -67,20 +58,20 @@ def join(options: ShareOptions, rank: int) -> ProcessRanks:
     )
 
 
-def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShareOptions) -> ShareExecutor:
+def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: ShardOptions) -> ShardExecutor:
     """Load the rank's weights and agree on the pages; every rank calls it.
 
     Raises:
         ConfigError, CapacityError: see the executors' `open`.
         ExchangeError: another rank failed.
     """
-    if options.config.device == "cuda":
-        from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 
-        return TorchGpuExecutor.open(
-            engine, options.config, rank=rank, ranks=ranks, draft_lens=options.draft_lens, device=ranks.device
-        )
-    return run_in_thread(lambda: TorchExecutor.open(engine, options.config, rank=rank, ranks=ranks))
+    def open_rank() -> EngineExecutor:
+        return backend.open(engine, options.config, rank=rank, ranks=ranks, draft_lens=options.draft_lens)
+
+    backend = backend_of("cuda" if options.config.device == "cuda" else "torch")
+    executor = open_rank() if options.config.device == "cuda" else run_in_thread(open_rank)
+    return cast(ShardExecutor, executor)
 
 
 def fingerprint(outcome: StepResult | Tensor) -> bytes:

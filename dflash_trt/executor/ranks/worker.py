@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.messages import Awake, GoOn, Opened, OpenShard, Order, Raised, Ran, RunLogits, RunStep
-from dflash_trt.executor.ranks.shard import ShareExecutor, fingerprint, join, open_shard
+from dflash_trt.executor.ranks.shard import ShardExecutor, fingerprint, join, open_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ def _serve(pipe: Connection[object, Order]) -> None:
                 return
 
 
-def _run(executor: ShareExecutor, order: RunStep | RunLogits) -> StepResult | Tensor:
+def _run(executor: ShardExecutor, order: RunStep | RunLogits) -> StepResult | Tensor:
     return executor.step(order.batch) if isinstance(order, RunStep) else executor.target_logits(order.token_ids)
 
 
