@@ -22,7 +22,10 @@ from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, outp
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options, settings_line
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
+from dflash_trt.core.errors import ErrorCollector
 from dflash_trt.core.request import GenerationOutput
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
@@ -62,10 +65,7 @@ def run(context: click.Context, /, **options: Any) -> None:
     Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk the same command with --resume runs the rows that have no result.
     """
-    sampling = sampling_from_options({name: options.pop(name) for name in SAMPLING_NAMES})
-    runtime = runtime_from_options(options)
-    told = RunOptions(**options, sampling=sampling, runtime=runtime)
-    told.check()
+    told = _checked_options(options)
     rows = told.read_rows()
     summary, failures = _run(told, rows)
     if not told.as_json:
@@ -73,6 +73,18 @@ def run(context: click.Context, /, **options: Any) -> None:
             click.echo(line, err=True)
     _report_failures(failures, len(rows))
     context.exit(1 if failures else 0)
+
+
+def _checked_options(options: dict[str, Any]) -> RunOptions:
+    """Raises ConfigError: every option that is wrong, and all that exclude each other."""
+    errors = ErrorCollector()
+    given = {name: options.pop(name) for name in SAMPLING_NAMES}
+    sampling = errors.run(lambda: sampling_from_options(given))
+    runtime = errors.run(lambda: runtime_from_options(options))
+    checked = RunOptions(**options, sampling=sampling or SamplingParams(), runtime=runtime or RuntimeConfig())
+    errors.run(checked.check)
+    errors.raise_all("options")
+    return checked
 
 
 def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, list[str]]:

@@ -7,6 +7,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -119,17 +120,14 @@ def _build(
     started = time.monotonic()
     progress(BuildProgress(stage="checking"))
     backend = backend_of(config.backend)
-    compile_rank = backend.compiler(config, base_dir)
     paths = _checkpoint_paths(config, base_dir)
-    pair = open_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
-    checked = _check_pair(config, pair, backend, mapping, target_dir=paths["target"])
-    limits, plan, notes = checked.limits, checked.plan, list(checked.notes)
+    compile_rank, pair, limits, plan, notes = _check(config, backend, mapping, paths, base_dir)
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
-    notes += [*pair.notes, *_weight_notes(pair, config, note)]
+    notes = [*notes, *pair.notes, *_weight_notes(pair, config, note)]
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,
@@ -162,18 +160,27 @@ def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
 
 
 class _Checked(NamedTuple):
+    compile_rank: CompileRank | None
+    pair: CheckpointPair
     limits: EngineLimits
-    notes: Sequence[str]
     plan: QuantizationPlan
+    notes: Sequence[str]
 
 
-def _check_pair(
-    config: BuildConfig, pair: CheckpointPair, backend: Backend, mapping: Mapping, *, target_dir: Path
+def _check(
+    config: BuildConfig, backend: Backend, mapping: Mapping, paths: AbcMapping[str, Path], base_dir: Path
 ) -> _Checked:
-    """Everything that can be wrong with a proven pair, before any work and in one error."""
+    """Everything that can be wrong with a build, before any work and in one error."""
     errors = ErrorCollector()
+    compile_rank = errors.run(lambda: backend.compiler(config, base_dir))
+    overrides = config.drafter_overrides
+    opened = errors.run(lambda: open_pair(paths["target"], paths.get("drafter"), drafter_overrides=overrides))
+    if opened is None:
+        errors.raise_all("build")
+    assert opened is not None
+    pair = opened
     cuts = mapping_problems(pair.target, pair.draft, mapping)
-    errors.run(lambda: _check_tokenizer(target_dir, pair))
+    errors.run(lambda: _check_tokenizer(paths["target"], pair))
     errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
     plan = errors.run(lambda: plan_quantization(config, pair))
@@ -181,7 +188,8 @@ def _check_pair(
     errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
     errors.raise_all("build")
     assert resolved is not None and plan is not None
-    return _Checked(*resolved, plan)
+    limits, notes = resolved
+    return _Checked(compile_rank, pair, limits, plan, notes)
 
 
 def _check_tokenizer(directory: Path, pair: CheckpointPair) -> None:

@@ -15,6 +15,7 @@ VERIFY_ROWS: Final = 16
 # A node's partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
 MAX_MULTIPROCESSORS: Final = 192
 HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
+MAX_HEAD_DIM: Final = 256
 
 
 def work_slots(*, tile: int, kv_heads: int, num_multiprocessors: int) -> int:

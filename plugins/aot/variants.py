@@ -11,7 +11,7 @@ import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN
+from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
 from dflash_trt.kernels.sampling import TILE
 from dflash_trt.kernels.sampling_launch import sampling_variants
@@ -56,10 +56,10 @@ class LibrarySpec:
                     expected = f"some of {', '.join(known)}"
                     raise ConfigError.about(f"--{name}", expected=expected, found=value, hint="Name those.")
         for head_dim in self.head_dims:
-            if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= 256:
+            if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= MAX_HEAD_DIM:
                 raise ConfigError.about(
                     "head_dims",
-                    expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to 256",
+                    expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to {MAX_HEAD_DIM}",
                     found=str(head_dim),
                     hint="Other sizes have no kernel; build the engine with plugins='layers'.",
                 )

@@ -112,6 +112,14 @@ def test_wrong_options_are_usage_errors(engine_dir, invoke, words, said) -> None
     assert said in result.stderr
 
 
+def test_all_wrong_options_come_in_one_error(engine_dir, invoke) -> None:
+    words = ["--prompt", "a", "--top-p", "7", "--no-drafter", "--adaptive", "--stream", "--json"]
+    result = invoke("run", engine_dir, *words)
+    assert result.exit_code == 2
+    for said in ("top_p: expected", "--no-drafter and --adaptive are mutually", "--stream and --json are mutually"):
+        assert said in result.stderr
+
+
 def test_a_missing_engine_is_one_error_and_no_output_file(tmp_path, invoke) -> None:
     result = invoke("run", tmp_path / "none", "--prompt", "a", "--output-file", tmp_path / "out.jsonl")
     assert result.exit_code == 1

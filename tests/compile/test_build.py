@@ -29,7 +29,7 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _build(base_dir: Path, output: Path, reports: list[BuildProgress] | None = None, **fields: Any) -> EngineDir:
     progress = [].append if reports is None else reports.append
-    config = BuildConfig(target="target", drafter="drafter", **({"dtype": "float32"} | fields))
+    config = BuildConfig(**({"target": "target", "drafter": "drafter", "dtype": "float32"} | fields))
     return build_engine(config, output, base_dir=base_dir, overwrite=False, command=("build",), progress=progress)
 
 
@@ -124,6 +124,14 @@ def test_progress_goes_through_the_stages_and_ends_complete(base_dir: Path, tmp_
 def test_two_builds_of_one_pair_have_the_same_weights(base_dir: Path, tmp_path: Path) -> None:
     files = [_build(base_dir, tmp_path / name).manifest.files["rank0.safetensors"] for name in ("a", "b")]
     assert files[0] == files[1]
+
+
+def test_a_missing_compiler_and_a_missing_checkpoint_come_in_one_error(base_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        _build(base_dir, tmp_path / "engine", backend="tensorrt", target="nowhere")
+    message = str(error.value)
+    assert message.startswith("build: 2 checks failed\n  - tensorrt: expected an importable Python package")
+    assert "target: expected a checkpoint directory" in message
 
 
 def test_everything_that_is_wrong_with_a_proven_pair_comes_in_one_error(base_dir: Path, tmp_path: Path) -> None:

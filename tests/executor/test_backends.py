@@ -37,6 +37,13 @@ def test_a_gpu_names_every_format_that_it_does_not_compute(target, monkeypatch) 
     assert subjects("cuda", target, FP8_PAGES, TWO) == []
 
 
+@pytest.mark.parametrize("head_dim", [24, 272])
+def test_a_gpu_names_heads_that_no_kernel_is_made_for(tmp_path, head_dim) -> None:
+    odd = open_pair(make_target(tmp_path / "odd", head_dim=head_dim), None).target
+    assert subjects("cuda", odd) == ["head_dim of the target"]
+    assert subjects("torch", odd) == []
+
+
 def test_tensorrt_names_every_feature_that_no_lowering_has(target, tmp_path) -> None:
     assert subjects("tensorrt", target) == []
     gpt_oss = open_pair(make_target(tmp_path / "gpt_oss", family="gpt_oss"), None).target

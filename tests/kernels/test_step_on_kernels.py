@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, so pairs are tiny and flo
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -365,3 +366,6 @@ def test_an_engine_larger_than_the_kernels_are_made_for_is_refused(
     sizes = {"max_batch_size": 5000, "max_num_tokens": 48, "max_draft_len": NUM_DRAFT_TOKENS}
     with pytest.raises(ConfigError, match="max_batch_size: expected at most 4096 on a GPU, found 5000"):
         TorchGpuExecutor(reference.network, page_plan=reference.page_plan, device=device, **sizes)
+    odd = replace(reference.page_plan, page_size=12)
+    with pytest.raises(ConfigError, match="page_size: expected a power of two on a GPU, found 12"):
+        TorchGpuExecutor(reference.network, page_plan=odd, device=device, **sizes | {"max_batch_size": 4})

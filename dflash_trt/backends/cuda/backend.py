@@ -15,6 +15,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup
@@ -34,7 +35,10 @@ class CudaBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        return [] if quantization is None else list(_format_problems(quantization, torch.cuda.get_device_capability()))
+        problems = [problem for spec in (target, draft) if spec is not None for problem in _head_problems(spec)]
+        if quantization is not None:
+            problems += _format_problems(quantization, torch.cuda.get_device_capability())
+        return problems
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
         return None
@@ -52,6 +56,17 @@ class CudaBackend:
         from dflash_trt.backends.torch.process_group import ONE_RANK
 
         return TorchGpuExecutor.open(engine, config, rank=rank, ranks=ranks or ONE_RANK, draft_lens=draft_lens)
+
+
+def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
+    for head_dim in sorted({layer.mixer.head_dim for layer in spec.layers}):
+        if head_dim % HEAD_DIM_GRAIN or head_dim > MAX_HEAD_DIM:
+            yield problem(
+                f"head_dim of the {spec.role}",
+                expected=f"a multiple of {HEAD_DIM_GRAIN} up to {MAX_HEAD_DIM} on a GPU",
+                found=str(head_dim),
+                hint='Run this engine with device "cpu".',
+            )
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:

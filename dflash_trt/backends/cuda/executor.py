@@ -71,7 +71,7 @@ class TorchGpuExecutor:
         """
         assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
         self._ranks = ranks
-        _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len)
+        _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
         self.network = with_linears(network, prepare_device_linear)
         self.limits = limits_of(
@@ -289,8 +289,11 @@ class TorchGpuExecutor:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-def _check_sizes(max_batch_size: int, num_positions: int) -> None:
+def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> None:
     """What the kernels are made for."""
+    if page_size & (page_size - 1):
+        hint = "Build the engine with a page_size of 16, 32 or 64."
+        raise ConfigError.about("page_size", expected="a power of two on a GPU", found=str(page_size), hint=hint)
     for name, found, most in (
         ("max_batch_size", max_batch_size, MAX_REQUESTS),
         ("max_seq_len and drafts", num_positions, MAX_POSITIONS),
