@@ -168,7 +168,7 @@ class _Creator:
     def create_plugin(self, name: str, field_collection: list[Any], phase: Any) -> PluginNode:
         assert phase == "BUILD"
         formats = {"INT32": "<i", "FLOAT32": "<f"}
-        fields = {item.name: struct.dequantize(formats[item.type], bytes(item.data))[0] for item in field_collection}
+        fields = {item.name: struct.unpack(formats[item.type], bytes(item.data))[0] for item in field_collection}
         return PluginNode(name=self.name, fields=fields)
 
 
