@@ -5,12 +5,13 @@ One object each, found by name. Its modules are imported when it is asked for so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from dflash_trt.core.batch import StepExecutor
+from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
     from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+    from dflash_trt.formats.base import WeightFormat
 
 BackendName = Literal["torch", "cuda", "tensorrt"]  # engines of "torch" run on either of the first two
 
@@ -86,3 +88,26 @@ class Backend(Protocol):
 def backend_of(name: BackendName) -> Backend:
     """The back end of `backends/NAME/backend.py`."""
     return cast(Backend, import_module(f"dflash_trt.backends.{name}.backend").BACKEND)
+
+
+def unsupported_formats(
+    quantization: QuantizationSpec | None,
+    computes: Callable[[WeightFormat], bool],
+    *,
+    hint: str,
+    where: str = "",  # of the weights, and why: words for the message
+    why: str = "",
+) -> Iterator[str]:
+    """A problem for each weight format of an engine that a back end has no GEMM for."""
+    from dflash_trt.formats.registry import weight_formats
+
+    linears = {} if quantization is None else quantization.linears
+    computed = [name for name, known in weight_formats().items() if computes(known)]
+    for name in sorted(set(linears.values()) - set(computed)):
+        quantized = sorted(linear for linear, format_name in linears.items() if format_name == name)
+        yield problem(
+            "linear layers",
+            expected=f"{', '.join(computed)} or unquantized weights{where}",
+            found=f"{name}{why} in {quantized[0]} and {len(quantized) - 1} more",
+            hint=hint,
+        )

@@ -17,7 +17,9 @@ from dflash_trt.formats.registry import weight_formats
 
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 
-_ALGORITHMS: dict[str, WeightFormat] = {known.modelopt_algorithm: known for known in weight_formats().values()}
+_ALGORITHMS: dict[str, WeightFormat] = {
+    known.modelopt_algorithm: known for known in weight_formats().values() if known.modelopt_algorithm is not None
+}
 _MIXED = "MIXED_PRECISION"
 _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, or use the unquantized checkpoint."
 

@@ -20,7 +20,7 @@ from dflash_trt.core.dtype import safetensors_dtype
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
-from dflash_trt.formats.base import PER_SEGMENT, WeightFormat, tensor_name
+from dflash_trt.formats.base import WeightFormat, tensor_name
 from dflash_trt.formats.registry import weight_format
 
 _PACKED_DTYPES = ("F8_E4M3", "U8")
@@ -113,7 +113,7 @@ def _read_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     for field, kind in known.modelopt_tensors.items():
         stored = [part.weight if field == "codes" else part.scales[kind] for part in parts]
-        if field in PER_SEGMENT:
+        if field in known.weight_type.per_segment:
             yield tensor_name(name, field), _numbers(stored, open_slice)
             continue
         pieces = [_cut(tensor, spec, part, open_slice, mapping) for tensor, part in zip(stored, parts, strict=True)]
@@ -178,7 +178,10 @@ def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str
     """Dtype and shape of each kind of tensor; scales of segments are numbers here."""
     layout = known.layout((rows, columns), 1)
     return {
-        kind: (safetensors_dtype(layout[field].dtype), () if field in PER_SEGMENT else layout[field].shape)
+        kind: (
+            safetensors_dtype(layout[field].dtype),
+            () if field in known.weight_type.per_segment else layout[field].shape,
+        )
         for field, kind in known.modelopt_tensors.items()
     }
 

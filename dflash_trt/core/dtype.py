@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 FloatDType = Literal["float32", "bfloat16", "float16"]  # of activations and unquantized weights
-DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "int32", "int64"]
+DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int32", "int64"]
 
 
 class _Names(NamedTuple):
@@ -26,6 +26,7 @@ _DTYPES: dict[str, _Names] = {
     "bfloat16": _Names(2, "BF16", "BF16", "bf16"),
     "float16": _Names(2, "F16", "HALF", "fp16"),
     "float8_e4m3fn": _Names(1, "F8_E4M3", "FP8", "fp8e4nv"),
+    "int8": _Names(1, "I8", "INT8", "i8"),
     "uint8": _Names(1, "U8", "UINT8"),
     "int32": _Names(4, "I32", "INT32", "i32"),
     "int64": _Names(8, "I64", "INT64", "i64"),
@@ -33,7 +34,6 @@ _DTYPES: dict[str, _Names] = {
     "float64": _Names(8, "F64"),
     "float8_e5m2": _Names(1, "F8_E5M2"),
     "bool": _Names(1, "BOOL"),
-    "int8": _Names(1, "I8"),
     "int16": _Names(2, "I16"),
     "uint16": _Names(2, "U16"),
     "uint32": _Names(4, "U32"),

@@ -2,7 +2,7 @@
 
 A canonical linear may be several ones stacked along its rows (q, k, v; gate, up). Each of these *segments* has scalar
 scales of its own: `segments` are their row counts, in order, with sum `out`; a tensor of scales has one float32 per
-segment. In exact arithmetic, for the rows of segment s,
+segment, unless the format has one per row. In exact arithmetic, for the rows of segment s,
 
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 E4M3_MAX: Final = 448.0
-PER_SEGMENT: Final = ("weight_scale", "input_scale")  # fields with one number per segment; the others have rows
+SCALES: Final = ("weight_scale", "input_scale")
 
 SliceRows = Callable[[T, int, int], T]  # (tensor, start, stop) -> rows start .. stop - 1 of axis 0
 
@@ -52,14 +52,16 @@ class TensorLayout:
 class QuantizedWeight(Generic[T]):
     """Fields that all formats share; a format's own class adds its codes."""
 
+    per_segment: ClassVar[tuple[str, ...]] = SCALES  # fields with one number per segment; the others have rows
+
     segments: tuple[int, ...]  # rows per stacked linear
-    weight_scale: T  # float32 [..., segments]
+    weight_scale: T  # float32 [..., segments], or [..., out] where it is not `per_segment`
     input_scale: T | None  # float32 [..., segments]; None: activations stay as they are (weight-only)
 
     def tensors(self) -> dict[str, T]:
-        """Tensors by field name, codes first and the scales of segments last."""
-        own = [item.name for item in fields(self) if item.name != "segments" and item.name not in PER_SEGMENT]
-        found = {name: getattr(self, name) for name in (*own, *PER_SEGMENT)}
+        """Tensors by field name, codes first and the scales that all formats have last."""
+        own = [item.name for item in fields(self) if item.name != "segments" and item.name not in SCALES]
+        found = {name: getattr(self, name) for name in (*own, *SCALES)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def map_tensors(self, change: Callable[[str, T], U]) -> QuantizedWeight[U]:
@@ -77,7 +79,7 @@ def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_row
     first, last = edges.index(start), edges.index(stop)
 
     def cut(name: str, tensor: T) -> T:
-        return slice_rows(tensor, first, last) if name in PER_SEGMENT else slice_rows(tensor, start, stop)
+        return slice_rows(tensor, first, last) if name in weight.per_segment else slice_rows(tensor, start, stop)
 
     return replace(weight.map_tensors(cut), segments=weight.segments[first:last])
 
@@ -87,15 +89,15 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     weight_type: ClassVar[type[QuantizedWeight[Any]]]
-    first_capability: ClassVar[tuple[int, int] | None]  # CUDA's, of a GPU that computes in it; None: any
-    instead: ClassVar[str]  # hint for a GPU that does not
-    has_input_scale: ClassVar[bool]  # activations are quantized, too, with static scales from calibration
-    shares_weight_scale: ClassVar[bool]  # quantizing gives all segments the largest of their scales
+    first_capability: ClassVar[tuple[int, int] | None] = None  # CUDA's, of a GPU that computes in it; None: any
+    instead: ClassVar[str] = ""  # hint for a GPU that does not
+    has_input_scale: ClassVar[bool] = False  # activations are quantized, too, with static scales from calibration
+    shares_weight_scale: ClassVar[bool] = False  # quantizing gives all segments the largest of their scales
     columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
-    modelopt_algorithm: ClassVar[str]
+    modelopt_algorithm: ClassVar[str | None] = None  # None: ModelOpt's checkpoints do not have it
     # Kind of the ModelOpt tensor that holds each field: `MODULE.KIND`. Fields per segment are single numbers there.
-    modelopt_tensors: ClassVar[Mapping[str, str]]
-    modelopt_activation: ClassVar[Mapping[str, Any]]  # ModelOpt's description of the activation quantizer
+    modelopt_tensors: ClassVar[Mapping[str, str]] = {}
+    modelopt_activation: ClassVar[Mapping[str, Any]] = {}  # ModelOpt's description of the activation quantizer
 
     @abstractmethod
     def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
@@ -151,8 +153,10 @@ def tensor_name(linear: str, field_name: str) -> str:
 
 
 def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out]
-    """`weight_scale`, repeated for the rows of each segment."""
+    """`weight_scale`, repeated for the rows of each segment where it is one number for all of them."""
     scale = weight.weight_scale
+    if "weight_scale" not in weight.per_segment:
+        return scale
     return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)
 
 

@@ -30,7 +30,6 @@ class Fp8(WeightFormat):
     first_capability = (8, 9)  # Ada and Hopper
     instead = "Use `none`, or `nvfp4_w4a16`, whose weights are unpacked before the GEMM."
     has_input_scale = True
-    shares_weight_scale = False
     modelopt_algorithm = "FP8"
     modelopt_tensors: ClassVar = {"codes": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"}
     modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # of its FP8_DEFAULT_CFG

@@ -39,14 +39,10 @@ class Nvfp4Weight(QuantizedWeight[T]):
 class Nvfp4WeightOnly(WeightFormat):
     name = "nvfp4_w4a16"
     weight_type = Nvfp4Weight
-    first_capability: ClassVar[tuple[int, int] | None] = None
-    instead = ""
-    has_input_scale = False
     shares_weight_scale = True
     columns_per_block = BLOCK_SIZE
     modelopt_algorithm = "W4A16_NVFP4"
     modelopt_tensors: ClassVar = {"codes": "weight", "block_scale": "weight_scale", "weight_scale": "weight_scale_2"}
-    modelopt_activation: ClassVar = {}
 
     def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
         *leading, columns = shape

@@ -14,9 +14,9 @@ from dflash_trt.checkpoint.sharding import shard
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.core.weight_spec import segments_of
+from dflash_trt.core.weight_spec import rank_shard, segments_of
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
-from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
+from dflash_trt.formats.registry import engine_tensors, format_with, quantized_tensors, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -74,13 +74,16 @@ def _head(plan: QuantizationPlan) -> str:
 def _quantized_shard(
     linear: PlannedLinear, weight: Tensor, calibration: Calibration, mapping: RankMapping
 ) -> dict[str, Tensor]:
-    """A whole weight, quantized, then cut: codes and block scales as the weight is, the other scales kept."""
+    """A whole weight, quantized, then cut as the weight is, but for what every rank has whole."""
     whole = engine_tensors(linear.name, quantize_linear(linear, weight, calibration))
     if mapping.tp_size == 1:
         return whole
     cut = replace(linear.spec, segments=segments_of(linear.spec))
+    held = quantized_tensors(linear.name, {linear.name: rank_shard(cut, mapping.tp_size)}, linear.format or "")
     return {
-        name: shard(tensor, replace(cut, shape=tuple(tensor.shape)), mapping) if tensor.dim() == 2 else tensor
+        name: tensor
+        if tensor.shape == held[name].shape
+        else shard(tensor, replace(cut, shape=tuple(tensor.shape)), mapping)
         for name, tensor in whole.items()
     }
 

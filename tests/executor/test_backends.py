@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from dflash_trt.backends.base import backend_of
+from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
+from dflash_trt.backends.torch.quantized_linear import ACTIVATIONS
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from tests.factories import make_target
 
 ALONE, TWO = Mapping(), Mapping(world_size=2, tp_size=2)
@@ -58,3 +61,17 @@ def test_only_tensorrt_compiles(tmp_path) -> None:
     config = BuildConfig(target="target")
     assert backend_of("torch").compiler(config, tmp_path) is None
     assert backend_of("cuda").compiler(config, tmp_path) is None
+
+
+def test_a_cpu_names_a_format_whose_activations_it_cannot_quantize(target, monkeypatch) -> None:
+    monkeypatch.delitem(ACTIVATIONS, Nvfp4Weight)
+    (message,) = backend_of("torch").unsupported(target, None, NVFP4, ALONE)
+    assert message.startswith(
+        "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights, found nvfp4 in target.layers.0.qkv and 0 more"
+    )
+
+
+def test_tensorrt_names_a_format_without_a_lowering(target, monkeypatch) -> None:
+    assert subjects("tensorrt", target, NVFP4) == []
+    monkeypatch.delitem(GEMMS, Nvfp4Weight)
+    assert subjects("tensorrt", target, NVFP4) == ["linear layers"]

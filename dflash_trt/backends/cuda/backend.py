@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import CompileRank, EngineExecutor
+from dflash_trt.backends.base import CompileRank, EngineExecutor, unsupported_formats
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -70,14 +70,15 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
-    quantized = sorted(name for name, weight_format in quantization.linears.items() if weight_format == "nvfp4")
-    if quantized:
-        yield problem(
-            "linear layers",
-            expected="fp8, nvfp4_w4a16 or unquantized weights on a GPU",
-            found=f"nvfp4 (4-bit activations, no GPU kernel yet) in {quantized[0]} and {len(quantized) - 1} more",
-            hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
-        )
+    from dflash_trt.backends.cuda.linear import ACTIVATIONS
+
+    yield from unsupported_formats(
+        quantization,
+        lambda known: not known.has_input_scale or known.weight_type in ACTIVATIONS,
+        where=" on a GPU",
+        why=" (quantized activations, no GPU kernel yet)",
+        hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
+    )
     if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):
         yield problem(
             "K/V pages",

@@ -7,7 +7,7 @@ Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 G
 
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, E2M1_VALUES, Nvfp4Weight
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
+
+ACTIVATIONS: Final = (Fp8Weight,)  # classes of weights for which a kernel quantizes activations
 
 
 class Activation(Protocol):

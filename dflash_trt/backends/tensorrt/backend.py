@@ -28,7 +28,7 @@ class TensorRTBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        return unsupported_problems(target, mapping)
+        return unsupported_problems(target, quantization, mapping)
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
         from dflash_trt.backends.tensorrt import build_rank

@@ -4,7 +4,9 @@ The formats and their arithmetic are defined in `formats/`. Stacked linears whos
 become one GEMM; otherwise each segment has its own quantization of the same input.
 """
 
+from collections.abc import Callable
 from itertools import groupby
+from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
@@ -15,7 +17,8 @@ from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight
 
 def quantized_linear(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
     """[N, in] -> [N, out] in x's dtype, without bias."""
-    return layers.concat([_one_gemm(layers, x, part) for part in _parts(weight)], 1)
+    gemm = GEMMS[type(weight)]
+    return layers.concat([gemm(layers, x, part) for part in _parts(weight)], 1)
 
 
 def _parts(weight: QuantizedWeight[HostTensor]) -> list[QuantizedWeight[HostTensor]]:
@@ -34,13 +37,6 @@ def _scalar_columns(weight: QuantizedWeight[HostTensor]) -> list[tuple[float, ..
     """Scales that one GEMM can take only one value of; FP8 weights take one scale per row."""
     columns = [] if weight.input_scale is None else [weight.input_scale.floats()]
     return [*columns, weight.weight_scale.floats()] if isinstance(weight, Nvfp4Weight) else columns
-
-
-def _one_gemm(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
-    if isinstance(weight, Fp8Weight):
-        return _fp8(layers, x, weight)
-    assert isinstance(weight, Nvfp4Weight), f"no lowering for {type(weight).__name__}"
-    return _nvfp4(layers, x, weight)
 
 
 def _fp8(layers: Layers, x: ITensor, weight: Fp8Weight[HostTensor]) -> ITensor:
@@ -87,6 +83,13 @@ def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITen
     layer = layers.add_layer("add_dequantize", codes, block_scale, x.dtype)
     layer.axis = axis
     return layers.output_of(layer)
+
+
+# By class of weight; the formats of others are refused.
+GEMMS: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor, Any], ITensor]]] = {
+    Fp8Weight: _fp8,
+    Nvfp4Weight: _nvfp4,
+}
 
 
 def _scalar(layers: Layers, scales: HostTensor) -> ITensor:

@@ -1,15 +1,19 @@
 """What the engine directory says about a model, as what the step network needs; refuses what has no lowering."""
 
+from dflash_trt.backends.base import unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.errors import BuildError, problem, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
-    """Raises BuildError for what the back end does not support: experts, attention sinks and several ranks."""
-    raise_all(BuildError, "backend tensorrt", unsupported_problems(config.target, config.mapping))
+    """Raises BuildError for what the back end does not support."""
+    problems = unsupported_problems(config.target, config.quantization, config.mapping)
+    raise_all(BuildError, "backend tensorrt", problems)
     return StepNetworkSpec(
         target=config.target,
         draft=config.draft,
@@ -21,7 +25,7 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
     )
 
 
-def unsupported_problems(target: TargetSpec, mapping: Mapping) -> list[str]:
+def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None, mapping: Mapping) -> list[str]:
     """What neither lowering knows, and no executor runs."""
     features = {
         "experts": target.num_expert_layers > 0,
@@ -41,4 +45,5 @@ def unsupported_problems(target: TargetSpec, mapping: Mapping) -> list[str]:
     if mapping.world_size > 1:
         found, hint = f"{mapping.world_size} ranks", "Build with --backend torch, or one rank."
         problems.append(problem("ranks of a TensorRT engine", expected="one", found=found, hint=hint))
-    return problems
+    hint = "Build with one of these formats, or with --backend torch."
+    return [*problems, *unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint)]

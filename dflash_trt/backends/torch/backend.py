@@ -1,4 +1,4 @@
-"""The torch back end on a CPU: it runs every engine of whole weights."""
+"""The torch back end on a CPU: it runs every engine whose activations it knows how to quantize."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dflash_trt.backends.base import CompileRank, EngineExecutor
+from dflash_trt.backends.base import CompileRank, EngineExecutor, unsupported_formats
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
@@ -27,7 +27,15 @@ class TorchBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        return []
+        from dflash_trt.backends.torch.quantized_linear import ACTIVATIONS
+
+        return list(
+            unsupported_formats(
+                quantization,
+                lambda known: not known.has_input_scale or known.weight_type in ACTIVATIONS,
+                hint="Build with --quantization none, or with one of these formats.",
+            )
+        )
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
         return None

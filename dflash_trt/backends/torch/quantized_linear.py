@@ -4,8 +4,10 @@ The exact path multiplies the codes themselves, which every compute dtype holds 
 scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ class DequantizedWeight(QuantizedWeight[Tensor]):
     """A quantized weight made ready for plain GEMMs, with nothing rounded."""
 
     pieces: tuple[Piece, ...]
-    has_blocks: bool  # NVFP4: activations are quantized in blocks too
+    quantize: "QuantizeActivations | None"  # None for a weight-only format
 
 
 def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> DequantizedWeight:
@@ -54,7 +56,7 @@ def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Dequantiz
         weight_scale=weight.weight_scale,
         input_scale=weight.input_scale,
         pieces=tuple(pieces),
-        has_blocks=isinstance(weight, Nvfp4Weight),
+        quantize=None if weight.input_scale is None else ACTIVATIONS[type(weight)],
     )
 
 
@@ -71,7 +73,6 @@ def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
-    assert isinstance(weight, Fp8Weight | Nvfp4Weight)
     return replace(linear, weight=dequantize(weight, dtype))
 
 
@@ -83,7 +84,7 @@ def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     if isinstance(weight, Nvfp4Weight):
         weight = dequantize(weight, x.dtype)
     assert isinstance(weight, DequantizedWeight)
-    outs = [_apply_piece(x, piece, has_blocks=weight.has_blocks) for piece in weight.pieces]
+    outs = [_apply_piece(x, piece, weight.quantize) for piece in weight.pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if linear.bias is None else out + linear.bias
 
@@ -100,6 +101,14 @@ def quantized_nvfp4(x: Tensor, input_scale: float) -> Tensor:  # float32, x's sh
     codes = e2m1_codes(blocks / (scale * input_scale))
     quantized = codes[..., 0::2] | codes[..., 1::2] << 4
     return (e2m1_values(quantized) * scale).view(x.shape)
+
+
+# By class of weight. A weight-only format needs no row: `unscaled` and `row_scale` say all of its arithmetic.
+QuantizeActivations = Callable[[Tensor, float], Tensor]  # (x, input_scale) -> x / input_scale, rounded
+ACTIVATIONS: Final[dict[type[QuantizedWeight[Any]], QuantizeActivations]] = {
+    Fp8Weight: quantized_fp8,
+    Nvfp4Weight: quantized_nvfp4,
+}
 
 
 def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tensor:
@@ -120,12 +129,10 @@ def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tenso
     return out if bias is None else out + bias
 
 
-def _apply_piece(x: Tensor, piece: Piece, *, has_blocks: bool) -> Tensor:
-    if piece.input_scale is not None:
-        quantize = quantized_nvfp4 if has_blocks else quantized_fp8
-        x_dtype, x = x.dtype, quantize(x, piece.input_scale).to(x.dtype)  # exact: few significant bits
-    else:
-        x_dtype = x.dtype
+def _apply_piece(x: Tensor, piece: Piece, quantize: QuantizeActivations | None) -> Tensor:
+    x_dtype = x.dtype
+    if piece.input_scale is not None and quantize is not None:
+        x = quantize(x, piece.input_scale).to(x_dtype)  # exact: few significant bits
     return (apply_linear(x, piece.linear) * piece.scale).to(x_dtype)  # the scales in float32
 
 
