@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.batch import StepSampling
+from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 
 
 def rows_without_a_token(vocab_size: int) -> dict[str, Tensor]:
@@ -50,3 +52,12 @@ EXTREMES: tuple[tuple[SamplingParams, int | None], ...] = (
     (SamplingParams(temperature=1.0, top_k=2**31 - 1, min_p=1e-300), None),
     (SamplingParams(temperature=10_000.0), None),
 )
+
+
+def columns_off(num_requests: int) -> dict[str, torch.Tensor]:
+    """Every sampling input of a step at the value that asks for nothing: tests name those that they are about."""
+    return {
+        row.name: torch.full((num_requests,), row.off, dtype=torch_dtype(row.dtype))
+        for row in STEP_SAMPLING_FIELDS
+        if row.off is not None and row.dtype is not None
+    }

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.batch import StepBatch
+from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.network.ops import StepInputs
 
 
@@ -27,11 +29,11 @@ def reference_inputs(batch: StepBatch) -> StepInputs[Tensor]:
         page_table=_int32([[*request.page_ids, *[0] * (num_pages - len(request.page_ids))] for request in requests]),
         logit_rows=_int32(logit_rows),
         num_candidates=_int32([request.num_candidates for request in requests]),
-        temperature=torch.tensor([s.temperature for s in sampling], dtype=torch.float32),
-        top_k=_int32([s.top_k for s in sampling]),
-        top_p=torch.tensor([s.top_p for s in sampling], dtype=torch.float32),
-        min_p=torch.tensor([s.min_p for s in sampling], dtype=torch.float32),
-        seed=torch.tensor([s.seed for s in sampling], dtype=torch.int64),
+        **{
+            row.name: torch.tensor([getattr(s, row.name) for s in sampling], dtype=torch_dtype(row.dtype))
+            for row in STEP_SAMPLING_FIELDS
+            if row.dtype is not None
+        },
     )
 
 

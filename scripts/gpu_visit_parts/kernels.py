@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, StepSampling
 from dflash_trt.kernels import argmax_launch, attention_launch, norm_launch, quantize_fp8_launch, sampling_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store
@@ -336,6 +338,12 @@ def _sampling(num_rows: int, setting: tuple[float, int, float, float]) -> Call:
     temperature, top_k, top_p, min_p = setting
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=SETTING.device)
     rows = torch.arange(num_rows + 1, dtype=torch.int32, device=SETTING.device)
+    chosen = StepSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    columns = {
+        row.name: torch.full_like(zeros, getattr(chosen, row.name), dtype=torch_dtype(row.dtype))
+        for row in STEP_SAMPLING_FIELDS
+        if row.dtype is not None
+    }
     inputs = sampling_launch.SamplingInputs(
         token_ids=zeros,
         positions=rows[:-1].contiguous(),
@@ -343,11 +351,7 @@ def _sampling(num_rows: int, setting: tuple[float, int, float, float]) -> Call:
         context_lens=zeros,
         logit_rows=rows[:-1, None].contiguous(),
         num_candidates=zeros,
-        temperature=torch.full((num_rows,), temperature, device=SETTING.device),
-        top_k=torch.full_like(zeros, top_k),
-        top_p=torch.full((num_rows,), top_p, device=SETTING.device),
-        min_p=torch.full((num_rows,), min_p, device=SETTING.device),
-        seed=torch.arange(num_rows, device=SETTING.device),
+        **columns | {"seed": torch.arange(num_rows, device=SETTING.device)},
     )
     outputs = sampling_launch.allocate_outputs(num_rows, 1, SETTING.device)
     workspace = sampling_launch.allocate_workspace(num_rows, SETTING.vocab, SETTING.device)

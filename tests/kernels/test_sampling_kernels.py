@@ -20,7 +20,7 @@ from dflash_trt.kernels.sampling_launch import (
 from dflash_trt.network.ops import StepInputs
 from tests.kernels import reference_sampling
 from tests.kernels.reference_sampling import first_word, kept_masses
-from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
+from tests.logit_rows import EXTREMES, columns_off, device_sampling, rows_without_a_token
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB_SIZE = 2 * TILE + 777  # an odd size that ends inside a tile
@@ -48,11 +48,14 @@ def make_inputs(sampling, *, width, num_candidates=None, prefill_len=None, seed=
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
         logit_rows=torch.tensor(rows, dtype=torch.int32),
         num_candidates=torch.tensor(candidates, dtype=torch.int32),
-        temperature=torch.tensor(temperature, dtype=torch.float32),
-        top_k=torch.tensor(top_k, dtype=torch.int32),
-        top_p=torch.tensor(top_p, dtype=torch.float32),
-        min_p=torch.tensor(min_p, dtype=torch.float32),
-        seed=torch.tensor(seeds, dtype=torch.int64),
+        **columns_off(num_requests)
+        | {
+            "temperature": torch.tensor(temperature, dtype=torch.float32),
+            "top_k": torch.tensor(top_k, dtype=torch.int32),
+            "top_p": torch.tensor(top_p, dtype=torch.float32),
+            "min_p": torch.tensor(min_p, dtype=torch.float32),
+            "seed": torch.tensor(seeds, dtype=torch.int64),
+        },
     )
 
 

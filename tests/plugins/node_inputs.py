@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.logit_rows import columns_off
+
 PAGE_SIZE = 4
 
 
@@ -118,7 +120,8 @@ class NodeInputs:
             "min_p": ((0.0, 0.02, 0.0), torch.float32),
             "seed": ((3, 2**40 + 5, 2**35 + 1), torch.int64),
         }
-        inputs = {
+        inputs = {name: tensor.to(self._device) for name, tensor in columns_off(requests).items()}
+        inputs |= {
             name: torch.tensor([values[r % 3] for r in range(requests)], dtype=dtype, device=self._device)
             for name, (values, dtype) in choices.items()
         }
