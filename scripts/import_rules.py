@@ -69,10 +69,10 @@ RULES: dict[str, Rule] = {
         libraries=_set("torch triton"),
     ),
     "network": Rule(
-        knows="the ops protocol, the step, decoder and drafters, for any back end", packages=_set("formats core")
+        knows="the ops protocol, the step, decoder and drafters, for any backend", packages=_set("formats core")
     ),
     "backends": Rule(
-        knows="vertical back ends: everything that knows how one of them builds, opens and runs an engine",
+        knows="vertical backends: everything that knows how one of them builds, opens and runs an engine",
         packages=_set("network kernels engine_dir formats core"),
         libraries=_set("torch"),
         file_libraries={
@@ -82,7 +82,7 @@ RULES: dict[str, Rule] = {
         },
     ),
     "compile": Rule(
-        knows="checkpoints to engine directory; asks the back ends to build",
+        knows="checkpoints to engine directory; asks the backends to build",
         packages=_set("backends network quantize checkpoint engine_dir formats core"),
         libraries=_set("torch tensorrt tensorrt_rtx"),
     ),

@@ -1,1 +1,1 @@
-"""Back ends, vertical: everything that knows how one of them builds, opens and runs an engine."""
+"""Backends, vertical: everything that knows how one of them builds, opens and runs an engine."""

@@ -1,4 +1,4 @@
-"""What a back end is to the rest: it says what it cannot run, compiles a rank's weights, and opens engines.
+"""What a backend is to the rest: it says what it cannot run, compiles a rank's weights, and opens engines.
 
 One object each, found by name. Its modules are imported when it is asked for something that needs them.
 """
@@ -58,7 +58,7 @@ class Backend(Protocol):
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        """Problems of an engine that this back end cannot run, as far as this machine knows; empty when it can."""
+        """Problems of an engine that this backend cannot run, as far as this machine knows; empty when it can."""
         ...
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
@@ -86,7 +86,7 @@ class Backend(Protocol):
 
 
 def backend_of(name: BackendName) -> Backend:
-    """The back end of `backends/NAME/backend.py`."""
+    """The backend of `backends/NAME/backend.py`."""
     return cast(Backend, import_module(f"dflash_trt.backends.{name}.backend").BACKEND)
 
 

@@ -1,4 +1,4 @@
-"""Whether a text says something or runs in a circle."""
+"""True if a text says something or runs in a circle."""
 
 from collections.abc import Sequence
 

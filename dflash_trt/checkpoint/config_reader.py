@@ -65,7 +65,7 @@ class ConfigReader:
         self._known.add(name)
         return self._fields.get(name)
 
-    def refuse(self, name: str, *, expected: str, hint: str) -> None:
+    def refuse(self, name: str, *, expected: str, hint: str = "") -> None:
         found = shown(self.value(name)) if name in self._fields else "nothing"
         self.problems.append(problem(self.subject(name), expected=expected, found=found, hint=hint))
 
@@ -77,7 +77,7 @@ class ConfigReader:
         value = self.value(name)
         if value is None or (_is_integer(value) and minimum <= value <= maximum):
             return value if value is None else int(value)
-        self.refuse(name, expected=f"an integer in {minimum}..{maximum}", hint="Correct the value.")
+        self.refuse(name, expected=f"an integer in {minimum}..{maximum}")
         return minimum
 
     def number(self, name: str) -> float:
@@ -88,7 +88,7 @@ class ConfigReader:
         value = self.value(name)
         if value is None or (_is_number(value) and 0 < value <= sys.float_info.max):
             return value if value is None else float(value)
-        self.refuse(name, expected="a positive number", hint="Correct the value.")
+        self.refuse(name, expected="a positive number")
         return 1.0
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -99,14 +99,14 @@ class ConfigReader:
         value = self.value(name)
         if value is None or isinstance(value, bool):
             return value
-        self.refuse(name, expected="true or false", hint="Correct the value.")
+        self.refuse(name, expected="true or false")
         return False
 
     def optional_text(self, name: str) -> str | None:
         value = self.value(name)
         if value is None or isinstance(value, str):
             return value
-        self.refuse(name, expected="a string", hint="Correct the value.")
+        self.refuse(name, expected="a string")
         return ""
 
     def optional_integers(self, name: str, *, minimum: int = 0) -> tuple[int, ...] | None:
@@ -115,14 +115,14 @@ class ConfigReader:
         items = [value] if _is_integer(value) else value
         if items is None or (isinstance(items, list) and all(_is_integer(x) and x >= minimum for x in items)):
             return None if items is None else tuple(items)
-        self.refuse(name, expected=f"a list of integers of {minimum} or more", hint="Correct the value.")
+        self.refuse(name, expected=f"a list of integers of {minimum} or more")
         return ()
 
     def optional_texts(self, name: str) -> tuple[str, ...] | None:
         value = self.value(name)
         if value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value)):
             return None if value is None else tuple(value)
-        self.refuse(name, expected="a list of strings", hint="Correct the value.")
+        self.refuse(name, expected="a list of strings")
         return ()
 
     def optional_section(self, name: str) -> "ConfigReader | None":
@@ -131,7 +131,7 @@ class ConfigReader:
         if value is None:
             return None
         if not isinstance(value, dict):
-            self.refuse(name, expected="a JSON object", hint="Correct the value.")
+            self.refuse(name, expected="a JSON object")
             value = {}
         return self.nested(name, value)
 
@@ -158,18 +158,11 @@ class ConfigReader:
         for name in unknown[:_MAX_UNKNOWN_KEYS]:
             nearest = nearest_name(name, self._known)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
-            hint = f"{hint}Remove the key if it does not change what the model computes."
-            self.problems.append(
-                problem(
-                    self.subject(name),
-                    expected="a known key",
-                    found=f"an unknown one ({shown(self._fields[name])})",
-                    hint=hint,
-                )
-            )
+            hint = f"{hint}Remove the key if the model computes the same without it."
+            found = shown(self._fields[name])
+            self.problems.append(problem(self.subject(name), expected="no such key", found=found, hint=hint))
         if len(unknown) > _MAX_UNKNOWN_KEYS:
-            found = f"{len(unknown) - _MAX_UNKNOWN_KEYS} more unknown ones"
-            self.problems.append(problem(self._label, expected="known keys", found=found, hint="Remove them."))
+            self.problems.append(f"{self._label} has {len(unknown) - _MAX_UNKNOWN_KEYS} more unknown keys.")
 
     def _required(self, name: str, value: T | None, stand_in: T) -> T:
         if value is not None:

@@ -153,7 +153,7 @@ def require_window(reader: ConfigReader, window: int | None) -> None:
 def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
     if sizes.num_heads % sizes.num_kv_heads:
         expected = f"a divisor of num_attention_heads {sizes.num_heads}"
-        reader.refuse("num_key_value_heads", expected=expected, hint="Correct the value.")
+        reader.refuse("num_key_value_heads", expected=expected)
     if sizes.head_dim % 2 or sizes.head_dim == 0:
         found = f"even, found {sizes.head_dim} from hidden_size / num_attention_heads"
         expected = "an even number" if reader.has("head_dim") else found

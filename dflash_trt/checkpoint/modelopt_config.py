@@ -75,7 +75,7 @@ def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) ->
 
 
 def is_modelopt(section: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a `quantization_config` is one of ModelOpt's, which alone say what their scales are called."""
+    """True if a `quantization_config` is one of ModelOpt's, which alone say what their scales are called."""
     if not isinstance(section, dict):
         return False
     producer = section.get("producer")
@@ -109,7 +109,7 @@ def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
     excluded = section.get("exclude_modules", section.get("ignore")) or []
     if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
         found = shown(excluded)
-        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found, hint="Correct it.")
+        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found)
     yield from _group_size_problems(section, subject)
     if layers is not None and not isinstance(layers, dict):
         found = shown(layers)

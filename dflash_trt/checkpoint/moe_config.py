@@ -14,7 +14,7 @@ TRAINING_KEYS = ("router_aux_loss_coef", "output_router_logits")
 def num_chosen(reader: ConfigReader, num_experts: int, *names: str) -> int:
     num_chosen = same_integer(reader, *names)
     if num_chosen > num_experts:
-        reader.refuse(names[0], expected=f"at most the {num_experts} experts", hint="Correct the value.")
+        reader.refuse(names[0], expected=f"at most the {num_experts} experts")
     return num_chosen
 
 

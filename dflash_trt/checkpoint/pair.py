@@ -55,7 +55,7 @@ class CheckpointPair:
 
     @property
     def has_mxfp4_experts(self) -> bool:
-        """Whether `iter_weights` dequantizes experts: they are stored in MXFP4."""
+        """True if `iter_weights` dequantizes experts: they are stored in MXFP4."""
         layouts = (source.layout for source in self._sources.values())
         return any(layout is not None and layout.is_mxfp4 for layout in layouts)
 

@@ -102,7 +102,7 @@ def _problems(fields: Mapping[str, Any]) -> Iterator[str]:
     for name in fields.keys() - set(_KNOWN_FIELDS):
         nearest = nearest_name(name, _KNOWN_FIELDS)
         hint = f"Did you mean '{nearest}'?" if nearest else f"Known fields: {', '.join(_KNOWN_FIELDS)}."
-        yield problem(f"field '{name}'", expected="a known field", found="an unknown one", hint=hint)
+        yield f"field '{name}' is unknown. {hint}"
     prompts = [name for name in PROMPT_FIELDS if name in fields]
     if len(prompts) != 1:
         expected = f"exactly one of {', '.join(PROMPT_FIELDS)}"

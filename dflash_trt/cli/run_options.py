@@ -39,12 +39,12 @@ class RunOptions:
 
     @property
     def prints_text(self) -> bool:
-        """Whether stdout gets plain text; otherwise it gets JSON, or nothing."""
+        """True if stdout gets plain text; otherwise it gets JSON, or nothing."""
         return not self.as_json and self.output_file is None and self.input_file is None
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows are kept beside the output file as they finish: it is a regular file, or will be one."""
+        """True if rows are kept beside the output file as they finish: it is a regular file, or will be one."""
         path = self.output_file and Path(os.path.realpath(self.output_file))
         return path is not None and (path.is_file() or not path.exists())
 

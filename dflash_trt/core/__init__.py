@@ -1,1 +1,1 @@
-"""Vocabulary every other room speaks: errors, specs, configs, requests, batches. No torch here."""
+"""The vocabulary of all packages: errors, specs, configs, requests, batches. Imports torch nowhere at module level."""

@@ -18,12 +18,9 @@ def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
 
 
 def accepted_fractions(outputs: Sequence[GenerationOutput]) -> tuple[float, ...]:
-    """How often draft i (from 0) was accepted, of the steps that verified it.
-
-    Unconditional: draft i counts as accepted when all drafts before it were, too.
-    """
+    """Fraction of the steps verifying draft i (from 0) that accepted it, and so every draft before it."""
     steps = [event for output in outputs for event in output.steps if event.num_candidates]
-    most = max((event.num_candidates for event in steps), default=0)
-    verified = [sum(event.num_candidates > i for event in steps) for i in range(most)]
-    accepted = [sum(event.num_accepted > i for event in steps) for i in range(most)]
+    max_candidates = max((event.num_candidates for event in steps), default=0)
+    verified = [sum(event.num_candidates > i for event in steps) for i in range(max_candidates)]
+    accepted = [sum(event.num_accepted > i for event in steps) for i in range(max_candidates)]
     return tuple(a / v for a, v in zip(accepted, verified, strict=True))

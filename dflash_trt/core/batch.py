@@ -1,7 +1,7 @@
-"""What the scheduler asks of one step and what the step answers. Here scheduler and executor meet.
+"""The batch that the scheduler gives to a step, and the result that the executor gives back.
 
-Plain Python values only, so that the scheduler needs no torch. The executor turns a StepBatch into the input tensors
-of `step_spec` and the output tensors back into a StepResult.
+Python values only, so that the scheduler needs no torch. The executor turns a StepBatch into the input tensors of
+`step_spec`, and the output tensors into a StepResult.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dflash_trt.core.sampling import StepSampling as StepSampling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step.
+    """The tokens that one request computes in a step.
 
     A verify block is `[anchor, draft_1 .. draft_num_candidates]`; a prefill chunk has num_candidates 0 and any length.
     `page_ids` covers positions 0 .. context_len + len(token_ids) - 1.
@@ -28,7 +28,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """`num_draft_tokens` is the K of this step: the drafts it makes, and the most candidates a request may verify."""
+    """The requests of a step, and its K: drafts made, and the maximum of drafts verified, per request."""
 
     requests: tuple[ScheduledRequest, ...]
     num_draft_tokens: int
@@ -40,10 +40,10 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestResult:
-    """`emitted_tokens` holds num_accepted + 1 tokens: accepted drafts, then the bonus.
+    """One request's result. `emitted_tokens` are the accepted drafts, then the bonus: num_accepted + 1 in all.
 
-    After a prefill chunk that is not the prompt's last, they mean nothing and are to be ignored. Where the target's
-    logits gave no token, `non_finite_position` says after which position, and the bonus is missing.
+    Ignore them after a prefill chunk that is not the prompt's last. Where the target's logits gave no token,
+    `non_finite_position` is the position before it, and the bonus is missing.
     """
 
     emitted_tokens: tuple[int, ...]
@@ -56,14 +56,14 @@ class RequestResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Aligned with StepBatch.requests."""
+    """Results in the order of StepBatch.requests."""
 
     requests: tuple[RequestResult, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorLimits:
-    """What the scheduler must respect. `max_draft_len` is 0 for an engine without a drafter."""
+    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter."""
 
     max_batch_size: int
     max_seq_len: int

@@ -1,7 +1,6 @@
-"""Values that callers pass from Python, checked and made plain: an engine's thread must never meet another type.
+"""Checks of values that callers pass from Python, and their conversion to builtin types.
 
-Integers and floats of numpy are accepted, for they are what users compute with; a bool is no number, and a float with
-an integer's value is no integer.
+numpy's integers and floats are accepted. A bool is not a number, and a float is not an integer whatever its value.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,7 @@ Reader = Callable[[object], _T]  # raises ValueError, with what was expected
 
 
 def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, prefix: str = "", heading: str) -> None:
-    """Replace each field of a frozen dataclass by what its reader makes of it.
+    """Replace each field of a frozen dataclass by the value that its reader returns.
 
     Raises:
         RequestError: every field whose value is refused.
@@ -36,21 +35,21 @@ def check_fields(owner: object, readers: Mapping[str, Reader[Any]], *, prefix: s
 
 
 def checked(name: str, value: object, read: Reader[_T]) -> _T:
-    """What `read` makes of one argument; raises RequestError."""
+    """Read one argument; raises RequestError."""
     try:
         return read(value)
     except ValueError as error:
         raise RequestError(_refusal(name, value, error)) from error
 
 
-def integer(expected: str, least: int | None = None, most: int | None = None) -> Reader[int]:
-    """An int, or an integer of numpy, within bounds."""
+def integer(expected: str, min_value: int | None = None, max_value: int | None = None) -> Reader[int]:
+    """Reader of an int, or an integer of numpy, within bounds."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise ValueError(expected)
         number = int(value)
-        if (least is not None and number < least) or (most is not None and number > most):
+        if (min_value is not None and number < min_value) or (max_value is not None and number > max_value):
             raise ValueError(expected)
         return number
 
@@ -58,7 +57,7 @@ def integer(expected: str, least: int | None = None, most: int | None = None) ->
 
 
 def number(expected: str, is_valid: Callable[[float], bool]) -> Reader[float]:
-    """A float, an int or a number of numpy of which `is_valid` is true."""
+    """Reader of a float, an int or a number of numpy that `is_valid` accepts."""
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -106,7 +105,7 @@ def optional(read: Reader[_T]) -> Reader[_T | None]:
 
 
 def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
-    """A list, a tuple, a set or an array."""
+    """Reader of a list, a tuple, a set or an array."""
 
     def read_all(value: object) -> tuple[_T, ...]:
         if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
@@ -117,7 +116,7 @@ def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message, however long it is."""
+    """repr() of a value, shortened for an error message."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 - a foreign repr, or an int with more digits than Python writes
@@ -126,4 +125,4 @@ def shown(value: object) -> str:
 
 
 def _refusal(name: str, value: object, error: ValueError) -> str:
-    return problem(name, expected=str(error), found=shown(value), hint="Correct the value.")
+    return problem(name, expected=str(error), found=shown(value))

@@ -1,4 +1,4 @@
-"""The build configuration: what `dflash-trt build CONFIG.yaml` reads."""
+"""The build configuration, as `dflash-trt build CONFIG.yaml` reads it."""
 
 from collections.abc import Mapping as AbcMapping
 from typing import Any, Literal, Self
@@ -15,10 +15,10 @@ PluginMode = Literal["plugin", "layers"]
 
 
 class BuildConfig(Frozen):
-    """One engine to build. Limits carry TensorRT-LLM's names; paths are relative to the YAML file that names them.
+    """One engine to build. Limits have TensorRT-LLM's names; paths are relative to the YAML file.
 
-    `drafter` may be left out: the engine then decodes autoregressively. `max_seq_len` and `max_draft_len` default to
-    what the checkpoints allow. `drafter_overrides` replace keys of the drafter's config.json.
+    Without `drafter` the engine decodes autoregressively. `max_seq_len` and `max_draft_len` default to the maximum that
+    the checkpoints allow. `drafter_overrides` replace keys of the drafter's config.json.
     """
 
     target: str
@@ -31,19 +31,17 @@ class BuildConfig(Frozen):
     max_num_tokens: int = Field(default=2048, ge=1, le=MAX_INT32)
     max_draft_len: int | None = Field(default=None, ge=0, le=MAX_INT32)
     page_size: int = Field(default=32, ge=1, le=MAX_INT32)
-    tp_size: int = Field(
-        default=1, ge=1, le=1024
-    )  # ranks that share every layer, each with a process (and a GPU) of its own
+    tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
     quantization: QuantizationConfig | None = None
-    plugins: PluginMode = "plugin"  # of backend tensorrt: the plugin library, or plain layers (slow, for checks)
-    plugin_library: str | None = None  # of backend tensorrt
+    plugins: PluginMode = "plugin"  # backend tensorrt: the plugin library, or native layers (slow, for checks)
+    plugin_library: str | None = None  # backend tensorrt
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.drafter_overrides and self.drafter is None:
             raise ValueError("drafter_overrides need a drafter")
         if self.dtype == "float16" and self.backend != "tensorrt":
-            raise ValueError("dtype float16 needs backend tensorrt; the torch backend has float32 and bfloat16")
+            raise ValueError("dtype float16 needs backend tensorrt; backend torch has float32 and bfloat16")
         if self.tp_size > 1 and self.backend != "torch":
             raise ValueError(f"tp_size {self.tp_size} needs backend torch; backend {self.backend} runs one rank")
         if self.max_num_tokens < self.max_batch_size:
@@ -55,7 +53,7 @@ class BuildConfig(Frozen):
 
 
 def build_config_from(fields: AbcMapping[str, Any], *, source: str) -> BuildConfig:
-    """Check foreign fields, naming each wrong one with what was expected and the nearest known name.
+    """Check the fields of a file or a command line.
 
     Raises:
         ConfigError: an unknown key, a missing key or a value out of range; all of them in one error.
@@ -63,7 +61,7 @@ def build_config_from(fields: AbcMapping[str, Any], *, source: str) -> BuildConf
     try:
         return BuildConfig(**fields)
     except ValidationError as error:
-        problems = [_problem_of(details, fields) for details in error.errors()]
+        problems = [_problem_of(details) for details in error.errors()]
         raise_all(ConfigError, source, problems)
         raise AssertionError("pydantic raised without an error") from error
 
@@ -75,16 +73,17 @@ _SECTIONS: dict[str, type[Frozen]] = {
 }
 
 
-def _problem_of(details: Any, fields: AbcMapping[str, Any]) -> str:
-    name = ".".join(str(part) for part in details["loc"]) or "configuration"
+def _problem_of(details: Any) -> str:
+    expected = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    name = ".".join(str(part) for part in details["loc"])
+    if not name:  # fields that contradict one another
+        return f"{expected}."
     if details["type"] == "extra_forbidden":
         section, _, key = name.rpartition(".")
         known = _SECTIONS[section].model_fields
         nearest = nearest_name(key, known)
         hint = f"Did you mean '{nearest}'?" if nearest else f"Known keys: {', '.join(known)}."
-        return problem(f"key '{name}'", expected="a known key", found="an unknown one", hint=hint)
+        return f"key '{name}' is unknown. {hint}"
     if details["type"] == "missing":
-        return problem(f"key '{name}'", expected="a value", found="none", hint=f"Add '{name}: ...'.")
-    is_one_key = name in fields or len(details["loc"]) > 1
-    found = f"{details['input']!r:.80}" if is_one_key else "this combination"
-    return problem(f"key '{name}'", expected=details["msg"], found=found, hint="Change the value.")
+        return f"key '{name}' is missing."
+    return problem(f"key '{name}'", expected=expected, found=f"{details['input']!r:.80}")

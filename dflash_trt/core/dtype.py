@@ -30,7 +30,7 @@ _DTYPES: dict[str, _Names] = {
     "uint8": _Names(1, "U8", "UINT8"),
     "int32": _Names(4, "I32", "INT32", "i32"),
     "int64": _Names(8, "I64", "INT64", "i64"),
-    # Only foreign files have these; whoever reads a tensor refuses them by name.
+    # Only foreign files have these; readers of tensors refuse them by name.
     "float64": _Names(8, "F64"),
     "float8_e5m2": _Names(1, "F8_E5M2"),
     "bool": _Names(1, "BOOL"),
@@ -85,7 +85,7 @@ def dtype_name(dtype: torch.dtype) -> DType:
 
 
 def triton_type(dtype: torch.dtype) -> str:
-    """Word for an element in a kernel's signature."""
+    """Name of the dtype in a Triton kernel's signature."""
     name = _DTYPES[dtype_name(dtype)].triton
     assert name is not None, f"no kernel takes {dtype}"
     return name

@@ -1,4 +1,4 @@
-"""The exception tree. Every message has three parts: expected, found, how to fix it.
+"""The exception tree. A message says what was expected, what was found and, unless that is obvious, how to fix it.
 
 DFlashError
 |-- ConfigError       a file or flag is wrong                  exit 2
@@ -21,13 +21,13 @@ _T = TypeVar("_T")
 
 
 class DFlashError(Exception):
-    """A user's mistake or a full machine; never a bug of ours (those are `assert`s)."""
+    """A user's mistake or a lack of resources. Bugs of ours are `assert`s."""
 
     exit_code = 1
 
     @classmethod
-    def about(cls, subject: str, *, expected: str, found: str, hint: str) -> Self:
-        """The error of one `problem`."""
+    def about(cls, subject: str, *, expected: str, found: str, hint: str = "") -> Self:
+        """An error with one `problem`."""
         return cls(problem(subject, expected=expected, found=found, hint=hint))
 
 
@@ -68,13 +68,13 @@ class QueueFullError(RequestError):
 
 
 class ErrorCollector:
-    """Runs checks that do not depend on one another, and raises what all of them found as one error."""
+    """Runs independent checks and raises all of their errors as one."""
 
     def __init__(self) -> None:
         self._errors: list[DFlashError] = []
 
     def run(self, check: Callable[[], _T]) -> _T | None:
-        """What the check returns; None when it raised, which is kept."""
+        """Return the check's result, or keep its error and return None."""
         try:
             return check()
         except DFlashError as error:
@@ -82,7 +82,7 @@ class ErrorCollector:
             return None
 
     def raise_all(self, heading: str) -> None:
-        """The one error there is, or one that lists them all: a ConfigError if any is, else of the first's type."""
+        """Raise the only error, or one that lists them all: a ConfigError if any is, else of the first's type."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:
@@ -92,9 +92,9 @@ class ErrorCollector:
             raise kind(f"{heading}: {len(kinds)} checks failed\n  {listed}")
 
 
-def problem(subject: str, *, expected: str, found: str, hint: str) -> str:
-    """One problem in the house form: `subject: expected ..., found .... Hint.`"""
-    return f"{subject}: expected {expected}, found {found}. {hint}"
+def problem(subject: str, *, expected: str, found: str, hint: str = "") -> str:
+    """Format one problem: `subject: expected ..., found .... Hint.` No hint where `expected` is enough."""
+    return f"{subject}: expected {expected}, found {found}. {hint}".rstrip()
 
 
 def raise_all(error: type[DFlashError], heading: str, problems: Sequence[str]) -> None:

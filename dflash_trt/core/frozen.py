@@ -25,11 +25,11 @@ F = TypeVar("F", bound=Frozen)
 
 
 def checked(kind: type[F], fields: Mapping[str, Any], *, label: str, problems: list[str]) -> F | None:
-    """The value of these fields; None, and a problem for each field that is out of its range."""
+    """Validate fields; append a problem for each one out of range, and return None if there was any."""
     try:
         return kind(**fields)
     except ValidationError as error:
-        # What is wrong with all layers alike is said of the first.
+        # A problem that all layers have is reported for the first only.
         distinct: dict[Any, Any] = {}
         for details in error.errors():
             names = tuple(part for part in details["loc"] if isinstance(part, str))
@@ -38,11 +38,11 @@ def checked(kind: type[F], fields: Mapping[str, Any], *, label: str, problems: l
             expected = details["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
             subject = f"{label}: {'.'.join(map(str, details['loc'])) or kind.__name__}"
             found = f"{details['input']!r:.80}" if details["loc"] else "another combination"
-            problems.append(problem(subject, expected=expected, found=found, hint="Correct the value."))
+            problems.append(problem(subject, expected=expected, found=found))
         return None
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name a misspelt one most likely meant, or None."""
+    """The known name closest to a misspelt one, or None."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None

@@ -1,8 +1,7 @@
-"""Memory and cores that this process may use: the host's, less what its CPU affinity and its cgroups withhold.
+"""Memory and cores that this process may use, within its CPU affinity and its cgroups (v1 and v2).
 
-Knows the files of cgroup v1 and v2. The limits of a process are those of its own cgroup and of all that contain it.
-Where a container shows its own cgroup as the root of the mount, the path that the kernel names does not exist below
-the mount, and the root is what counts.
+A process has the limits of its cgroup and of all its ancestors. In a container that sees its own cgroup as the root of
+the mount, the path that the kernel names does not exist below the mount, and only the root counts.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ _ROOT = Path("/")  # of /proc and /sys
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """What can be allocated without swapping, and without being killed by a cgroup's limit."""
+    """Memory that can be allocated without swapping or exceeding a cgroup's limit."""
     free: int = psutil.virtual_memory().available
     return max(0, min([free, *_left_in_cgroups(root)]))
 
 
 def available_cores(root: Path = _ROOT) -> int:
-    """Whole cores, at least 1. A quota of 2.5 cores counts as 2: a third thread would stop all three of them."""
+    """Whole cores, at least 1. A quota of 2.5 cores counts as 2, because a third thread would throttle all three."""
     return max(1, int(min([_affinity(), *_cpu_quotas(root)])))
 
 
 def _affinity() -> int:
-    """Includes what a cpuset leaves. macOS has no affinity."""
+    """Cores in the affinity mask, cpusets included. macOS has none."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return psutil.cpu_count() or 1
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Bytes below each limit; file cache that the kernel drops when memory is short does not count as used."""
+    """Bytes below each limit. File cache does not count as used, since the kernel drops it under pressure."""
     for directory in _cgroups(root, ""):
         limits = [limit for name in ("memory.max", "memory.high") if (limit := _number(directory / name)) is not None]
         if limits:
@@ -49,7 +48,7 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """In cores."""
+    """CPU quotas in cores."""
     for directory in _cgroups(root, ""):
         quota, _, period = _text(directory / "cpu.max").partition(" ")
         if quota.isdecimal() and period.isdecimal():
@@ -67,7 +66,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         _, names, path = line.split(":", 2)
         if controller not in names.split(","):
             continue
-        # Several controllers of v1 may share a mount, called by all their names.
+        # Several v1 controllers may share a mount that is named after all of them.
         mount = next((mounts / name for name in (controller, names) if (mounts / name).is_dir()), mounts)
         here = Path(path.lstrip("/"))
         yield from (directory for name in (here, *here.parents) if (directory := mount / name).is_dir())
@@ -85,7 +84,7 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """A root cgroup lacks the files of limits, other systems have none at all."""
+    """The file's text; empty where it is missing, as in a root cgroup or on another system."""
     try:
         return path.read_text().strip()
     except OSError:

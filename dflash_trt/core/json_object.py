@@ -1,7 +1,4 @@
-"""A JSON object out of a file that nobody vouches for: bounded in size, no key twice.
-
-Knows JSON. It refuses to know what any key means.
-"""
+"""Read a JSON object from an untrusted file: bounded in size, without duplicate keys."""
 
 import json
 from collections import Counter
@@ -13,7 +10,7 @@ _MAX_NAME_CHARS = 80
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Read the object in a file.
 
     Raises:
         OSError: the file cannot be read.
@@ -26,10 +23,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(content: bytes) -> dict[str, Any]:
-    """The object in `content`, in time linear in its size.
+    """Parse the object in `content`, in time linear in its size.
 
     Raises:
-        ValueError: bad UTF-8, bad JSON, nested too deeply, not an object, or a key that one object has twice.
+        ValueError: bad UTF-8, bad JSON, nested too deeply, not an object, or a duplicate key.
     """
     try:
         fields = json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
@@ -41,7 +38,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
 
 
 def printable(name: str) -> str:
-    """A foreign name that can neither break nor flood the line it is printed on."""
+    """Escape and shorten a foreign name for an error message."""
     text = name if name.isprintable() else ascii(name)
     return text if len(text) <= _MAX_NAME_CHARS else f"{text[:_MAX_NAME_CHARS]}..."
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a weight. Words as in TensorRT-LLM's Mapping."""
+"""Position of a rank in its world, with the terms of TensorRT-LLM's Mapping."""
 
 from typing import Annotated, Self
 
@@ -10,7 +10,7 @@ NumRanks = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Mapping(Frozen):
-    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are neighbours."""
+    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are adjacent."""
 
     world_size: NumRanks = 1
     tp_size: NumRanks = 1
@@ -26,7 +26,7 @@ class Mapping(Frozen):
         return self
 
     def of_rank(self, rank: int) -> "Mapping":
-        """The same cut, seen by another rank."""
+        """The same mapping for another rank."""
         return Mapping(world_size=self.world_size, tp_size=self.tp_size, pp_size=self.pp_size, rank=rank)
 
     @property

@@ -1,4 +1,4 @@
-"""Which process an object belongs to: a forked child has a copy of it, but none of the threads that serve it."""
+"""Detection of use in a forked child, which has a copy of an object but none of its threads."""
 
 import os
 
@@ -6,7 +6,7 @@ from dflash_trt.core.errors import ForkError
 
 
 class OwnProcess:
-    """The process in which this was made. Locks of its owner are not to be taken in another one: they may be held."""
+    """The process that created an object. No other process may take its locks: they may be held forever."""
 
     def __init__(self) -> None:
         self.process_id = os.getpid()

@@ -1,7 +1,7 @@
-"""A step that may be planned while the one before it still runs.
+"""A step that may be planned while the step before it still runs.
 
-The plain loop plans a step when everything about it is known. The overlapped loop plans one step ahead: a request of
-the running step is then given as a FollowUp, whose tokens that step decides. `resolve` fills them in.
+The synchronous loop plans a step when all of its inputs are known. The overlapped loop plans one step ahead: a request
+of the running step is then a FollowUp, whose tokens that step decides. `resolve` fills them in.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,10 @@ from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, St
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowUp:
-    """A verify block after a row of the running step: its bonus token, then at most max_candidates of its drafts.
+    """A verify block that follows a row of the running step: its bonus token, then up to max_candidates of its drafts.
 
-    `num_remaining` tokens may be emitted by the running step and all later ones together; the row is dropped when
-    the running step emits the last of them or one of `stop_token_ids`. `page_ids` cover the longest outcome.
+    `num_remaining` tokens are left to emit, those of the running step included. The row is dropped when that step emits
+    the last of them or one of `stop_token_ids`. `page_ids` cover the longest outcome.
     """
 
     request_id: str
@@ -29,17 +29,16 @@ class FollowUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """Rows in the order of the batch to come. `num_draft_tokens` as in StepBatch."""
+    """Rows in the order of the batch. `num_draft_tokens` as in StepBatch."""
 
     rows: tuple[ScheduledRequest | FollowUp, ...]
     num_draft_tokens: int
     page_size: int
 
     def resolve(self, previous: Mapping[str, RequestResult]) -> StepBatch:
-        """The batch, given the results of the step before by request id (empty: there was none).
+        """Return the batch, given the previous step's results by request id.
 
-        A FollowUp is dropped when its request ended, or has no result because its row failed or was dropped, or when
-        that row's logits gave no token.
+        A FollowUp is dropped when its request ended, has no result, or has a result without a bonus token.
         """
         rows = (row if isinstance(row, ScheduledRequest) else self._fill_in(row, previous) for row in self.rows)
         return StepBatch(requests=tuple(row for row in rows if row is not None), num_draft_tokens=self.num_draft_tokens)
@@ -65,43 +64,43 @@ class PlannedStep:
 
 
 def results_by_id(batch: StepBatch, result: StepResult) -> dict[str, RequestResult]:
-    """A step's rows by request id, as `PlannedStep.resolve` wants them."""
+    """Results of a step by request id, for `PlannedStep.resolve`."""
     rows: Iterable[tuple[ScheduledRequest, RequestResult]] = zip(batch.requests, result.requests, strict=True)
     return {row.request_id: row_result for row, row_result in rows}
 
 
 class StepHandle(Protocol):
-    """A step that was submitted: it waits, runs or is over."""
+    """A submitted step: waiting, running or finished."""
 
     def result(self) -> tuple[StepBatch, StepResult]:
-        """What ran and what came of it, once it is over.
+        """Wait for the step; return the batch that ran and its result.
 
         Raises:
             StepSkippedError: the step before it failed, so this one did not run.
-            Exception: whatever the step itself raised.
+            Exception: the step's own error.
         """
         ...
 
     @property
     def batch(self) -> StepBatch:
-        """What was run, or was to be; known once `result` has returned or raised, unless the step was skipped."""
+        """The resolved batch; known once `result` has returned or raised, unless the step was skipped."""
         ...
 
     @property
     def elapsed_s(self) -> float:
-        """How long the device was busy with it; known once `result` has returned."""
+        """Time on the device; known once `result` has returned."""
         ...
 
 
 class StepPipeline(Protocol):
-    """Runs submitted steps one after another, so that the host can work while the device does."""
+    """Runs submitted steps in order while the host plans the next one."""
 
     def submit(self, step: PlannedStep, *, after: StepHandle | None) -> StepHandle:
-        """Queue a step. `after` is the step that its FollowUps follow: the last one submitted."""
+        """Queue a step. `after` is the last one submitted, which its FollowUps follow."""
         ...
 
     def close(self) -> None: ...
 
 
 class StepSkippedError(Exception):
-    """A step did not run because the one before it failed. It never reaches a caller of the engine."""
+    """A step did not run because the step before it failed. Internal to the engine."""

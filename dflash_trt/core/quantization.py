@@ -1,4 +1,4 @@
-"""Formats of weights and K/V pages: what a user asks for (QuantizationConfig), what an engine holds (QuantizationSpec).
+"""Formats of weights and K/V pages: requested by a user (QuantizationConfig), stored in an engine (QuantizationSpec).
 
 Knows names only; layouts and arithmetic are in `formats/`.
 """
@@ -16,7 +16,7 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class CalibrationConfig(Frozen):
-    """What the activations are measured on. Without `prompts`, a small set that comes with the package.
+    """Prompts on which activations are measured; by default a small set that comes with the package.
 
     `prompts` is a JSONL file of rows with `prompt`, `messages` or `prompt_token_ids`, relative to the YAML file.
     Each prompt runs in chunks of `chunk_tokens`, and the drafter drafts one block after each chunk.
@@ -29,12 +29,11 @@ class CalibrationConfig(Frozen):
 
 
 class QuantizationConfig(Frozen):
-    """Which format each part gets; "none" keeps the engine's dtype.
+    """Format of each part; "none" keeps the engine's dtype.
 
-    Parts without a choice follow others: `drafter` and `draft_kv_cache` are like `target` and `kv_cache`, `lm_head`
-    stays, and `draft_lm_head`, the drafter's own copy of the head, exists only when it is chosen (a drafter that
-    brings a head of its own keeps it plain by default). `overrides` maps patterns over canonical names ("*" matches
-    anything) to formats; the last pattern that matches wins.
+    `drafter` and `draft_kv_cache` default to `target` and `kv_cache`. `draft_lm_head` is a format for the drafter's own
+    head, or for a copy of the target's head that only the drafter uses. `overrides` maps patterns over canonical names
+    ("*" matches anything) to formats; the last matching pattern wins.
     """
 
     target: FormatChoice = "none"
@@ -61,14 +60,14 @@ class QuantizationConfig(Frozen):
 
 
 class LayerKvScales(Frozen):
-    """FP8 pages of one layer hold e4m3(K / k) and e4m3(V / v), rounded to nearest and saturated at 448."""
+    """Scales of one layer's FP8 pages, which hold e4m3(K / k) and e4m3(V / v), rounded to nearest, saturated at 448."""
 
     k: PositiveFloat = 1.0
     v: PositiveFloat = 1.0
 
 
 class Calibration(Frozen):
-    """What calibration finds. `input_amax` is the largest magnitude that entered each linear, by canonical name."""
+    """Result of calibration. `input_amax` is the largest input magnitude of each linear layer, by canonical name."""
 
     input_amax: dict[str, PositiveFloat] = Field(default_factory=dict)
     target_kv: tuple[LayerKvScales, ...] | None = None
@@ -76,11 +75,11 @@ class Calibration(Frozen):
 
 
 class QuantizationSpec(Frozen):
-    """What an engine, or a checkpoint, holds in low precision.
+    """The quantized parts of an engine or a checkpoint.
 
-    `linears` are canonical names; those that are absent have the engine's dtype. It may name `target.lm_head` of a
-    target with tied embeddings and `draft.lm_head` of a drafter without a head: quantized copies made for the product.
-    K/V scales are one per layer, for FP8 pages; None means pages of the engine's dtype.
+    `linears` maps canonical names of linear layers to formats; absent ones have the engine's dtype. `target.lm_head` of
+    a target with tied embeddings and `draft.lm_head` of a drafter without a head are quantized copies. K/V scales are
+    one per layer, for FP8 pages; None means pages of the engine's dtype.
     """
 
     linears: dict[str, str] = Field(default_factory=dict)
@@ -88,7 +87,7 @@ class QuantizationSpec(Frozen):
     draft_kv: tuple[LayerKvScales, ...] | None = None
 
     def format_of(self, tensor_name: str) -> str | None:
-        """Format of the linear that a stored tensor belongs to, codes or scales; None for any other tensor."""
+        """Format of the linear layer that a stored tensor (codes or scales) belongs to; None for any other tensor."""
         return self.linears.get(tensor_name, self.linears.get(tensor_name.rpartition(".")[0]))
 
     @property

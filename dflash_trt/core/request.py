@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back."""
+"""Requests, the events of their steps, and their outputs."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine. `seed` is resolved: `sampling.seed`, or one the engine drew.
+    """One prompt to be served. `seed` is resolved: `sampling.seed`, or one that the engine drew.
 
     Requests of higher `priority` go first, among equals the earlier one. `queue_timeout_s` bounds the wait for the
-    first step. `cache_salt` names whatever else changes K/V: prefixes are shared only between equal salts.
+    first step. Prefixes are shared only between requests of equal `cache_salt`.
 
     Raises:
-        RequestError: values of a wrong type or out of range, all of them.
+        RequestError: lists every value of a wrong type or out of range.
     """
 
     request_id: str
@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStatistics:
-    """How the scheduler treated one request. `num_prefix_hit_tokens` of its prompt were found computed already."""
+    """Scheduling of one request. `num_prefix_hit_tokens` of its prompt were in the prefix cache."""
 
     queue_time_s: float = 0.0  # from arrival to the first step, or to the end of a request that had none
     num_prefix_hit_tokens: int = 0
@@ -57,11 +57,11 @@ class RequestStatistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenEvent:
-    """What one step gave one request.
+    """One request's outcome of one step.
 
-    `token_ids` are the tokens emitted by this step, cut at a stop token (which is kept) and at max_new_tokens;
-    empty when a request ends without a new token. `num_candidates` is 0 for the step that ended the prefill.
-    `num_accepted` is the step's own count, before any cut. `statistics` come with the finish_reason.
+    `token_ids` are the tokens emitted by this step, cut after a stop token and at max_new_tokens; empty when a request
+    ends without a new token. `num_candidates` is 0 for the step that ended the prefill. `num_accepted` is counted
+    before any cut. `statistics` come with the finish_reason.
     """
 
     request_id: str
@@ -107,7 +107,7 @@ class GenerationOutput:
 
     @property
     def inter_token_latency_s(self) -> float | None:
-        """Mean time per token after the first, which came alone or with others of its step; None below 2 tokens."""
+        """Mean time per token after the first; None below 2 tokens."""
         if len(self.token_ids) < 2:
             return None
         return (self.total_s - self.time_to_first_token_s) / (len(self.token_ids) - 1)

@@ -1,6 +1,6 @@
-"""How an engine is run: one table, from which LLM's keywords, the commands' options and the servers' settings are made.
+"""Settings of a running engine: one table for LLM's keywords, the commands' options and the servers' settings.
 
-Refuses to know which engine runs: what depends on one (its max_draft_len, its device) is resolved when it is opened.
+Values that depend on the engine (its max_draft_len, its device) are resolved when it is opened.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A field on a command line: --its-name, unless `flag` is another name. A boolean's flag negates its default."""
+    """A field's command-line option; `flag` defaults to --its-name. A boolean's flag negates its default."""
 
     help: str
     flag: str | None = None
@@ -27,65 +27,65 @@ class Option:
 
 
 class RuntimeConfig(Frozen):
-    """Settings of an engine that is opened. None leaves a choice to the engine.
+    """Settings with which an engine is opened. None leaves a choice to the engine.
 
     Raises:
-        ConfigError: unknown names, values out of range and fields that exclude each other, all of them in one error.
+        ConfigError: lists every unknown name, value out of range and pair of mutually exclusive settings.
     """
 
     model_config = ConfigDict(strict=True)
 
     device: Annotated[
-        Device, Option(help="Where an engine of the torch backend runs; auto: the GPU where there is one.")
+        Device, Option(help="Device of an engine of backend torch; auto takes the GPU if there is one.")
     ] = "auto"
-    use_drafter: Annotated[
-        bool, Option(flag="--no-drafter", help="Plain autoregressive decoding of the same engine.")
-    ] = True
+    use_drafter: Annotated[bool, Option(flag="--no-drafter", help="Decode autoregressively, without the drafter.")] = (
+        True
+    )
     num_draft_tokens: Annotated[
         int | None,
         Field(ge=0, le=MAX_INT32),
         Option(
             metavar="K",
-            help="Drafts per request and step, with --adaptive at most (default: the engine's max_draft_len).",
+            help="Drafts per request and step; the maximum with --adaptive (default: the engine's max_draft_len).",
         ),
     ] = None
     adaptive_draft_length: Annotated[
-        bool, Option(flag="--adaptive", help="Choose K step by step, from measured speed and acceptance.")
+        bool, Option(flag="--adaptive", help="Choose K for each step, from measured speed and acceptance.")
     ] = False
-    enable_prefix_caching: Annotated[
-        bool, Option(flag="--no-prefix-caching", help="Compute every prompt from its first token.")
-    ] = True
+    enable_prefix_caching: Annotated[bool, Option(flag="--no-prefix-caching", help="Compute every prompt in full.")] = (
+        True
+    )
     overlap_scheduling: Annotated[
-        bool, Option(flag="--overlap", help="Plan each step while the one before it runs.")
+        bool, Option(flag="--overlap", help="Plan each step while the previous one runs.")
     ] = False
     kv_cache_bytes: Annotated[
-        int | None, Field(ge=1), Option(help="Memory for K/V pages, target and drafter together, on each rank.")
+        int | None, Field(ge=1), Option(help="Memory for the K/V pages of target and drafter, per rank.")
     ] = None
     kv_cache_free_memory_fraction: Annotated[
         float | None,
         Field(gt=0, le=1),
-        Option(help="The same as a fraction of free memory (default: 0.5; on a GPU 0.8, with TensorRT 0.9)."),
+        Option(help="The same, as a fraction of free memory (default: 0.5 on a CPU, 0.8 on a GPU, 0.9 with TensorRT)."),
     ] = None
     num_threads: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
-        Option(help="PyTorch's CPU threads, on each rank (default: an even share of the cores)."),
+        Option(help="PyTorch's CPU threads per rank (default: the cores, divided among the ranks)."),
     ] = None
     max_queue_len: Annotated[
         int | None,
         Field(ge=1, le=MAX_INT32),
-        Option(help="Waiting requests beyond which more are refused (default: any number waits)."),
+        Option(help="Maximum of waiting requests; more are refused (default: unlimited)."),
     ] = None
     seed: Annotated[
         int | None,
         Field(ge=0),
-        Option(help="Draws the seeds of requests without one reproducibly, in order of arrival."),
+        Option(help="Makes the seeds of requests without one reproducible, in order of arrival."),
     ] = None
 
     @model_validator(mode="wrap")
     @classmethod
     def _collect_problems(cls, fields: Any, read: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """The validation context, if any, maps names of fields to what the user typed for them."""
+        """The validation context, if any, maps field names to the flags that the user typed."""
         written_as: Mapping[str, str] = info.context or {}
         problems = []
         try:
@@ -102,7 +102,7 @@ class RuntimeConfig(Frozen):
 
 
 KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
-_EXCLUSIVE = (  # of each pair one keeps its default
+_EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("use_drafter", "num_draft_tokens"),
     ("use_drafter", "adaptive_draft_length"),
@@ -119,20 +119,20 @@ def value_type(name: str) -> Any:
 
 
 def without_none(annotation: Any) -> Any:
-    """X of X | None."""
+    """X, given X | None."""
     if isinstance(annotation, UnionType):
         (annotation,) = (kind for kind in get_args(annotation) if kind is not NoneType)
     return annotation
 
 
 def bound(name: str, kind: Literal["ge", "gt", "le"]) -> float | None:
-    """A limit of a field's values."""
+    """A bound of a field's values."""
     limits = (getattr(item, kind, None) for item in RuntimeConfig.model_fields[name].metadata)
     return next((limit for limit in limits if limit is not None), None)
 
 
 def _plain(value: object) -> object:
-    """Numbers of numpy as Python's."""
+    """Convert numbers of numpy to Python's."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -154,9 +154,9 @@ def _problem_of(details: Any, written_as: Mapping[str, str]) -> str:
     if details["type"] == "extra_forbidden":
         nearest = nearest_name(name, RuntimeConfig.model_fields)
         hint = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
-        return problem(f"'{name}'", expected="a setting of the engine", found="an unknown name", hint=hint)
+        return f"'{name}' is not a setting of the engine. {hint}"
     found = f"{details['input']!r:.80}"
-    return problem(written_as.get(name, name), expected=_expected(name), found=found, hint="Correct the value.")
+    return problem(written_as.get(name, name), expected=_expected(name), found=found)
 
 
 def _conflicts(fields: Mapping[str, Any], written_as: Mapping[str, str]) -> Iterator[str]:

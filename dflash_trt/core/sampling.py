@@ -1,8 +1,8 @@
-"""The table of sampling parameters: everything that is made of one follows from its field in `SamplingParams`.
+"""The table of sampling parameters.
 
 Checks, step inputs, command-line options, fields of input rows and inputs of servers are generated from
-`SAMPLING_FIELDS`. A new parameter is a field here (also in StepSampling and SamplingColumns where the device reads it)
-and what the samplers of the back ends do with it.
+`SAMPLING_FIELDS`. A new parameter is a field here (also in StepSampling and SamplingColumns if the device reads it) and
+code in the samplers of the backends.
 """
 
 from collections.abc import Callable
@@ -29,17 +29,17 @@ T = TypeVar("T")
 MAX_SEED: Final = 2**63 - 1
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_LEN: Final = 256  # characters of one stop string
-# At this one the tokens are as good as equally likely; far beyond, probabilities are one float32 and top_k sees ties.
+# Tokens are practically equally likely here; far beyond, probabilities round to one float32 and top_k sees ties.
 MAX_TEMPERATURE: Final = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingField:
-    """One parameter. `read` makes a caller's value plain, or raises ValueError with what was expected.
+    """One parameter. `read` checks and converts a caller's value; its ValueError says what was expected.
 
-    `dtype` is that of its step input, one value per request, and `off` the value that asks for nothing; both are None
-    for what the host alone reads. A filter is also idle at the other values of `idle`. `trtllm_names` are those in
-    the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi.
+    `dtype` is that of its step input, one value per request, and `off` the value that disables it; both are None for
+    parameters that only the host reads. `idle` are all values at which a filter does nothing. `trtllm_names` are those
+    of the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi.
     """
 
     name: str
@@ -54,7 +54,7 @@ class SamplingField:
     trtllm_names: tuple[str, str] | None
 
     def is_filter(self, value: float) -> bool:
-        """Whether `value` takes tokens out of a distribution and leaves a choice."""
+        """True if `value` removes tokens from a distribution and leaves a choice."""
         return bool(self.idle) and value not in self.idle
 
 
@@ -68,13 +68,13 @@ def _parameter(
     idle: tuple[float, ...] = (),
     trtllm_names: tuple[str, str] | None = None,
 ) -> Any:
-    """A field of SamplingParams with its row of the table."""
+    """Declare a field of SamplingParams with its row of the table."""
     row = {"read": read, "help": help, "dtype": dtype, "off": off, "idle": idle, "trtllm_names": trtllm_names}
     return field(default=default, metadata=row)
 
 
 def _clamped(read: Reader[Any], clamp: Callable[[Any], Any]) -> Reader[Any]:
-    """To what the device can hold, without loss of meaning."""
+    """Clamp values to the range of the device's dtype, without loss of meaning."""
     return lambda value: clamp(read(value))
 
 
@@ -86,25 +86,24 @@ _STRINGS: Final = tuple_of("a string or a list of strings", text("non-empty stri
 class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
 
-    Filters apply in the order temperature, top_k, top_p, min_p, on the target's distribution of every row. A `seed`
-    fixes the random numbers of every position; without one the engine draws a seed for each request. K, batch
-    mates and prompt chunks change how the sums of a step are rounded, never the distribution: in float32 on a CPU by so
-    little that greedy texts are equal and a sampled one changes only at a draw within a rounding of two tokens' border;
-    in bfloat16, FP8 and FP4 near-ties are common, and so are changed texts.
+    Filters apply in the order temperature, top_k, top_p, min_p, to the target's distribution of every row. A `seed`
+    fixes the random numbers of every position; without one the engine draws a seed for each request. K, the batch and
+    prompt chunks change how sums are rounded, never the distribution. In float32 on a CPU greedy texts are equal, and
+    sampled ones practically always; in bfloat16, FP8 and FP4 near-ties, and so changed texts, are common.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
 
-    Values are kept as the device will hold them, float32 and int32: a temperature below 1.2e-38 becomes 0 and a top_p
-    below it 1.2e-38 (the most likely token alone), a top_k from 2**31 on becomes 2**31 - 1. Numbers of numpy are
-    accepted, and so are a single string for `stop`, and lists.
+    Values are clamped to the device's float32 and int32: a temperature below 1.2e-38 becomes 0, a top_p below it
+    1.2e-38 (the most likely token alone), a top_k of 2**31 or more 2**31 - 1. Numbers of numpy, lists, and a single
+    string for `stop` are accepted.
 
     Raises:
-        RequestError: values of a wrong type or out of range, all of them.
+        RequestError: lists every value of a wrong type or out of range.
     """
 
     max_new_tokens: int = _parameter(
         128,
         integer("an integer of 1 or more", 1),
-        "New tokens at most.",
+        "Maximum number of new tokens.",
         trtllm_names=("max_tokens", "sampling_param_max_tokens"),
     )
     temperature: float = _parameter(
@@ -113,7 +112,7 @@ class SamplingParams:
             number(f"0 (greedy) to {MAX_TEMPERATURE}", lambda x: 0.0 <= x <= MAX_TEMPERATURE),
             lambda x: x if x >= FLOAT32_TINY else 0.0,
         ),
-        f"0 is greedy, and so is anything below 1.2e-38; at most {MAX_TEMPERATURE}.",
+        f"0 (and anything below 1.2e-38) is greedy; at most {MAX_TEMPERATURE}.",
         dtype="float32",
         off=0.0,
         trtllm_names=("temperature", "sampling_param_temperature"),
@@ -124,13 +123,13 @@ class SamplingParams:
         "Keep the k most likely tokens; 0 is off.",
         dtype="int32",
         off=0,
-        idle=(0, 1),  # of one token there is nothing to choose
+        idle=(0, 1),  # one token leaves no choice
         trtllm_names=("top_k", "sampling_param_top_k"),
     )
     top_p: float = _parameter(
         1.0,
         _clamped(number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0), lambda x: max(x, FLOAT32_TINY)),
-        "Keep the likeliest tokens up to this sum of probabilities; 1 is off.",
+        "Keep the most likely tokens up to this cumulative probability; 1 is off.",
         dtype="float32",
         off=1.0,
         idle=(1.0,),
@@ -139,7 +138,7 @@ class SamplingParams:
     min_p: float = _parameter(
         0.0,
         number("a number in [0, 1]", lambda x: 0.0 <= x <= 1.0),
-        "Keep tokens at least this likely, relative to the likeliest; 0 is off.",
+        "Keep tokens at least this likely, relative to the most likely one; 0 is off.",
         dtype="float32",
         off=0.0,
         idle=(0.0,),
@@ -147,8 +146,8 @@ class SamplingParams:
     seed: int | None = _parameter(
         None,
         optional_of(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
-        "Below 2^63; drawn for each request where unset. Fixes the random numbers. K and batch mates change roundings: "
-        "practically no text in float32 on a CPU, many in bfloat16, FP8 and FP4.",
+        "Fixes the random numbers; below 2^63, by default drawn for each request. K and the batch change roundings and "
+        "so texts: practically none in float32 on a CPU, many in bfloat16, FP8 and FP4.",
         dtype="int64",
         off=0,
         trtllm_names=("seed", "sampling_param_seed"),
@@ -164,8 +163,8 @@ class SamplingParams:
         tuple_of("a list of token ids", integer("a list of token ids, integers of 0 or more", 0)),
         "Stop after any of these tokens.",
     )
-    ignore_eos: bool = _parameter(False, _FLAG, "Go on after the model's end-of-sequence ids.")
-    logprobs: bool = _parameter(False, _FLAG, "Give the log-probability of every token of the output.")
+    ignore_eos: bool = _parameter(False, _FLAG, "Do not stop at the model's end-of-sequence tokens.")
+    logprobs: bool = _parameter(False, _FLAG, "Return the log-probability of every output token.")
 
     def __post_init__(self) -> None:
         readers = {row.name: row.read for row in SAMPLING_FIELDS}
@@ -197,7 +196,7 @@ STEP_SAMPLING_FIELDS: Final = tuple(row for row in SAMPLING_FIELDS if row.dtype 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSampling:
-    """What the device reads of one request's parameters, by default all off. The seed is resolved."""
+    """The parameters of one request that the device reads, by default all off. The seed is resolved."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -222,11 +221,11 @@ class SamplingColumns(Generic[T]):
 
 
 def _stop_problems(stop: tuple[str, ...]) -> list[str]:
-    """Their number and length are bounded, for the engine's thread reads all text through them."""
+    """Check their number and length, which are bounded because the engine's thread scans all text for them."""
     longest = max(map(len, stop), default=0)
     facts = ((len(stop), MAX_STOP_STRINGS, "stop strings"), (longest, MAX_STOP_LEN, "characters in a stop string"))
     return [
-        problem("sampling stop", expected=f"at most {most} {what}", found=str(number), hint="Pass fewer.")
-        for number, most, what in facts
-        if number > most
+        problem("sampling stop", expected=f"at most {limit} {what}", found=str(number))
+        for number, limit, what in facts
+        if number > limit
     ]

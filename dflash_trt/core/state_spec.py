@@ -1,4 +1,4 @@
-"""State that an engine keeps between steps, as specs that know their own size. The only place that knows a geometry."""
+"""State that an engine keeps between steps, as specs with a shape and a size. No other module knows their geometry."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dflash_trt.core.quantization import LayerKvScales
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedKv:
-    """K and V of one layer by token position, in pages that a request's row of the page table names.
+    """Paged K and V of one layer, by token position.
 
     FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v).
     """
@@ -31,7 +31,7 @@ class PagedKv:
         return math.prod(self.page_shape(1)) * num_bytes_of(self.dtype)
 
     def shard(self, mapping: Mapping) -> "PagedKv":
-        """What one rank keeps: its own heads."""
+        """One rank's shard: its heads."""
         return replace(self, num_kv_heads=self.num_kv_heads // mapping.tp_size)
 
 

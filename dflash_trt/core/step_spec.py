@@ -5,8 +5,8 @@
 K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts and always leaves with K new ones.
 
 A row of logits gives a token only if the sum of its exponentials is finite and not 0: no NaN, no +inf, not all -inf.
-The log probability of any other row is NaN, which is how the device reports it without a wait of the host; its token
-is in the vocabulary and means nothing. `backends/step_inputs.step_result` is the one place that reads the NaN.
+The log probability of any other row is NaN, so that the device can report it without a synchronization; its token is
+in the vocabulary and means nothing. Only `backends/step_inputs.step_result` reads the NaN.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,8 @@ Axis = Literal["T", "R", "R+1", "K", "K+1", "P"]
 class StepTensor:
     """A name, a dtype and symbolic axes.
 
-    `source` is where an input comes from, an attribute of ScheduledRequest: one value per request, or per token along
-    T, or per page along P. None: it follows from how the requests of a batch lie one after another. `padding` is the
-    value of a request that is none.
+    `source` is the attribute of ScheduledRequest that an input comes from: one value per request, per token (T) or per
+    page (P). None: it follows from the order and lengths of the requests. `padding` is the value of a padding row.
     """
 
     name: str

@@ -165,14 +165,10 @@ def _problem_of(details: Any, file_name: str) -> str:
     hint = "Build the engine again with this version of dflash-trt."
     if details["type"] == "extra_forbidden":
         nearest = nearest_name(name, EngineManifest.model_fields)
-        guess = (
-            f"Did you mean '{nearest}'? If nobody edited the file, it is newer than this dflash-trt. "
-            if nearest
-            else ""
-        )
-        return problem(subject, expected="a known key", found="an unknown one", hint=guess + hint)
+        guess = f"Did you mean '{nearest}'? Unless the file was edited, it is newer than this dflash-trt. "
+        return f"{subject} is unknown. {guess if nearest else ''}{hint}"
     if details["type"] == "missing":
-        return problem(subject, expected="a value", found="none", hint=hint)
+        return f"{subject} is missing. {hint}"
     expected = str(details["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     found = str(details["input"])
     return problem(subject, expected=expected, found=found if len(found) < 80 else f"{found[:80]}...", hint=hint)

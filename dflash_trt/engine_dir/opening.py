@@ -90,12 +90,12 @@ class EngineDir:
 
 
 def is_hashed(entry: EngineFile) -> bool:
-    """Whether `open` hashes a file without being asked."""
+    """True if `open` hashes a file without being asked."""
     return entry.size_bytes < MAX_ALWAYS_HASHED_BYTES
 
 
 def is_engine_dir(path: Path) -> bool:
-    """Whether `path` was written by dflash-trt, of whatever version and in whatever state."""
+    """True if `path` was written by dflash-trt, of whatever version and in whatever state."""
     try:
         return {"version", "backend", "build_config"} <= read_json_object(path / MANIFEST_NAME).keys()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The executor of an engine directory, by its back end. Imports only the one that runs."""
+"""The executor of an engine directory, by its backend. Imports only the one that runs."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ segment, unless the format has one per row. In exact arithmetic, for the rows of
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
 where W_s is the dequantized weight that the format's file defines, and x_s is x itself when `input_scale` is None, else
-x quantized and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a back
-end can see that one activation quantization serves the whole GEMM.
+x quantized and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a
+backend can see that one activation quantization serves the whole GEMM.
 
-Weights are N-D: the last two axes are out and in, leading axes are experts. `T` is a back end's tensor handle.
+Weights are N-D: the last two axes are out and in, leading axes are experts. `T` is a backend's tensor handle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the kernels of `sampling.py` are launched: scratch memory, order, grids, and ahead-of-time variants.
 
-The torch back end calls `sample_and_accept`; the plugin library compiles the order of the kernels and the table of
+The torch backend calls `sample_and_accept`; the plugin library compiles the order of the kernels and the table of
 their scratch tensors (`rules.py`). Allocates nothing while a step runs.
 """
 

@@ -1,6 +1,6 @@
-"""The op façade: everything the network is made of, and nothing a back end could not lower.
+"""The op façade: everything the network is made of, and nothing a backend could not lower.
 
-`T` is a back end's tensor handle (a torch.Tensor, a TensorRT ITensor). A back end implements `Ops[T]`; mixers, drafters
+`T` is a backend's tensor handle (a torch.Tensor, a TensorRT ITensor). A backend implements `Ops[T]`; mixers, drafters
 and the step call it and never look inside a handle. Shapes use the letters of `core/step_spec.py`; N is any row
 count, H hidden size, D head_dim, V vocabulary, S = K + 1 the slots of a draft block.
 """
@@ -31,7 +31,7 @@ class Linear(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(Generic[T]):
-    """The MLP of a layer with E experts of F features. A back end may hold them in a form of its own."""
+    """The MLP of a layer with E experts of F features. A backend may hold them in a form of its own."""
 
     router: Linear[T]  # [E, H]
 
@@ -92,7 +92,7 @@ class Rows(Generic[T]):
 
     `token_offsets` None: as many rows for every request. `keeps_kv`: K/V of the rows are state, written to the pages at
     `positions`; otherwise the rows stand behind the first `context_lens` positions of the pages and their K/V live for
-    one call only. `index` is what the back end worked out from the others, opaque to the network.
+    one call only. `index` is what the backend worked out from the others, opaque to the network.
     """
 
     positions: T  # int32 [N]
@@ -122,7 +122,7 @@ class KvDestination(Generic[T]):
 
 
 class Ops(Protocol[T]):
-    """What a back end must provide. In one step, at most one op writes to a state."""
+    """What a backend must provide. In one step, at most one op writes to a state."""
 
     def token_rows(self) -> Rows[T]:
         """The step's own T tokens, whose K/V are kept."""

@@ -1,4 +1,4 @@
-"""RoPE frequencies from a RopeSpec, in plain Python, so that every back end turns the same numbers into a table.
+"""RoPE frequencies from a RopeSpec, in plain Python, so that every backend turns the same numbers into a table.
 
 Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference) and yarn (arXiv 2309.00071), with the same
 corner cases as `transformers.modeling_rope_utils`, against which the tests compare.

@@ -59,7 +59,7 @@ def _rows(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]
             found = "another row"
         if not isinstance(row, dict) or sum(field in row for field in _FIELDS) != 1:
             expected = f"a JSON object with one of {', '.join(_FIELDS)}"
-            problems.append(problem(f"{path} line {number}", expected=expected, found=found, hint="Correct the line."))
+            problems.append(problem(f"{path} line {number}", expected=expected, found=found))
             continue
         yield number, row
 
@@ -85,7 +85,7 @@ def _token_ids(row: dict[str, Any], tokenizer: Any, subject: str, vocab_size: in
             token_ids = tokenizer.encode(row["prompt"])
     except Exception as error:  # noqa: BLE001 - tokenizers and chat templates raise whatever their parsers raise
         found = f"{type(error).__name__}: {error}"
-        problems.append(problem(subject, expected="a prompt to tokenize", found=found, hint="Correct the line."))
+        problems.append(problem(subject, expected="a prompt to tokenize", found=found))
         return []
     if any(not 0 <= token_id < vocab_size for token_id in token_ids):
         expected, found = f"token ids below the target's vocab_size {vocab_size}", "others"

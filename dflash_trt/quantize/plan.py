@@ -171,7 +171,7 @@ def component_of(name: str, spec: WeightSpec) -> Component:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a canonical tensor holds the experts of a layer, which no format packs yet."""
+    """True if a canonical tensor holds the experts of a layer, which no format packs yet."""
     return ".experts." in name
 
 

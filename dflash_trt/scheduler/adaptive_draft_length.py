@@ -139,7 +139,7 @@ class AdaptiveDraftLength:
         return best if self._is_affordable(num_decoding, best, current) else None
 
     def _is_affordable(self, num_decoding: int, length: int, current: float) -> bool:
-        """Whether a probe of `length`, by what is known, keeps the time lost to probes within its share."""
+        """True if a probe of `length`, by what is known, keeps the time lost to probes within its share."""
         cost_s = self._costs.estimate(num_decoding, length) or 0.0
         usual_s = self._costs.estimate(num_decoding, self._current) or 0.0
         speed = self.tokens_per_second(num_decoding, length) or 0.0

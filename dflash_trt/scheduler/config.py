@@ -17,7 +17,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            problem(f"scheduler {name}", expected="1 or more, or None", found=str(value), hint="Change the value.")
+            problem(f"scheduler {name}", expected="1 or more, or None", found=str(value))
             for name, value in (("max_queue_len", self.max_queue_len), ("max_prefill_tokens", self.max_prefill_tokens))
             if value is not None and value < 1
         ]

@@ -85,7 +85,7 @@ class StepPlanner:
         return max(1, self._limits.max_num_tokens // PREFILL_SHARE)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Whether `sequence` fits now, after preempting requests of lower priority if that helps."""
+        """True if `sequence` fits now, after preempting requests of lower priority if that helps."""
         if self._fits(sequence, self._request_pool.running, num_freed_pages=0):
             return True
         if not self._config.preempts_for_priority:
@@ -171,7 +171,7 @@ class PlannedRow:
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether drafts made in this step can still be accepted: a draft and a bonus token must fit after it."""
+        """True if drafts made in this step can still be accepted: a draft and a bonus token must fit after it."""
         in_flight = self.sequence.in_flight  # of the step before this one
         num_sure = 2 if in_flight is not None and in_flight.is_emitting else 1
         return self.is_emitting and self.sequence.num_remaining - num_sure >= 2

@@ -145,7 +145,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request can run, or an event waits for the next commit."""
+        """True if a request can run, or an event waits for the next commit."""
         return bool(self._request_pool.running or self._request_pool.waiting or self._ended)
 
     @property

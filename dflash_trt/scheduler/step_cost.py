@@ -88,7 +88,7 @@ class StepCosts:
         return self._num_steps - entry.last_step
 
     def is_known_nearby(self, num_decoding: int, num_draft_tokens: int) -> bool:
-        """Whether this K was measured with half to twice as many requests: then the model can tell."""
+        """True if this K was measured with half to twice as many requests: then the model can tell."""
         center, _ = _key(num_decoding, num_draft_tokens)
         nearby = range(center - _KEYS_PER_DOUBLING, center + _KEYS_PER_DOUBLING + 1)
         return any((key, num_draft_tokens) in self._table for key in nearby)

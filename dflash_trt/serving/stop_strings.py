@@ -31,7 +31,7 @@ class StopStrings:
         return text[:num_kept]
 
     def would_end(self, text: str) -> bool:
-        """Whether `push(text)` would find the first stop string."""
+        """True if `push(text)` would find the first stop string."""
         if self._automaton is None or self.is_found:
             return False
         return self._automaton.read(text, self._state)[0] is not None

@@ -183,9 +183,9 @@ def test_an_override_reaches_the_layer_config_of_speculators(checkpoints: Path) 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"is_causl": True}, "key 'is_causl': expected a known key"),
+        ({"is_causl": True}, "key 'is_causl': expected no such key"),
         ({"hidden_size": "x"}, "key 'hidden_size': expected an integer"),
-        ({"transformer_layer_config.hidden_size": 1}, "key 'transformer_layer_config': expected a known key"),
+        ({"transformer_layer_config.hidden_size": 1}, "key 'transformer_layer_config': expected no such key"),
     ],
 )
 def test_a_wrong_override_is_refused_like_the_key_itself(

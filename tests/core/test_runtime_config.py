@@ -22,7 +22,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
         ({"seed": -1}, "seed: expected an integer of 0 or more, found -1."),
         ({"device": "gpu"}, "device: expected one of auto, cpu, cuda, found 'gpu'."),
         ({"use_drafter": None}, "use_drafter: expected True or False, found None."),
-        ({"num_draft_token": 1}, "'num_draft_token': expected a setting of the engine, found an unknown name. Did you"),
+        ({"num_draft_token": 1}, "'num_draft_token' is not a setting of the engine. Did you"),
         ({"num_draft_token": 1}, "Did you mean 'num_draft_tokens'?"),
         (
             {"kv_cache_bytes": 1, "kv_cache_free_memory_fraction": 0.5},
@@ -50,7 +50,7 @@ def test_all_wrong_settings_are_in_one_error() -> None:
     assert [line.split()[1] for line in str(error.value).splitlines()[1:]] == [
         "num_draft_tokens:",
         "num_threads:",
-        "'sead':",
+        "'sead'",
         "use_drafter=False",
     ]
 

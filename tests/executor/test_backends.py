@@ -1,4 +1,4 @@
-"""What each back end says of engines: which it does not run, and which need compiling."""
+"""What each backend says of engines: which it does not run, and which need compiling."""
 
 import pytest
 import torch

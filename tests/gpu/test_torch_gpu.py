@@ -1,4 +1,4 @@
-"""The torch back end on a GPU: its tokens are the CPU's in float32, its steps are graphs, and no step waits inside."""
+"""The torch backend on a GPU: its tokens are the CPU's in float32, its steps are graphs, and no step waits inside."""
 
 import pytest
 import torch

@@ -169,7 +169,7 @@ def staged(batch, staging=None):
 
 
 def assert_holds(inputs, batch):
-    """The real part is what any back end gets; padding has no tokens and is greedy."""
+    """The real part is what any backend gets; padding has no tokens and is greedy."""
     expected, num_requests = reference_inputs(batch), len(batch.requests)
     num_tokens = int(expected.token_offsets[-1])
     for item in fields(expected):

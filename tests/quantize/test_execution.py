@@ -1,4 +1,4 @@
-"""Quantized linears and FP8 pages as the torch back end runs them, against the definition in `formats/base.py`."""
+"""Quantized linears and FP8 pages as the torch backend runs them, against the definition in `formats/base.py`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 linears: compiled by TensorRT, and equal to the quantized arithmetic of the torch back end."""
+"""FP8 and NVFP4 linears: compiled by TensorRT, and equal to the quantized arithmetic of the torch backend."""
 
 import pytest
 import torch

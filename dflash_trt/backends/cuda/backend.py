@@ -1,4 +1,4 @@
-"""The torch back end on a GPU: the same engines, but for the formats that no kernel, or not this GPU, computes."""
+"""The torch backend on a GPU: the same engines, but for the formats that no kernel, or not this GPU, computes."""
 
 from __future__ import annotations
 

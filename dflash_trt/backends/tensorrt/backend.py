@@ -1,4 +1,4 @@
-"""The TensorRT back end: one rank, compiled into a plan."""
+"""The TensorRT backend: one rank, compiled into a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight before any back end has seen it: where it lies in host memory, of which dtype and shape.
+"""A weight before any backend has seen it: where it lies in host memory, of which dtype and shape.
 
 Neither torch nor TensorRT is needed here. Nothing is copied: `owner` keeps the memory alive, and whoever holds the
 HostTensor holds the memory.

@@ -1,4 +1,4 @@
-"""The TensorRT back end of the op façade: emits `INetworkDefinition` layers, strongly typed.
+"""The TensorRT backend of the op façade: emits `INetworkDefinition` layers, strongly typed.
 
 One `TrtOps` lives for one network definition. Weights are HostTensors and become constants when an op first uses
 them; pages are values, and the op that writes them hands the written ones to the step's outputs. Attention and

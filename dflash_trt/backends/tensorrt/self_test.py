@@ -168,7 +168,7 @@ def _canary(engine: TensorRTExecutor, vocab_size: int) -> str:
 
 
 def _is_intact(pages: Tensor) -> Tensor:  # bool [pages]
-    """Whether a page is full of canaries; by bytes, since PyTorch compares no float8."""
+    """True if a page is full of canaries; by bytes, since PyTorch compares no float8."""
     canary = torch.full_like(pages[:1], CANARY).view(torch.uint8)
     return (pages.view(torch.uint8) == canary).flatten(1).all(1)
 

@@ -11,7 +11,7 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
-    """Raises BuildError for what the back end does not support."""
+    """Raises BuildError for what the backend does not support."""
     problems = unsupported_problems(config.target, config.quantization, config.mapping)
     raise_all(BuildError, "backend tensorrt", problems)
     return StepNetworkSpec(

@@ -1,4 +1,4 @@
-"""The torch back end on a CPU: it runs every engine whose activations it knows how to quantize."""
+"""The torch backend on a CPU: it runs every engine whose activations it knows how to quantize."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def with_linears(
 
 
 def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
-    """Experts of the target in the form that a back end computes with."""
+    """Experts of the target in the form that a backend computes with."""
     layers = tuple(
         replace(layer, feed_forward=prepare(layer.feed_forward)) if isinstance(layer.feed_forward, Experts) else layer
         for layer in network.target_weights.layers

@@ -86,7 +86,7 @@ def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice
 
 
 def has_grouped_gemm(x: Tensor) -> bool:
-    """Whether PyTorch has one for these rows that never asks the host: its own kernels are for bfloat16 on SM90 and
+    """True if PyTorch has one for these rows that never asks the host: its own kernels are for bfloat16 on SM90 and
     SM100, and what it does elsewhere on a GPU reads the groups back. A CPU takes any type.
     """
     if not hasattr(F, "grouped_mm"):  # from PyTorch 2.10 on

@@ -1,4 +1,4 @@
-"""The PyTorch back end of the op façade: runs the network eagerly, on a CPU.
+"""The PyTorch backend of the op façade: runs the network eagerly, on a CPU.
 
 One `TorchOps` lives for one step and holds that step's inputs and attention plan.
 """

@@ -1,4 +1,4 @@
-"""sample_and_accept in PyTorch: the definition that every other back end must match.
+"""sample_and_accept in PyTorch: the definition that every other backend must match.
 
 The target is sampled at every row; a draft is accepted while it equals the sampled token. With greedy (one-hot)
 drafts this is rejection sampling, so the output distribution is the target's at any temperature. A row whose logits

@@ -107,7 +107,7 @@ def _read_draft_vocab_size(reader: ConfigReader, vocab_size: int, tensor_names: 
     size = reader.optional_integer("draft_vocab_size") or _DEFAULT_DRAFT_VOCAB_SIZE
     if size > vocab_size:
         expected = f"at most the target's vocab_size {vocab_size}"
-        reader.refuse("draft_vocab_size", expected=expected, hint="Correct the value.")
+        reader.refuse("draft_vocab_size", expected=expected)
     return None if size == vocab_size and "lm_head.weight" not in tensor_names else size
 
 

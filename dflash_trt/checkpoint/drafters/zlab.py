@@ -117,7 +117,7 @@ def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return top
     if not isinstance(nested, dict):
         subject = f"{LABEL} key 'dflash_config'"
-        problems.append(problem(subject, expected="a JSON object", found=shown(nested), hint="Correct the value."))
+        problems.append(problem(subject, expected="a JSON object", found=shown(nested)))
         return top
     for name in sorted(set(top) & set(nested)):
         if top[name] != nested[name]:
@@ -135,7 +135,7 @@ def _read_target_layer_ids(reader: ConfigReader, num_target_layers: int | None, 
     if ids is None:
         ids = default_target_layer_ids(num_target_layers or 4, num_layers)
     if not ids:
-        reader.refuse("target_layer_ids", expected="at least one layer", hint="Correct the value.")
+        reader.refuse("target_layer_ids", expected="at least one layer")
     mirrored = [layer_id + 1 for layer_id in ids]  # the same taps in Hugging Face's hidden_states numbering
     reader.require(
         "eagle_aux_hidden_state_layer_ids", mirrored, hint="Keep the taps that the drafter was trained with."

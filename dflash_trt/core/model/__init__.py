@@ -1,5 +1,5 @@
-"""What a target and a drafter are, as data: a model is layers, a layer is a mixer and a feed-forward of some kind.
+"""Targets and drafters as data: a model is a list of layers, a layer a mixer and a feed-forward of some kind.
 
-Foreign config.json files become these in `checkpoint/`; the network reads nothing else. Bounds are far beyond any
-model: what lies outside is a corrupt file, and would compute something without a word.
+`checkpoint/` reads config.json files into these specs, and the network reads nothing else. The bounds of their fields
+are far beyond any real model, so that only corrupt files exceed them.
 """

@@ -33,16 +33,16 @@ class LayerSpec(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """What tensor parallelism cuts, by name."""
+        """Sizes that tensor parallelism divides, by name."""
         return self.mixer.sharded_sizes | self.feed_forward.sharded_sizes
 
     def shard(self, mapping: Mapping) -> "LayerSpec":
-        """One rank's part."""
+        """One rank's shard of the layer."""
         return self.model_copy(update={"mixer": self.mixer.shard(mapping)})
 
 
 class DecoderSpec(Frozen):
-    """The fields a target and a drafter share. Sizes are those of the whole model, before sharding."""
+    """Fields that a target and a drafter share. Sizes are those of the whole model, before sharding."""
 
     role: ClassVar[str]
 
@@ -54,7 +54,7 @@ class DecoderSpec(Frozen):
     @field_validator("layers")
     @classmethod
     def _not_empty(cls, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
-        """After the layers themselves: pydantic's own check would also count those that it refused."""
+        """Runs after the layers' own checks; `min_length` would not count the layers that these refuse."""
         if not layers:
             raise ValueError("at least one layer")
         return layers
@@ -65,11 +65,11 @@ class DecoderSpec(Frozen):
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """Each once, in the order of the layers."""
+        """Distinct rotary embeddings, in the order of the layers."""
         return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
 
     def states(self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None) -> tuple[PagedKv, ...]:
-        """State of each layer of the whole model; `kv_scales` are those of FP8 pages."""
+        """State of each layer of the whole model, with `kv_scales` for FP8 pages."""
         scales = kv_scales or (None,) * self.num_layers
         return tuple(
             layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)

@@ -15,12 +15,12 @@ _MAX_BLOCK_SIZE = 1024
 
 
 class DraftSpec(DecoderSpec):
-    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of that target layer: the residual sum
+    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum
     after it, which for the last layer is the input of the final norm.
 
-    `draft_vocab_size` is None when the drafter uses the target's lm_head; otherwise the drafter brings its own head,
-    and draft token i stands for target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names
-    the file of `checkpoint/drafters` that read it, `algorithm` that of `network/drafters` that runs it.
+    `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
+    draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
+    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it.
     """
 
     role: ClassVar[str] = "draft"
@@ -89,7 +89,7 @@ class DraftSpec(DecoderSpec):
 
 
 def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
-    """Raises ValueError when the drafter cannot run beside the target."""
+    """Raises ValueError when the drafter does not fit the target."""
     outside = [layer_id for layer_id in draft.target_layer_ids if layer_id >= target.num_layers]
     if outside:
         raise ValueError(f"target_layer_ids below the target's {target.num_layers} layers (not {outside})")
@@ -107,7 +107,7 @@ def check_pair(target: TargetSpec, draft: DraftSpec) -> None:
 def engine_states(
     target: TargetSpec, draft: DraftSpec | None, *, dtype: FloatDType, quantization: QuantizationSpec | None = None
 ) -> EngineStates:
-    """State of an engine of these models, unsharded; `quantization` says which pages are FP8."""
+    """States of an engine, unsharded; `quantization` decides which pages are FP8."""
     quantization = quantization or QuantizationSpec()
     return EngineStates(
         target=target.states(dtype=dtype, kv_scales=quantization.target_kv),
@@ -116,7 +116,7 @@ def engine_states(
 
 
 def engine_weights(target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None) -> WeightTable:
-    """The canonical weights of an engine, with the quantized copies of the head that quantization adds."""
+    """Canonical weights of an engine, with the copies of the head that quantization adds."""
     table = target.weights() | (draft.weights() if draft else {})
     for name in extra_heads(table, quantization.linears if quantization else ()):
         table[name] = row_sharded((target.vocab_size, target.hidden_size))

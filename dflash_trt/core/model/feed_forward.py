@@ -19,7 +19,7 @@ class Dense(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """What tensor parallelism cuts, by name."""
+        """Sizes that tensor parallelism divides, by name."""
         return {"intermediate_size": self.intermediate_size}
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
@@ -35,10 +35,10 @@ class Dense(Frozen):
 
 
 class Moe(Frozen):
-    """A mixture of experts: each token goes through its best few.
+    """A mixture of experts.
 
-    `routing` "softmax_top_k": softmax over all experts in float32, then the largest few, divided by their sum where
-    `normalizes_top_k`. "top_k_softmax": the largest few logits, then softmax over those; they sum to 1 as they are.
+    `routing` "softmax_top_k": softmax over all experts in float32, then the top k, divided by their sum if
+    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those.
 
     `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
     gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
@@ -71,11 +71,11 @@ class Moe(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Nothing: cutting experts is not implemented, and `checkpoint/sharding.py` refuses it."""
+        """Empty: sharding of experts is not implemented, and `checkpoint/sharding.py` refuses it."""
         return {}
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
-        """Experts lie one after the other along axis 0, gate rows above up rows. Nothing cuts them yet."""
+        """Experts are stacked along axis 0, gate rows above up rows."""
         experts, ffn = self.num_experts, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {
             "router": (experts, hidden_size),

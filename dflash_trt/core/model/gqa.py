@@ -1,4 +1,4 @@
-"""Grouped-query attention over paged K/V: what one layer of it is, which weights it has and which state it keeps."""
+"""Grouped-query attention over paged K/V: its parameters, weights and state."""
 
 from typing import Annotated, Literal
 
@@ -14,13 +14,13 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 
 class AttentionMask(Frozen):
-    """Which keys a query sees.
+    """Keys that a query sees.
 
     `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is
     not causal also asks key_position - query_position < window (Hugging Face's convention).
 
-    `is_window_anchored`, in a drafter: every slot of a block sees the same context, the last `window` tokens before the
-    anchor, and the window hides nothing of the block (Speculators' convention).
+    `is_window_anchored`, in a drafter: every slot of a block sees the last `window` tokens before the anchor and the
+    whole block (Speculators' convention).
     """
 
     window: Size | None = None
@@ -32,8 +32,7 @@ class Gqa(Frozen):
     """Grouped-query attention of one layer. Sizes are those of the whole model, before sharding.
 
     `scale` multiplies the scores; None means head_dim ** -0.5. `has_qk_norm`: an RMSNorm over each head of q and k,
-    before the rotation. `has_sinks`: every head has a logit of its own in the denominator of its softmax, without a
-    value (gpt-oss).
+    before RoPE. `has_sinks`: the softmax of a head has one more logit, without a value (gpt-oss).
     """
 
     kind: Literal["gqa"] = "gqa"
@@ -74,16 +73,16 @@ class Gqa(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """What tensor parallelism cuts, by name: whole heads, not their rows."""
+        """Sizes that tensor parallelism divides, by name: whole heads, not their rows."""
         return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
 
     def shard(self, mapping: Mapping) -> "Gqa":
-        """One rank's heads."""
+        """One rank's shard: its heads."""
         sizes = {name: size // mapping.tp_size for name, size in self.sharded_sizes.items()}
         return self.model_copy(update=sizes)
 
     def state(self, name: str, dtype: FloatDType, scales: LayerKvScales | None) -> PagedKv:
-        """Its pages: FP8 where there are scales, `dtype` otherwise."""
+        """Pages of the layer: FP8 with scales, `dtype` without."""
         return PagedKv(
             name=name,
             num_kv_heads=self.num_kv_heads,
@@ -93,7 +92,7 @@ class Gqa(Frozen):
         )
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
-        """[q; k; v] as one matrix; q alone where K and V of all layers are one matrix elsewhere."""
+        """Canonical weights. Without `owns_kv`, q is alone, because K and V of all layers are one matrix elsewhere."""
         name, sizes = ("qkv", (self.q_size, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_size,))
         table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes)}
         if self.has_qkv_bias:

@@ -155,7 +155,7 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
 
     Raises:
         ConfigError: fewer GPUs than ranks, or a PyTorch that cannot join them.
-        EngineDirError: a mapping that this back end does not run.
+        EngineDirError: a mapping that this backend does not run.
         CapacityError: the pages of one max_seq_len sequence do not fit on some rank.
         RankError: a worker did not start.
     """

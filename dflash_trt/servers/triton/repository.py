@@ -192,9 +192,7 @@ def _check(repository: Path, deployment: Deployment) -> None:
             )
         )
     if len(set(deployment.gpus)) != len(deployment.gpus) or any(gpu < 0 for gpu in deployment.gpus):
-        problems.append(
-            problem("gpus", expected="different indices", found=str(list(deployment.gpus)), hint="Correct them.")
-        )
+        problems.append(problem("gpus", expected="different indices", found=str(list(deployment.gpus))))
     raise_all(ConfigError, "deployment", problems)
     if deployment.environment is not None:
         check_environment(deployment.environment, accepts_numpy_2=deployment.settings.accepts_numpy_2)

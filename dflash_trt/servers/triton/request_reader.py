@@ -142,7 +142,7 @@ def _fields(arrays: Mapping[str, Array], parameters: Mapping[str, Any], problems
         try:
             value = _of_array(source, tensor) if is_array else _of_json(source, tensor)
         except ValueError as error:
-            problems.append(problem(f"input '{name}'", expected=str(error), found=_shown(source), hint="Correct it."))
+            problems.append(problem(f"input '{name}'", expected=str(error), found=_shown(source)))
             continue
         earlier = given.get(tensor.field)
         if earlier is not None and earlier.value != value:
@@ -255,9 +255,7 @@ def _sampling(values: Mapping[str, Any], settings: ModelSettings) -> SamplingPar
 def _queue_timeout_s(values: Mapping[str, Any]) -> float | None:
     timeout_s: float | None = values.get("queue_timeout_s")
     if timeout_s is not None and not timeout_s >= 0:
-        raise RequestError.about(
-            "input 'queue_timeout_s'", expected="0 or more", found=str(timeout_s), hint="Correct it."
-        )
+        raise RequestError.about("input 'queue_timeout_s'", expected="0 or more", found=str(timeout_s))
     return timeout_s
 
 

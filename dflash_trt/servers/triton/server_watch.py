@@ -46,7 +46,7 @@ class ServerWatch:
             _LOG.warning("no HTTP port of the server is seen: whether it stops is known from its gRPC side alone")
 
     def is_stopping(self) -> bool:
-        """Whether the server has begun to stop; it never returns from that. To be called about twice a second."""
+        """True if the server has begun to stop; it never returns from that. To be called about twice a second."""
         if not self._is_main_thread_awake():
             return False
         if not self._is_ready():
@@ -54,7 +54,7 @@ class ServerWatch:
         return not all(_is_answered(address) for address in self._http_ports)  # the port of the metrics still answers
 
     def is_gone(self) -> bool:
-        """Whether the server has died and left this process behind."""
+        """True if the server has died and left this process behind."""
         return os.getppid() != self._pid
 
     def _is_main_thread_awake(self) -> bool:
@@ -75,7 +75,7 @@ def _num_wakes(pid: int) -> int:
 
 
 def _is_answered(address: tuple[str, int]) -> bool:
-    """Whether one of Triton's HTTP services is there and answers; the metrics are such a service, too."""
+    """True if one of Triton's HTTP services is there and answers; the metrics are such a service, too."""
     try:
         with socket.create_connection(address, timeout=_ANSWER_S) as connection:
             connection.sendall(_HEALTH)

@@ -40,7 +40,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         limits = (("default_max_tokens", self.default_max_tokens, 1), ("drain_timeout_s", self.drain_timeout_s, 0))
         problems = [
-            problem(name, expected=f"{least} or more", found=str(value), hint="Correct the value.")
+            problem(name, expected=f"{least} or more", found=str(value))
             for name, value, least in limits
             if not value >= least
         ]
@@ -72,9 +72,7 @@ class ModelSettings:
             try:
                 values[name] = _parsed(text, types[name])
             except ValueError as error:
-                problems.append(
-                    problem(f"parameter '{name}'", expected=str(error), found=repr(text), hint="Correct the value.")
-                )
+                problems.append(problem(f"parameter '{name}'", expected=str(error), found=repr(text)))
         if "engine_dir" not in parameters:
             problems.append(
                 problem("parameter 'engine_dir'", expected="the engine", found="none", hint="Deploy the model again.")
