@@ -64,7 +64,7 @@ RULES: dict[str, Rule] = {
         file_libraries={"calibrate*.py": _set("modelopt transformers")},
     ),
     "kernels": Rule(
-        knows="GPU kernels in the Triton language, ahead-of-time compilation",
+        knows="GPU kernels in the Triton language, and their launches",
         packages=_set("core"),
         libraries=_set("torch triton"),
     ),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.argmax import TILE, combine_argmax_kernel, tile_argmax_kernel
-from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer
+from dflash_trt.kernels.capacity import next_power_of_2
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:  # F [rows, V] -> int32 [rows]
@@ -28,46 +28,6 @@ def shard_argmax(logits: Tensor, *, first_token_id: int = 0) -> tuple[Tensor, Te
 def combine_shards(shard_max: Tensor, shard_argmax: Tensor) -> Tensor:  # [ranks, rows] each -> int32 [rows]
     """The token of the whole vocabulary from what every rank's `shard_argmax` gave, gathered."""
     return _combined(shard_max[..., None].contiguous(), shard_argmax[..., None].contiguous())[1]
-
-
-def argmax_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
-    """Two launches. Grids use num_rows and num_tiles = ceil(vocab_size / TILE)."""
-    values, indices = pointer(torch.float32), pointer(torch.int32)
-    tiles = -(-vocab_size // TILE)
-    return (
-        KernelVariant(
-            name="tile_argmax",
-            kernel=tile_argmax_kernel,
-            signature={
-                "logits": pointer(dtype),
-                "tile_max": values,
-                "tile_argmax": indices,
-                "vocab_size": "i32:16" if vocab_size % 16 == 0 else "i32",
-                "first_token_id": "i32",
-            },
-            constexprs={"TILE": TILE},
-            num_warps=8,
-            num_stages=1,
-            grid=("num_rows", "num_tiles", "1"),
-        ),
-        KernelVariant(
-            name="combine_argmax",
-            kernel=combine_argmax_kernel,
-            signature={
-                "tile_max": values,
-                "tile_argmax": indices,
-                "token_ids": indices,
-                "shard_max": values,
-                "num_rows": "i32",
-                "num_tiles": "i32",
-                "num_parts": "i32",
-            },
-            constexprs={"BLOCK": next_power_of_2(tiles)},
-            num_warps=1,
-            num_stages=1,
-            grid=("num_rows", "1", "1"),
-        ),
-    )
 
 
 def _combined(tile_max: Tensor, tile_argmax: Tensor) -> tuple[Tensor, Tensor]:

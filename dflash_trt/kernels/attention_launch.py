@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.launch_rules import ANY_ROWS, NO_WINDOW, max_lag, max_lead, num_partials, num_stats, work_slots
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
-from dflash_trt.kernels.variant import next_power_of_2, request_capacity
 
 TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
 MIN_FULL_LOOP_TILE = 64  # from here on masks cost more than a second loop

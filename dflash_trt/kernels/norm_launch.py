@@ -7,10 +7,10 @@ them from the result without one.
 import torch
 from torch import Tensor
 
+from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
-from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer
 
-_SILU_BLOCK = 2048
+SILU_BLOCK = 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None) -> Tensor:
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = No
         hidden_size,
         BLOCK=block,
         HAS_SCALE=scale is not None,
-        num_warps=_num_warps(block),
+        num_warps=norm_warps(block),
         enable_fp_fusion=True,
     )
     return normed
@@ -55,7 +55,7 @@ def add_rms_norm(
         hidden_size,
         BLOCK=block,
         HAS_SCALE=scale is not None,
-        num_warps=_num_warps(block),
+        num_warps=norm_warps(block),
         enable_fp_fusion=True,
     )
     return total, normed
@@ -65,7 +65,7 @@ def silu_mul(gate_up: Tensor, *, scale: Tensor | None = None) -> Tensor:  # [N, 
     assert gate_up.is_contiguous()
     num_rows, ffn_size = len(gate_up), gate_up.shape[1] // 2
     gated = torch.empty((num_rows, ffn_size), dtype=_out_dtype(gate_up, scale), device=gate_up.device)
-    block = min(_SILU_BLOCK, next_power_of_2(ffn_size))
+    block = min(SILU_BLOCK, next_power_of_2(ffn_size))
     silu_mul_kernel[(num_rows, -(-ffn_size // block))](
         gate_up,
         gated,
@@ -79,49 +79,9 @@ def silu_mul(gate_up: Tensor, *, scale: Tensor | None = None) -> Tensor:  # [N, 
     return gated
 
 
-def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, has_scale: bool) -> tuple[KernelVariant, ...]:
-    """Grids use num_rows, the rows of the kernel's output. `has_scale`: with FP8 codes as results."""
-    tensor, result = pointer(dtype), pointer(torch.float8_e4m3fn if has_scale else dtype)
-    scale = pointer(torch.float32) if has_scale else tensor  # not read: any tensor stands in
-    block, silu_block = next_power_of_2(hidden_size), min(_SILU_BLOCK, next_power_of_2(ffn_size))
-    hidden, ffn = (f"i32{':16' if size % 16 == 0 else ''}" for size in (hidden_size, ffn_size))
-    suffix = "_fp8" if has_scale else ""
-    tensors = {"x": tensor, "weight": tensor, "normed": result, "scale": scale, "eps": "fp32"}
-    sums = {"x": tensor, "residual": tensor, "weight": tensor, "total": tensor, "normed": result, "scale": scale}
-    return (
-        KernelVariant(
-            name=f"rms_norm{suffix}",
-            kernel=rms_norm_kernel,
-            signature=tensors | {"x_stride": hidden, "hidden_size": hidden},
-            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
-            num_warps=_num_warps(block),
-            num_stages=1,
-            grid=("num_rows", "1", "1"),
-        ),
-        KernelVariant(
-            name=f"add_rms_norm{suffix}",
-            kernel=add_rms_norm_kernel,
-            signature=sums | {"eps": "fp32", "hidden_size": hidden},
-            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
-            num_warps=_num_warps(block),
-            num_stages=1,
-            grid=("num_rows", "1", "1"),
-        ),
-        KernelVariant(
-            name=f"silu_mul{suffix}",
-            kernel=silu_mul_kernel,
-            signature={"gate_up": tensor, "gated": result, "scale": scale, "ffn_size": ffn},
-            constexprs={"BLOCK": silu_block, "HAS_SCALE": has_scale},
-            num_warps=4,
-            num_stages=1,
-            grid=("num_rows", f"(ffn_size + {silu_block - 1}) / {silu_block}", "1"),
-        ),
-    )
-
-
 def _out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
     return x.dtype if scale is None else torch.float8_e4m3fn
 
 
-def _num_warps(block: int) -> int:
+def norm_warps(block: int) -> int:
     return min(max(block // 512, 1), 8)

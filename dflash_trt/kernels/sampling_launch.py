@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dflash_trt.core.dtype import DType, torch_dtype
-from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, SamplingColumns
+from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.kernels import sampling
+from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.next_inputs import advance_kernel, draft_block_kernel
 from dflash_trt.kernels.sampling import LIST_CAPACITY, PIECES, TILE
-from dflash_trt.kernels.variant import KernelVariant, next_power_of_2, pointer
 
 CHUNK = 2048  # of a list, per iteration of the bisection
 NUM_WARPS = 8
@@ -120,12 +120,12 @@ def sample_and_accept(
     arguments |= workspace
     arguments |= {"logits": logits, "vocab_size": vocab_size, "width": width, "num_tiles": num_tiles(vocab_size)}
     sizes = {"num_requests": num_requests, "num_rows": num_rows, "num_tiles": num_tiles(vocab_size)}
-    for name, grid in _GRIDS.items():
+    for name, grid in SAMPLING_GRIDS.items():
         kernel = getattr(sampling, f"{name}_kernel")
-        constants = _constants(name, vocab_size=vocab_size, width=width)
+        constants = sampling_constants(name, vocab_size=vocab_size, width=width)
         given = {key: arguments[key] for key in kernel.arg_names if key not in constants}
         kernel[tuple(sizes.get(size, 1) for size in grid)](
-            **given, **constants, num_warps=_NUM_WARPS[name], enable_fp_fusion=True
+            **given, **constants, num_warps=SAMPLING_WARPS[name], enable_fp_fusion=True
         )
 
 
@@ -177,37 +177,7 @@ def advance(
     )
 
 
-def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
-    """The launches of `sample_and_accept`, in order. Grids use num_requests, num_rows = num_requests * width and
-    num_tiles = ceil(vocab_size / TILE); `max_width` is the largest K + 1."""
-    return tuple(
-        KernelVariant(
-            name=name,
-            kernel=getattr(sampling, f"{name}_kernel"),
-            signature=_signature(name, dtype, vocab_size),
-            constexprs=_constants(name, vocab_size=vocab_size, width=max_width),
-            num_warps=_NUM_WARPS[name],
-            num_stages=1,
-            grid=grid,
-        )
-        for name, grid in _GRIDS.items()
-    )
-
-
-def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:
-    kernel: Any = getattr(sampling, f"{name}_kernel")
-    constants = _constants(name, vocab_size=vocab_size, width=1)
-    types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
-    types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
-    types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
-    types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
-    types |= {"emitted_logprobs": pointer(torch.float32)}
-    types |= {"logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
-    types["vocab_size"] = "i32:16" if vocab_size % 16 == 0 else "i32"
-    return {key: types[key] for key in kernel.arg_names if key not in constants}
-
-
-def _constants(name: str, *, vocab_size: int, width: int) -> dict[str, int]:
+def sampling_constants(name: str, *, vocab_size: int, width: int) -> dict[str, int]:
     known = {
         "TILE": TILE,
         "TILES": next_power_of_2(num_tiles(vocab_size)),
@@ -222,7 +192,7 @@ def _constants(name: str, *, vocab_size: int, width: int) -> dict[str, int]:
 
 _ROWS = ("num_rows", "1", "1")
 _TILES = ("num_rows", "num_tiles", "1")
-_GRIDS = {
+SAMPLING_GRIDS = {
     "tile_statistics": _TILES,
     "row_bounds": _ROWS,
     "collect": _TILES,
@@ -231,5 +201,5 @@ _GRIDS = {
     "draw": _ROWS,
     "accept": ("num_requests", "1", "1"),
 }
-SAMPLING_KERNELS = tuple(_GRIDS)  # without "_kernel", in the order of their launches
-_NUM_WARPS = dict.fromkeys(_GRIDS, NUM_WARPS) | {"accept": 1}
+SAMPLING_KERNELS = tuple(SAMPLING_GRIDS)  # without "_kernel", in the order of their launches
+SAMPLING_WARPS = dict.fromkeys(SAMPLING_GRIDS, NUM_WARPS) | {"accept": 1}

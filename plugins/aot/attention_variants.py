@@ -12,7 +12,7 @@ from dflash_trt.kernels.attention_launch import (
     attention_options,
 )
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
-from dflash_trt.kernels.variant import KernelVariant, pointer
+from plugins.aot.variant import KernelVariant, pointer
 
 
 def attention_variants(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dflash_trt.core.errors import BuildError, ConfigError
-from dflash_trt.kernels.variant import KernelVariant
+from plugins.aot.variant import KernelVariant
 
 # Shared memory of one block, opted in. CUDA C++ Programming Guide, technical specifications per compute capability.
 _KIB: Final = 1024

@@ -16,7 +16,6 @@ from typing import Final, TextIO
 
 from dflash_trt.core.errors import ConfigError, DFlashError
 from dflash_trt.core.host_resources import available_cores
-from dflash_trt.kernels.variant import KernelVariant
 from plugins.aot.compile import (
     ARCHITECTURES,
     DEFAULT_ARCHITECTURES,
@@ -26,6 +25,7 @@ from plugins.aot.compile import (
     prepare_compiler,
 )
 from plugins.aot.manifest import write_kernels
+from plugins.aot.variant import KernelVariant
 from plugins.aot.variants import LibrarySpec, library_variants
 
 CACHE: Final = "triton_cache"

@@ -12,11 +12,11 @@ import torch
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
-from dflash_trt.kernels.rope_and_pages_launch import rotate_and_store_variant
 from dflash_trt.kernels.sampling import TILE
-from dflash_trt.kernels.sampling_launch import sampling_variants
-from dflash_trt.kernels.variant import KernelVariant
 from plugins.aot.attention_variants import attention_variants
+from plugins.aot.page_variants import rotate_and_store_variant
+from plugins.aot.sampling_variants import sampling_variants
+from plugins.aot.variant import KernelVariant
 
 FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
 PAGE_TYPES: Final = ("network", "float8_e4m3fn")  # network: that of the activations

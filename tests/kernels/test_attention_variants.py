@@ -11,14 +11,10 @@ import torch
 
 from dflash_trt.kernels import attention_launch, rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import allocate_workspace, tile_rows, work_slots, workspace_size
-from dflash_trt.kernels.rope_and_pages_launch import (
-    draft_context_variant,
-    rotate_and_store_variant,
-    stack_draft_layers,
-    store_draft_context,
-)
-from dflash_trt.kernels.variant import KernelVariant, pointer
+from dflash_trt.kernels.rope_and_pages_launch import stack_draft_layers, store_draft_context
 from plugins.aot.attention_variants import attention_variants
+from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
+from plugins.aot.variant import KernelVariant, pointer
 from tests.kernels.attention_steps import Heads, Step, make_tensors
 from tests.kernels.test_rope_and_pages_kernels import CASES, make_rows, store
 
@@ -152,7 +148,7 @@ COMPILE = """
 import json, torch, triton
 from triton.backends.compiler import GPUTarget
 from plugins.aot.attention_variants import attention_variants
-from dflash_trt.kernels.rope_and_pages_launch import draft_context_variant, rotate_and_store_variant
+from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
 
 bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 verify = dict(dtype=bf16, page_dtype=bf16, head_dim=128)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from dflash_trt.kernels import argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
-from dflash_trt.kernels.sampling_launch import sampling_variants, workspace_shapes
-from dflash_trt.kernels.variant import pointer
+from dflash_trt.kernels.sampling_launch import workspace_shapes
+from plugins.aot.sampling_variants import sampling_variants
+from plugins.aot.variant import pointer
+from tests.kernels.small_kernel_variants import argmax_variants, norm_variants, quantize_variant
 from tests.kernels.test_attention_variants import Recorder
 from tests.kernels.test_sampling_kernels import make_inputs
 
@@ -81,9 +83,9 @@ class _Ordered(list):
 @pytest.mark.parametrize("has_scale", [False, True])
 def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, has_scale):
     hidden_size, ffn_size, vocab_size = 64, 5000, 9000
-    norms = norm_launch.norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, has_scale=has_scale)
-    argmaxes = argmax_launch.argmax_variants(torch.float32, vocab_size=vocab_size)
-    quantize = quantize_fp8_launch.quantize_variant(torch.float32)
+    norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, has_scale=has_scale)
+    argmaxes = argmax_variants(torch.float32, vocab_size=vocab_size)
+    quantize = quantize_variant(torch.float32)
     modules = [norm_launch] * 3 + [argmax_launch] * 2 + [quantize_fp8_launch]
     variants = [*norms, *argmaxes, quantize]
     recorders = [
@@ -110,10 +112,8 @@ COMPILE = """
 import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from dflash_trt.kernels.argmax_launch import argmax_variants
-from dflash_trt.kernels.norm_launch import norm_variants
-from dflash_trt.kernels.quantize_fp8_launch import quantize_variant
-from dflash_trt.kernels.sampling_launch import sampling_variants
+from tests.kernels.small_kernel_variants import argmax_variants, norm_variants, quantize_variant
+from plugins.aot.sampling_variants import sampling_variants
 
 def variants(dtype, vocab_size):
     yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)

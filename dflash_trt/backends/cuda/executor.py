@@ -35,9 +35,9 @@ from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.sampling_launch import SamplingOutputs, advance
-from dflash_trt.kernels.variant import MAX_REQUESTS
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits

@@ -1,6 +1,6 @@
-"""What one kernel is compiled as, ahead of time or at first use: argument types, constants, warps, stages, grid.
+"""What one kernel is compiled as ahead of time: argument types, constants, warps, stages, grid.
 
-Knows the words of a signature; compiles nothing and launches nothing.
+Knows the words of a signature; compiles nothing.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,6 @@ from typing import Any, cast
 import torch
 
 from dflash_trt.core.dtype import triton_type
-from dflash_trt.kernels.tensor_checks import check
-
-_CAPACITIES = (16, 64, 256, 1024, 4096)
-MAX_REQUESTS = _CAPACITIES[-1]
 
 Attributes = dict[tuple[int, ...], list[list[Any]]]
 
@@ -71,19 +67,3 @@ class KernelVariant:
 def pointer(dtype: torch.dtype) -> str:
     """The signature word of a 16-byte aligned tensor."""
     return f"*{triton_type(dtype)}:16"
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def request_capacity(num_requests: int) -> int:
-    """What the constant REQUESTS is for so many: one of a few sizes, so that few variants are compiled."""
-    check(
-        num_requests <= MAX_REQUESTS,
-        "requests in a step",
-        expected=f"at most {MAX_REQUESTS}",
-        found=num_requests,
-        hint="Build the engine with a smaller max_batch_size.",
-    )
-    return next(capacity for capacity in _CAPACITIES if capacity >= num_requests)

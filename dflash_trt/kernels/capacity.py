@@ -1,0 +1,22 @@
+"""Sizes that kernels are compiled for: one of a few for what is smaller."""
+
+from dflash_trt.kernels.tensor_checks import check
+
+_CAPACITIES = (16, 64, 256, 1024, 4096)
+MAX_REQUESTS = _CAPACITIES[-1]
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def request_capacity(num_requests: int) -> int:
+    """What the constant REQUESTS is for so many: one of a few sizes, so that few variants are compiled."""
+    check(
+        num_requests <= MAX_REQUESTS,
+        "requests in a step",
+        expected=f"at most {MAX_REQUESTS}",
+        found=num_requests,
+        hint="Build the engine with a smaller max_batch_size.",
+    )
+    return next(capacity for capacity in _CAPACITIES if capacity >= num_requests)

@@ -1,0 +1,48 @@
+"""What is compiled ahead of the sampling kernels, as `sampling_launch.py` passes it."""
+
+from typing import Any
+
+import torch
+
+from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.kernels import sampling
+from dflash_trt.kernels.sampling_launch import (
+    SAMPLING_GRIDS,
+    SAMPLING_WARPS,
+    SamplingInputs,
+    SamplingOutputs,
+    sampling_constants,
+    workspace_shapes,
+)
+from plugins.aot.variant import KernelVariant, pointer
+
+
+def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> tuple[KernelVariant, ...]:
+    """The launches of `sample_and_accept`, in order. Grids use num_requests, num_rows = num_requests * width and
+    num_tiles = ceil(vocab_size / TILE); `max_width` is the largest K + 1."""
+    return tuple(
+        KernelVariant(
+            name=name,
+            kernel=getattr(sampling, f"{name}_kernel"),
+            signature=_signature(name, dtype, vocab_size),
+            constexprs=sampling_constants(name, vocab_size=vocab_size, width=max_width),
+            num_warps=SAMPLING_WARPS[name],
+            num_stages=1,
+            grid=grid,
+        )
+        for name, grid in SAMPLING_GRIDS.items()
+    )
+
+
+def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:
+    kernel: Any = getattr(sampling, f"{name}_kernel")
+    constants = sampling_constants(name, vocab_size=vocab_size, width=1)
+    types = {key: pointer(of) for key, (of, _) in workspace_shapes(1, vocab_size).items()}
+    types |= dict.fromkeys(SamplingInputs.__dataclass_fields__, pointer(torch.int32))
+    types |= dict.fromkeys(SamplingOutputs.__dataclass_fields__, pointer(torch.int32))
+    types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
+    types |= {"emitted_logprobs": pointer(torch.float32)}
+    types |= {"logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
+    types["vocab_size"] = "i32:16" if vocab_size % 16 == 0 else "i32"
+    return {key: types[key] for key in kernel.arg_names if key not in constants}

@@ -1,0 +1,110 @@
+"""The kernels that no plugin library holds, as they are launched: to be compiled ahead and looked at."""
+
+import torch
+
+from dflash_trt.kernels.argmax import TILE, combine_argmax_kernel, tile_argmax_kernel
+from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
+from dflash_trt.kernels.norm_launch import SILU_BLOCK, norm_warps
+from dflash_trt.kernels.quantize_fp8 import quantize_fp8_kernel
+from dflash_trt.kernels.quantize_fp8_launch import BLOCK
+from plugins.aot.variant import KernelVariant, pointer
+
+
+def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, has_scale: bool) -> tuple[KernelVariant, ...]:
+    """Grids use num_rows, the rows of the kernel's output. `has_scale`: with FP8 codes as results."""
+    tensor, result = pointer(dtype), pointer(torch.float8_e4m3fn if has_scale else dtype)
+    scale = pointer(torch.float32) if has_scale else tensor  # not read: any tensor stands in
+    block, silu_block = next_power_of_2(hidden_size), min(SILU_BLOCK, next_power_of_2(ffn_size))
+    hidden, ffn = (f"i32{':16' if size % 16 == 0 else ''}" for size in (hidden_size, ffn_size))
+    suffix = "_fp8" if has_scale else ""
+    tensors = {"x": tensor, "weight": tensor, "normed": result, "scale": scale, "eps": "fp32"}
+    sums = {"x": tensor, "residual": tensor, "weight": tensor, "total": tensor, "normed": result, "scale": scale}
+    return (
+        KernelVariant(
+            name=f"rms_norm{suffix}",
+            kernel=rms_norm_kernel,
+            signature=tensors | {"x_stride": hidden, "hidden_size": hidden},
+            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
+            num_warps=norm_warps(block),
+            num_stages=1,
+            grid=("num_rows", "1", "1"),
+        ),
+        KernelVariant(
+            name=f"add_rms_norm{suffix}",
+            kernel=add_rms_norm_kernel,
+            signature=sums | {"eps": "fp32", "hidden_size": hidden},
+            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
+            num_warps=norm_warps(block),
+            num_stages=1,
+            grid=("num_rows", "1", "1"),
+        ),
+        KernelVariant(
+            name=f"silu_mul{suffix}",
+            kernel=silu_mul_kernel,
+            signature={"gate_up": tensor, "gated": result, "scale": scale, "ffn_size": ffn},
+            constexprs={"BLOCK": silu_block, "HAS_SCALE": has_scale},
+            num_warps=4,
+            num_stages=1,
+            grid=("num_rows", f"(ffn_size + {silu_block - 1}) / {silu_block}", "1"),
+        ),
+    )
+
+
+def argmax_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
+    """Two launches. Grids use num_rows and num_tiles = ceil(vocab_size / TILE)."""
+    values, indices = pointer(torch.float32), pointer(torch.int32)
+    tiles = -(-vocab_size // TILE)
+    return (
+        KernelVariant(
+            name="tile_argmax",
+            kernel=tile_argmax_kernel,
+            signature={
+                "logits": pointer(dtype),
+                "tile_max": values,
+                "tile_argmax": indices,
+                "vocab_size": "i32:16" if vocab_size % 16 == 0 else "i32",
+                "first_token_id": "i32",
+            },
+            constexprs={"TILE": TILE},
+            num_warps=8,
+            num_stages=1,
+            grid=("num_rows", "num_tiles", "1"),
+        ),
+        KernelVariant(
+            name="combine_argmax",
+            kernel=combine_argmax_kernel,
+            signature={
+                "tile_max": values,
+                "tile_argmax": indices,
+                "token_ids": indices,
+                "shard_max": values,
+                "num_rows": "i32",
+                "num_tiles": "i32",
+                "num_parts": "i32",
+            },
+            constexprs={"BLOCK": next_power_of_2(tiles)},
+            num_warps=1,
+            num_stages=1,
+            grid=("num_rows", "1", "1"),
+        ),
+    )
+
+
+def quantize_variant(dtype: torch.dtype) -> KernelVariant:
+    """The grid uses num_elements."""
+    signature = {
+        "x": pointer(dtype),
+        "scale": pointer(torch.float32),
+        "codes": pointer(torch.float8_e4m3fn),
+        "num_elements": "i32:16",  # an FP8 GEMM has columns in multiples of 16
+    }
+    return KernelVariant(
+        name="quantize_fp8",
+        kernel=quantize_fp8_kernel,
+        signature=signature,
+        constexprs={"BLOCK": BLOCK},
+        num_warps=4,
+        num_stages=1,
+        grid=(f"(num_elements + {BLOCK - 1}) / {BLOCK}", "1", "1"),
+    )
