@@ -62,7 +62,7 @@ def test_what_deploy_prints_listens_on_loopback_alone_and_the_documented_restric
     printed = deploy(engine_dir, repository, "dflash", "--environment", ENVIRONMENT, "--num-threads", 1)
     assert f"Python environment of the model: {ENVIRONMENT.resolve()}" in printed
     command = shlex.split(next(line for line in printed.splitlines() if "tritonserver " in line))
-    documented = re.findall(r"^ +(--\S+)=\$ADMIN_KEY$", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^ *(--\S+)=\$ADMIN_KEY$", (ROOT / "docs" / "deployment.md").read_text(), re.MULTILINE)
     assert len(documented) == 2
     restricted = [f"{option}=secret" for option in documented]
     with make_server(repository, installation, tmp_path, *restricted, exit_timeout_s=5) as server:
