@@ -72,7 +72,7 @@ RULES: dict[str, Rule] = {
         knows="the ops protocol, the step, decoder and drafters, for any backend", packages=_set("formats core")
     ),
     "backends": Rule(
-        knows="vertical backends: everything that knows how one of them builds, opens and runs an engine",
+        knows="how each backend builds, opens and runs an engine",
         packages=_set("network kernels engine_dir formats core"),
         libraries=_set("torch"),
         file_libraries={
