@@ -1,1 +1,1 @@
-"""Weight formats: what their tensors are, how they are quantized and read."""
+"""Weight formats: their tensors, quantization and dequantization."""

@@ -1,13 +1,13 @@
-"""Weight formats: what every one of them says of itself, and what stands in a Linear's `weight` in place of a tensor.
+"""The interface of a weight format, and the quantized weight that a Linear has in place of a tensor.
 
-A canonical linear may be several ones stacked along its rows (q, k, v; gate, up). Each of these *segments* has scalar
-scales of its own: `segments` are their row counts, in order, with sum `out`; a tensor of scales has one float32 per
-segment, unless the format has one per row. In exact arithmetic, for the rows of segment s,
+A canonical linear layer may be several fused along its rows (q, k, v; gate, up). Each of these *segments* has its own
+scalar scales: `segments` are their row counts, with sum `out`, and a tensor of scales has one float32 per segment, unless
+the format has one per row. In exact arithmetic, for the rows of segment s,
 
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
-where W_s is the dequantized weight that the format's file defines, and x_s is x itself when `input_scale` is None, else
-x quantized and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a
+where W_s is the dequantized weight, as defined by the format, and x_s is x if `input_scale` is None, else x quantized
+and dequantized with input_scale[s]. Scales that are equal in all segments are stored equal, so that a
 backend can see that one activation quantization serves the whole GEMM.
 
 Weights are N-D: the last two axes are out and in, leading axes are experts. `T` is a backend's tensor handle.
@@ -50,7 +50,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedWeight(Generic[T]):
-    """Fields that all formats share; a format's own class adds its codes."""
+    """Fields that all formats share; a format's subclass adds its codes."""
 
     per_segment: ClassVar[tuple[str, ...]] = SCALES  # fields with one number per segment; the others have rows
 
@@ -71,7 +71,7 @@ class QuantizedWeight(Generic[T]):
 
 
 def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> QuantizedWeight[T]:
-    """Whole segments of a matrix: rows start .. stop - 1, which must lie between segment boundaries."""
+    """Slice rows start .. stop - 1 of a matrix, which must be whole segments."""
     edges = [0]
     for rows in weight.segments:
         edges.append(edges[-1] + rows)
@@ -85,23 +85,25 @@ def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_row
 
 
 class WeightFormat(ABC):
-    """One format: layout, arithmetic, the hardware it needs, and the checkpoints it is read from."""
+    """One format: its layout, arithmetic, required hardware, and spelling in ModelOpt's checkpoints."""
 
     name: ClassVar[str]
     weight_type: ClassVar[type[QuantizedWeight[Any]]]
-    first_capability: ClassVar[tuple[int, int] | None] = None  # CUDA's, of a GPU that computes in it; None: any
-    instead: ClassVar[str] = ""  # hint for a GPU that does not
-    has_input_scale: ClassVar[bool] = False  # activations are quantized, too, with static scales from calibration
-    shares_weight_scale: ClassVar[bool] = False  # quantizing gives all segments the largest of their scales
+    first_capability: ClassVar[tuple[int, int] | None] = (
+        None  # CUDA compute capability of the first GPUs with it; None: any
+    )
+    instead: ClassVar[str] = ""  # hint for an older GPU
+    has_input_scale: ClassVar[bool] = False  # activations are quantized too, with static scales from calibration
+    shares_weight_scale: ClassVar[bool] = False  # all segments are quantized with the largest of their scales
     columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
     modelopt_algorithm: ClassVar[str | None] = None  # None: ModelOpt's checkpoints do not have it
-    # Kind of the ModelOpt tensor that holds each field: `MODULE.KIND`. Fields per segment are single numbers there.
+    # Suffix of the ModelOpt tensor `MODULE.SUFFIX` that holds each field. Per-segment fields are scalars there.
     modelopt_tensors: ClassVar[Mapping[str, str]] = {}
     modelopt_activation: ClassVar[Mapping[str, Any]] = {}  # ModelOpt's description of the activation quantizer
 
     @abstractmethod
     def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
-        """Tensors by field of a weight of this shape, in the order of the file."""
+        """Layout of a weight of this shape, by field, in the order of the file."""
 
     @abstractmethod
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
@@ -116,7 +118,7 @@ class WeightFormat(ABC):
         weight_amax: Tensor,  # float32 [segments]
         input_amax: Tensor | None,  # float32 [segments]; None for weight-only formats
     ) -> QuantizedWeight[Tensor]:
-        """`quantize` without experts; ranges are checked."""
+        """Quantize one matrix; the ranges are valid."""
 
     def quantize(
         self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
@@ -124,7 +126,7 @@ class WeightFormat(ABC):
         """Quantize [..., out, in] with the ranges [..., segments] of its segments.
 
         Raises:
-            CheckpointError: a range that is not finite and positive.
+            CheckpointError: a range is not finite and positive.
         """
         _require_ranges(weight_amax, "weight")
         if input_amax is not None:
@@ -143,12 +145,12 @@ class WeightFormat(ABC):
         return self.unscaled(weight, torch.float32) * row_scale(weight)[..., None]
 
     def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> QuantizedWeight[T]:
-        """The reverse of `QuantizedWeight.tensors`."""
+        """The inverse of `QuantizedWeight.tensors`."""
         return self.weight_type(segments=segments, **{"input_scale": None, **tensors})
 
 
 def tensor_name(linear: str, field_name: str) -> str:
-    """Canonical name of a tensor of a linear: the codes bear the linear's own."""
+    """Canonical name of a quantized weight's tensor; codes have the name of the linear layer."""
     return linear if field_name == "codes" else f"{linear}.{field_name}"
 
 
@@ -179,5 +181,5 @@ def _require_ranges(amax: Tensor, subject: str) -> None:
     if bool((amax.isfinite() & (amax > 0)).all()):
         return
     found = ", ".join(f"{value:g}" for value in amax.flatten().tolist())
-    hint = "Check the checkpoint and the calibration prompts, or keep this linear plain with an override."
+    hint = "Check the checkpoint and the calibration prompts, or keep this layer unquantized with an override."
     raise CheckpointError.about(f"{subject} ranges", expected="finite and positive magnitudes", found=found, hint=hint)

@@ -19,7 +19,7 @@ from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Weight(QuantizedWeight[T]):
-    """Per-segment scale: TensorRT's dequantization over axis 0 takes it repeated per row."""
+    """Codes with a scale per segment."""
 
     codes: T  # float8_e4m3fn [..., out, in]
 
@@ -28,7 +28,7 @@ class Fp8(WeightFormat):
     name = "fp8"
     weight_type = Fp8Weight
     first_capability = (8, 9)  # Ada and Hopper
-    instead = "Use `none`, or `nvfp4_w4a16`, whose weights are unpacked before the GEMM."
+    instead = "Use `none`, or `nvfp4_w4a16`, whose weights are dequantized before the GEMM."
     has_input_scale = True
     modelopt_algorithm = "FP8"
     modelopt_tensors: ClassVar = {"codes": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"}
@@ -47,7 +47,7 @@ class Fp8(WeightFormat):
             segments=tuple(segments),
             weight_scale=scale,
             input_scale=None if input_amax is None else input_amax.float() / E4M3_MAX,
-            # In the weight's dtype: a scale without axes does not promote bfloat16.
+            # In the weight's dtype: a 0-d scale does not promote bfloat16.
             codes=torch.cat([e4m3(part / scale[s]) for s, part in enumerate(parts)]),
         )
 

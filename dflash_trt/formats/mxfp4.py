@@ -1,4 +1,4 @@
-"""MXFP4 experts, as gpt-oss is published: the numbers behind the codes.
+"""Dequantization of MXFP4 experts, as in gpt-oss.
 
 A block is 32 E2M1 values along the input features, two to a byte, low nibble first, with one E8M0 scale (OCP
 Microscaling Formats, v1.0). Same results as `transformers.integrations.mxfp4.convert_moe_quantized_tensors`.
@@ -21,6 +21,6 @@ def dequantize_mxfp4(
     blocks: Tensor,  # uint8 [rows, G, 16]
     scales: Tensor,  # uint8 [rows, G]: 127 + the power of two
 ) -> Tensor:  # float32 [rows, 32 * G]
-    """Exact. Looked up a byte at a time: a checkpoint has billions of codes."""
+    """Dequantize, exactly. Looks up two codes at a time, since a checkpoint has billions."""
     values = F.embedding(blocks.int(), _PAIRS).flatten(-2)  # [rows, G, 32]
     return values.mul_(_POWERS[scales.int()][..., None]).flatten(1)

@@ -66,7 +66,7 @@ class Nvfp4WeightOnly(WeightFormat):
         )
 
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        """Exact in bfloat16 too, for a code times a block scale has 6 significant bits."""
+        """Exact in bfloat16 too: a code times a block scale has 6 significant bits."""
         assert isinstance(weight, Nvfp4Weight)
         codes, block_scale = weight.codes.flatten(0, -2), weight.block_scale.flatten(0, -2)
         rows, packed_columns = codes.shape
@@ -82,7 +82,7 @@ class Nvfp4WeightOnly(WeightFormat):
 class Nvfp4(Nvfp4WeightOnly):
     name = "nvfp4"
     first_capability = (10, 0)  # Blackwell
-    instead = "Use `fp8` for speed, or `nvfp4_w4a16` for 4-bit weights with plain activations."
+    instead = "Use `fp8` for speed, or `nvfp4_w4a16` for 4-bit weights with unquantized activations."
     has_input_scale = True
     modelopt_algorithm = "NVFP4"
     modelopt_tensors: ClassVar = {**Nvfp4WeightOnly.modelopt_tensors, "input_scale": "input_scale"}
@@ -97,7 +97,7 @@ class Nvfp4(Nvfp4WeightOnly):
 
 
 def e2m1_values(codes: Tensor) -> Tensor:  # uint8 [N, in / 2] -> float32 [N, in]
-    """Numbers that quantized nibbles stand for."""
+    """Decode E2M1 nibbles."""
     table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
     nibbles = torch.stack((codes & 0x0F, codes >> 4), dim=-1).flatten(-2)  # column 2j is the low nibble of byte j
     return table[nibbles.int()]
@@ -106,14 +106,14 @@ def e2m1_values(codes: Tensor) -> Tensor:  # uint8 [N, in / 2] -> float32 [N, in
 def e2m1_codes(values: Tensor) -> Tensor:  # float32, any shape -> uint8 of the same shape
     """Round to E2M1, ties to even, saturating; code = sign << 3 | magnitude index."""
     bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
-    # Counting the bounds below a value rounds ties down; the odd bounds are moved a hair, so that theirs go up.
+    # Counting the bounds below a value rounds ties down; the odd bounds are one ulp lower, so that their ties go up.
     bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))
     magnitude = torch.bucketize(values.abs(), bounds).to(torch.uint8)
     return magnitude | ((values < 0).to(torch.uint8) << 3)
 
 
 def block_scales(blocks: Tensor, scale: Tensor) -> Tensor:  # float32 [..., blocks, 16] -> e4m3 [..., blocks]
-    """E4M3 scale of each block of 16, given the global one."""
+    """E4M3 scale of each block of 16, given the global scale."""
     wanted = blocks.abs().amax(dim=-1) / (E2M1_MAX * scale)
     wanted = torch.where(wanted == 0, torch.ones_like(wanted), wanted)
     return wanted.clamp(_MIN_BLOCK_SCALE, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Weight formats by name. A module of this package that has FORMATS is found; nothing else lists them."""
+"""Weight formats by name, found as the FORMATS of this package's modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dflash_trt.formats.base import QuantizedWeight, TensorLayout, WeightFormat,
 
 @cache
 def weight_formats() -> Mapping[str, WeightFormat]:
-    """Every format that an engine can hold."""
+    """All formats that an engine can store."""
     modules = [import_module(f"{formats.__name__}.{found.name}") for found in pkgutil.iter_modules(formats.__path__)]
     return {item.name: item for module in modules for item in getattr(module, "FORMATS", ())}
 
@@ -30,14 +30,14 @@ def weight_format(name: str) -> WeightFormat:
 
 
 def format_of(weight: QuantizedWeight[Tensor]) -> WeightFormat:
-    """Format of a weight as an engine stores it; a weight-only one may share the arithmetic of another."""
+    """Format of a stored weight; a weight-only format may share the arithmetic of another."""
     known = [item for item in weight_formats().values() if type(weight) is item.weight_type]
     has_input_scale = weight.input_scale is not None
     return next((item for item in known if item.has_input_scale == has_input_scale), known[0])
 
 
 def format_with(fields: Iterable[str]) -> WeightFormat:
-    """Format whose weights have just these tensors."""
+    """Format whose weights have exactly these tensors."""
     wanted = set(fields)
     for item in weight_formats().values():
         if item.layout((1, item.columns_per_block), 1).keys() == wanted:
@@ -46,12 +46,12 @@ def format_with(fields: Iterable[str]) -> WeightFormat:
 
 
 def dequantize(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out, in]
-    """The numbers that a quantized weight stands for, exact."""
+    """Dequantize a weight, exactly."""
     return format_of(weight).dequantize(weight)
 
 
 def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[str, TensorLayout]:
-    """Tensors of one linear by canonical name, in the order of the file; `table` may be a rank's."""
+    """Layout of one linear layer's tensors, by canonical name, in the order of the file; `table` may be a rank's."""
     spec = table[name]
     layout = weight_format(format_name).layout(spec.shape, len(segments_of(spec)))
     return {tensor_name(name, field_name): tensor for field_name, tensor in layout.items()}
@@ -60,10 +60,7 @@ def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[s
 def split_quantized(
     tensors: Mapping[str, Tensor], table: WeightTable, linears: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight[Tensor]]]:
-    """An engine's tensors as plain ones and quantized weights; `table` is that of the tensors' rank.
-
-    Raises KeyError on a missing tensor: the engine directory has proven them before.
-    """
+    """Split a rank's tensors into unquantized ones and quantized weights; `table` is that of the rank."""
     plain, quantized = dict(tensors), {}
     for name, format_name in linears.items():
         known, spec = weight_format(format_name), table[name]
@@ -73,7 +70,7 @@ def split_quantized(
 
 
 def engine_tensors(name: str, weight: QuantizedWeight[Tensor]) -> dict[str, Tensor]:
-    """A quantized weight under canonical names, in the order of the file."""
+    """Tensors of a quantized weight by canonical name, in the order of the file."""
     return {tensor_name(name, key): tensor for key, tensor in weight.tensors().items()}
 
 
@@ -82,11 +79,11 @@ def check_quantization(quantization: QuantizationSpec, target: TargetSpec, draft
     table = engine_weights(target, draft, quantization)
     unknown = sorted(set(quantization.linears.values()) - weight_formats().keys())
     if unknown:
-        raise ValueError(f"formats among {', '.join(weight_formats())} (not {', '.join(unknown)})")
+        raise ValueError(f"only formats {', '.join(weight_formats())} (not {', '.join(unknown)})")
     wrong = [name for name in quantization.linears if name not in table or not is_linear(table[name], name)]
     if wrong:
-        raise ValueError(f"quantization of linears that the models have (not {', '.join(wrong)})")
+        raise ValueError(f"quantization of linear layers of the models (not {', '.join(wrong)})")
     for kv_scales, spec in ((quantization.target_kv, target), (quantization.draft_kv, draft)):
         num_layers = spec.num_layers if spec is not None else 0
         if kv_scales is not None and len(kv_scales) != num_layers:
-            raise ValueError(f"K/V scales of {num_layers} layers (not {len(kv_scales)})")
+            raise ValueError(f"K/V scales for {num_layers} layers (not {len(kv_scales)})")
