@@ -1,7 +1,6 @@
-"""The artifact both halves know: written once by `compile/`, opened strictly by everything that runs it.
+"""The engine directory: written once by `compile/`, checked strictly by every program that opens it.
 
-The format is described in docs/engine_dir.md. This room knows files, hashes and tensor headers; it refuses to know
-how weights are computed or used, and needs no torch.
+docs/engine_dir.md describes the format. This package knows files, hashes and tensor headers, and needs no torch.
 """
 
 from dflash_trt.engine_dir.manifest import (

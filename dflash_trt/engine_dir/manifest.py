@@ -1,4 +1,4 @@
-"""config.json of an engine directory, typed. Knows the fields and how they agree; opens no other file."""
+"""config.json of an engine directory: its fields, and how they must agree. Opens no other file."""
 
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
@@ -52,19 +52,19 @@ class PretrainedConfig(Frozen):
         if self.draft is not None:
             check_pair(self.target, self.draft)
         if self.quantization is not None:
-            from dflash_trt.formats.registry import check_quantization  # torch is not loaded for plain engines
+            from dflash_trt.formats.registry import check_quantization  # loads torch, for quantized engines only
 
             check_quantization(self.quantization, self.target, self.draft)
         return self
 
     def states(self, *, has_drafter: bool = True) -> EngineStates:
-        """State of each rank, with the drafter's or without."""
+        """States of each rank, with those of the drafter or without."""
         draft = self.draft if has_drafter else None
         return engine_states(self.target, draft, dtype=self.dtype, quantization=self.quantization).shard(self.mapping)
 
 
 class EngineLimits(Frozen):
-    """What the engine was built for; the names are TensorRT-LLM's. Counts of tokens, but for the batch size."""
+    """Limits that the engine was built for, with TensorRT-LLM's names. All but the batch size count tokens."""
 
     max_batch_size: Size
     max_seq_len: Annotated[Size, Field(ge=2)]
@@ -74,7 +74,7 @@ class EngineLimits(Frozen):
 
 
 class StepTensorFields(Frozen):
-    """A row of core/step_spec.py, without its prose."""
+    """A row of core/step_spec.py, without its description."""
 
     name: str
     dtype: str
@@ -87,7 +87,7 @@ class StepTables(Frozen):
 
     @classmethod
     def current(cls) -> Self:
-        """The contract of this version of the code."""
+        """The step contract of this version of the code."""
         return cls(inputs=_rows(STEP_INPUTS), outputs=_rows(STEP_OUTPUTS))
 
 
@@ -106,15 +106,15 @@ class EngineManifest(Frozen):
     def _check(self) -> Self:
         trained = self.draft.max_draft_len if self.draft else 0
         if self.build_config.max_draft_len > trained:
-            raise ValueError(f"max_draft_len of at most {trained}, what the drafter drafts")
+            raise ValueError(f"max_draft_len of at most {trained}, the drafter's own")
         models = [self.target, *([self.draft] if self.draft else [])]
         most_positions = min(model.max_position_embeddings for model in models)
         if self.build_config.max_seq_len > most_positions:
-            raise ValueError(f"max_seq_len of at most {most_positions}, the smaller max_position_embeddings")
+            raise ValueError(f"max_seq_len of at most {most_positions}, the minimum of max_position_embeddings")
         if (self.tensorrt is not None) != (self.backend == "tensorrt"):
             raise ValueError("a 'tensorrt' record for backend tensorrt, and for no other")
         if self.pretrained_config.mapping.rank != 0:
-            raise ValueError("mapping.rank 0: the directory holds every rank")
+            raise ValueError("mapping.rank 0, since the directory holds all ranks")
         return self
 
     @property
@@ -155,7 +155,7 @@ def _quantized_headers(name: str, table: WeightTable, format_name: str) -> dict[
 
 
 def file_problems(error: ValidationError, file_name: str) -> list[str]:
-    """What pydantic found in config.json or provenance.json, each in the house form."""
+    """One problem for each of pydantic's errors in config.json or provenance.json."""
     return [_problem_of(details, file_name) for details in error.errors()]
 
 

@@ -1,4 +1,4 @@
-"""Opening an engine directory strictly: version, files, sizes, hashes and tensor headers before anything is loaded."""
+"""Opening of an engine directory: checks version, files, sizes, hashes and tensor headers before anything is loaded."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ _MAX_LISTED_TENSORS = 8
 
 @dataclass(frozen=True)
 class EngineDir:
-    """An engine directory that has been checked."""
+    """A checked engine directory."""
 
     path: Path
     manifest: EngineManifest
@@ -67,13 +67,13 @@ class EngineDir:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """A directory `transformers` can load a tokenizer from; None for an engine of token ids only."""
+        """The tokenizer's directory; None for an engine of token ids only."""
         has_tokenizer = any(name.startswith(f"{TOKENIZER_DIR}/") for name in self.manifest.files)
         return self.path / TOKENIZER_DIR if has_tokenizer else None
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Every file of the engine."""
+        """Names of all files of the engine."""
         return (MANIFEST_NAME, PROVENANCE_NAME, *self.manifest.files)
 
     def weights_path(self, rank: int) -> Path:
@@ -81,21 +81,21 @@ class EngineDir:
         return self.path / weights_name(rank)
 
     def stored_tensors(self, rank: int) -> dict[str, TensorHeader]:
-        """The tensors of one rank's file, as its header says; none is read."""
+        """Headers of the tensors in one rank's file."""
         return read_tensor_headers(self.weights_path(rank))
 
     def provenance(self) -> dict[str, Any]:
-        """Where the engine came from, as plain JSON types: command, versions, hashes of its inputs."""
+        """Origin of the engine as JSON types: command, versions, hashes of its inputs."""
         return _read_provenance(self.path).model_dump(mode="json")
 
 
 def is_hashed(entry: EngineFile) -> bool:
-    """True if `open` hashes a file without being asked."""
+    """True if `open` hashes a file even without `verify_hashes`."""
     return entry.size_bytes < MAX_ALWAYS_HASHED_BYTES
 
 
 def is_engine_dir(path: Path) -> bool:
-    """True if `path` was written by dflash-trt, of whatever version and in whatever state."""
+    """True if dflash-trt wrote `path`, in any version and any state."""
     try:
         return {"version", "backend", "build_config"} <= read_json_object(path / MANIFEST_NAME).keys()
     except (OSError, ValueError):
@@ -103,12 +103,12 @@ def is_engine_dir(path: Path) -> bool:
 
 
 def _read_provenance(path: Path) -> Provenance:
-    """Raises OSError, or ValueError (pydantic's among them)."""
+    """Raises OSError or ValueError (pydantic's included)."""
     return Provenance.model_validate_json(json.dumps(read_json_object(path / PROVENANCE_NAME)), strict=True)
 
 
 def _read_manifest(path: Path) -> tuple[dict[str, Any], str]:
-    """What config.json says, and the hash of the bytes that say it."""
+    """Read config.json; return its fields and its hash."""
     build = f"Build one: dflash-trt build CONFIG.yaml -o {shlex.quote(str(path))}"
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing at that path"
@@ -150,13 +150,13 @@ def _check_step(path: Path, manifest: EngineManifest, hint: str) -> None:
     raise EngineDirError.about(
         f"{_heading(path)}: step tensors",
         expected="those of this version of dflash-trt",
-        found=f"others ({', '.join(different)})",
+        found=f"a difference in {', '.join(different)}",
         hint=hint,
     )
 
 
 def _provenance_problems(path: Path, config_sha256: str, hint: str) -> Iterator[str]:
-    """provenance.json is whole, and config.json is the file that it was written with."""
+    """Check that provenance.json is valid and has the hash of config.json."""
     for name in (MANIFEST_NAME, PROVENANCE_NAME):
         yield from _link_problems(path, name)
     try:
@@ -173,12 +173,12 @@ def _provenance_problems(path: Path, config_sha256: str, hint: str) -> Iterator[
 
 
 def _listed_problems(path: Path, manifest: EngineManifest, hint: str, *, verify_hashes: bool) -> Iterator[str]:
-    """Every file that config.json lists is there and the one that was written; nothing else is in tokenizer/."""
+    """Check the files that config.json lists, and that tokenizer/ has no others."""
     ranks = range(manifest.pretrained_config.mapping.world_size)
     plans = map(plan_name, ranks) if manifest.backend == "tensorrt" else ()
     for name in (*map(weights_name, ranks), *plans):
         if name not in manifest.files:
-            yield problem(f"{MANIFEST_NAME} key 'files'", expected=f"'{name}' in it", found="none", hint=hint)
+            yield f"{MANIFEST_NAME} key 'files' does not list '{name}'. {hint}"
     for name, entry in manifest.files.items():
         yield from _link_problems(path, name)
         yield from _one_file_problems(path / name, name, entry, hint, verify_hashes=verify_hashes)
@@ -186,15 +186,15 @@ def _listed_problems(path: Path, manifest: EngineManifest, hint: str, *, verify_
         name = extra.relative_to(path).as_posix()
         is_directory = extra.is_dir() and not extra.is_symlink()
         if not is_directory and name not in manifest.files:
-            yield problem(name, expected=f"only files that {MANIFEST_NAME} lists", found="another", hint="Remove it.")
+            yield f"{name} is not listed in {MANIFEST_NAME}. Remove it."
 
 
 def _link_problems(path: Path, name: str) -> Iterator[str]:
-    """A link is no part of the directory: it may lead to another file tomorrow, and breaks when the engine moves."""
+    """Refuse links: their targets may change, and they break when the engine moves."""
     where = Path(os.path.realpath(path)) / name
     real = Path(os.path.realpath(where))
     if real != where:
-        hint = "Put a copy of the file in its place."
+        hint = "Replace the link by a copy of the file."
         yield problem(name, expected="a file of this directory", found=f"a symbolic link to {real}", hint=hint)
 
 
@@ -234,7 +234,7 @@ def _heading(path: Path) -> str:
 
 
 def _hint(path: Path) -> str:
-    """The command that built the directory, where it still says so."""
+    """The command that builds the directory again, from its provenance.json if that is readable."""
     output = shlex.quote(str(path))
     fallback = f"Build it again: dflash-trt build CONFIG.yaml -o {output} --overwrite"
     try:

@@ -1,7 +1,6 @@
-"""One builder for each output path: a lock file beside it, held for as long as the builder lives.
+"""A lock file beside an output path, so that one build at a time writes to it.
 
-The lock is the kernel's (flock), so it ends with its process, whatever ended that. What a builder without a lock has
-left beside the output is nobody's, and goes.
+The lock is the kernel's (flock) and ends with its process, so files of a build that left no lock can be removed.
 """
 
 import fcntl
@@ -21,7 +20,7 @@ _MAX_HOLDER_BYTES = 256
 
 @contextmanager
 def output_lock(output: Path) -> Iterator[None]:
-    """Hold `output` against every other builder.
+    """Lock `output` against other builds.
 
     Raises:
         BuildError: another build holds it.
@@ -32,7 +31,7 @@ def output_lock(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock ends: who opened this file meanwhile sees that it is gone
+        path.unlink(missing_ok=True)  # before the lock ends: `_acquire` of another build then sees that it is gone
         os.close(descriptor)
 
 
@@ -42,16 +41,16 @@ def sibling(output: Path, purpose: str) -> Path:
 
 
 def clear_leftovers(output: Path, *, warn: Callable[[str], None]) -> None:
-    """Remove what killed builds have left beside the output, and say so. Only for who holds the lock.
+    """Remove files that killed builds left beside the output. The caller holds the lock.
 
-    A build that was killed between its two renames has left no output: the engine that stood there comes back.
+    After a build that was killed between its two renames, the previous engine is restored.
     """
     for path in _leftovers(output, "old"):
         if output.exists():
             _remove(path, warn)
         else:
             path.rename(output)
-            warn(f"brought back {output}, which a build that was killed had moved to {path}")
+            warn(f"restored {output}, which a killed build had moved to {path}")
     for path in _leftovers(output, "tmp"):
         _remove(path, warn)
 
@@ -64,11 +63,11 @@ def _leftovers(output: Path, purpose: str) -> list[Path]:
 
 def _remove(path: Path, warn: Callable[[str], None]) -> None:
     shutil.rmtree(path)
-    warn(f"removed {path}, left behind by a build that was killed")
+    warn(f"removed {path}, left by a killed build")
 
 
 def _acquire(path: Path, output: Path) -> int:
-    """A descriptor with the lock of the file that stands at `path` now."""
+    """Open and lock the file that is at `path` now; return its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -86,7 +85,7 @@ def _acquire(path: Path, output: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the builder before us has just unlinked this file: it locks nothing any more
+        os.close(descriptor)  # the previous build has just unlinked this file, so its lock excludes nobody
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""provenance.json of an engine directory, typed: where an engine came from, and the hash of its config.json."""
+"""provenance.json of an engine directory: the engine's origin, and the hash of its config.json."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ class EngineFile(Frozen):
 
 
 class ComponentBytes(Frozen):
-    """Bytes of one part of the weights, with every tensor in the engine's dtype and as they are stored."""
+    """Bytes of one component's weights: unquantized (plain_bytes) and as stored (planned_bytes)."""
 
     component: str
     plain_bytes: NumBytes
@@ -26,7 +26,7 @@ class ComponentBytes(Frozen):
 
 
 class BuildRecord(Frozen):
-    """What a build knows before config.json is written."""
+    """The part of provenance.json that is known before config.json is written."""
 
     command: tuple[str, ...]
     working_dir: str
@@ -40,6 +40,6 @@ class BuildRecord(Frozen):
 
 
 class Provenance(BuildRecord):
-    """All of provenance.json. `config_sha256` is that of config.json, which names the hashes of all other files."""
+    """All of provenance.json. `config_sha256` hashes config.json, which has the hashes of all other files."""
 
     config_sha256: Sha256

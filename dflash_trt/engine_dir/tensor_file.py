@@ -1,8 +1,7 @@
-"""safetensors files written one tensor at a time, and their headers read.
+"""A writer of safetensors files that holds one tensor at a time, and a reader of their headers.
 
-The format (an 8-byte little-endian length, a JSON header, the bytes of the tensors without gaps) is the safetensors
-project's. Its own writer wants all tensors in memory at once; this one holds the one being written. Reading is left
-to safetensors itself.
+A file is an 8-byte little-endian length, a JSON header and the bytes of the tensors without gaps. safetensors' own
+writer needs all tensors in memory at once.
 """
 
 import json
@@ -21,7 +20,7 @@ _HEADER_ALIGNMENT = 8  # so that mapped tensors are aligned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHeader:
-    """`dtype` is safetensors' word for it: F32, BF16, F16, F8_E4M3, U8, I64."""
+    """`dtype` in safetensors' spelling: F32, BF16, F16, F8_E4M3, U8, I64."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +40,7 @@ class ByteSink(Protocol):
 def write_tensor_file(
     file: ByteSink, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, memoryview]]
 ) -> None:
-    """Write `tensors`, which must come complete and in the order of `headers`; little-endian, C order."""
+    """Write `tensors`, all of them in the order of `headers`; little-endian, C order."""
     file.write(_header_bytes(headers))
     expected = iter(headers.items())
     for name, content in tensors:
@@ -61,7 +60,7 @@ def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
 
 
 def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """What the file says it holds; no tensor is read.
+    """Headers of a file's tensors, by name.
 
     Raises:
         ValueError: truncated, or not a safetensors file.

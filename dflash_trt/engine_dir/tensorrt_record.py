@@ -1,4 +1,4 @@
-"""What config.json says about `rank{r}.engine`: enough to refuse a mismatched machine before loading a plan."""
+"""The record of `rank{r}.engine` in config.json: enough to refuse a wrong machine before loading a plan."""
 
 from typing import Annotated, Literal, Self
 
@@ -15,16 +15,16 @@ class ProfileRecord(Frozen):
 
 
 class TensorRTRecord(Frozen):
-    """How the plans were built. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal.
+    """Build of the plans. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal.
 
-    A plugin library is code that runs in this process, so there is no path of one without its hash.
+    A plugin library is code that runs in this process, so its path always comes with its hash.
     """
 
     tensorrt_version: str
     gpu_name: str
     compute_capability: str
     plugins: Literal["plugin", "layers"]
-    plugin_library: str | None = None  # where it was at build time
+    plugin_library: str | None = None  # path at build time
     plugin_library_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     flags: tuple[str, ...]
     profiles: tuple[ProfileRecord, ...]
@@ -35,9 +35,9 @@ class TensorRTRecord(Frozen):
     def _check(self) -> Self:
         named = (self.plugin_library is not None, self.plugin_library_sha256 is not None)
         if self.plugins == "plugin" and not all(named):
-            raise ValueError("plugin_library and plugin_library_sha256, as plugins is plugin")
+            raise ValueError('plugin_library and plugin_library_sha256, since plugins is "plugin"')
         if self.plugins == "layers" and any(named):
-            raise ValueError("no plugin_library, as plugins is layers")
+            raise ValueError('no plugin_library, since plugins is "layers"')
         return self
 
 

@@ -1,7 +1,4 @@
-"""The tokenizer of an engine: opened as it will be served, and proven before an engine is built with it.
-
-Imports transformers when it is called, not before.
-"""
+"""The tokenizer of an engine: loading, and the checks before a build. Imports transformers only when called."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,11 +26,11 @@ _MAX_STAGE_S = 60.0  # the largest vocabularies load in a few seconds
 
 
 class _TokenizerError(Exception):
-    """What is wrong with a file: (what was expected, what was found)."""
+    """A problem of a file: (expected, found)."""
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The fast tokenizer of a directory; nothing is fetched and no code of its files is run.
+    """Load the fast tokenizer of a directory; nothing is downloaded, and no code of its files runs.
 
     Raises:
         Exception: whatever transformers and its parsers raise.
@@ -52,7 +49,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
-    """Why an engine with these tokenizer files could not serve text; empty when it could, and without files.
+    """Problems that would keep an engine with these tokenizer files from serving text.
 
     A text is encoded and decoded, and the chat template, if there is one, renders a message.
     """
@@ -81,7 +78,7 @@ def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
 
 
 def _prove(directory: Path, vocab_size: int) -> list[tuple[str, str, str]]:
-    """The first stage that fails, as (file, expected, found)."""
+    """Run the stages; return the first failure as (file, expected, found)."""
     blamed, expected = TOKENIZER_NAME, "a fast tokenizer that transformers can load"
     try:
         if (directory / TOKENIZER_NAME).is_file():
@@ -96,7 +93,7 @@ def _prove(directory: Path, vocab_size: int) -> list[tuple[str, str, str]]:
             _prove_template(tokenizer, vocab_size)
     except _TokenizerError as error:
         return [(blamed, *error.args)]
-    except BaseException as error:  # tokenizers panics with an exception that is no Exception
+    except BaseException as error:  # a panic of tokenizers is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         found = " ".join(f"{type(error).__name__}: {error}".split())
@@ -105,7 +102,7 @@ def _prove(directory: Path, vocab_size: int) -> list[tuple[str, str, str]]:
 
 
 def _load_alone(path: Path) -> None:
-    """Without the other files, so that an error is known to be this one's."""
+    """Load tokenizer.json without the other files, to know that an error is its own."""
     from transformers import PreTrainedTokenizerFast
 
     open_file: Any = PreTrainedTokenizerFast
@@ -124,7 +121,7 @@ def _prove_text(tokenizer: Any, vocab_size: int) -> None:
 
 
 def _prove_template(tokenizer: Any, vocab_size: int) -> None:
-    """Some templates want a system message first: one of the conversations must be rendered."""
+    """Render a conversation with a system message, or one without: some templates need one."""
     renderer = TemplateRenderer()
     first_error: TemplateError | None = None
     for messages in _CONVERSATIONS:
@@ -150,7 +147,7 @@ def _checked(token_ids: list[int], vocab_size: int) -> list[int]:
 
 
 def _bounded(function: Callable[[], T]) -> T:
-    """What it returns or raises, waited for a bounded time in a thread that does not outlive the process."""
+    """Call a function with a timeout, in a daemon thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:

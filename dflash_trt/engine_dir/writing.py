@@ -1,6 +1,6 @@
-"""Writing an engine directory atomically: in a hidden sibling first, renamed when complete, or nothing at all.
+"""Atomic writing of an engine directory: a hidden sibling is renamed when it is complete.
 
-One builder at a time writes to a path; see `output_lock`.
+One build at a time writes to a path; see `output_lock`.
 """
 
 import errno
@@ -40,7 +40,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True)
 class ReservedOutput:
-    """An output path that this process alone may write to. Made by `reserve_output`."""
+    """An output path that only this process writes to. Made by `reserve_output`."""
 
     path: Path
     overwrite: bool
@@ -50,10 +50,10 @@ class ReservedOutput:
 def reserve_output(
     output: Path, *, overwrite: bool = False, warn: Callable[[str], None] = lambda message: None
 ) -> Iterator[ReservedOutput]:
-    """Hold `output` for one build, from before its first work to its end; `warn` hears of what killed builds left.
+    """Lock `output` for a whole build; `warn` gets a message for each leftover of a killed build.
 
     Raises:
-        BuildError: another build holds it, what stands there may not be replaced, or it cannot be written.
+        BuildError: another build holds it, it exists and may not be replaced, or it cannot be written.
     """
     output = Path(os.path.realpath(output))
     storage = _Storage(output)
@@ -67,13 +67,13 @@ def reserve_output(
 
 @contextmanager
 def write_engine_dir(output: ReservedOutput, *, needed_bytes: int) -> Iterator["EngineDirWriter"]:
-    """Give a writer whose files become `output` when the block ends, if it called `finish`.
+    """Give a writer whose files become `output` when the block ends; it must call `finish`.
 
-    Whatever goes wrong inside, Ctrl-C included, leaves `output` as it was and nothing beside it. `needed_bytes` is
-    the size of all files together, checked against the free space before the first byte.
+    Any exception inside, Ctrl-C included, leaves `output` as it was and nothing beside it. `needed_bytes` is the total
+    size of the files, compared with the free space first.
 
     Raises:
-        BuildError: the disk is too full, or it fails, or somebody has put something at the path.
+        BuildError: the disk is full or fails, or the path has been taken meanwhile.
     """
     storage = _Storage(output.path)
     storage.check_free_space(needed_bytes)
@@ -92,7 +92,7 @@ def write_engine_dir(output: ReservedOutput, *, needed_bytes: int) -> Iterator["
 
 
 class EngineDirWriter:
-    """Adds files, each hashed while it is written and on disk when the call returns."""
+    """Adds files, each hashed while it is written and synced when the call returns."""
 
     def __init__(self, path: Path, storage: "_Storage") -> None:
         self.is_finished = False
@@ -116,7 +116,7 @@ class EngineDirWriter:
             sink.write(content)
 
     def weights_file(self, rank: int) -> Path:
-        """Where `add_weights` wrote, until the directory is published."""
+        """Path of a rank's weights, until the directory is published."""
         return self._path / weights_name(rank)
 
     def finish(
@@ -127,7 +127,7 @@ class EngineDirWriter:
         *,
         tensorrt: TensorRTRecord | None = None,
     ) -> None:
-        """Write config.json, and provenance.json with its hash; `tensorrt` describes the plans, where there are any."""
+        """Write config.json, and provenance.json with its hash; `tensorrt` describes the plans, if there are any."""
         manifest = EngineManifest(
             version=ENGINE_VERSION,
             backend="torch" if tensorrt is None else "tensorrt",
@@ -152,7 +152,7 @@ class EngineDirWriter:
 
     @contextmanager
     def _new_file(self, name: str) -> Iterator["_HashedFile"]:
-        """Only errors of the writing itself are the disk's; what the block raises passes through."""
+        """Open a file; OSErrors of writing become BuildErrors, while other errors of the block pass through."""
         path = self._path / name
         with self._storage.errors():
             path.parent.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ class EngineDirWriter:
 
 
 class _HashedFile:
-    """Unbuffered, so that a full disk shows in `write` and never again in `close`."""
+    """Unbuffered, so that a full disk raises in `write` and not in `close`."""
 
     def __init__(self, stream: RawIOBase, storage: "_Storage") -> None:
         self.sha256 = hashlib.sha256()
@@ -184,7 +184,7 @@ class _HashedFile:
 
 
 class _Storage:
-    """The disk that `output` lies on, and what may go wrong with it."""
+    """The disk of `output`, and its errors."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -222,13 +222,13 @@ class _Storage:
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
-    """An empty directory may be taken, an engine replaced with `overwrite`; BuildError for anything else."""
+    """Raises BuildError unless `output` is new, an empty directory, or an engine with `overwrite`."""
     subject = f"output {output}"
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not is_engine_dir(output):
-        found = "a directory that is no engine" if output.is_dir() else "a file"
-        hint = "Choose another -o; only engine directories are ever replaced."
+        found = "a directory that is not an engine" if output.is_dir() else "a file"
+        hint = "Choose another -o; --overwrite replaces engine directories only."
         raise BuildError.about(subject, expected="a new path", found=found, hint=hint)
     if not overwrite:
         raise BuildError.about(subject, expected="a new path", found="an engine", hint="Pass --overwrite.")
@@ -239,15 +239,15 @@ def json_bytes(fields: Mapping[str, Any]) -> bytes:
 
 
 def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Iterable[Path]) -> int:
-    """The size of the engine directory that these will become, and a little more."""
+    """Upper bound of the engine directory's size."""
     weights = tensor_file_num_bytes(tensor_headers(config)) * config.mapping.world_size
     return weights + sum(path.stat().st_size for path in tokenizer_files) + SLACK_BYTES
 
 
 def _publish(temporary: Path, reserved: ReservedOutput) -> None:
-    """Rename into place; the engine that stood there goes only after the new one has come."""
+    """Rename the new engine into place, then remove the old one."""
     output, aside = reserved.path, sibling(reserved.path, "old")
-    _check_output(output, overwrite=reserved.overwrite)  # no builder has come meanwhile, but a copy may have
+    _check_output(output, overwrite=reserved.overwrite)  # the lock keeps out builds, but not copies
     try:
         if is_engine_dir(output):
             output.rename(aside)
@@ -262,7 +262,7 @@ def _publish(temporary: Path, reserved: ReservedOutput) -> None:
 
 @contextmanager
 def _new_parents(storage: _Storage) -> Iterator[None]:
-    """Make the missing directories above the output, and take them away again on failure."""
+    """Make the missing parent directories, and remove them again on failure."""
     missing = [parent for parent in storage.output.parents if not parent.exists()]
     try:
         with storage.errors():

@@ -1,8 +1,8 @@
 """The interface of a weight format, and the quantized weight that a Linear has in place of a tensor.
 
 A canonical linear layer may be several fused along its rows (q, k, v; gate, up). Each of these *segments* has its own
-scalar scales: `segments` are their row counts, with sum `out`, and a tensor of scales has one float32 per segment, unless
-the format has one per row. In exact arithmetic, for the rows of segment s,
+scalar scales: `segments` are their row counts, with sum `out`, and a tensor of scales has one float32 per segment,
+unless the format has one per row. In exact arithmetic, for the rows of segment s,
 
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 

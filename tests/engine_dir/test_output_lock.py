@@ -80,7 +80,7 @@ def test_what_a_killed_build_left_is_named_and_removed_by_the_next_one(checkpoin
         path.mkdir()
     messages: list[str] = []
     with reserve_output(output, warn=messages.append):
-        assert messages == [f"removed {left}, left behind by a build that was killed"]
+        assert messages == [f"removed {left}, left by a killed build"]
     build(checkpoints, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".engine.tmp-mine", ".engine2.tmp-00000000", "engine"]
 
@@ -101,7 +101,7 @@ def test_an_engine_that_a_killed_build_had_moved_aside_comes_back(engine: Path) 
     messages: list[str] = []
     with pytest.raises(BuildError, match="found an engine"), reserve_output(engine, warn=messages.append):
         pass
-    assert messages == [f"brought back {engine}, which a build that was killed had moved to {aside}"]
+    assert messages == [f"restored {engine}, which a killed build had moved to {aside}"]
     EngineDir.open(engine)
 
 

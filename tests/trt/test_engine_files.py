@@ -96,7 +96,7 @@ def test_a_plan_that_the_manifest_does_not_list_is_missed(engine_path):
     fields = json.loads((engine_path / "config.json").read_text())
     del fields["files"]["rank0.engine"]
     (engine_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(EngineDirError, match=r"expected 'rank0.engine' in it, found none"):
+    with pytest.raises(EngineDirError, match=r"key 'files' does not list 'rank0.engine'"):
         EngineDir.open(engine_path)
 
 
