@@ -1,1 +1,1 @@
-"""Foreign checkpoints in, proven specs and canonical tensors out."""
+"""Reading of checkpoints: checked specs and canonical tensors."""

@@ -1,4 +1,4 @@
-"""Does this drafter belong to this target? Every mismatch that would otherwise only show as low acceptance."""
+"""Compatibility of a drafter with a target: mismatches that would otherwise only show as low acceptance."""
 
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
@@ -27,10 +27,10 @@ def compatibility_problems(target: TargetSpec, draft: DraftSpec) -> list[str]:
 
 
 def compatibility_notes(target: TargetSpec, draft: DraftSpec) -> list[str]:
-    """What the two leave open. A tap on the last layer is read in two ways.
+    """Notes about ambiguities: a tap on the last layer has two readings.
 
-    vLLM and SGLang serve drafters on the layer's output, which is also what vLLM gives to Speculators for training;
-    transformers' hidden_states, which z-lab's reference code reads, hold it after the final norm.
+    vLLM and SGLang serve drafters on the layer's output, on which Speculators also trains; transformers' hidden_states,
+    which z-lab's reference code reads, have it after the final norm.
     """
     if target.num_layers - 1 not in draft.target_layer_ids:
         return []

@@ -1,4 +1,4 @@
-"""Keys of a drafter's config.json that the user replaces for one build: its files stay as they were published."""
+"""Overrides of a drafter's config.json for one build, without changing its files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +13,17 @@ _SECTIONS = ("dflash_config", "transformer_layer_config")
 def with_overrides(
     fields: Fields, overrides: Mapping[str, Any], *, label: str, notes: list[str], problems: list[str]
 ) -> dict[str, Any]:
-    """`fields` with these values; null stands for no key, and each one that changed something makes a note.
+    """Return `fields` with these values, and add a note for each. A null counts as an absent key.
 
-    A key is replaced where it stands: at the top level, or in one of the formats' sections. One that is nowhere yet is
-    added at the top level, or in the section that it names ("dflash_config.is_causal").
+    A key is replaced where it is: at the top level, or in one of the formats' sections. A new key is added at the top
+    level, or in the section that it names ("dflash_config.is_causal").
     """
     changed = dict(fields)
     for name, value in overrides.items():
         section, key = _place(changed, name)
         inside = changed if section is None else changed.get(section, {})
         if not isinstance(inside, dict):
-            found, hint = shown(inside), "Correct the file, or name a key of another section."
-            problems.append(problem(f"{label} key '{section}'", expected="a JSON object", found=found, hint=hint))
+            problems.append(problem(f"{label} key '{section}'", expected="a JSON object", found=shown(inside)))
             continue
         before = shown(inside[key]) if key in inside else "nothing"
         inside = {**inside, key: value}
@@ -36,7 +35,7 @@ def with_overrides(
 
 
 def _place(fields: Fields, name: str) -> tuple[str | None, str]:
-    """The section, None for the top level, and the key in it."""
+    """The key's section (None: the top level) and its name there."""
     section, dot, key = name.partition(".")
     if dot and section in _SECTIONS:
         return section, key

@@ -1,7 +1,4 @@
-"""Typed reading of foreign JSON, without trust: every key is read, known to be harmless, or refused.
-
-Knows JSON types and how to say what is wrong with a key. It refuses to know what any key means.
-"""
+"""Typed, strict reading of foreign JSON: every key is read, declared harmless, or refused."""
 
 import json
 import sys
@@ -24,7 +21,7 @@ _MAX_INTEGER = 2**31 - 1  # no size, count or token id of a model is larger
 
 
 def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str, Any] | None:
-    """The JSON object in a file; None, and a problem, when there is none."""
+    """Read the JSON object in a file; append a problem and return None on failure."""
     if not path.is_file():
         problems.append(problem(label, expected="a file", found=f"none at {path}", hint=_DOWNLOAD_AGAIN))
         return None
@@ -36,10 +33,10 @@ def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str
 
 
 class ConfigReader:
-    """Reads one JSON object key by key and remembers which keys it was asked for.
+    """Reads one JSON object key by key, and knows which keys were read.
 
-    A wrong or missing value appends to `problems` and yields a harmless stand-in, so that one pass finds every
-    problem; nothing may be built from the values while `problems` has grown. A null counts as absent.
+    A wrong or missing value appends to `problems` and gives a valid placeholder, so that one pass finds every problem.
+    The caller must not use the values once `problems` has grown. A null counts as absent.
     """
 
     def __init__(self, fields: Fields, *, label: str, problems: list[str], prefix: str = "") -> None:
@@ -126,7 +123,7 @@ class ConfigReader:
         return ()
 
     def optional_section(self, name: str) -> "ConfigReader | None":
-        """A nested object as a reader of its own, which must be finished on its own."""
+        """A nested object, as a reader to be finished on its own."""
         value = self.value(name)
         if value is None:
             return None
@@ -140,7 +137,7 @@ class ConfigReader:
         return ConfigReader(fields, label=self._label, problems=self.problems, prefix=prefix)
 
     def require(self, name: str, *allowed: Any, hint: str, default: Any = None) -> None:
-        """Refuse any value but the allowed ones; an absent key stands for `default`, which may itself be refused."""
+        """Refuse all values but the allowed ones; an absent key counts as `default`."""
         value = self.value(name)
         effective = default if value is None else value
         if effective is None or any(_is_same(effective, option) for option in allowed):
@@ -153,7 +150,7 @@ class ConfigReader:
         self._known.update(names)
 
     def finish(self) -> None:
-        """Refuse every key that nobody has asked for."""
+        """Refuse every key that was neither read nor ignored."""
         unknown = sorted(set(self._fields) - self._known)
         for name in unknown[:_MAX_UNKNOWN_KEYS]:
             nearest = nearest_name(name, self._known)
@@ -167,12 +164,12 @@ class ConfigReader:
     def _required(self, name: str, value: T | None, stand_in: T) -> T:
         if value is not None:
             return value
-        self.refuse(name, expected="a value", hint=f"Add '{name}' as the checkpoint's author meant it.")
+        self.refuse(name, expected="a value", hint=f"Add '{name}' with the value that the checkpoint was trained with.")
         return stand_in
 
 
 def shown(value: Any) -> str:
-    """A JSON value as it stands in the file, cut to one readable line."""
+    """A JSON value as in the file, shortened for an error message."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
@@ -186,5 +183,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_same(value: Any, option: Any) -> bool:
-    """Equal, where JSON's true is not 1."""
+    """True if equal; JSON's true is not 1."""
     return isinstance(value, bool) == isinstance(option, bool) and bool(value == option)

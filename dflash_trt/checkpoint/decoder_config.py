@@ -1,7 +1,4 @@
-"""The part of a config.json that targets and drafters share: sizes, activation, layer types, RoPE.
-
-Knows Hugging Face's key names for a Llama-like decoder. It refuses to know whose decoder it is.
-"""
+"""The part of a config.json that targets and drafters share, with Hugging Face's keys: sizes, layer types, RoPE."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from dflash_trt.checkpoint.config_reader import ConfigReader
 
 NOT_IMPLEMENTED = "This feature is not implemented: use a checkpoint without it."
 
-_MAX_LAYERS = 1000  # far above any model; a corrupt count must not make us allocate
+_MAX_LAYERS = 1000  # far above any model; a corrupt count must not cause huge allocations
 
 _ROPE_TYPES: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "default": "none",
@@ -40,13 +37,13 @@ class DecoderSizes:
         return {name: getattr(self, name) for name in ("hidden_size", "rms_norm_eps", "max_position_embeddings")}
 
     def mixer_fields(self, reader: ConfigReader, *, has_biases: bool = False) -> dict[str, Any]:
-        """Of a Gqa, with `attention_bias`; `has_biases` where the file does not say."""
+        """Fields of a Gqa, with `attention_bias`; `has_biases` is its default."""
         has_bias = reader.flag("attention_bias", default=has_biases)
         sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
         return sizes | {"has_qkv_bias": has_bias, "has_o_bias": has_bias}
 
     def dense_fields(self, *, has_bias: bool = False) -> dict[str, Any]:
-        """Of a Dense."""
+        """Fields of a Dense."""
         return {"kind": "dense", "intermediate_size": self.intermediate_size, "has_bias": has_bias}
 
     def full_masks(self) -> list[dict[str, Any]]:
@@ -57,12 +54,12 @@ class DecoderSizes:
 def layers_of(
     mixer: Mapping[str, Any], feed_forward: Mapping[str, Any], masks: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Fields of LayerSpecs that differ in their masks alone."""
+    """Fields of LayerSpecs that differ only in their masks."""
     return [{"mixer": {**mixer, "mask": mask}, "feed_forward": feed_forward} for mask in masks]
 
 
 def read_sizes(reader: ConfigReader) -> DecoderSizes:
-    """Sizes under their Hugging Face names; head_dim and KV heads have Hugging Face's defaults."""
+    """Read sizes; head_dim and num_key_value_heads have Hugging Face's defaults."""
     num_problems = len(reader.problems)
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
@@ -85,7 +82,7 @@ def read_sizes(reader: ConfigReader) -> DecoderSizes:
 
 
 def require_plain_decoder(reader: ConfigReader) -> None:
-    """Refuse what no decoder of ours computes, whoever's config it is."""
+    """Refuse features that no decoder here implements."""
     reader.require("hidden_act", "silu", default="silu", hint=NOT_IMPLEMENTED)
     reader.require("pretraining_tp", 1, hint=NOT_IMPLEMENTED)
     reader.require("is_encoder_decoder", False, hint=NOT_IMPLEMENTED)
@@ -103,7 +100,7 @@ def require_plain_decoder(reader: ConfigReader) -> None:
 
 
 def require_dense(reader: ConfigReader) -> None:
-    """Refuse experts where the family has none."""
+    """Refuse experts, for families without them."""
     for name in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
         reader.require(name, hint="Experts are not implemented for this architecture: use a dense checkpoint.")
 
@@ -111,7 +108,7 @@ def require_dense(reader: ConfigReader) -> None:
 def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> dict[str, Any]:
     """Fields of a RopeSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    `default_theta` stands in where neither schema gives a theta; None makes it a required key.
+    `default_theta` applies if neither schema has a theta; None makes the key required.
     """
     reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
@@ -127,7 +124,7 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> di
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
-    """Per layer: is it sliding? None without `layer_types`."""
+    """For each layer, True if it is sliding; None without `layer_types`."""
     names = reader.optional_texts("layer_types")
     if names is None:
         return None
@@ -137,17 +134,17 @@ def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] 
         reader.refuse("layer_types", expected=f"only {' and '.join(known)}", hint=NOT_IMPLEMENTED)
     elif len(names) != num_layers:
         expected = f"num_hidden_layers = {num_layers} entries"
-        reader.refuse("layer_types", expected=expected, hint=f"Correct one of the two: the list has {len(names)}.")
+        reader.refuse("layer_types", expected=expected, hint=f"The list has {len(names)}: one of the two is wrong.")
     return tuple(known.get(name, False) for name in names)
 
 
 def require_window(reader: ConfigReader, window: int | None) -> None:
-    """A sliding layer needs both keys: without use_sliding_window Hugging Face drops the window."""
+    """Require both keys for a sliding layer: without use_sliding_window Hugging Face drops the window."""
     if window is None:
-        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", hint="Add it.")
+        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
     if not reader.flag("use_sliding_window", default=False):
         hint = "Set it to true if the checkpoint was trained with the window, else make every layer full_attention."
-        reader.refuse("use_sliding_window", expected="true, as some layers are sliding", hint=hint)
+        reader.refuse("use_sliding_window", expected="true, since some layers are sliding", hint=hint)
 
 
 def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
@@ -157,7 +154,7 @@ def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
     if sizes.head_dim % 2 or sizes.head_dim == 0:
         found = f"even, found {sizes.head_dim} from hidden_size / num_attention_heads"
         expected = "an even number" if reader.has("head_dim") else found
-        reader.refuse("head_dim", expected=expected, hint="Correct the value: RoPE rotates pairs.")
+        reader.refuse("head_dim", expected=expected, hint="RoPE rotates pairs.")
 
 
 def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: float | None) -> float:
@@ -173,7 +170,7 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
 
 def _read_scaling(section: ConfigReader, theta: float) -> dict[str, Any]:
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
-    section.require("type", rope_type, hint="Remove it: it is the older name of rope_type.")
+    section.require("type", rope_type, hint="Remove it: it is the old name of rope_type.")
     section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     if rope_type not in _ROPE_TYPES:
         name = "rope_type" if section.has("rope_type") else "type"

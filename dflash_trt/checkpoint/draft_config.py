@@ -1,4 +1,4 @@
-"""A drafter's config.json -> DraftSpec, whatever its format: `drafters/` knows them."""
+"""A drafter's config.json -> DraftSpec; `drafters/` has the formats."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,10 +22,10 @@ def parse_draft(
     notes: list[str],
     overrides: Mapping[str, Any] | None = None,
 ) -> DraftSpec | None:
-    """The spec of the drafter in `directory`; None when `problems` has grown.
+    """Read the spec of the drafter in `directory`; None if `problems` has grown.
 
-    `tensor_names` are those of its checkpoint: Speculators' config does not say whether the drafter brings its own
-    embedding. `notes` get what the file leaves open, and the `overrides`: see `config_overrides`.
+    `tensor_names` are those of its checkpoint: Speculators' config does not say if the drafter has its own embedding.
+    `notes` get the resolved ambiguities and the `overrides`.
     """
     num_problems = len(problems)
     _refuse_extra_files(directory, problems)
@@ -48,6 +48,6 @@ def parse_draft(
 
 def _refuse_extra_files(directory: Path, problems: list[str]) -> None:
     name = "mask_embedding.pt"
-    hint = "A mask embedding of the drafter's own is not implemented: use a drafter without it."
+    hint = "A mask embedding stored with the drafter is not implemented: use a drafter without it."
     if (directory / name).exists():
         problems.append(problem(f"drafter file '{name}'", expected="no such file", found="one", hint=hint))

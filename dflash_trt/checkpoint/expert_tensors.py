@@ -1,6 +1,6 @@
-"""How a checkpoint stores the experts of a layer, and reading them as `core.weight_spec` wants them.
+"""Layouts of a layer's experts in checkpoints, and their conversion to the canonical one.
 
-Canonical: [experts, out, in], and for gate_up all gate rows above all up rows. One expert is in memory beside the
+Canonical: [experts, out, in], and for gate_up all gate rows above all up rows. Only one expert is in memory beside the
 tensor that is being filled.
 """
 
@@ -19,7 +19,7 @@ FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout:
-    """One tensor of all experts, [experts, out, in] or [experts, out], apart from what is said here.
+    """By default one tensor of all experts, [experts, out, in] or [experts, out].
 
     `is_one_by_one`: a matrix for each expert and projection, expert by expert. `is_transposed`: [experts, in, out].
     `is_interleaved`: gate and up rows alternate. `is_mxfp4`: blocks [experts, out, in / 32, 16] and scales
@@ -33,7 +33,7 @@ class ExpertLayout:
 
 
 def part_shapes(layout: ExpertLayout, shape: tuple[int, ...], num_parts: int) -> list[tuple[int, ...]]:
-    """What the parts of a canonical tensor of this shape must look like."""
+    """Shapes of the stored parts of a canonical tensor of this shape."""
     num_experts, rows = shape[:2]
     if layout.is_one_by_one:
         return [(rows * num_experts // num_parts, *shape[2:])] * num_parts
@@ -69,7 +69,7 @@ def read_experts(
 def _experts(
     layout: ExpertLayout, parts: Sequence[StoredTensor], num_experts: int, slice_of: Callable[[StoredTensor], Any]
 ) -> Iterator[Tensor]:
-    """[out, in] or [out] of one expert after the other. A slice must not outlive the next call of `slice_of`."""
+    """Yield [out, in] or [out] of each expert. A slice must not outlive the next call of `slice_of`."""
     if layout.is_one_by_one:
         num_parts = len(parts) // num_experts
         for start in range(0, len(parts), num_parts):

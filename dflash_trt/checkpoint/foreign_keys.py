@@ -1,10 +1,9 @@
-"""The keys of a Hugging Face config.json that do not change what the network computes.
+"""Keys of a Hugging Face config.json that do not change the computation.
 
-An explicit list: a key that is neither read nor listed here is refused, so that a new feature of a checkpoint is never
-dropped without a word.
+A key that is neither read nor listed here is refused, so that no new feature of a checkpoint is silently ignored.
 """
 
-# How the file was made, and by what.
+# Provenance of the file.
 PROVENANCE_KEYS = (
     "_name_or_path",
     "name_or_path",
@@ -20,7 +19,7 @@ PROVENANCE_KEYS = (
     "unsloth_version",
 )
 
-# Training, and what a forward pass returns or caches. dtype is free here: the engine's own dtype decides.
+# Training, and outputs or caches of a forward pass. The engine's own dtype replaces the file's.
 RUNTIME_KEYS = (
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -48,7 +47,7 @@ RUNTIME_KEYS = (
     "use_cache",
 )
 
-# Defaults of `generate`, which older files keep here. The engine takes sampling from each request.
+# Defaults of `generate` in older files. The engine takes sampling from each request.
 GENERATION_KEYS = (
     "do_sample",
     "max_length",

@@ -1,4 +1,4 @@
-"""How a canonical tensor is made of foreign ones: the vocabulary of the tables of names."""
+"""The recipe that makes a canonical tensor from foreign ones, as in the tables of names."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,10 +10,10 @@ Recipe = Literal["stacked", "experts", "offsets", "identity"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignNames:
-    """How a canonical tensor is made of foreign ones.
+    """Names of the foreign parts of a canonical tensor, and the recipe to combine them.
 
-    `stacked`: the parts one below the other, along axis 0. `experts`: as `layout` says. `offsets`: row i holds the
-    distance from i to its value, so the canonical tensor is arange + part. `identity`: no part, arange.
+    `stacked`: concatenated along axis 0. `experts`: converted from `layout`. `offsets`: arange + the only part.
+    `identity`: arange, without a part.
     """
 
     parts: tuple[str, ...]

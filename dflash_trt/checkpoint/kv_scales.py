@@ -1,4 +1,4 @@
-"""K/V scales of a ModelOpt export: where they lie and what they say. Canonical form: `core/quantization`."""
+"""K/V scales of a ModelOpt export; `core/quantization` has the canonical form."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ _EXPORT_AGAIN = "Export the checkpoint again."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvScaleSource:
-    """One layer's scales; None where the export leaves them at 1."""
+    """One layer's scales; None means 1."""
 
     k: StoredTensor | None
     v: StoredTensor | None
@@ -25,9 +25,9 @@ class KvScaleSource:
 def resolve_kv_scales(
     spec: TargetSpec, stored: StoredTensors, config: ModelOptConfig | None, *, label: str, problems: list[str]
 ) -> tuple[tuple[KvScaleSource, ...] | None, StoredTensors]:
-    """One source per layer for FP8 K/V, None without; and the tensors that are left.
+    """Return one source per layer for FP8 K/V (None without), and the remaining tensors.
 
-    ModelOpt writes no scale at all when it calibrates none; an export with some of them is broken.
+    ModelOpt writes the scales of all layers or of none.
     """
     if config is None or not config.has_fp8_kv:
         return None, stored

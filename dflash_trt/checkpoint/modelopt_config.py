@@ -1,7 +1,7 @@
-"""What ModelOpt says about a checkpoint it exported: hf_quant_config.json, or `quantization_config` of config.json.
+"""ModelOpt's description of a checkpoint: hf_quant_config.json, or `quantization_config` of config.json.
 
-Reads both spellings of ModelOpt 0.47 (nested, and flat as config.json has it). It refuses every algorithm and every
-other producer by name. Which tensors follow from it is `quantized_weights`' business.
+Reads both schemas of ModelOpt 0.47, the nested one and the flat one of config.json. Refuses unknown algorithms and
+other producers by name. `quantized_weights` finds the tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptConfig:
-    """`layers` names modules of a mixed-precision checkpoint; otherwise `default` holds for all but `excluded`."""
+    """`layers` are the modules of a mixed-precision checkpoint; otherwise `default` applies to all but `excluded`."""
 
     default: str | None
     excluded: tuple[str, ...] = ()  # patterns
@@ -34,14 +34,14 @@ class ModelOptConfig:
     has_fp8_kv: bool = False
 
     def format_of(self, module: str) -> str | None:
-        """What the export claims for one module, for example `model.layers.0.mlp.down_proj`."""
+        """The declared format of a module, for example `model.layers.0.mlp.down_proj`."""
         if self.layers:
             return self.layers.get(module)
         return None if any(fnmatchcase(module, pattern) for pattern in self.excluded) else self.default
 
 
 def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) -> ModelOptConfig | None:
-    """The quantization of a checkpoint directory; None for an unquantized one, or when `problems` has grown."""
+    """Read a checkpoint's quantization; None for an unquantized one, or if `problems` has grown."""
     path = directory / QUANT_CONFIG_FILE
     if path.is_file():
         subject = f"{label} {QUANT_CONFIG_FILE}"
@@ -75,7 +75,7 @@ def read_modelopt_config(directory: Path, *, label: str, problems: list[str]) ->
 
 
 def is_modelopt(section: Any) -> TypeGuard[dict[str, Any]]:
-    """True if a `quantization_config` is one of ModelOpt's, which alone say what their scales are called."""
+    """True if a `quantization_config` is ModelOpt's."""
     if not isinstance(section, dict):
         return False
     producer = section.get("producer")
@@ -85,14 +85,14 @@ def is_modelopt(section: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def require_modelopt(reader: ConfigReader) -> None:
-    """Refuse quantization by any other tool; what ModelOpt says is read by `read_modelopt_config`."""
+    """Refuse quantization by any other tool; `read_modelopt_config` reads ModelOpt's."""
     section = reader.value("quantization_config")
     if section is not None and not is_modelopt(section):
         reader.refuse("quantization_config", expected="none, or ModelOpt's", hint=_OTHER_EXPORT)
 
 
 def _from_config(path: Path, subject: str) -> dict[str, Any] | None:
-    """`quantization_config`, when it is there; a broken config.json is told by the reader of the spec."""
+    """`quantization_config` if it is ModelOpt's; the reader of the spec reports a broken config.json."""
     config = read_json_object(path, label=subject, problems=[])
     fields = None if config is None else config.get("quantization_config")
     return fields if is_modelopt(fields) else None  # others are refused where the spec is read
@@ -104,12 +104,10 @@ def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
     if algorithm is not None and algorithm not in (*_ALGORITHMS, _MIXED):
         yield problem(f"{subject}: quant_algo", expected=expected, found=shown(algorithm), hint=_OTHER_EXPORT)
     if algorithm == _MIXED and not layers:
-        found = "none"
-        yield problem(f"{subject}: quantized_layers", expected="the modules", found=found, hint=_OTHER_EXPORT)
+        yield problem(f"{subject}: quantized_layers", expected="the modules", found="none", hint=_OTHER_EXPORT)
     excluded = section.get("exclude_modules", section.get("ignore")) or []
     if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
-        found = shown(excluded)
-        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=found)
+        yield problem(f"{subject}: exclude_modules", expected="a list of names", found=shown(excluded))
     yield from _group_size_problems(section, subject)
     if layers is not None and not isinstance(layers, dict):
         found = shown(layers)
@@ -138,7 +136,7 @@ def _group_size_problems(section: Mapping[str, Any], subject: str) -> Iterator[s
 
 
 def _kv_algorithm(section: Mapping[str, Any]) -> Any:
-    """`kv_cache_quant_algo`, or what the flat spelling's `kv_cache_scheme` says in its own words."""
+    """`kv_cache_quant_algo`, or its equivalent in the flat schema's `kv_cache_scheme`."""
     scheme = section.get("kv_cache_scheme")
     if isinstance(scheme, dict):
         is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
@@ -147,12 +145,12 @@ def _kv_algorithm(section: Mapping[str, Any]) -> Any:
 
 
 def _plain_name(name: str) -> str:
-    """ModelOpt names modules of a drafter as they were in training, not as their tensors are."""
+    """Remove the prefix that a drafter's modules had in training."""
     return name.removeprefix("dflash_module.")
 
 
 def require_mxfp4(reader: ConfigReader) -> None:
-    """Allow `quantization_config` of MXFP4 beside ModelOpt's; the tensors' names say which weights are in it."""
+    """Allow `quantization_config` of MXFP4 or ModelOpt; the tensors' names show which weights are in MXFP4."""
     section = reader.value("quantization_config")
     if is_modelopt(section) or not isinstance(section, dict):
         require_modelopt(reader)

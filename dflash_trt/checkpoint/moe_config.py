@@ -1,13 +1,10 @@
-"""What the experts of several families have in common in their config.json.
-
-What a family does not ask for (shared experts, expert groups, other scoring) is refused as an unknown key.
-"""
+"""Keys of experts that several families share. All others (shared experts, expert groups, scoring) are refused."""
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 
-_MAX_EXPERTS = 4096  # far above any model; a corrupt count must not make us allocate
+_MAX_EXPERTS = 4096  # far above any model; a corrupt count must not cause huge allocations
 
-# Losses of the router, and what a forward pass returns.
+# Losses of the router, and outputs of a forward pass.
 TRAINING_KEYS = ("router_aux_loss_coef", "output_router_logits")
 
 
@@ -19,7 +16,7 @@ def num_chosen(reader: ConfigReader, num_experts: int, *names: str) -> int:
 
 
 def same_integer(reader: ConfigReader, name: str, *aliases: str) -> int:
-    """Checkpoints of one family spell a key differently; two spellings must agree."""
+    """Read a key that has several spellings, which must agree."""
     present = [alias for alias in (name, *aliases) if reader.has(alias)]
     values = [reader.integer(alias, maximum=_MAX_EXPERTS) for alias in present or [name]]
     for alias, value in zip(present[1:], values[1:], strict=True):

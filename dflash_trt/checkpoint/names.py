@@ -1,7 +1,7 @@
-"""Which foreign tensors make up each canonical tensor of the specs.
+"""Foreign names of each canonical tensor.
 
-Knows the names that Hugging Face's decoders share, and those of z-lab's and Speculators' drafters; what is a family's
-own is in its file. It refuses to know shapes: those follow from the canonical table.
+Knows the names that Hugging Face's decoders share, and those of z-lab's and Speculators' drafters; names of experts are
+in the families' files.
 """
 
 import re
@@ -21,8 +21,8 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a targe
 def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> ForeignTable:
     """Canonical `target.*` -> tensors of a Hugging Face `*ForCausalLM` checkpoint.
 
-    `stored_names` decide in which of a family's layouts the experts are; without them, in the published one. Of a tied
-    pair of matrices either may be the stored one.
+    `stored_names` decide the layout of the experts (default: the published one). Either matrix of a tied pair may be
+    the stored one.
     """
     has_head_only = spec.is_embedding_tied and EMBEDDING not in stored_names and LM_HEAD in stored_names
     table: ForeignTable = {"target.embedding": one(LM_HEAD if has_head_only else EMBEDDING)}
@@ -42,8 +42,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
 def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
     """Canonical `draft.*` -> tensors of a z-lab or Speculators checkpoint.
 
-    `stored_names` decides whether a drafter with a head of its own maps its vocabulary: one with the target's full
-    vocabulary may come without `d2t`.
+    A drafter with its own head and the target's full vocabulary may come without `d2t`.
     """
     prefixes = [f"layers.{i}" for i in range(spec.num_layers)]
     table: ForeignTable = {
@@ -67,7 +66,7 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
 
 
 def is_ignorable(name: str, spec: DecoderSpec) -> bool:
-    """Stored, but derived from the config, a second name of a tied tensor, or needed in training only."""
+    """True for a tensor that follows from the config, is tied to another one, or is for training only."""
     if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
         return True
     if isinstance(spec, TargetSpec):
@@ -77,7 +76,7 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
-    """All of a layer but its experts; `letters` are the projections that are one matrix of its own."""
+    """Names of a layer without its experts; `letters` are the projections fused in its own matrix."""
     mixer = layer.mixer
     table: ForeignTable = {
         f"{canonical}.attention_norm": one(f"{foreign}.input_layernorm.weight"),

@@ -1,7 +1,6 @@
-"""The proven pair: a target and its drafter, checked against each other before any work is done with them.
+"""A target and its drafter, checked before any work is done with them.
 
-Knows the order of the proof: configs, tensor headers, names and shapes, then one against the other. All problems of
-a pair come in one error.
+Checks configs, tensor headers, names and shapes, then one model against the other, and raises all problems at once.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -36,11 +35,10 @@ _CONFIG_FILES = ("config.json", "generation_config.json", QUANT_CONFIG_FILE)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPair:
-    """A target, its drafter if any, and where their tensors lie. Made by `open_pair`.
+    """A target, its drafter if any, and the places of their tensors. Made by `open_pair`.
 
-    `source_files` are what the specs and tensors come from (to be hashed as provenance); `tokenizer_files` are the
-    target's, empty when it has no tokenizer. `quantization` is what the checkpoints themselves hold in low precision.
-    `notes` say how the checkpoints were read where they leave it open.
+    `source_files` hold the specs and tensors (to be hashed as provenance); `tokenizer_files` are the target's, empty if
+    it has no tokenizer. `quantization` is that of the checkpoints. `notes` are about resolved ambiguities.
     """
 
     target: TargetSpec
@@ -55,23 +53,20 @@ class CheckpointPair:
 
     @property
     def has_mxfp4_experts(self) -> bool:
-        """True if `iter_weights` dequantizes experts: they are stored in MXFP4."""
+        """True if experts are stored in MXFP4, so that `iter_weights` dequantizes them."""
         layouts = (source.layout for source in self._sources.values())
         return any(layout is not None and layout.is_mxfp4 for layout in layouts)
 
     def iter_weights(
         self, *, dtype: torch.dtype, mapping: Mapping, whole_names: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Canonical tensors of one rank: fused, cut, cast to `dtype` (integers stay int64), in table order.
+        """Yield one rank's canonical tensors: fused, sharded, cast to `dtype` (integers stay int64), in table order.
 
-        `whole_names` come uncut all the same: packing a weight needs the ranges of all of it.
-
-        A linear that is stored quantized comes as its quantized tensors, as `quantized_weights.read_quantized` says.
-
-        Lazy: one canonical tensor is in memory at a time, unless the caller keeps them.
+        `whole_names` are not sharded: quantizing a weight needs its whole range. A linear layer that is stored
+        quantized comes as its tensors, see `quantized_weights.read_quantized`. One tensor is in memory at a time.
 
         Raises:
-            ConfigError: the pair cannot be cut for this mapping. Raised before the first tensor is read.
+            ConfigError: the pair cannot be sharded for this mapping. Raised before the first tensor is read.
             CheckpointError: while iterating, a tensor with values that are not finite.
         """
         raise_all(ConfigError, "tensor parallelism", mapping_problems(self.target, self.draft, mapping))
@@ -83,10 +78,10 @@ class CheckpointPair:
 def open_pair(
     target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
 ) -> CheckpointPair:
-    """Prove a pair from its configs and tensor headers. `drafter_overrides` replace keys of the drafter's config.json.
+    """Check a pair's configs and tensor headers. `drafter_overrides` replace keys of the drafter's config.json.
 
     Raises:
-        ConfigError: a config is wrong or the two do not belong together; lists the tensor problems too.
+        ConfigError: a config is wrong or the two do not fit; lists the tensor problems too.
         CheckpointError: only files, tensors or tokenizers are wrong.
     """
     config_problems: list[str] = []
@@ -117,37 +112,6 @@ def open_pair(
         _sources={name: source for side in sides for name, source in side.sources.items()},
         _quantized={name: source for side in sides for name, source in side.quantized.items()},
     )
-
-
-def read_target_spec(directory: Path) -> TargetSpec:
-    """The target's spec from its configs alone.
-
-    Raises:
-        ConfigError: every wrong, missing or unknown key, in one error.
-    """
-    problems: list[str] = []
-    spec = parse_target(directory, problems)
-    raise_all(ConfigError, f"target {directory}", problems)
-    assert spec is not None
-    return spec
-
-
-def read_draft_spec(directory: Path, *, target: TargetSpec | None) -> DraftSpec:
-    """The drafter's spec, checked against `target` when given.
-
-    Only the names of its tensors are read; a directory without tensors is taken as one without its own embedding.
-
-    Raises:
-        ConfigError: every wrong, missing or unknown key, and every mismatch with the target, in one error.
-    """
-    problems: list[str] = []
-    stored = scan_tensors(directory, label="drafter", problems=[])
-    spec = parse_draft(directory, _all_names(stored), problems, notes=[])
-    if spec is not None and target is not None:
-        problems += compatibility_problems(target, spec)
-    raise_all(ConfigError, f"drafter {directory}", problems)
-    assert spec is not None
-    return spec
 
 
 @dataclass(frozen=True, kw_only=True)

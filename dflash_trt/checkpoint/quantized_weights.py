@@ -1,8 +1,8 @@
-"""Quantized linears of a ModelOpt export: the proof that their tensors fit, and the reading of one rank's share.
+"""Quantized linear layers of a ModelOpt export: checks of their tensors, and the reading of one rank's shard.
 
 Foreign per module M: `M.weight` (codes), `M.weight_scale` (FP8: a number; NVFP4: block scales), `M.weight_scale_2`
 (NVFP4: a number), `M.input_scale`; K/V scales are `k_proj.k_scale` and `v_proj.v_scale`. Canonical names and layouts:
-`formats/base.py`, where the parts of a fused linear are segments, each with the scales it came with.
+`formats/base.py`, where the parts of a fused linear layer are segments, each with its own scales.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ OpenSlice = Callable[[StoredTensor], Any]  # the stored tensor, to be indexed as
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedPart:
-    """One of the linears that make up a canonical one. Without a `format` it is plain, and has no `scales`."""
+    """One of the linear layers fused in a canonical one. It is unquantized, without `scales`, if `format` is None."""
 
     weight: StoredTensor
     format: str | None
@@ -40,7 +40,7 @@ class QuantizedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedSource:
-    """A canonical linear's parts; its `format` is None when they differ."""
+    """Parts of a canonical linear layer; `format` is None if they differ."""
 
     parts: tuple[QuantizedPart, ...]
 
@@ -59,7 +59,7 @@ def resolve_quantized(
     label: str,
     problems: list[str],
 ) -> tuple[dict[str, QuantizedSource], StoredTensors]:
-    """The quantized linears of a checkpoint, and the tensors that are left for the others."""
+    """Return a checkpoint's quantized linear layers, and the remaining tensors."""
     if config is None:
         return {}, stored
     sources: dict[str, QuantizedSource] = {}
@@ -71,7 +71,7 @@ def resolve_quantized(
         ):
             continue
         if None in parts:
-            continue  # the proof of the plain tensors names the missing one
+            continue  # `resolve_sources` reports missing tensors
         quantized = tuple(
             _resolve_part(part, rows, spec.shape[1], stored, config, label=label, problems=problems)
             for part, rows in zip(parts, _part_rows(spec, len(parts)), strict=True)
@@ -86,12 +86,12 @@ def resolve_quantized(
 def read_quantized(
     name: str, spec: WeightSpec, source: QuantizedSource, open_slice: OpenSlice, *, dtype: torch.dtype, mapping: Mapping
 ) -> Iterator[tuple[str, Tensor]]:
-    """The engine tensors of a quantized linear in the order of its format's layout.
+    """Yield the engine tensors of a quantized linear layer, in the order of its format's layout.
 
-    When its parts differ in format, they come one by one, as linears `NAME/0`, `NAME/1`, ...
+    Parts of different formats come one by one, as layers `NAME/0`, `NAME/1`, ...
 
     Raises:
-        CheckpointError: a scale or a code that is not a number, or a scale that is not positive.
+        CheckpointError: a scale or a code is not finite, or a scale is not positive.
     """
     if source.format is not None:
         yield from _read_parts(name, spec, source.parts, open_slice, weight_format(source.format), mapping)
@@ -117,12 +117,12 @@ def _read_parts(
             yield tensor_name(name, field), _numbers(stored, open_slice)
             continue
         pieces = [_cut(tensor, spec, part, open_slice, mapping) for tensor, part in zip(stored, parts, strict=True)]
-        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # PyTorch joins no float8 on a CPU
+        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
         yield tensor_name(name, field), joined.view(pieces[0].dtype)
 
 
 def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
-    """A scale that is one number.
+    """Read a scalar scale.
 
     Raises:
         CheckpointError: it is not finite and positive.
@@ -152,7 +152,7 @@ def _resolve_part(
         return QuantizedPart(weight=weight, format=None, scales={})
     subject = f"{label} tensor '{weight.name}'"
     if claimed is None:
-        expected = f"a plain dtype, for {QUANT_CONFIG_FILE} does not quantize it"
+        expected = f"an unquantized dtype, as in {QUANT_CONFIG_FILE}"
         problems.append(problem(subject, expected=expected, found=weight.dtype, hint=_EXPORT_AGAIN))
         return QuantizedPart(weight=weight, format=None, scales={})
     known = weight_format(claimed)
@@ -175,7 +175,7 @@ def _resolve_part(
 
 
 def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each kind of tensor; scales of segments are numbers here."""
+    """Dtype and shape of each kind of tensor; per-segment scales are scalars here."""
     layout = known.layout((rows, columns), 1)
     return {
         kind: (
@@ -208,7 +208,7 @@ def _part_rows(spec: WeightSpec, num_parts: int) -> tuple[int, ...]:
 def _cut(
     stored: StoredTensor, spec: WeightSpec, part: QuantizedPart, open_slice: OpenSlice, mapping: Mapping
 ) -> Tensor:
-    """This rank's share of codes or block scales, checked for codes that are not numbers."""
+    """Read this rank's shard of codes or block scales, and refuse NaN."""
     piece = open_slice(stored)
     if spec.sharding == "replicated":
         tensor: Tensor = piece[:]

@@ -1,4 +1,4 @@
-"""The share of a tensor that one rank holds. Pure arithmetic on a WeightSpec and a Mapping."""
+"""Sharding of tensors: arithmetic on a WeightSpec and a Mapping."""
 
 import torch
 
@@ -14,7 +14,7 @@ def shard(
     spec: WeightSpec,
     mapping: Mapping,
 ) -> torch.Tensor:  # shard_shape(spec, mapping)
-    """This rank's part of a whole canonical tensor; each fused segment is cut on its own."""
+    """This rank's shard of a canonical tensor; each fused segment is sharded on its own."""
     if spec.sharding == "replicated":
         return tensor
     if spec.sharding == "columns":
@@ -29,7 +29,7 @@ def shard(
 
 
 def shard_shape(spec: WeightSpec, mapping: Mapping) -> tuple[int, ...]:
-    """The shape of a rank's part; the same for every rank."""
+    """Shape of a shard, the same on every rank."""
     if spec.sharding == "replicated":
         return spec.shape
     axis = 0 if spec.sharding == "rows" else 1
@@ -37,20 +37,20 @@ def shard_shape(spec: WeightSpec, mapping: Mapping) -> tuple[int, ...]:
 
 
 def share(length: int, mapping: Mapping) -> tuple[int, int]:
-    """[start, stop) of this rank along an axis that `mapping_problems` found divisible."""
+    """This rank's [start, stop) along an axis that tp_size divides."""
     assert length % mapping.tp_size == 0, f"{length} cannot be cut into {mapping.tp_size}"
     part = length // mapping.tp_size
     return mapping.tp_rank * part, (mapping.tp_rank + 1) * part
 
 
 def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mapping) -> list[str]:
-    """Why this pair cannot be cut that way; empty when it can."""
+    """Reasons why this pair cannot be sharded this way."""
     problems = []
     if mapping.pp_size != 1:
         hint = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint))
     if mapping.tp_size != 1 and target.num_expert_layers > 0:
-        hint = "Use one rank: cutting experts is not implemented."
+        hint = "Use one rank: sharding of experts is not implemented."
         found = f"{mapping.tp_size}, for a target with experts"
         problems.append(problem("mapping tp_size", expected="1", found=found, hint=hint))
     lengths = [*_lengths(target, "target"), ("target vocab_size", target.vocab_size)]
@@ -67,6 +67,6 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
 
 
 def _lengths(spec: DecoderSpec, owner: str) -> list[tuple[str, int]]:
-    """What tensor parallelism cuts, each size once."""
+    """Distinct sizes that tensor parallelism divides."""
     sizes = dict.fromkeys(item for layer in spec.layers for item in layer.sharded_sizes.items())
     return [(f"{owner} {name}", size) for name, size in sizes]

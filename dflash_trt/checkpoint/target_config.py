@@ -1,7 +1,6 @@
 """A target's config.json and generation_config.json -> TargetSpec.
 
-Knows what all families share; `families/` knows the rest. It refuses every other architecture, and every key that
-nobody understands.
+Knows the keys that all families share; `families/` knows the others. Refuses other architectures and unknown keys.
 """
 
 from pathlib import Path
@@ -18,7 +17,7 @@ _LABEL = "target config.json"
 
 
 def parse_target(directory: Path, problems: list[str]) -> TargetSpec | None:
-    """The spec of the target in `directory`; None when `problems` has grown."""
+    """Read the spec of the target in `directory`; None if `problems` has grown."""
     num_problems = len(problems)
     fields = read_json_object(directory / "config.json", label=_LABEL, problems=problems)
     if fields is None:
@@ -26,7 +25,7 @@ def parse_target(directory: Path, problems: list[str]) -> TargetSpec | None:
     reader = ConfigReader(fields, label=_LABEL, problems=problems)
     family = _read_family(reader)
     if family is None:
-        return None  # the other keys of a foreign architecture would only be noise
+        return None  # errors about the other keys would only be noise
     spec_fields = _read_fields(reader, family)
     spec_fields["eos_token_ids"] = _read_eos(directory, reader, problems)
     reader.ignore(HARMLESS_KEYS)
@@ -44,12 +43,12 @@ def _read_family(reader: ConfigReader) -> str | None:
         known = sorted(name for family in all_families().values() for name in family.architectures)
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
-    reader.require("model_type", family, default=family, hint=f"Correct the value: {name} is a {family} model.")
+    reader.require("model_type", family, default=family, hint=f"{name} is a {family} model.")
     return family
 
 
 def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
-    """All fields but the end-of-sequence ids, which have a file of their own."""
+    """Read all fields but the end-of-sequence ids, which have their own file."""
     require_plain_decoder(reader)
     reader.require("final_logit_softcapping", hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
@@ -64,7 +63,7 @@ def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
 
 
 def _read_eos(directory: Path, reader: ConfigReader, problems: list[str]) -> tuple[int, ...]:
-    """generation_config.json's ids if it has any, else config.json's."""
+    """Read the ids of generation_config.json if it has any, else those of config.json."""
     own = reader.optional_integers("eos_token_id") or ()
     path = directory / "generation_config.json"
     if not path.is_file():

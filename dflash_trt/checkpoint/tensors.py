@@ -1,7 +1,6 @@
-"""Safetensors files of a checkpoint directory: what they hold, proven from their headers, without reading data.
+"""Tensors of a checkpoint's safetensors files, as checked by their headers, without reading data.
 
-Format: https://github.com/huggingface/safetensors#format. Knows files, names, shapes and dtypes as stored. It refuses
-to know what a tensor means.
+Format: https://github.com/huggingface/safetensors#format.
 """
 
 import math
@@ -30,7 +29,7 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; `dtype` in safetensors' spelling (F32, BF16, I64, ...)."""
+    """One tensor's place in a file; `dtype` in safetensors' spelling (F32, BF16, I64, ...)."""
 
     path: Path
     name: str
@@ -39,7 +38,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """0 for a dtype that nobody reads."""
+        """Size in bytes; 0 for an unknown dtype."""
         dtype = stored_dtype(self.dtype)
         return 0 if dtype is None else math.prod(self.shape) * num_bytes_of(dtype)
 
@@ -48,8 +47,8 @@ class StoredTensor:
 class StoredTensors:
     """All tensors of one checkpoint directory.
 
-    `unreadable_names` are tensors that the index promises in a file that is missing or broken; `is_complete` is false
-    when names may be unknown altogether, so that nothing can be concluded from the absence of one.
+    `unreadable_names` are tensors that the index lists in a missing or broken file. `is_complete` is false if there may
+    be tensors of unknown names, so that the absence of a name proves nothing.
     """
 
     tensors: dict[str, StoredTensor]
@@ -59,7 +58,7 @@ class StoredTensors:
 
 
 def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredTensors:
-    """Headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
+    """Read the headers of `model.safetensors`, or of the shards in `model.safetensors.index.json`."""
     single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
     if single.is_file():
         tensors = read_header(single, label=label, problems=problems)
@@ -75,7 +74,7 @@ def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredT
 
 
 def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, StoredTensor] | None:
-    """The tensors of one file, by name; None, and a problem, when the file is not whole."""
+    """Read the tensors of one file, by name; append a problem and return None if the file is broken."""
     subject = f"{label} file '{path.name}'"
     try:
         header, data_bytes, found = _load_header(path)
@@ -102,7 +101,7 @@ def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, Sto
         return None
     try:
         with safe_open(path, framework="pt"):
-            pass  # the library reads the tensors, so it has the last word
+            pass  # a last check by the library that will read the tensors
     except SafetensorError as error:
         problems.append(problem(subject, expected="a valid safetensors header", found=f"{error}", hint=_DOWNLOAD_AGAIN))
         return None
@@ -120,7 +119,7 @@ def listed(names: list[str]) -> str:
 
 
 def _load_header(path: Path) -> tuple[dict[str, Any] | None, int, str]:
-    """(header, bytes of tensor data, what was found instead of a header)."""
+    """(header, bytes of tensor data, the problem found if there is no header)."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(len(_GIT_LFS_POINTER))
@@ -133,12 +132,12 @@ def _load_header(path: Path) -> tuple[dict[str, Any] | None, int, str]:
         try:
             header = parse_json_object(file.read(header_bytes))
         except ValueError as error:
-            return None, 0, f"a header that is no JSON object: {error}"
+            return None, 0, f"a header that is not a JSON object: {error}"
     return header, num_bytes - 8 - header_bytes, ""
 
 
 def _is_sound(entry: Any) -> bool:
-    """An entry has a dtype, a shape and offsets, and its bytes are as many as its elements need."""
+    """True if an entry has a dtype, a shape, and offsets that fit its elements."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape: Any = entry.get("shape")
@@ -210,7 +209,7 @@ def _read_weight_map(index: Path, *, label: str, problems: list[str]) -> dict[st
 
 
 def _is_file_name(name: Any) -> bool:
-    """A plain name: an index must not reach out of its directory."""
+    """True for a name without a directory: an index must not refer to other directories."""
     return (
         isinstance(name, str)
         and name.isprintable()

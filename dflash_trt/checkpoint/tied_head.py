@@ -1,6 +1,6 @@
-"""A head that config.json ties to the embedding, and that the checkpoint stores all the same.
+"""A head that config.json ties to the embedding, but that the checkpoint stores.
 
-Knows transformers' rule: two stored tensors that are equal are one, and two that differ are both kept.
+As in transformers, equal tensors are tied, and different ones are both kept.
 """
 
 import torch
@@ -14,7 +14,7 @@ _ROWS = 4096  # compared at a time
 
 
 def resolve_tied_head(spec: TargetSpec, stored: StoredTensors, notes: list[str]) -> TargetSpec:
-    """`spec` as the tensors are: untied when both are stored and differ. Reads them only then, and up to there."""
+    """Untie the head of `spec` if both tensors are stored and differ; reads them up to the first difference."""
     embedding, head = stored.tensors.get(EMBEDDING), stored.tensors.get(LM_HEAD)
     if not spec.is_embedding_tied or embedding is None or head is None or _is_equal(embedding, head):
         return spec

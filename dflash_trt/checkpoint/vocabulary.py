@@ -1,6 +1,6 @@
 """Token ids that target and drafter must agree on: tokenizer vocabularies and the reduced draft vocabulary.
 
-Reads the two small integer tensors of a reduced vocabulary, the only data that is read while proving a pair.
+Reads the two small integer tensors of a reduced vocabulary.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ _ANY_OF = (_TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt")  # without 
 
 
 def tokenizer_files(directory: Path) -> tuple[Path, ...]:
-    """The files that a tokenizer of this directory is loaded from; empty when it has none."""
+    """Files of the tokenizer in a directory; empty if it has none."""
     if not any((directory / name).is_file() for name in _ANY_OF):
         return ()
     return tuple(directory / name for name in _TOKENIZER_FILES if (directory / name).is_file())
 
 
 def check_tokenizers(target: Path, drafter: Path, problems: list[str]) -> None:
-    """A drafter that brings a tokenizer must bring the target's: the same id for every token."""
+    """Check that a drafter's tokenizer, if it has one, is the target's: the same id for every token."""
     if not (drafter / _TOKENIZER).is_file():
         return
     if not (target / _TOKENIZER).is_file():
@@ -63,15 +63,15 @@ def check_tokenizers(target: Path, drafter: Path, problems: list[str]) -> None:
 
 
 def read_draft_to_target(stored: StoredTensor) -> torch.Tensor:  # int64 [draft_vocab_size]
-    """Absolute target ids, from the offsets that Speculators stores: target id = draft id + d2t[draft id]."""
+    """Read Speculators' offsets as absolute target ids: target id = draft id + d2t[draft id]."""
     offsets = _read(stored).to(torch.int64)
     return torch.arange(offsets.shape[0], dtype=torch.int64) + offsets
 
 
 def check_draft_vocabulary(draft: DraftSpec, stored: StoredTensors, problems: list[str]) -> None:
-    """Every draft token stands for its own target token, and `t2d`, when present, marks the same ones.
+    """Check that draft tokens map to distinct target tokens, the ones that `t2d`, if present, marks.
 
-    Call only when names, shapes and dtypes are proven.
+    Names, shapes and dtypes must have been checked.
     """
     if draft.draft_vocab_size is None or "d2t" not in stored.tensors:
         return

@@ -1,7 +1,4 @@
-"""From stored tensors to canonical ones: the proof that they fit, and the lazy reading of one rank's share.
-
-Names come from `names`, shapes from `core.weight_spec`, places from `tensors`.
-"""
+"""Canonical tensors from stored ones: checks that they fit, and lazy reading of one rank's shard."""
 
 from collections.abc import Collection, Iterator
 from collections.abc import Mapping as AbcMapping
@@ -32,7 +29,7 @@ _OTHER_CHECKPOINT = "Use a checkpoint that belongs to its config.json."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSource:
-    """A canonical tensor's proven places; see `names.ForeignNames`."""
+    """A canonical tensor's checked places; see `ForeignNames`."""
 
     parts: tuple[StoredTensor, ...]
     recipe: Recipe
@@ -48,10 +45,10 @@ def resolve_sources(
     label: str,
     problems: list[str],
 ) -> dict[str, WeightSource]:
-    """Where every canonical tensor lies; missing, unexpected and mis-shaped ones go to `problems`."""
+    """Locate every canonical tensor; missing, unexpected and mis-shaped ones go to `problems`."""
     assert set(table) == set(names), f"tables differ in {set(table) ^ set(names)}"
     if not stored.is_complete:
-        return {}  # the files are a problem already, and nothing follows from an absent name
+        return {}  # `problems` has the broken files, and the absence of a name proves nothing
     used = {part for foreign in names.values() for part in foreign.parts}
     missing = sorted(used - set(stored.tensors) - stored.unreadable_names)
     if missing:
@@ -77,9 +74,9 @@ def read_weights(
     quantized: AbcMapping[str, QuantizedSource] | None = None,
     whole_names: Collection[str] = (),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Canonical tensors of one rank in table order, one in memory at a time; integers stay int64.
+    """Yield one rank's canonical tensors in table order, one in memory at a time; integers stay int64.
 
-    A linear in `quantized` comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are not cut.
+    A layer in `quantized` comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are not sharded.
 
     Raises:
         CheckpointError: a value is not finite, as stored or in `dtype`.
@@ -101,10 +98,10 @@ def read_weights(
 
 
 class OpenFiles:
-    """Every safetensors file is opened when its first tensor is asked for, and again after a while.
+    """Opens each safetensors file on first use, and reopens it after a while.
 
-    A file is mapped, and its pages count as memory of this process once they are read: opening it again lets go of
-    them, so that a build holds the weights it made and not the file beside them. Slices must not outlive the next call.
+    A file is memory-mapped, and pages that were read count as memory of this process until the file is reopened. Slices
+    must not outlive the next call.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -132,7 +129,7 @@ def _read_floats(
     spec: WeightSpec, source: WeightSource, opened: OpenFiles, *, dtype: torch.dtype, mapping: Mapping
 ) -> torch.Tensor:  # shard_shape(spec, mapping)
     if source.layout is not None:
-        assert spec.sharding == "replicated", "mapping_problems refuses to cut experts"
+        assert spec.sharding == "replicated", "mapping_problems refuses to shard experts"
         return read_experts(source.layout, source.parts, spec.shape, opened.slice_of, dtype=dtype)
     tensor = torch.empty(shard_shape(spec, mapping), dtype=dtype)
     row = 0
@@ -181,7 +178,7 @@ def _unexpected(names: Collection[str], label: str) -> str:
 def _check_parts(
     spec: WeightSpec, foreign: ForeignNames, stored: StoredTensors, *, label: str, problems: list[str]
 ) -> None:
-    """Shape and dtype of every part that is there."""
+    """Check shape and dtype of every stored part."""
     allowed = _INTEGER_DTYPES if spec.is_integer else part_dtypes(foreign.layout or ExpertLayout())
     for name, shape in zip(foreign.parts, _part_shapes(spec, foreign), strict=True):
         tensor = stored.tensors.get(name)
@@ -198,7 +195,7 @@ def _check_parts(
 
 
 def _part_shapes(spec: WeightSpec, foreign: ForeignNames) -> list[tuple[int, ...]]:
-    """A single part is the whole tensor; several are its segments. Experts are as their layout says."""
+    """Shapes of the parts: the whole tensor, its segments, or those of the experts' layout."""
     num_parts = len(foreign.parts)
     if foreign.layout is not None:
         return part_shapes(foreign.layout, spec.shape, num_parts)

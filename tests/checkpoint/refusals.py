@@ -8,12 +8,39 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash_trt.checkpoint.pair import CheckpointPair, open_pair, read_draft_spec, read_target_spec
-from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError
+from dflash_trt.checkpoint.compatibility import compatibility_problems
+from dflash_trt.checkpoint.draft_config import parse_draft
+from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
+from dflash_trt.checkpoint.target_config import parse_target
+from dflash_trt.checkpoint.tensors import scan_tensors
+from dflash_trt.core.errors import CheckpointError, ConfigError, DFlashError, raise_all
 from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from tests.factories import Tensors, edit_json, read_json, write_json
 
 Copy = Callable[[str], Path]  # the fixture `copy_of`
+
+
+def read_target_spec(directory: Path) -> TargetSpec:
+    """The target's spec from its configs alone."""
+    problems: list[str] = []
+    spec = parse_target(directory, problems)
+    raise_all(ConfigError, f"target {directory}", problems)
+    assert spec is not None
+    return spec
+
+
+def read_draft_spec(directory: Path, *, target: TargetSpec | None) -> DraftSpec:
+    """The drafter's spec, compared with `target` when given. Only the names of its tensors are read."""
+    problems: list[str] = []
+    stored = scan_tensors(directory, label="drafter", problems=[])
+    spec = parse_draft(directory, stored.unreadable_names.union(stored.tensors), problems, notes=[])
+    if spec is not None and target is not None:
+        problems += compatibility_problems(target, spec)
+    raise_all(ConfigError, f"drafter {directory}", problems)
+    assert spec is not None
+    return spec
 
 
 def pair_refusal(target: Path, drafter: Path | None, error: type[DFlashError] = CheckpointError) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dflash_trt.checkpoint.pair import read_target_spec
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
+from tests.checkpoint.refusals import read_target_spec
 from tests.factories import make_target, read_json, write_json
 from tests.specs import Flat
 

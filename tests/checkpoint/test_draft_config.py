@@ -10,12 +10,11 @@ from transformers import AutoConfig
 
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.drafters.zlab import default_target_layer_ids
-from dflash_trt.checkpoint.pair import read_draft_spec, read_target_spec
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
-from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash
+from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash, read_draft_spec, read_target_spec
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
 from tests.specs import Flat
 

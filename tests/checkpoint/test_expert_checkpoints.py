@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_trt.checkpoint.names import target_names
-from dflash_trt.checkpoint.pair import open_pair, read_draft_spec, read_target_spec
+from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Moe
@@ -22,7 +22,15 @@ from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.formats.mxfp4 import dequantize_mxfp4
 from tests.checkpoint.expert_files import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_CODER_30B_A3B, to_mxfp4
-from tests.checkpoint.refusals import edit_tensors, pair_refusal, remove_keys, target_refusal, weights_of
+from tests.checkpoint.refusals import (
+    edit_tensors,
+    pair_refusal,
+    read_draft_spec,
+    read_target_spec,
+    remove_keys,
+    target_refusal,
+    weights_of,
+)
 from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, read_json, write_json
 from tests.specs import Flat
@@ -278,7 +286,7 @@ def test_quantization_of_gpt_oss_by_another_tool_is_refused(copy_of: Any) -> Non
 def test_a_gpt_oss_target_without_its_rope_scaling_is_refused(copy_of: Any) -> None:
     target = copy_of("gpt_oss")
     remove_keys(target / "config.json", "rope_parameters")
-    assert "expected an explicit RoPE scaling, as model_type is gpt_oss" in target_refusal(target)
+    assert "expected an explicit RoPE scaling, since model_type is gpt_oss" in target_refusal(target)
 
 
 def test_a_missing_expert_and_a_block_of_another_size_are_named(copy_of: Any) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.checkpoint.pair import read_draft_spec
 from dflash_trt.core.model.gqa import AttentionMask
-from tests.checkpoint.refusals import Copy, draft_refusal, remove_keys
+from tests.checkpoint.refusals import Copy, draft_refusal, read_draft_spec, remove_keys
 from tests.factories import edit_json, make_speculators_drafter, read_json
 from tests.specs import Flat
 

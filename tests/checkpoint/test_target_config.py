@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from dflash_trt.checkpoint.pair import read_target_spec
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
-from tests.checkpoint.refusals import Copy, remove_keys, target_refusal
+from tests.checkpoint.refusals import Copy, read_target_spec, remove_keys, target_refusal
 from tests.factories import edit_json
 from tests.specs import Flat
 

@@ -1,7 +1,6 @@
-"""Which keys a drafter's queries see, per layer: the fields of its masks.
+"""Attention masks of a drafter's layers.
 
-A wrong pair raises no error anywhere; only acceptance tells. So every case is either resolved by a rule written here
-or refused.
+A wrong mask raises no error and only lowers acceptance. So every case is either resolved by a rule here or refused.
 """
 
 from typing import Any
@@ -11,14 +10,14 @@ from dflash_trt.checkpoint.decoder_config import read_layer_types, require_windo
 
 MaskFields = dict[str, Any]  # of an AttentionMask
 
-_SAY_IT = "State layer_types and is_causal as the drafter was trained."
+_SAY_IT = "Add layer_types and is_causal as the drafter was trained."
 
 
 def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
     """`is_causal` > `causal` > (`use_swa` without layer_types: all sliding, non-causal) > per-layer default.
 
-    The per-layer default is causal in sliding layers and non-causal in full ones; the explicit keys hold for every
-    layer. Without layer_types and use_swa every layer is full.
+    By default sliding layers are causal and full ones are not; the explicit keys apply to every layer. Without
+    layer_types and use_swa every layer is full.
     """
     is_causal = reader.optional_flag("is_causal")
     causal = reader.optional_flag("causal")
@@ -30,7 +29,7 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
         reader.ignore(("use_sliding_window", "max_window_layers"))
         window = sliding_window if swa_window_size is None else swa_window_size
         if window is None:
-            reader.refuse("swa_window_size", expected="an integer, as use_swa is true", hint="Add it.")
+            reader.refuse("swa_window_size", expected="an integer, since use_swa is true", hint="Add it.")
         return [{"window": window, "is_causal": _first(is_causal, causal, False)}] * num_layers
     if is_sliding is None:
         is_sliding = (False,) * num_layers
@@ -51,8 +50,8 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
 def speculators_masks(reader: ConfigReader, num_layers: int, *, non_causal: bool) -> list[MaskFields]:
     """Full layers are always non-causal; sliding layers are causal unless `sliding_window_non_causal`.
 
-    The window is anchored: Speculators trains a block's slots over the same `sliding_window` tokens before the anchor
-    and over the block, whatever its length. `reader` reads transformer_layer_config.
+    The window is anchored: Speculators trains all slots of a block over the `sliding_window` tokens before the anchor
+    and over the whole block. `reader` reads transformer_layer_config.
     """
     is_sliding = read_layer_types(reader, num_layers)
     window = reader.optional_integer("sliding_window")
@@ -67,7 +66,7 @@ def speculators_masks(reader: ConfigReader, num_layers: int, *, non_causal: bool
 
 
 def _refuse_implied_layer_types(reader: ConfigReader, num_layers: int) -> None:
-    """Hugging Face would make the layers from max_window_layers on sliding; other engines run them full."""
+    """Refuse use_sliding_window without layer_types, which Hugging Face and other engines read differently."""
     first_sliding = reader.optional_integer("max_window_layers", minimum=0)
     if reader.flag("use_sliding_window", default=False) and (first_sliding is None or first_sliding < num_layers):
         reader.refuse("use_sliding_window", expected="layer_types beside it", hint=_SAY_IT)

@@ -1,4 +1,4 @@
-"""What a drafter format's file says, and the formats there are."""
+"""The interface of a drafter format, and all formats."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ ReadDraft = Callable[[Mapping[str, Any], Collection[str], list[str], list[str]],
 @dataclass(frozen=True, kw_only=True)
 class DraftFormat:
     """`recognizes` looks at config.json. `read(fields, tensor_names, problems, notes)` gives the fields of a DraftSpec,
-    meaningless when `problems` has grown. `ignorable_tensors` are stored and not needed.
+    not to be used if `problems` has grown. `ignorable_tensors` are stored but not needed.
     """
 
     name: str
@@ -29,7 +29,7 @@ class DraftFormat:
 
 @cache
 def draft_formats() -> Mapping[str, DraftFormat]:
-    """By name."""
+    """Drafter formats by name."""
     modules: list[Any] = [
         import_module(f"{drafters.__name__}.{module.name}") for module in iter_modules(drafters.__path__)
     ]

@@ -1,8 +1,8 @@
-"""The keys that z-lab's drafters for gpt-oss leave out: their config.json says model_type gpt_oss and little more.
+"""Defaults of keys that z-lab's drafters for gpt-oss leave out: their config.json has little but model_type gpt_oss.
 
-Readers differ: transformers' GptOssConfig fills in YaRN of factor 32 and windows of 128 in every other layer, PyPI
-`dflash` takes the file for a Qwen3 one and uses neither. The published acceptance lengths were measured in SGLang, at
-a time when its drafter had YaRN and no windows. Drafts of a wrong reading are verified too: it costs speed alone.
+Readers differ: transformers' GptOssConfig has YaRN of factor 32 and windows of 128 in every other layer, PyPI `dflash`
+reads the file as Qwen3's and uses neither. The published acceptance lengths were measured in SGLang, whose drafter then
+had YaRN and no windows. A wrong reading costs acceptance only.
 """
 
 import json
@@ -22,10 +22,7 @@ _WINDOW = 128
 
 
 def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
-    """`fields` with RoPE and layers stated, and a note about each that the file leaves open.
-
-    `use_sliding_window` true asks for the windows of GptOssConfig.
-    """
+    """Add RoPE and layer types, with a note for each; `use_sliding_window` true gives GptOssConfig's windows."""
     stated = dict(fields)
     if fields.get("model_type") != "gpt_oss":
         return stated
@@ -34,7 +31,7 @@ def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
         stated["rope_scaling"] = _ROPE | ({"original_max_position_embeddings": trained} if trained is not None else {})
         notes.append(
             "the drafter's config.json has model_type gpt_oss and no rope_scaling: YaRN of factor 32, as in SGLang; "
-            f"override rope_scaling with {json.dumps({'rope_type': 'default'})} for plain RoPE"
+            f"override rope_scaling with {json.dumps({'rope_type': 'default'})} for unscaled RoPE"
         )
     if any(fields.get(name) is not None for name in ("layer_types", "use_swa")):
         return stated

@@ -1,7 +1,7 @@
 """The config.json of a Speculators drafter -> the fields of a DraftSpec.
 
-Knows that Speculators numbers taps like Hugging Face's hidden_states (one higher than ours), and that a reduced
-vocabulary brings a head of its own.
+Speculators numbers taps like Hugging Face's hidden_states (one higher than ours), and a reduced vocabulary comes with
+its own head.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +34,7 @@ _HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
 def read(
     file_fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
-    """Fields of a DraftSpec. Whether the drafter brings its own embedding is in no config: its tensors say it."""
+    """Read the fields of a DraftSpec. Only the tensors show if the drafter has its own embedding."""
     reader = ConfigReader(file_fields, label=LABEL, problems=problems)
     reader.ignore(("architectures", "model_type"))
     if reader.value(SPECULATORS_KEY) != "dflash":
@@ -66,7 +66,7 @@ def read(
 
 
 def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, Any], DecoderSizes]:
-    """The decoder, whose layers are Qwen3's with q and k norms whatever model_type says."""
+    """Read the decoder. Its layers are Qwen3's, with q and k norms, whatever the model_type."""
     layer.require("model_type", "qwen3", "llama", default="qwen3", hint=NOT_IMPLEMENTED)
     require_plain_decoder(layer)
     require_dense(layer)
@@ -89,8 +89,8 @@ def _read_algorithm(reader: ConfigReader) -> None:
 
 
 def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
-    """i is the residual sum after layer i - 1, for the target's last layer too, where transformers' hidden_states[i] is
-    normed: Speculators takes its states from vLLM, before the final norm, and norms the last one itself for its loss.
+    """Tap i is the residual sum after layer i - 1. For the last layer, transformers' hidden_states[i] is normed, but
+    Speculators takes its states from vLLM, before the final norm.
     """
     ids = reader.optional_integers("aux_hidden_state_layer_ids", minimum=1)
     if not ids:
@@ -103,7 +103,7 @@ def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def _read_draft_vocab_size(reader: ConfigReader, vocab_size: int, tensor_names: Collection[str]) -> int | None:
-    """None when the drafter uses the target's head: a full vocabulary, and no lm_head of its own in the file."""
+    """None if the drafter uses the target's head: a full vocabulary, and no lm_head in the file."""
     size = reader.optional_integer("draft_vocab_size") or _DEFAULT_DRAFT_VOCAB_SIZE
     if size > vocab_size:
         expected = f"at most the target's vocab_size {vocab_size}"

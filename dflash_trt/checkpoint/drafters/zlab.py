@@ -1,7 +1,4 @@
-"""z-lab's drafters, in both their schemas.
-
-Every key that changes the algorithm is understood or refused by name.
-"""
+"""z-lab's drafters, in both their schemas. Refuses keys that change the algorithm and are not implemented."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -27,7 +24,7 @@ from dflash_trt.core.json_object import printable
 ARCHITECTURE = "DFlashDraftModel"
 _SECOND = "DFlash2DraftModel"
 
-# Keys of the field that change the algorithm, and the values at which they change nothing.
+# Keys that change the algorithm, and the values at which they change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_sink_bias": (False,),
     "attention_value_scale": (1,),
@@ -52,12 +49,12 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
 }
 
-# Nothing here reaches the network: special tokens come from the target, the head is the target's, the rest is training.
+# Not used: special tokens and the head come from the target, the other keys are for training.
 _HARMLESS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "num_anchors", "loss_decay_gamma")
 
 
 def recognizes(fields: Mapping[str, Any]) -> bool:
-    """Files of Speculators may have z-lab's architecture."""
+    """True for z-lab's architecture, which files of Speculators may also have."""
     names = fields.get("architectures")
     return SPECULATORS_KEY not in fields and isinstance(names, list) and names in ([ARCHITECTURE], [_SECOND])
 
@@ -65,7 +62,7 @@ def recognizes(fields: Mapping[str, Any]) -> bool:
 def read(
     fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
-    """Fields of a DraftSpec; both schemas of the format."""
+    """Read the fields of a DraftSpec, in either schema."""
     stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
     reader = ConfigReader(stated, label=LABEL, problems=problems)
     reader.require("architectures", [ARCHITECTURE], hint="DFlash2 is not implemented: use a DFlash drafter.")
@@ -81,7 +78,7 @@ def read(
         reader.ignore(("initial_context_length",))
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     num_target_layers = reader.optional_integer("num_target_layers")
-    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to be sure of that.
+    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to check that.
     reader.optional_number("output_multiplier")
     reader.optional_number("final_logit_softcapping")
     spec_fields = {
@@ -110,7 +107,7 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
 
 
 def _merged(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Top-level keys and those of `dflash_config` in one object: checkpoints keep the same key in either place."""
+    """Merge top-level keys and those of `dflash_config`: checkpoints have the same keys in either place."""
     nested = fields.get("dflash_config")
     top = {name: value for name, value in fields.items() if name != "dflash_config"}
     if nested is None:

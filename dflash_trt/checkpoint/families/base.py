@@ -1,4 +1,4 @@
-"""What a family's file says, and the families there are."""
+"""The interface of a target family, and all families."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`architectures` as config.json has them. `read_layers` reads what only this family's config.json has.
+    """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
 
-    `expert_names(canonical, foreign, moe, stored_names)`: the tensors of one layer's experts; canonical and foreign are
-    the prefixes of the layer. None: the family has none.
+    `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
+    foreign are the prefixes of the layer. None for a family without experts.
     """
 
     architectures: tuple[str, ...]
@@ -33,7 +33,7 @@ class Family:
 
 @cache
 def all_families() -> Mapping[str, Family]:
-    """By model_type."""
+    """Families by model_type."""
     modules: dict[str, Any] = {
         module.name: import_module(f"{families.__name__}.{module.name}") for module in iter_modules(families.__path__)
     }
@@ -41,5 +41,5 @@ def all_families() -> Mapping[str, Family]:
 
 
 def family_of(architecture: object) -> str | None:
-    """The model_type of the family that has this architecture; None: nobody's."""
+    """The model_type of the family with this architecture, or None."""
     return next((name for name, family in all_families().items() if architecture in family.architectures), None)

@@ -12,7 +12,7 @@ from dflash_trt.checkpoint.modelopt_config import require_mxfp4
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
 from dflash_trt.core.model.feed_forward import Moe
 
-_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # the second is in nobody's config.json
+_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # alpha is in no config.json
 
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
@@ -20,20 +20,20 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     reader.ignore(("initial_context_length",))  # repeats the RoPE's original_max_position_embeddings
     if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
         hint = 'Add "rope_scaling" as the checkpoint was trained (the published ones: yarn, factor 32).'
-        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, as model_type is gpt_oss", hint=hint)
+        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, since model_type is gpt_oss", hint=hint)
     masks = _read_masks(reader, sizes.num_layers)
     mixer = sizes.mixer_fields(reader, has_biases=True) | {"rope": read_rope(reader), "has_sinks": True}
     return layers_of(mixer, _read_moe(reader, sizes.intermediate_size), masks)
 
 
 def _read_masks(reader: ConfigReader, num_layers: int) -> list[dict[str, Any]]:
-    """Windows in every other layer, the first among them, unless layer_types says otherwise."""
+    """Windows in every other layer, from the first on, unless there are layer_types."""
     is_sliding = read_layer_types(reader, num_layers)
     if is_sliding is None:
         is_sliding = tuple(i % 2 == 0 for i in range(num_layers))
     window = reader.optional_integer("sliding_window")
     if window is None and any(is_sliding):
-        reader.refuse("sliding_window", expected="an integer, as some layers are sliding", hint="Add it.")
+        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
     return [{"window": window if slides else None} for slides in is_sliding]
 
 
@@ -55,7 +55,7 @@ def _read_moe(reader: ConfigReader, intermediate_size: int) -> dict[str, Any]:
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Published: MXFP4 blocks and scales. The bfloat16 conversions hold transposed matrices."""
+    """Names of MXFP4 blocks and scales, as published, or of the transposed matrices of bfloat16 conversions."""
     experts = f"{foreign}.mlp.experts"
     table: ForeignTable = {
         f"{canonical}.router": one(f"{foreign}.mlp.router.weight"),

@@ -1,4 +1,4 @@
-"""Qwen3: norms of q and k, and windows where the checkpoint asks for them."""
+"""Qwen3: norms of q and k, and windows if the checkpoint has them."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def _read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any
     uses_window = reader.flag("use_sliding_window", default=False)
     if layer_types is None and uses_window:
         if max_window_layers is None:
-            reader.refuse("max_window_layers", expected="an integer, as use_sliding_window is true", hint="Add it.")
+            reader.refuse("max_window_layers", expected="an integer, since use_sliding_window is true", hint="Add it.")
         layer_types = tuple(i >= (max_window_layers or 0) for i in range(sizes.num_layers))
     if layer_types is None or not any(layer_types):
         return sizes.full_masks()

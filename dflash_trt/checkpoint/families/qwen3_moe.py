@@ -14,13 +14,13 @@ from dflash_trt.core.model.feed_forward import Moe
 
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
-    """Its files repeat what the architecture fixes; a window was never published and is refused."""
+    """Read the layers. Windows were never published and are refused."""
     require_modelopt(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     reader.require("qkv_bias", mixer["has_qkv_bias"], hint="Use attention_bias: it is the key that transformers reads.")
     reader.require("use_qk_norm", True, hint=NOT_IMPLEMENTED)
     reader.require("use_sliding_window", False, hint=NOT_IMPLEMENTED)
-    reader.ignore(("sliding_window", "max_window_layers"))  # without use_sliding_window they mean nothing
+    reader.ignore(("sliding_window", "max_window_layers"))  # unused without use_sliding_window
     layers = layers_of(mixer, sizes.dense_fields(), sizes.full_masks())
     moe = _read_moe(reader)
     for i in _expert_layers(reader, sizes.num_layers):
@@ -29,14 +29,14 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
 
 
 def _expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
-    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step = reader.optional_integer("decoder_sparse_step") or 1
     dense_layers = set(reader.optional_integers("mlp_only_layers") or ())
     return [i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense_layers]
 
 
 def _read_moe(reader: ConfigReader) -> dict[str, Any]:
-    """No shared experts, no biases."""
+    """Read the fields of a Moe without shared experts or biases."""
     reader.ignore(TRAINING_KEYS)
     reader.require("shared_expert_intermediate_size", 0, hint=NOT_IMPLEMENTED)
     num_experts = same_integer(reader, "num_experts", "num_local_experts")
@@ -51,7 +51,7 @@ def _read_moe(reader: ConfigReader) -> dict[str, Any]:
 
 
 def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
-    """Published: a matrix per expert and projection. transformers 5 may also save what it computes with."""
+    """Names of a matrix per expert and projection, as published, or of transformers 5's fused tensors."""
     table: ForeignTable = {f"{canonical}.router": one(f"{foreign}.mlp.gate.weight")}
     experts = f"{foreign}.mlp.experts"
     if f"{experts}.gate_up_proj" in stored_names:
