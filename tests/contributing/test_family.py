@@ -10,8 +10,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.families.base import all_families
-from dflash_trt.checkpoint.pair import read_target_spec
 from dflash_trt.core.errors import ConfigError
+from tests.checkpoint.refusals import read_target_spec
 from tests.contributing.conftest import AddModule
 from tests.contributing.engines import build, generate
 from tests.contributing.page import recipe

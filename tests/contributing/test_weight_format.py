@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from dflash_trt import formats
 from dflash_trt.backends.base import backend_of
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear, prepare_device_linear
-from dflash_trt.checkpoint.pair import read_target_spec
 from dflash_trt.core.errors import BuildError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import QuantizationConfig, QuantizationSpec
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import dequantize, weight_format, weight_formats
 from dflash_trt.network.ops import Linear
+from tests.checkpoint.refusals import read_target_spec
 from tests.contributing.conftest import AddModule
 from tests.contributing.engines import build, generate
 from tests.contributing.page import recipe
