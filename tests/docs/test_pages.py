@@ -19,7 +19,9 @@ _FOREIGN_PATHS = re.compile(
     r"(prompts|held_out)\.jsonl$|config\.pbtxt$|CONFIG\.yaml$|triton_backend/|libpython|libcuda|cuda\.h$|nvcr\.io|"
     r"(lib)?dflash_trt_(kernels|plugin)\.so$|launch_rules\.h$|manifest\.json$|engine/"
 )
-_PATH = re.compile(r"[\w.*{}/-]+(/|\.(py|md|json|jsonl|yaml|h|so|txt|safetensors|pbtxt|bin|toml))")
+_FOLDERS = "build_configs|dflash_trt|docs|plugins|scripts|tests"
+_SUFFIXES = "py|md|json|jsonl|yaml|h|so|txt|safetensors|pbtxt|bin|toml"
+_PATH = re.compile(rf"[\w.*{{}}/-]+(/|\.({_SUFFIXES}))|({_FOLDERS})/[\w.*/-]+")
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 _FOREIGN_NAMES = {
     "DISTRIBUTIVE_INDEPENDENCE",
@@ -68,7 +70,9 @@ class TestPage:
         assert {language for language, _ in page.blocks} <= LANGUAGES
 
     def test_every_path_exists(self, page: Page) -> None:
-        paths = [span for span in page.code_spans if _PATH.fullmatch(span) and not _FOREIGN_PATHS.search(span)]
+        code = [*page.code_spans, *(command.text for command in page.commands)]
+        words = [word for text in code for word in text.split() if _PATH.fullmatch(word)]
+        paths = [word for word in words if not _FOREIGN_PATHS.search(word)]
         assert [path for path in paths if not exists(path)] == []
 
     def test_every_name_of_code_is_in_the_sources(self, page: Page) -> None:
