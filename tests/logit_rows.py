@@ -32,9 +32,7 @@ def rows_without_a_token(vocab_size: int) -> dict[str, Tensor]:
 
 def device_sampling(params: SamplingParams, seed: int = 0) -> StepSampling:
     """As the scheduler hands it to an executor."""
-    return StepSampling(
-        temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p, seed=seed
-    )
+    return StepSampling.of(params, seed=seed)
 
 
 # What users asked for, and the largest sets of tokens that mean the same: the n most likely ones.

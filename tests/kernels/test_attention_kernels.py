@@ -16,6 +16,7 @@ from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.kernels import reference_attention
 from tests.kernels.attention_steps import Heads, Step, Tensors, make_block, make_tensors, on
+from tests.logit_rows import columns_off
 
 FP8 = torch.float8_e4m3fn
 # Largest absolute error seen under the interpreter, times 3 to 4: 8.4e-7 in float32, 9.8e-4 in float16. A GPU takes
@@ -251,7 +252,9 @@ def step_inputs(requests: RequestTensors, num_rows: list[int]) -> StepInputs[Ten
         token_offsets=requests.token_offsets,
         context_lens=requests.context_lens,
         page_table=requests.page_table,
-        **dict.fromkeys(("logit_rows", "num_candidates", "temperature", "top_k", "top_p", "min_p", "seed"), none),
+        logit_rows=none,
+        num_candidates=none,
+        **columns_off(0),
     )
 
 

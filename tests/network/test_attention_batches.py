@@ -10,6 +10,7 @@ from dflash_trt.backends.torch.attention import Scratch, attend_rows, plan_atten
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
+from tests.logit_rows import columns_off
 
 PAGE_SIZE = 8
 
@@ -62,9 +63,5 @@ def _inputs(context_lens: list[int], width: int) -> StepInputs[torch.Tensor]:
         page_table=torch.arange(num_requests * 12, dtype=torch.int32).view(num_requests, 12),
         logit_rows=torch.zeros(num_requests, width, dtype=torch.int32),
         num_candidates=lengths,
-        temperature=lengths.float(),
-        top_k=lengths,
-        top_p=lengths.float(),
-        min_p=lengths.float(),
-        seed=lengths.long(),
+        **columns_off(num_requests),
     )

@@ -8,6 +8,7 @@ import torch
 from dflash_trt.backends.torch.philox import uniform
 from dflash_trt.backends.torch.sampling import _smallest_kept, filtered_weights, sample_and_accept
 from dflash_trt.network.ops import Acceptance, StepInputs
+from tests.logit_rows import columns_off
 
 VOCAB_SIZE = 16
 WIDTH = 4  # K + 1
@@ -41,11 +42,12 @@ def step_inputs(
         page_table=torch.zeros(len(rows), 1, dtype=torch.int32),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int32),
         num_candidates=torch.tensor(num_candidates, dtype=torch.int32),
-        temperature=each(temperature, torch.float32),
-        top_k=each(top_k, torch.int32),
-        top_p=each(1.0, torch.float32),
-        min_p=each(0.0, torch.float32),
-        seed=torch.tensor(seeds or [0] * len(rows), dtype=torch.int64),
+        **columns_off(len(rows))
+        | {
+            "temperature": each(temperature, torch.float32),
+            "top_k": each(top_k, torch.int32),
+            "seed": torch.tensor(seeds or [0] * len(rows), dtype=torch.int64),
+        },
     )
 
 
