@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 
+_COPIED = ("dflash_trt/", "plugins/", "tests/", "pyproject.toml")
 _BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -38,10 +39,10 @@ def recipe(words: str) -> Recipe:
 
 
 def apply(recipe: Recipe, directory: Path) -> None:
-    """To a copy of the tracked files in `directory`, which is made."""
+    """To a copy of the tracked sources and tests in `directory`."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and not name.startswith("docs/evidence"):
+        if name.startswith(_COPIED) and (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, directory / name)
     for name, text in recipe.files.items():
