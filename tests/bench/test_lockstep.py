@@ -96,9 +96,9 @@ def test_a_request_that_fails_is_no_measurement() -> None:
 def test_closing_ends_every_sides_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[EngineLoop] = []
 
-    def shutdown(self: EngineLoop) -> None:
+    def close(self: EngineLoop, **given: bool) -> None:
         ended.append(self)
 
-    monkeypatch.setattr(EngineLoop, "shutdown", shutdown)
+    monkeypatch.setattr(EngineLoop, "close", close)
     sides_over(make_executor()).close()
     assert len(set(ended)) == 2

