@@ -85,10 +85,11 @@ def test_the_plugin_operation_takes_the_new_parameter(sampling: Path, tmp_path: 
     assert '{"min_p", TensorType::kFloat32, 1}, {"epsilon_cutoff", TensorType::kFloat32, 1}' in header
 
 
-def test_a_kernel_is_two_files_of_the_package_a_row_and_a_test() -> None:
+def test_a_kernel_is_two_files_of_the_package_one_of_the_library_a_row_and_a_test() -> None:
     done = recipe("A GPU kernel")
     assert done.changed_files == ["plugins/aot/variants.py"]
-    assert [Path(name).parts[:2] for name in done.files] == [("dflash_trt", "kernels")] * 2 + [("tests", "kernels")]
+    folders = ["dflash_trt/kernels"] * 2 + ["plugins/aot", "tests/kernels"]
+    assert [str(Path(name).parent) for name in done.files] == folders
 
 
 def test_the_new_kernel_computes_what_pytorch_does(kernel: Path) -> None:
