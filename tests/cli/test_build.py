@@ -127,7 +127,7 @@ def test_a_directory_that_is_no_engine_is_never_replaced(config_file, tmp_path, 
     (output / "thesis.tex").write_text("years of work")
     result = invoke("build", config_file, "-o", output, *flags)
     assert result.exit_code == 1
-    assert "no engine" in result.stderr
+    assert "not an engine" in result.stderr
     assert (output / "thesis.tex").read_text() == "years of work"
 
 
