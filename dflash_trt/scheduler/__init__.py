@@ -1,1 +1,1 @@
-"""Which requests, which pages, which K. Pure Python: no torch."""
+"""Scheduling of requests, pages and K. Pure Python: no torch."""

@@ -1,4 +1,4 @@
-"""How often each draft position is accepted.
+"""Acceptance rates by draft position.
 
 Position i (0-based) is reached when drafts 0 .. i - 1 were accepted and draft i was a candidate.
 """
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class AcceptanceCounts:
-    """Counts per position. `decay` below 1 forgets: each verify block then weighs that much less than the next."""
+    """Counts per position. With `decay` below 1, counts decay by it with each verify block."""
 
     def __init__(self, max_draft_len: int, *, decay: float = 1.0) -> None:
         self._decay = decay
@@ -15,7 +15,7 @@ class AcceptanceCounts:
         self.num_accepted = [0.0] * max_draft_len
 
     def add(self, num_candidates: int, num_accepted: int) -> None:
-        """Take in one verify block."""
+        """Count one verify block."""
         if self._decay < 1.0:
             for position in range(num_candidates):
                 self.num_reached[position] *= self._decay
@@ -25,7 +25,7 @@ class AcceptanceCounts:
             self.num_accepted[position] += position < num_accepted
 
     def rates(self) -> tuple[float | None, ...]:
-        """Accepted / reached per position; None where nothing was reached."""
+        """Accepted / reached per position; None for positions never reached."""
         return tuple(
             accepted / reached if reached else None
             for accepted, reached in zip(self.num_accepted, self.num_reached, strict=True)
@@ -33,7 +33,7 @@ class AcceptanceCounts:
 
 
 def expected_num_emitted(rates: Sequence[float], num_draft_tokens: int) -> float:
-    """Mean tokens one verify block of `num_draft_tokens` drafts emits, bonus included, at these rates per position."""
+    """Expected tokens emitted by a verify block at these rates per position, bonus included."""
     expected, reach = 1.0, 1.0
     for rate in rates[:num_draft_tokens]:
         reach *= rate

@@ -1,8 +1,8 @@
-"""Chooses K so that the most tokens come out per second.
+"""The draft length policy that maximizes tokens per second.
 
     tokens per second of K = requests * (1 + sum over i <= K of the chance that drafts 1 .. i are accepted) / step cost
 
-Both come from running measurements, so what is not tried is not known: now and then a few steps probe another K.
+Both are measured continuously, and now and then a few steps probe another K.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.step_cost import StepCosts
 
 _ACCEPTANCE_DECAY = 0.998  # about the last 500 verify blocks count
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of the first position; the others are taken to be like the one before
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0  # of the first position; the prior of others is the rate of the one before
 _NUM_STEPS_PER_DECISION = 4  # also of a probe, whose first step may still verify the drafts of another K
-_NUM_FREE_STEPS = 8  # as long as these take may be lost to probes at the start
+_NUM_FREE_STEPS = 8  # probes at the start may cost the time of this many steps
 _FIRST_LENGTH = 3  # a guess that is rarely far off
 _ENOUGH_BLOCKS = 100.0  # verified, to believe the acceptance rates
 _NUM_STEPS_TO_STAY, _GAIN_TO_LEAVE_SOON = 16, 0.15
-_JUMP = 2.2  # a batch size that changes by more starts anew
-_MAX_LOSS = 4.0  # of a probe step, in times what its tokens usually take
+_JUMP = 2.2  # a larger change of the batch size resets its average
+_MAX_LOSS = 4.0  # of a probe step, relative to the usual time of its tokens
 _STALE_AFTER = 600  # steps
-_OPTIMISM_FRACTION = 0.1  # how much better than estimated a K may be, to be worth a probe
+_OPTIMISM_FRACTION = 0.1  # by which estimates are raised to decide if a K is worth a probe
 
 
 class AdaptiveDraftLength:
     """Implements DraftLengthPolicy.
 
-    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, what is
-    lost at the very start aside. `lengths` are the K to choose from; one graph may have to be kept for each.
+    K changes only for a gain above `hysteresis_fraction`. Probes cost at most `max_probe_fraction` of the time, except
+    at the start. `lengths` are the K to choose from; a GPU may need a graph for each.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AdaptiveDraftLength:
                 "draft lengths",
                 expected=f"numbers from 0 to {max_draft_len}",
                 found=str(self._lengths),
-                hint="Leave out what the engine cannot draft.",
+                hint="Remove the others, or build the engine with a larger max_draft_len.",
             )
         self._hysteresis_fraction = hysteresis_fraction
         self._max_probe_fraction = max_probe_fraction
@@ -93,23 +93,23 @@ class AdaptiveDraftLength:
         )
 
     def tokens_per_second(self, num_decoding: int, num_draft_tokens: int) -> float | None:
-        """The estimate for this K, of all requests together; None before the first measured step."""
+        """Estimated throughput of all requests with this K; None before the first measured step."""
         cost_s = self._costs.estimate(num_decoding, num_draft_tokens)
         if cost_s is None:
             return None
         return num_decoding * expected_num_emitted(self._rates(), num_draft_tokens) / cost_s
 
     def _follow(self, num_decoding: int) -> bool:
-        """Smooth the batch size; whether it jumped."""
+        """Update the average batch size; return True if it jumped."""
         has_jumped = not 1 / _JUMP < num_decoding / max(1.0, self._smoothed) < _JUMP
         self._smoothed = num_decoding if has_jumped else 0.9 * self._smoothed + 0.1 * num_decoding
         self._batch_size = max(1, round(self._smoothed))
         return has_jumped
 
     def _settle(self, num_decoding: int, *, is_free: bool) -> None:
-        """Move to the best K if it is better than the current one by more than noise.
+        """Change to the best K if its gain is above noise.
 
-        A change wastes drafts or a step without any, so another one soon after must bring more, unless `is_free`.
+        A change wastes drafts or a step without any, so a change soon after another must gain more, unless `is_free`.
         """
         is_soon = self._num_steps_since_change < _NUM_STEPS_TO_STAY and not is_free
         least_gain = max(_GAIN_TO_LEAVE_SOON * is_soon, self._hysteresis_fraction)
@@ -120,10 +120,10 @@ class AdaptiveDraftLength:
             self._num_steps_since_change = 0
 
     def _worth_probing(self, num_decoding: int) -> int | None:
-        """A K that was never, or not lately, measured at this batch size and might be better than the current one."""
+        """A K without a recent measurement at this batch size that might be better than the current one, or None."""
         current = self.tokens_per_second(num_decoding, self._current)
         if current is None or self._costs.age(num_decoding, self._current) is None:
-            return None  # the current K comes first
+            return None  # measure the current K first
         speeds = {
             length: self.tokens_per_second(num_decoding, length) or 0.0
             for length in self._lengths
@@ -131,7 +131,7 @@ class AdaptiveDraftLength:
         }
         promising = [length for length, speed in speeds.items() if speed * (1 + _OPTIMISM_FRACTION) > current]
         if 0 in speeds and not self._costs.is_known_nearby(num_decoding, 0):
-            best = 0  # what plain decoding costs cannot be told from steps that draft
+            best = 0  # the cost of autoregressive decoding does not follow from steps that draft
         elif promising:
             best = max(promising, key=lambda length: speeds[length])
         else:
@@ -139,7 +139,7 @@ class AdaptiveDraftLength:
         return best if self._is_affordable(num_decoding, best, current) else None
 
     def _is_affordable(self, num_decoding: int, length: int, current: float) -> bool:
-        """True if a probe of `length`, by what is known, keeps the time lost to probes within its share."""
+        """True if the estimated loss of a probe keeps all probes within `max_probe_fraction`."""
         cost_s = self._costs.estimate(num_decoding, length) or 0.0
         usual_s = self._costs.estimate(num_decoding, self._current) or 0.0
         speed = self.tokens_per_second(num_decoding, length) or 0.0
@@ -148,7 +148,7 @@ class AdaptiveDraftLength:
         return self._lost_s + expected_loss_s <= allowed_s
 
     def _add_loss(self, step: StepObservation, elapsed_s: float) -> None:
-        """Count the time that a probe took beyond what its tokens would have taken with the current K."""
+        """Add the time that a probe took beyond that of its tokens with the current K."""
         self._measured_s += elapsed_s
         if step.num_draft_tokens == self._current:
             return
@@ -156,7 +156,7 @@ class AdaptiveDraftLength:
         if current:
             num_tokens = step.num_decoding + sum(num_accepted for _, num_accepted in step.verified)
             usual_s = num_tokens / current
-            self._lost_s += min(max(0.0, elapsed_s - usual_s), _MAX_LOSS * usual_s)  # a hiccup is nobody's fault
+            self._lost_s += min(max(0.0, elapsed_s - usual_s), _MAX_LOSS * usual_s)  # limits the effect of outliers
 
     def _is_unknown(self, num_decoding: int, length: int) -> bool:
         age = self._costs.age(num_decoding, length)
@@ -174,5 +174,5 @@ class AdaptiveDraftLength:
 
 
 def default_lengths(max_draft_len: int) -> list[int]:
-    """0, 1, 2, 3, 4, then steps of about a third, and the maximum: few enough to know each."""
+    """0 to 4, then steps of about a third, and the maximum: few enough to measure each."""
     return sorted({length for length in (0, 1, 2, 3, 4, 6, 8, 11) if length < max_draft_len} | {max_draft_len})

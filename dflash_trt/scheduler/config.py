@@ -1,4 +1,4 @@
-"""How a scheduler behaves, beyond the limits of the engine."""
+"""Settings of a scheduler."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class SchedulerConfig:
     max_prefill_tokens: int | None = None  # prompt tokens per step, all requests together
     enable_prefix_caching: bool = True
     max_paused_s: float | None = 60.0  # a request paused for longer ends with "timeout"; None: never
-    preempts_for_priority: bool = True  # a waiting request may push a running one of lower priority out
+    preempts_for_priority: bool = True  # a waiting request may preempt a running one of lower priority
 
     def __post_init__(self) -> None:
         problems = [

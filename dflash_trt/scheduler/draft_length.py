@@ -1,6 +1,6 @@
-"""How many drafts each request gets in a step.
+"""Policies that choose K, the drafts per request of a step.
 
-K = 0 is plain decoding; the draft context stays fed, so drafting can resume at any step.
+K = 0 decodes autoregressively; the draft context is kept up to date, so that drafting can resume at any step.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from dflash_trt.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepObservation:
-    """What a step turned out to be. `verified` has (num_candidates, num_accepted) of each verify block."""
+    """Measurements of a step. `verified` has (num_candidates, num_accepted) of each verify block."""
 
     num_draft_tokens: int
     num_decoding: int  # requests that decoded
@@ -23,11 +23,11 @@ class StepObservation:
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses K before a step and hears of it afterwards."""
+    """Chooses K before a step and observes the step afterwards."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Every K that it may choose; a GPU prepares them when an engine is opened."""
+        """All K that it may choose, for which a GPU prepares when an engine is opened."""
         ...
 
     def choose(self, num_decoding: int) -> int:
@@ -56,7 +56,7 @@ class FixedDraftLength:
 
 
 class BatchSizeDraftLength:
-    """K by the number of decoding requests: `{1: 7, 8: 3, 32: 0}` reads "from 8 requests on, 3 drafts"."""
+    """K by the number of decoding requests: `{1: 7, 8: 3, 32: 0}` means 3 drafts for 8 to 31 requests."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
         if 1 not in lengths or min(lengths) < 1:
@@ -84,6 +84,4 @@ class BatchSizeDraftLength:
 
 def _check_length(subject: str, length: int) -> None:
     if length < 0:
-        raise ConfigError.about(
-            subject, expected="0 or more drafts", found=str(length), hint="Pass 0 to decode without drafting."
-        )
+        raise ConfigError.about(subject, expected="0 (no drafting) or more drafts", found=str(length))

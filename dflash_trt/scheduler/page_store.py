@@ -1,6 +1,6 @@
-"""Pages for requests: handed out, kept for their prefix after use, taken back when room is needed.
+"""Pages for requests: allocated, cached for their prefix after use, evicted for new ones.
 
-Joins the pool (who holds a page) and the prefix tree (what it holds). Nobody else touches either.
+The only user of the page pool (reference counts) and of the prefix tree (contents).
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
 
 
 class PageStore:
-    """`keeps_prefixes` False switches prefix reuse off: pages are free as soon as their request lets go of them."""
+    """`keeps_prefixes` False disables prefix caching: a page is free as soon as its request releases it."""
 
     def __init__(self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True) -> None:
         self.page_size = page_size
@@ -26,7 +26,7 @@ class PageStore:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and kept ones that nobody uses."""
+        """Pages that can be allocated now: free ones, and idle cached ones."""
         return self._pool.num_free + self._tree.num_idle_pages
 
     @property
@@ -43,34 +43,34 @@ class PageStore:
         return -(-num_positions // self.page_size)
 
     def match(self, token_ids: Sequence[int], *, salt: str) -> list[PrefixNode]:
-        """Kept pages with the K/V of a prefix of `token_ids`. At least one token is left to compute.
+        """Cached pages with the K/V of a prefix of `token_ids`, at least one token less than all.
 
-        Nothing is held yet: call `hold` before anything else may evict.
+        Call `hold` before any other call that may evict them.
         """
         if not self._keeps_prefixes:
             return []
         return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
 
     def num_idle_among(self, path: Sequence[PrefixNode]) -> int:
-        """How many pages of `path` count as available until somebody holds them."""
+        """Number of idle pages in `path`, which are available until they are held."""
         return sum(self._pool.num_owners(node.page_id) == 1 for node in path)
 
     def num_freed_by(self, holdings: Iterable[Sequence[int]]) -> int:
-        """Pages that become available when these holders let go of them, all together."""
+        """Number of pages that become available when these holders release them together."""
         released = Counter(page_id for page_ids in holdings for page_id in page_ids)
         return sum(
             self._pool.num_owners(page_id) - count == (page_id in self._tree) for page_id, count in released.items()
         )
 
     def hold(self, path: Sequence[PrefixNode]) -> list[int]:
-        """Become an owner of the pages of a match."""
+        """Retain the pages of a match."""
         for node in path:
             self._tree.mark_used(node.page_id)
             self._pool.retain(node.page_id)
         return [node.page_id for node in path]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages to write to, evicting idle prefixes when too few are free.
+        """Allocate `count` pages, evicting idle prefixes if too few are free.
 
         Raises:
             CapacityError: `num_available` is smaller.
@@ -83,11 +83,11 @@ class PageStore:
     def keep(
         self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str
     ) -> PrefixNode | None:
-        """Make the full page `page_id`, held by the caller, findable below `parent`; None when prefixes are not kept.
+        """Cache the caller's full page below `parent`; None if prefix caching is disabled.
 
-        When the same tokens are kept already, the caller's page is exchanged for the kept one (equal K/V): the caller
-        must go on with the node's page. A step in flight may still read the old page; steps run one after another, so
-        that step has read it before a later one can overwrite it.
+        If the same tokens are cached already, the caller's page is released, and the caller must continue with the
+        node's (equal K/V). A step in flight may still read the old page, but steps run one after another, so no later
+        step can overwrite it before.
         """
         if not self._keeps_prefixes:
             return None
@@ -97,24 +97,24 @@ class PageStore:
             self.hold([node])
             self._pool.release(page_id)
         else:
-            self._pool.retain(page_id)  # the tree's own share
+            self._pool.retain(page_id)  # for the tree
         return node
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """Let go of a request's pages; the kept ones become idle, the last position first."""
+        """Release a request's pages; cached ones become idle, the last position first."""
         for page_id in reversed(page_ids):
             if self._pool.release(page_id) == 1 and page_id in self._tree:
                 self._tree.mark_idle(page_id)
 
     def drop_idle(self) -> int:
-        """Forget every cached page that nobody uses; how many there were."""
+        """Evict all idle pages; return their number."""
         count = self._tree.num_idle_pages
         for _ in range(count):
             self._pool.release(self._tree.evict_oldest())
         return count
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
-        """Assert that every page is held by exactly the requests of `holdings`, by the tree, or by nobody."""
+        """Assert that exactly the requests of `holdings` and the tree hold pages."""
         self._tree.check_integrity()
         self._pool.check_integrity([*holdings, self._tree.page_ids()])
         idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())

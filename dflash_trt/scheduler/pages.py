@@ -1,8 +1,4 @@
-"""Who holds which page.
-
-Knows page ids and how many owners each has. Refuses to know what a page contains: tokens are the prefix tree's
-business, memory the executor's.
-"""
+"""Reference counts of pages. The prefix tree knows their tokens, the executor their memory."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,7 +7,7 @@ from dflash_trt.core.errors import CapacityError
 
 
 class PagePool:
-    """Ref-counted page ids 0 .. num_pages - 1. A page is free when nobody holds it."""
+    """Reference-counted page ids 0 .. num_pages - 1. A page without owners is free."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
@@ -33,10 +29,10 @@ class PagePool:
         return self._num_owners[page_id]
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one owner each.
+        """Allocate `count` pages with one owner each.
 
         Raises:
-            CapacityError: fewer are free. Nothing is taken then.
+            CapacityError: fewer are free; none is allocated then.
         """
         if count > len(self._free):
             raise CapacityError.about(
@@ -56,7 +52,7 @@ class PagePool:
         self._num_owners[page_id] += 1
 
     def release(self, page_id: int) -> int:
-        """Take one owner away; the number that is left. At 0 the page is free."""
+        """Remove an owner; return the number of the others. At 0 the page is free."""
         assert self._num_owners[page_id] > 0, f"page {page_id} is released more often than it was retained"
         self._num_owners[page_id] -= 1
         if self._num_owners[page_id] == 0:
@@ -64,7 +60,7 @@ class PagePool:
         return self._num_owners[page_id]
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
-        """Assert that the owners counted here are exactly those in `holdings`, and that the rest is free."""
+        """Assert that the owners are exactly those in `holdings`, and that all other pages are free."""
         held = Counter(page_id for page_ids in holdings for page_id in page_ids)
         for page_id, num_owners in enumerate(self._num_owners):
             assert num_owners == held[page_id], f"page {page_id} has {num_owners} owners, {held[page_id]} claim it"

@@ -1,7 +1,7 @@
-"""One step's rows: who is admitted, who is preempted, how many tokens each gets.
+"""Planning of a step's rows: admission, preemption, tokens per request.
 
-Order of service: running requests that decode (an anchor each, then drafts while budget lasts), then prompt chunks,
-both by priority_key. Drafts never cost anybody a page or a place.
+Running requests that decode come first (an anchor each, then drafts while the budget lasts), then prompt chunks, both
+in order of priority_key. Drafts never take a page or a place from another request.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import InFlightRow, Sequence
 
-# Part of max_num_tokens that drafts leave to waiting prompt work: otherwise a full batch of verify blocks could keep
-# new requests from starting.
+# Part of max_num_tokens that drafts leave to waiting prompts. Otherwise a full batch of verify blocks could keep new
+# requests from starting.
 PREFILL_SHARE = 4
 
 
 class StepPlanner:
-    """Plans one step after another over the same request_pool."""
+    """Plans steps over a request pool."""
 
     def __init__(
         self, request_pool: RequestPool, limits: ExecutorLimits, config: SchedulerConfig, policy: DraftLengthPolicy
@@ -30,7 +30,7 @@ class StepPlanner:
         self._policy = policy
 
     def plan(self, now: float) -> tuple[PlannedStep, list[Sequence]]:
-        """The next step and whose rows they are; marks each of these requests in flight."""
+        """Plan the next step; return it with its requests, now marked in flight."""
         num_draft_tokens = self._choose_draft_length()
         self._admit(now, num_draft_tokens)
         rows = self._decode_rows(num_draft_tokens)
@@ -60,7 +60,7 @@ class StepPlanner:
     # Admission
 
     def _admit(self, now: float, num_draft_tokens: int) -> None:
-        """Let waiting requests in, in order, while there are places, pages and tokens for them in this step."""
+        """Admit waiting requests in order, while this step has places, pages and tokens for them."""
         budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
             sequence = next((waiting for waiting in self._request_pool.waiting if waiting.in_flight is None), None)
@@ -70,14 +70,14 @@ class StepPlanner:
             budget -= sequence.num_pending
 
     def _num_claimed_tokens(self, num_draft_tokens: int) -> int:
-        """Tokens of this step that running requests take; drafts leave prompts their share."""
+        """Tokens of this step for running requests, without those that drafts leave to prompts."""
         decoding = self._running(is_decoding=True)
         num_verified = sum(1 + min(sequence.max_candidates, num_draft_tokens) for sequence in decoding)
         max_verified = max(len(decoding), self._limits.max_num_tokens - self._prefill_share)
         return min(num_verified, max_verified) + self._num_prompt_tokens()
 
     def _num_prompt_tokens(self) -> int:
-        """Prompt tokens that running requests have yet to compute."""
+        """Prompt tokens that running requests have still to compute."""
         return sum(sequence.num_pending for sequence in self._running(is_decoding=False))
 
     @property
@@ -85,7 +85,7 @@ class StepPlanner:
         return max(1, self._limits.max_num_tokens // PREFILL_SHARE)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """True if `sequence` fits now, after preempting requests of lower priority if that helps."""
+        """Preempt requests of lower priority if needed; return True if `sequence` fits now."""
         if self._fits(sequence, self._request_pool.running, num_freed_pages=0):
             return True
         if not self._config.preempts_for_priority:
@@ -101,20 +101,20 @@ class StepPlanner:
         return True
 
     def _fits(self, sequence: Sequence, running: list[Sequence], *, num_freed_pages: int) -> bool:
-        """A place, and pages for every token, with a page to spare for each request that is running."""
+        """True if there are a place and pages for all tokens, and a spare page for each running request."""
         if len(running) >= self._limits.max_batch_size:
             return False
         num_available = self._request_pool.store.num_available + num_freed_pages
         return self._request_pool.num_missing_pages(sequence) + len(running) <= num_available
 
     def _num_own_pages(self, sequences: list[Sequence]) -> int:
-        """Pages that become available when these let go of them."""
+        """Number of pages that become available when these requests release them."""
         return self._request_pool.store.num_freed_by([sequence.page_ids for sequence in sequences])
 
     # Rows
 
     def _decode_rows(self, num_draft_tokens: int) -> list["PlannedRow"]:
-        """Every anchor gets its page before any draft does."""
+        """Rows that decode. All anchors get their pages before any drafts do."""
         decoding = self._running(is_decoding=True)
         decoding = [sequence for sequence in decoding if sequence.is_running and self._secure_anchor(sequence)]
         max_candidates = min(num_draft_tokens, self._max_candidates(len(decoding)))
@@ -124,14 +124,14 @@ class StepPlanner:
         ]
 
     def _max_candidates(self, num_decoding: int) -> int:
-        """Drafts each decoding request may verify so that all fit, beside a share for prompts that wait."""
+        """Maximum of drafts that each decoding request may verify, leaving tokens to waiting prompts."""
         if num_decoding == 0:
             return 0
         budget = self._limits.max_num_tokens - min(self._num_prompt_tokens(), self._prefill_share)
         return max(0, budget // num_decoding - 1)
 
     def _secure_anchor(self, sequence: Sequence) -> bool:
-        """Have a page for the next token, preempting the least important request if need be; False if that is it."""
+        """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence` itself."""
         while not self._request_pool.grow(sequence, sequence.max_context_len + 1):
             victim = self._request_pool.running[-1]
             self._request_pool.preempt(victim)
@@ -140,7 +140,7 @@ class StepPlanner:
         return True
 
     def _num_candidates_with_pages(self, sequence: Sequence, max_candidates: int) -> int:
-        """As many drafts as budget and pages allow, without preempting anybody for them."""
+        """Maximum of drafts that budget and pages allow without preemption."""
         num_candidates = min(sequence.max_candidates, max_candidates)
         num_positions = min(sequence.max_context_len + 1 + num_candidates, sequence.max_len)
         if self._request_pool.grow(sequence, num_positions):
@@ -161,7 +161,7 @@ class StepPlanner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRow:
-    """A row and whose it is. It writes at most `num_tokens` positions."""
+    """A row of a request. It writes at most `num_tokens` positions."""
 
     sequence: Sequence
     row: ScheduledRequest | FollowUp
@@ -171,7 +171,7 @@ class PlannedRow:
 
     @property
     def wants_drafts(self) -> bool:
-        """True if drafts made in this step can still be accepted: a draft and a bonus token must fit after it."""
+        """True if a draft of this step can still be accepted, with a bonus token after it."""
         in_flight = self.sequence.in_flight  # of the step before this one
         num_sure = 2 if in_flight is not None and in_flight.is_emitting else 1
         return self.is_emitting and self.sequence.num_remaining - num_sure >= 2
@@ -200,7 +200,7 @@ def _prompt_row(sequence: Sequence, num_tokens: int, page_size: int) -> PlannedR
 
 
 def _known_row(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...], page_size: int) -> ScheduledRequest:
-    """The next `num_tokens` of what the request has, then `drafts`."""
+    """The next `num_tokens` tokens of the request, then `drafts`."""
     start = sequence.max_context_len
     token_ids = (*sequence.token_ids[start : start + num_tokens], *drafts)
     num_pages = -(-(start + len(token_ids)) // page_size)

@@ -1,7 +1,6 @@
-"""Which full pages hold the K/V of which tokens.
+"""The tree of cached prefixes: the tokens of each full page, and the order in which idle pages are evicted.
 
-Knows the tokens behind each cached page and which cached pages nobody uses, oldest first. Refuses to count owners: that
-is the page pool's business. One page holds target and draft K/V, so a hit restores both.
+The page pool counts owners. A page holds target and draft K/V, so a hit restores both.
 """
 
 from collections import OrderedDict
@@ -24,8 +23,8 @@ class PrefixNode:
 class PrefixTree:
     """A trie with one page per edge, one root per salt.
 
-    Law of idleness, on which eviction rests: whoever uses a node uses all its ancestors, and lets go of the deepest
-    first. So a node has become idle before its parent, and the oldest idle node is a leaf.
+    A request that uses a node uses all its ancestors, and releases the deepest first. So a node becomes idle before its
+    parent, and the oldest idle node, the next to be evicted, is a leaf.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -46,7 +45,7 @@ class PrefixTree:
         return page_id in self._nodes
 
     def match(self, token_ids: Sequence[int], *, salt: str, max_pages: int) -> list[PrefixNode]:
-        """The cached pages that hold the longest prefix of `token_ids`, at most `max_pages` of them."""
+        """Nodes of the longest cached prefix of `token_ids`, at most `max_pages`."""
         path: list[PrefixNode] = []
         children = self._roots.get(salt, {})
         while len(path) < max_pages:
@@ -59,9 +58,9 @@ class PrefixTree:
         return path
 
     def extend(self, parent: PrefixNode | None, token_ids: Sequence[int], page_id: int, *, salt: str) -> PrefixNode:
-        """The node for `token_ids` below `parent` (None: the root of `salt`).
+        """Find or add the node for `token_ids` below `parent` (None: the root of `salt`).
 
-        The node keeps its own page when these tokens are known already; compare `page_id`.
+        An existing node keeps its own page; compare `page_id`.
         """
         assert len(token_ids) == self._page_size, "only full pages are kept"
         children = self._roots.setdefault(salt, {}) if parent is None else parent.children
@@ -75,12 +74,12 @@ class PrefixTree:
         self._idle.pop(page_id, None)
 
     def mark_idle(self, page_id: int) -> None:
-        """Nobody but the tree holds this page: it may be evicted."""
+        """Mark a page that only the tree holds, so that it may be evicted."""
         assert page_id in self._nodes and page_id not in self._idle
         self._idle[page_id] = None
 
     def evict_oldest(self) -> int:
-        """Forget the least recently used idle page; its id."""
+        """Evict the least recently used idle page; return its id."""
         page_id, _ = self._idle.popitem(last=False)
         node = self._nodes.pop(page_id)
         assert not node.children, f"page {page_id} is evicted before its continuations"

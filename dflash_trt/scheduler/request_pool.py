@@ -1,7 +1,4 @@
-"""Who waits, who runs and who is paused, and what moving between them does to a request's pages.
-
-Every page a request holds is taken and given back here.
-"""
+"""Waiting, running and paused requests, and the moves between them, which allocate and release their pages."""
 
 from bisect import insort
 
@@ -11,9 +8,9 @@ from dflash_trt.scheduler.waiting_queue import WaitingQueue
 
 
 class RequestPool:
-    """`running` is ordered: the most important request first. Running requests alone hold pages.
+    """All requests. `running` is ordered by priority; only running requests hold pages.
 
-    `paused` requests neither run nor wait, until they are resumed.
+    `paused` requests neither run nor wait until they are resumed.
     """
 
     def __init__(self, store: PageStore, *, max_queue_len: int | None = None) -> None:
@@ -48,13 +45,13 @@ class RequestPool:
         self._by_id[sequence.request_id] = sequence
 
     def num_missing_pages(self, sequence: Sequence) -> int:
-        """Pages that admitting `sequence` would take out of `store.num_available`."""
+        """Number of available pages that admitting `sequence` would take."""
         path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(path)
         return num_new + self.store.num_idle_among(path)
 
     def admit(self, sequence: Sequence, now: float) -> None:
-        """Let a waiting request run: it takes over kept prefix pages and gets new ones for all its other tokens."""
+        """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
         path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
         held = self.store.hold(path)
@@ -70,7 +67,7 @@ class RequestPool:
         insort(self.running, sequence, key=lambda running: running.priority_key)
 
     def grow(self, sequence: Sequence, num_positions: int) -> bool:
-        """Have pages for `num_positions`, if they can be had without preempting anybody."""
+        """Get pages for `num_positions` if that needs no preemption; return True on success."""
         num_new = self.store.num_pages_for(num_positions) - len(sequence.page_ids)
         if num_new > self.store.num_available:
             return False
@@ -79,7 +76,7 @@ class RequestPool:
         return True
 
     def keep_full_pages(self, sequence: Sequence) -> None:
-        """Make the committed full pages of a running request findable for others."""
+        """Cache the committed full pages of a running request."""
         page_size = self.store.page_size
         for index in range(len(sequence.prefix_path), sequence.context_len // page_size):
             node = self.store.keep(
@@ -94,7 +91,7 @@ class RequestPool:
             sequence.prefix_path.append(node)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running request's pages; it waits to be computed again, all emitted tokens included."""
+        """Release a running request's pages; it waits to be computed again, emitted tokens included."""
         self.running.remove(sequence)
         self._strip(sequence)
         sequence.num_preemptions += 1
@@ -102,13 +99,13 @@ class RequestPool:
         self.waiting.put_back(sequence)
 
     def pause(self, sequence: Sequence) -> None:
-        """Set a request aside without its pages. Its full pages stay kept while there is room, so resuming is cheap."""
+        """Pause a request and release its pages. Full ones stay cached until evicted, so that resuming is cheap."""
         self._take_out(sequence)
         self._strip(sequence)
         self.paused[sequence.request_id] = sequence
 
     def resume(self, sequence: Sequence) -> None:
-        """Let a paused request wait for its turn."""
+        """Put a paused request back into the queue."""
         del self.paused[sequence.request_id]
         self.waiting.put_back(sequence)
 

@@ -1,6 +1,6 @@
-"""Which requests run in the next step, with which pages, and what a finished step means for each of them.
+"""The scheduler: plans steps, and commits their results to requests.
 
-The plain loop is `batch = schedule(now); result = executor.step(batch); events = commit(batch, result)`. The
+The synchronous loop is `batch = schedule(now); result = executor.step(batch); events = commit(batch, result)`. The
 overlapped loop calls `plan` for the next step before it commits the running one. Pure Python, one thread, and
 deterministic: the same calls give the same batches.
 """
@@ -36,9 +36,9 @@ class _Flight:
 
 
 class Scheduler:
-    """Steps are committed in the order they were planned; at most two are out at a time.
+    """Steps are committed in the order they were planned; at most two are uncommitted at a time.
 
-    `policy` chooses K; without one it is the engine's max_draft_len.
+    `policy` chooses K (default: the engine's max_draft_len).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scheduler:
                 "max_num_tokens",
                 expected=f"at least max_batch_size {limits.max_batch_size}",
                 found=str(limits.max_num_tokens),
-                hint="Every request needs at least one token per step: rebuild with a larger max_num_tokens.",
+                hint="Every request needs at least one token per step: build with a larger max_num_tokens.",
             )
         self.limits = limits
         self.config = config or SchedulerConfig()
@@ -66,7 +66,7 @@ class Scheduler:
     # Arrivals and departures
 
     def add(self, request: Request, now: float = 0.0) -> None:
-        """Take a request; it waits for its turn. `now` is a time in seconds on any monotonic clock.
+        """Queue a request. `now` is a time in seconds of any monotonic clock.
 
         Raises:
             RequestError: it can never run (empty, too long, id in use), or too many wait (QueueFullError).
@@ -89,7 +89,7 @@ class Scheduler:
         self._num_arrivals += 1
 
     def cancel(self, request_id: str) -> TokenEvent | None:
-        """End a request now, wherever it is; None when there is no such request."""
+        """End a request now; None if there is no such request."""
         return self._end(request_id, "cancelled")
 
     def stop(self, request_id: str) -> TokenEvent | None:
@@ -101,7 +101,7 @@ class Scheduler:
         return self._end(request_id, "error", reason)
 
     def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the queue, to be computed again; False when it is not running."""
+        """Send a running request back to the queue, to be computed again; False if it is not running."""
         sequence = self._request_pool.find(request_id)
         if sequence is None or not sequence.is_running:
             return False
@@ -109,11 +109,11 @@ class Scheduler:
         return True
 
     def request_ids(self) -> set[str]:
-        """Of all requests that have not ended."""
+        """Ids of all requests that have not ended."""
         return self._request_pool.request_ids()
 
     def pause(self, request_id: str) -> bool:
-        """Set a request aside until `resume`: it gives its place and pages to others. False when it is not here."""
+        """Pause a request until `resume`, and free its place and pages; False if there is no such request."""
         sequence = self._request_pool.find(request_id)
         if sequence is None or sequence.paused_s is not None:
             return False
@@ -122,7 +122,7 @@ class Scheduler:
         return True
 
     def resume(self, request_id: str) -> bool:
-        """Let a paused request go on where it stopped; False when it is not paused."""
+        """Resume a paused request; False if it is not paused."""
         sequence = self._request_pool.find(request_id)
         if sequence is None or sequence.paused_s is None:
             return False
@@ -140,12 +140,12 @@ class Scheduler:
 
     @property
     def num_pages_in_use(self) -> int:
-        """Pages that requests hold; kept prefixes that nobody uses do not count."""
+        """Pages that requests hold, without idle cached ones."""
         return self._request_pool.store.num_in_use
 
     @property
     def has_work(self) -> bool:
-        """True if a request can run, or an event waits for the next commit."""
+        """True if a request can run, or the next commit has an event."""
         return bool(self._request_pool.running or self._request_pool.waiting or self._ended)
 
     @property
@@ -153,7 +153,7 @@ class Scheduler:
         return len(self._request_pool.paused)
 
     def statistics(self) -> SchedulerStatistics:
-        """Everything counted so far; a copy."""
+        """A copy of the counts so far."""
         request_pool, counts = self._request_pool, self._counts
         return SchedulerStatistics(
             num_arrivals=self._num_arrivals,
@@ -181,8 +181,8 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float = 0.0) -> StepBatch:
-        """The next step of the plain loop; empty when nothing can run."""
-        assert not self._flights, "the plain loop commits a step before it schedules the next"
+        """The next step of the synchronous loop; empty if nothing can run."""
+        assert not self._flights, "the synchronous loop commits a step before it schedules the next"
         return self.plan(now).resolve({})
 
     def plan(self, now: float = 0.0) -> PlannedStep:
@@ -198,7 +198,7 @@ class Scheduler:
         return step
 
     def expire(self, now: float) -> None:
-        """End requests that waited or were paused too long; the next commit tells. `plan` does this, too."""
+        """End requests that waited or were paused too long; the next commit has their events. `plan` calls this."""
         self._now = now
         for sequence in self._request_pool.waiting.expired(now):
             message = problem(
@@ -220,21 +220,21 @@ class Scheduler:
                 self._time_out(sequence, message)
 
     def commit(self, batch: StepBatch, result: StepResult, *, elapsed_s: float | None = None) -> list[TokenEvent]:
-        """Take in the oldest planned step. Rows that `batch` lacks count as not run.
+        """Commit the oldest planned step. Rows missing in `batch` did not run.
 
-        Events come for requests that got tokens, in the order of the batch, after those that ended while waiting.
-        A row that cannot be taken in, whatever that raises, ends its request with "error" and harms no other.
+        Returns events of requests that ended while waiting, then those of the batch in its order. A row that cannot be
+        committed ends its request with "error", without effect on others.
         """
         flights = self._flights.popleft()
         events, self._ended = self._ended, []
-        verified: list[tuple[int, int]] = []  # (num_candidates, num_accepted) of the blocks that went well
+        verified: list[tuple[int, int]] = []  # (num_candidates, num_accepted) of the committed blocks
         for row, row_result in zip(batch.requests, result.requests, strict=True):
             flight = flights[row.request_id]
             try:
                 event = self._commit_row(flight, row, row_result)
                 if row.num_candidates and row_result.non_finite_position is None:
                     verified.append((row.num_candidates, row_result.num_accepted))
-            except Exception as error:  # noqa: BLE001 - a bug or a bad value of one request is not the others' end
+            except Exception as error:  # noqa: BLE001 - a bug or a bad value of one request must not end the others
                 event = self._fail_row(flight.sequence, error)
             if event is not None:
                 events.append(event)
@@ -245,12 +245,12 @@ class Scheduler:
         return events
 
     def abandon(self) -> None:
-        """Give up the newest planned step, which has not run and never will."""
+        """Drop the newest planned step, which will not run."""
         for flight in self._flights.pop().values():
             _land(flight)
 
     def check_integrity(self) -> None:
-        """Assert everything that must hold between two calls: pages, places, progress."""
+        """Assert the invariants that hold between two calls: pages, places, progress."""
         self._request_pool.check_integrity()
 
     # Inside
@@ -263,9 +263,9 @@ class Scheduler:
             return None
         if flight.epoch == sequence.epoch:
             event = sequence.advance(row, result)
-            if result.non_finite_position is None:  # else its K/V may not be finite, and are for nobody else
+            if result.non_finite_position is None:  # otherwise its K/V may not be finite and must not be shared
                 self._request_pool.keep_full_pages(sequence)
-        else:  # preempted while the step ran: its pages are gone, its tokens are good
+        else:  # preempted while the step ran: its pages are gone, but its tokens are valid
             event = sequence.append(row, result) if flight.row.is_emitting else None
         if event is not None and event.finish_reason is not None:
             self._request_pool.remove(sequence)
@@ -274,7 +274,7 @@ class Scheduler:
         return event
 
     def _fail_row(self, sequence: Sequence, error: Exception) -> TokenEvent | None:
-        """End the request of a row that raised, wherever that left it; None when it has ended before."""
+        """End the request of a row that raised; None if it has ended already."""
         if self._request_pool.find(sequence.request_id) is not sequence:
             return None
         if isinstance(error, RequestError):
@@ -285,8 +285,8 @@ class Scheduler:
     def _observe(self, batch: StepBatch, verified: Collection[tuple[int, int]], elapsed_s: float | None) -> None:
         try:
             self._policy.observe(_observation(batch, verified, elapsed_s))
-        except Exception:  # noqa: BLE001 - costs a measurement; the step's events must not be lost
-            _LOG.exception("the draft length policy could not take in a step")
+        except Exception:  # noqa: BLE001 - the step's events must not be lost
+            _LOG.exception("the draft length policy could not observe a step")
 
     def _time_out(self, sequence: Sequence, message: str) -> None:
         event = self._end(sequence.request_id, "timeout", message)
@@ -310,12 +310,12 @@ class Scheduler:
 
 
 def max_len_of(limits: ExecutorLimits) -> int:
-    """Prompt and emitted tokens that one request can have: max_seq_len, or what all pages hold if that is less."""
+    """Maximum of a request's prompt and emitted tokens: max_seq_len, or the positions of all pages if fewer."""
     return min(limits.max_seq_len, limits.num_pages * limits.page_size)
 
 
 def check_fits(request: Request, limits: ExecutorLimits) -> None:
-    """Refuse a request that could not emit a single token.
+    """Refuse a request that cannot emit any token.
 
     Raises:
         RequestError: the prompt is empty or too long.
@@ -341,7 +341,7 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
 
 
 def _land(flight: _Flight) -> None:
-    """The step is over; a later one may be in flight already."""
+    """Clear the finished row; a later one may be in flight already."""
     if flight.sequence.in_flight is flight.row:
         flight.sequence.in_flight = None
 

@@ -1,7 +1,4 @@
-"""One request's tokens, pages and progress while the scheduler has it.
-
-Knows its own numbers only; which requests run together is the scheduler's business.
-"""
+"""One request's tokens, pages and progress in the scheduler."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +10,7 @@ from dflash_trt.scheduler.prefix_tree import PrefixNode
 
 @dataclass(kw_only=True, slots=True)
 class InFlightRow:
-    """This request's row of the one step that is planned but not committed."""
+    """A request's row of a planned, uncommitted step."""
 
     num_tokens: int  # at most this many positions are written
     is_emitting: bool  # False for a prefill chunk that is not the last
@@ -22,10 +19,10 @@ class InFlightRow:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
-    """`token_ids` are the prompt and everything emitted. `context_len` of them have their K/V in `page_ids`.
+    """`token_ids` are the prompt and all emitted tokens. `context_len` of them have their K/V in `page_ids`.
 
-    Whatever lies behind `context_len` is to be computed: the rest of a prompt, or the anchor alone. A preempted
-    request has context_len 0 and no pages; its prompt is then all it has emitted, too.
+    The tokens after `context_len` are to be computed: the rest of a prompt, or the anchor. A preempted request has
+    context_len 0 and no pages, and its emitted tokens are computed like a prompt.
     """
 
     request: Request
@@ -38,7 +35,7 @@ class Sequence:
     page_ids: list[int] = field(default_factory=list)
     prefix_path: list[PrefixNode] = field(default_factory=list)  # nodes of the first pages of page_ids
     in_flight: InFlightRow | None = None
-    epoch: int = 0  # how often it was admitted; a row of an earlier epoch wrote pages that are gone
+    epoch: int = 0  # number of admissions; a row of an earlier epoch wrote pages that are gone
     finish_reason: FinishReason | None = None
     admitted_s: float | None = None
     paused_s: float | None = None  # since when it is paused
@@ -55,7 +52,7 @@ class Sequence:
 
     @property
     def priority_key(self) -> tuple[int, int]:
-        """Sorts the most important first: higher priority, then earlier arrival."""
+        """Sort key: higher priority first, then earlier arrival."""
         return (-self.request.priority, self.arrival_index)
 
     @property
@@ -71,7 +68,7 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens without K/V that no planned step computes; 1 for a request that decodes.
 
-        Behind a step in flight that emits, the pending token is the bonus to come.
+        After a step in flight that emits, the pending token is its bonus.
         """
         if self.in_flight is None:
             return len(self.token_ids) - self.context_len
@@ -85,19 +82,19 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """The step in flight certainly emits the last token."""
+        """True if the step in flight certainly emits the last token."""
         return self.in_flight is not None and self.in_flight.is_emitting and self.num_remaining <= 1
 
     @property
     def max_context_len(self) -> int:
-        """context_len, or the most it can be after the step in flight if the request goes on then."""
+        """context_len, or its maximum after the step in flight."""
         if self.in_flight is None:
             return self.context_len
         return min(self.context_len + self.in_flight.num_tokens, self.max_len - 1)
 
     @property
     def max_candidates(self) -> int:
-        """Drafts worth verifying next: those at hand that could still be emitted with a bonus token after them."""
+        """Drafts worth verifying next: those that could still be emitted with a bonus token after them."""
         if self.in_flight is None:
             return max(0, min(len(self.draft_tokens), self.num_remaining - 1))
         if not self.in_flight.is_emitting:
@@ -112,19 +109,19 @@ class Sequence:
         )
 
     def advance(self, row: ScheduledRequest, result: RequestResult) -> TokenEvent | None:
-        """Take in a committed row; None for a prompt chunk that is not the last."""
+        """Commit a row; None for a prompt chunk that is not the last."""
         if row.context_len + len(row.token_ids) - row.num_candidates < len(self.token_ids):
             self.context_len = result.next_context_len
             return None
         event = self.append(row, result)
-        self.context_len = min(result.next_context_len, len(self.token_ids))  # drafts behind a stop token are not ours
+        self.context_len = min(result.next_context_len, len(self.token_ids))  # without drafts after a stop token
         self.draft_tokens = result.draft_tokens
         return event
 
     def append(self, row: ScheduledRequest, result: RequestResult) -> TokenEvent:
-        """Add what a step emitted, cut at a stop token (kept) and at max_len; sets finish_reason at an end.
+        """Append emitted tokens, cut after a stop token and at max_len; set finish_reason at the end.
 
-        A row that gave no token ends the request, unless it ends before that row.
+        A row that gave no token ends the request, unless the request ends before that row.
         """
         emitted = result.emitted_tokens[: self.num_remaining]
         for index, token in enumerate(emitted):
@@ -139,7 +136,7 @@ class Sequence:
         has_bonus = True
         if self.finish_reason is None and result.non_finite_position is not None:
             self.finish_reason, error = "error", _non_finite(result.non_finite_position)
-            has_bonus = False  # such a block is in no count of acceptance
+            has_bonus = False  # such a block does not count for acceptance
         return TokenEvent(
             request_id=self.request_id,
             token_ids=emitted,

@@ -1,4 +1,4 @@
-"""What a scheduler has done so far, as plain numbers others can export."""
+"""Counts of a scheduler, for export."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ class SchedulerStatistics:
 
     `acceptance_by_position[i]` is the fraction of drafts at position i that were accepted, among those whose
     predecessors all were. `num_emitted_by_verify` counts accepted + 1 per verify block. `prefix_hit_fraction` is the
-    part of all prompt tokens, at first admission, that were found computed.
+    fraction of prompt tokens found in the prefix cache at first admission.
     """
 
     num_arrivals: int
@@ -46,7 +46,7 @@ class SchedulerStatistics:
 
     @property
     def prefix_hit_fraction(self) -> float | None:
-        """None before the first admission."""
+        """Fraction of prompt tokens found in the prefix cache; None before the first admission."""
         if not self.num_admitted_prompt_tokens:
             return None
         return self.num_prefix_hit_tokens / self.num_admitted_prompt_tokens
@@ -54,7 +54,7 @@ class SchedulerStatistics:
 
 @dataclass(kw_only=True)
 class StepCounts:
-    """The running counts behind the statistics, as far as committed steps make them."""
+    """Running counts of committed steps."""
 
     acceptance: AcceptanceCounts
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
@@ -66,7 +66,7 @@ class StepCounts:
     num_accepted_tokens: int = 0
 
     def add(self, batch: StepBatch, verified: Iterable[tuple[int, int]]) -> None:
-        """Take in a committed step, whose blocks verified (num_candidates, num_accepted); without rows it is none."""
+        """Count a committed step, whose blocks verified (num_candidates, num_accepted); one without rows is ignored."""
         if not batch.requests:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Requests that wait for a place, the most important first."""
+"""Requests that wait for a place, by priority."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dflash_trt.scheduler.sequence import Sequence
 
 
 class WaitingQueue:
-    """Ordered by priority, then arrival. Only new arrivals can find it full: a preempted request always comes back."""
+    """Ordered by priority, then arrival. A full queue refuses new arrivals, but not preempted requests."""
 
     def __init__(self, max_len: int | None = None) -> None:
         self._max_len = max_len
@@ -29,10 +29,10 @@ class WaitingQueue:
         return self._max_len is not None and len(self._sequences) >= self._max_len
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new arrival.
+        """Add a new arrival.
 
         Raises:
-            QueueFullError: max_len requests wait already.
+            QueueFullError: max_len requests are waiting.
         """
         if self.is_full:
             raise QueueFullError.about(
@@ -44,7 +44,7 @@ class WaitingQueue:
         self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Take a preempted request; it goes before everything that arrived after it."""
+        """Add a preempted request, before those that arrived after it."""
         insort(self._sequences, sequence, key=lambda waiting: waiting.priority_key)
         if sequence.request.queue_timeout_s is not None and sequence.admitted_s is None:
             self._timed.append(sequence)
@@ -55,7 +55,7 @@ class WaitingQueue:
             self._timed.remove(sequence)
 
     def expired(self, now: float) -> list[Sequence]:
-        """Those that waited for their first step longer than they may."""
+        """Requests whose queue_timeout_s has passed before their first step."""
         return [sequence for sequence in self._timed if _is_expired(sequence, now)]
 
 

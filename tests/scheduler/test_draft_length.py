@@ -28,7 +28,7 @@ def test_a_schedule_with_a_gap_or_a_negative_length_is_refused(lengths: dict[int
 
 
 def test_a_negative_fixed_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected 0 or more drafts, found -1"):
+    with pytest.raises(ConfigError, match=r"expected 0 \(no drafting\) or more drafts, found -1"):
         FixedDraftLength(-1)
 
 

@@ -198,4 +198,4 @@ def test_a_policy_that_cannot_learn_costs_no_request_its_tokens(caplog: pytest.L
     driver.add(request)
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
-    assert "the draft length policy could not take in a step" in caplog.text
+    assert "the draft length policy could not observe a step" in caplog.text
