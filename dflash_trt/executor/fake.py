@@ -1,15 +1,14 @@
-"""An executor without a model: a toy target whose next token depends on everything before it.
+"""An executor without a model: a toy target whose next token depends on all tokens before it.
 
-K/V are kept by page and offset, as a real executor keeps them: a wrong page, position or context length changes the
-tokens. Target and draft K/V are kept apart, so a request whose draft context was not restored drafts wrong tokens.
-Drafts are right or wrong on command. No torch.
+K/V are stored by page and offset, so a wrong page, position or context length changes the tokens. Draft K/V are
+separate, so a request whose draft context was lost drafts wrong tokens. Drafts are right or wrong on command. No torch.
 """
 
 from collections.abc import Callable, Iterable
 
 from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
 
-# Whether the draft for `position` of a request with this seed is right.
+# (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]
 
 _Slot = tuple[int, int]  # page id, offset
@@ -39,16 +38,16 @@ class ToyTarget:
         self.vocab_size = vocab_size
 
     def key_value(self, history: int, token: int) -> int:
-        """What is stored for a token: like real K/V, it depends on all tokens before it."""
+        """K/V of a token, which depend on all tokens before it."""
         return _mix(history, token)
 
     def next_token(self, history: int, position: int, sampling: StepSampling) -> int:
-        """The token at `position`, given the folded K/V of all before it."""
+        """The token at `position`, given the folded K/V of all tokens before it."""
         salt = 0 if sampling.temperature == 0.0 else 1 + sampling.seed
         return _mix(history, position, salt) % self.vocab_size
 
     def generate(self, prompt: Iterable[int], num_tokens: int, sampling: StepSampling | None = None) -> list[int]:
-        """What every executor, batch and schedule must give for this prompt: one token at a time, no pages."""
+        """Reference output for a prompt, generated one token at a time without pages."""
         sampling = sampling or StepSampling()
         history, position = 0, 0
         for token in prompt:
@@ -70,7 +69,7 @@ def fold(history: int, key_value: int) -> int:
 class FakeExecutor:
     """Implements StepExecutor over a ToyTarget, and asserts that every batch keeps the limits and the contract.
 
-    `fails_on` raises for the batches it is true of; `batches` records every batch that was asked for.
+    A batch for which `fails_on` returns True raises; `batches` records all batches.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class FakeExecutor:
         return self._limits
 
     def step(self, batch: StepBatch) -> StepResult:
-        """Run every row; raises RuntimeError where `fails_on` says so, after some K/V were written."""
+        """Run every row; raises RuntimeError if `fails_on` the batch, after writing some K/V."""
         self.batches.append(batch)
         self._check(batch)
         result = StepResult(requests=tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests))
@@ -129,7 +128,7 @@ class FakeExecutor:
     def _draft(
         self, row: ScheduledRequest, next_context_len: int, bonus: int, num_draft_tokens: int
     ) -> tuple[int, ...]:
-        """Feed the accepted rows to the draft context, then draft from it: right only if all of it is there."""
+        """Add the accepted rows to the draft context, then draft from it; drafts are right only if it is complete."""
         for position in range(row.context_len, next_context_len):
             slot = self._slot(row, position)
             self._draft_kv[slot] = self._target_kv[slot]
@@ -184,7 +183,7 @@ class FakeExecutor:
 
 
 def _mix(*values: int) -> int:
-    """A hash of small integers that is the same in every process."""
+    """Hash small integers, equally in every process."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = ((state ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

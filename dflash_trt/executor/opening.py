@@ -1,4 +1,4 @@
-"""The executor of an engine directory, by its backend. Imports only the one that runs."""
+"""Opening of an engine directory's executor. Imports only the backend that runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def open_executor(
     engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None
 ) -> EngineExecutor:
-    """Rank 0, ready to step, with a process for each other rank of the engine, which `close` ends.
+    """Open rank 0, and start a process for each other rank, which `close` ends.
 
-    With several ranks, threads and memory are those of each: by default the ranks share the cores, and on a CPU the
-    memory, evenly. Cores and memory are what affinity and cgroups leave of the host's. `draft_lens` are the K that
-    steps will have: a GPU compiles and captures them now. None: the engine's largest.
+    Threads and memory are per rank; by default ranks divide the cores, and on a CPU the memory, that affinity and
+    cgroups allow. `draft_lens` are the K of later steps (default: the engine's maximum), which a GPU compiles and
+    captures now.
 
     Raises:
         ConfigError: see `resolved_config`; or fewer GPUs than ranks.
@@ -35,7 +35,7 @@ def open_executor(
     backend = backend_of("tensorrt" if engine.manifest.backend == "tensorrt" else name)
     models = engine.manifest.pretrained_config
     problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
-    if problems:  # a subject may ask the device for its name
+    if problems:  # the subject may query the device's name
         raise_all(EngineDirError, backend.subject, problems)
     if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
@@ -49,7 +49,7 @@ def open_executor(
 
 
 def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
-    """`config` with the device, the threads and the K that this engine gets on this machine.
+    """Resolve device, threads and K of `config` for this engine on this machine.
 
     Raises:
         ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT engine;
@@ -68,12 +68,12 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
 
 
 def max_draft_len(engine: EngineDir) -> int:
-    """The largest K of its steps; 0 for an engine without a drafter."""
+    """The maximum K of an engine's steps; 0 without a drafter."""
     return engine.manifest.build_config.max_draft_len
 
 
 def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> int:
-    """K, by default the engine's max_draft_len.
+    """Return K, by default the engine's max_draft_len.
 
     Raises:
         ConfigError: the engine cannot draft that many.
@@ -83,7 +83,7 @@ def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> in
             "num_draft_tokens",
             expected=f"0 to {max_draft_len}, this engine's max_draft_len",
             found=str(num_draft_tokens),
-            hint="Pass fewer, or build the engine with a larger max_draft_len.",
+            hint="For more, build the engine with a larger max_draft_len.",
         )
     return max_draft_len if num_draft_tokens is None else num_draft_tokens
 

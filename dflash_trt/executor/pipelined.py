@@ -1,6 +1,6 @@
-"""Any StepExecutor with a thread of its own: the next step starts as soon as the running one is over.
+"""A StepExecutor in its own thread, which starts the next step as soon as the running one has finished.
 
-Between two steps only `PlannedStep.resolve` runs; everything else the host does overlaps with the device.
+Between two steps only `PlannedStep.resolve` runs; all other work of the host overlaps with the device.
 """
 
 import time
@@ -28,10 +28,10 @@ class ThreadedStep:
         return self.batch, result
 
     def run(self, executor: StepExecutor, step: PlannedStep, after: "ThreadedStep | None") -> None:
-        """Called by the pipeline's thread when `after` is over."""
+        """Called by the pipeline's thread when `after` has finished."""
         try:
             self.future.set_result(self._run(executor, step, after))
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             self.future.set_exception(error)
 
     def _run(self, executor: StepExecutor, step: PlannedStep, after: "ThreadedStep | None") -> StepResult:

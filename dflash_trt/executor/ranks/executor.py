@@ -1,7 +1,7 @@
 """An engine of several ranks behind one executor: this process is rank 0, the others are its workers.
 
-Each step is told to the workers, run by all ranks at once, and their outcomes are compared. Nothing else passes
-between the processes but what the network itself exchanges. Refuses to know what a step computes.
+Each step is sent to the workers, run by all ranks at once, and the outcomes are compared. Apart from that only the
+collectives of the network communicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dflash_trt.backends.page_budget import PagePlan
 from dflash_trt.backends.step_inputs import check_batch
 from dflash_trt.backends.torch.process_group import ExchangeError
 from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
-from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError, problem
+from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.ranks.messages import (
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import Device, RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
-# Of one exchange, and of a worker's answer; a GPU's kernels are compiled in the first steps.
+# Of one collective, and of a worker's answer; a GPU's kernels are compiled in the first steps.
 TIMEOUTS_S = {"cpu": 300.0, "cuda": 900.0}
-_START_TIMEOUT_S = 120.0  # of a process, until it has imported everything
-_LOAD_TIMEOUT_S = 1800.0  # of weights that lie on a slow disk
-_FAILURE_TIMEOUT_S = 5.0  # in which the other ranks say what happened to them
+_START_TIMEOUT_S = 120.0  # until a process has imported everything
+_LOAD_TIMEOUT_S = 1800.0  # for weights on a slow disk
+_FAILURE_TIMEOUT_S = 5.0  # for the reports of the other ranks
 
 _Outcome = TypeVar("_Outcome", StepResult, Tensor)
 
 
 class RankedExecutor:
-    """Implements EngineExecutor. After a RankError it is good for nothing more, and its workers have ended.
+    """Implements EngineExecutor. After a RankError it is closed, and its workers have ended.
 
-    `close` ends the workers; so does forgetting it, and the end of the program, however that comes.
+    The workers end with `close`, with the garbage collection of this object, and with the program.
     """
 
     def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
@@ -69,20 +69,20 @@ class RankedExecutor:
 
     @property
     def page_plan(self) -> PagePlan:
-        """Of each rank; all have the same."""
+        """The page plan, which is the same on each rank."""
         return self._local.page_plan
 
     @property
     def worker_process_ids(self) -> tuple[int, ...]:
-        """Of ranks 1, 2, ..."""
+        """Process ids of ranks 1, 2, ..."""
         return self._workers.process_ids
 
     def step(self, batch: StepBatch) -> StepResult:
         """Run one step on all ranks.
 
         Raises:
-            RankError: a rank is gone, failed alone, or came to another result.
-            Exception: whatever the step raised on every rank; the next step may be run.
+            RankError: a rank has ended, failed alone, or has another result.
+            Exception: the error that the step raised on every rank; the next step may be run.
         """
         check_batch(batch, self.limits)
         return self._run(RunStep(batch=batch), lambda: self._local.step(batch))
@@ -92,13 +92,11 @@ class RankedExecutor:
         return self._run(RunLogits(token_ids=tuple(token_ids)), lambda: self._local.target_logits(token_ids))
 
     def close(self) -> None:
-        """End the workers, and give this rank's weights and pages back. Calling it again does nothing."""
+        """End the workers, and free this rank's weights and pages. Calling it again does nothing."""
         has_failed = self._failure is not None
-        self._failure = self._failure or problem(
-            "engine of several ranks", expected="an open one", found="a closed one", hint="Open it again."
-        )
+        self._failure = self._failure or "The engine is closed. Open it again."
         self._workers.close()
-        if not has_failed:  # a GPU may still wait for the rank that is gone
+        if not has_failed:  # a GPU may still wait for a rank that has ended
             self._local.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:
@@ -109,35 +107,35 @@ class RankedExecutor:
         self._own_process.check()
         if self._failure is not None:
             raise RankError(self._failure)
-        if torch.get_num_threads() != self._num_threads:  # which is a matter of the calling thread
-            torch.set_num_threads(self._num_threads)  # sums that are split otherwise have other bits
+        if torch.get_num_threads() != self._num_threads:  # a setting of the calling thread
+            torch.set_num_threads(self._num_threads)  # the number of threads changes how sums are rounded
         try:
-            self._workers.tell(order)
+            self._workers.send(order)
             outcome = run()
         except Exception as error:
-            reports = self._workers.hear(_FAILURE_TIMEOUT_S)
+            reports = self._workers.receive(_FAILURE_TIMEOUT_S)
             if self._has_failed_alike(reports, error):
-                self._tell_to_go_on(error)
+                self._continue_after(error)
                 raise
             raise self._given_up(reports, error) from error
-        except BaseException:  # an interrupt: the ranks are no longer at the same place
-            self._failure = problem("step", expected="its end", found="an interrupt", hint="Open the engine again.")
+        except BaseException:  # an interrupt: the ranks are no longer in step
+            self._failure = "A step was interrupted. Open the engine again."
             self._workers.kill()
             raise
         expected = Ran(fingerprint=fingerprint(outcome))
-        reports = self._workers.hear(TIMEOUTS_S[self._ranks.device.type])
+        reports = self._workers.receive(TIMEOUTS_S[self._ranks.device.type])
         if any(report != expected for report in reports):
             raise self._given_up(reports, None)
         return outcome
 
-    def _tell_to_go_on(self, error: Exception) -> None:
+    def _continue_after(self, error: Exception) -> None:
         try:
-            self._workers.tell(GoOn())
+            self._workers.send(GoOn())
         except RankGoneError as gone:
             raise self._given_up([gone], error) from error
 
     def _has_failed_alike(self, reports: Reports, error: Exception) -> bool:
-        """Every rank raised at the same place, with no exchange left half done. Not known of a GPU's."""
+        """True if every rank raised after the same collective. Unknown, so False, on GPUs."""
         if isinstance(error, ExchangeError) or self._ranks.device.type != "cpu":
             return False
         num_calls = self._ranks.num_calls
@@ -151,10 +149,10 @@ class RankedExecutor:
 
 
 def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence[int] | None = None) -> RankedExecutor:
-    """Start a worker for each rank but 0, and open all shares of the engine. Memory and threads are per rank.
+    """Start a worker for each rank but 0, and open all shards of the engine. Memory and threads are per rank.
 
     Raises:
-        ConfigError: fewer GPUs than ranks, or a PyTorch that cannot join them.
+        ConfigError: fewer GPUs than ranks, or a PyTorch without gloo or NCCL.
         EngineDirError: a mapping that this backend does not run.
         CapacityError: the pages of one max_seq_len sequence do not fit on some rank.
         RankError: a worker did not start.
@@ -176,7 +174,7 @@ def open_ranks(engine: EngineDir, config: RuntimeConfig, *, draft_lens: Sequence
         workers.kill()
         raise
     except Exception as error:
-        explained = explained_failure(workers.hear(_FAILURE_TIMEOUT_S), error)
+        explained = explained_failure(workers.receive(_FAILURE_TIMEOUT_S), error)
         workers.kill()
         raise explained from error
     except BaseException:  # an interrupt, or SIGTERM
@@ -189,7 +187,7 @@ def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> Ran
         workers.start(OpenShard(engine_dir=str(engine.path.absolute()), rank=rank, options=options))
     _expect(workers, Awake(), timeout_s=_START_TIMEOUT_S)
     ranks = join(options, 0)
-    if options.config.device == "cuda":  # NCCL keeps asking its store
+    if options.config.device == "cuda":  # NCCL polls its store
         workers.when_one_ends(ranks.abort)
     else:
         workers.forget_directory()
@@ -201,13 +199,13 @@ def _open(engine: EngineDir, options: ShardOptions, workers: RankWorkers) -> Ran
 
 
 def _expect(workers: RankWorkers, expected: Report, *, timeout_s: float) -> None:
-    reports = workers.hear(timeout_s)
+    reports = workers.receive(timeout_s)
     if any(report != expected for report in reports):
         raise explained_failure(reports, None)
 
 
 def _check(engine: EngineDir, device: Device) -> None:
-    """What can be known before a process is started."""
+    """Checks before any process is started."""
     mapping = engine.manifest.pretrained_config.mapping
     if mapping.pp_size != 1:
         hint = "Build the engine with tensor parallelism alone."

@@ -1,4 +1,4 @@
-"""All workers of an engine, started, told, heard and ended together, and what their silence means in words."""
+"""Lifecycle of an engine's workers, and the errors for those that fail."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dflash_trt.executor.ranks.messages import OpenShard, Order, Raised, RankGon
 Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 
 _END_TIMEOUT_S = 5.0
-_LOOK_S = 1.0  # how often a watched worker is looked at
-_MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks leaves them fewer
+_LOOK_S = 1.0  # polling interval of watched workers
+_MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks causes fewer
 _OPEN_AGAIN = "All ranks were ended: open the engine again."
 
 _LOG = logging.getLogger(__name__)
 
 
 class RankWorkers:
-    """The workers end with `close`, with this object, and with the program."""
+    """All workers. They end with `close`, with this object, and with the program."""
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="dflash-ranks-"))  # for the ranks to meet in
+        self.directory = Path(tempfile.mkdtemp(prefix="dflash-ranks-"))  # for the rendezvous
         self._processes: list[RankProcess] = []
         self._is_closing = threading.Event()
         self._is_watched = threading.Event()
@@ -45,30 +45,30 @@ class RankWorkers:
         return tuple(process.process_id for process in self._processes)
 
     def start(self, order: OpenShard) -> None:
-        """One more worker, for the next rank."""
+        """Start the worker of the next rank."""
         process = RankProcess(order.rank)
         self._processes.append(process)
-        process.tell(order)
+        process.send(order)
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Raises RankGoneError."""
         for process in self._processes:
-            process.tell(order)
+            process.send(order)
 
-    def hear(self, timeout_s: float) -> list[Report | RankGoneError]:
-        """The next report of each, all of them within `timeout_s`; what is wrong with those that do not say any."""
+    def receive(self, timeout_s: float) -> list[Report | RankGoneError]:
+        """Return the next report of each worker, all within `timeout_s`, or the RankGoneError instead of it."""
         end_s = time.monotonic() + timeout_s
         reports: list[Report | RankGoneError] = []
         for process in self._processes:
             try:
-                reports.append(process.hear(max(0.0, end_s - time.monotonic())))
+                reports.append(process.receive(max(0.0, end_s - time.monotonic())))
             except RankGoneError as error:
                 reports.append(error)
         return reports
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While this rank may wait for the others: end a worker that somebody stopped, which ends the waiting."""
+        """Kill workers that are stopped (SIGSTOP), so that this rank does not wait for them."""
         self._is_watched.set()
         try:
             yield
@@ -76,11 +76,11 @@ class RankWorkers:
             self._is_watched.clear()
 
     def forget_directory(self) -> None:
-        """All ranks have met. What is left in it would stay behind if this program were killed."""
+        """Remove the directory after the rendezvous; it would remain if this program were killed."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill(self) -> None:
-        """`close` for workers that may wait for a rank that is gone."""
+        """Close without waiting: workers may be blocked by a rank that has ended."""
         if not self._own_process.is_this:
             return
         self._is_closing.set()
@@ -89,13 +89,13 @@ class RankWorkers:
         self.close()
 
     def when_one_ends(self, act: Callable[[], None]) -> None:
-        """Call `act` from a thread as soon as a worker ends that was not told to."""
+        """Call `act` from a thread as soon as a worker ends unexpectedly."""
         for process in self._processes:
             threading.Thread(target=_watch, args=(process, self._is_closing, act), daemon=True).start()
 
 
 def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
-    """Which rank failed first, and how; `error` is what rank 0 raised, often only because another one was gone."""
+    """The error of the rank that failed first. `error` is rank 0's, often a consequence of another rank's."""
     num_ranks = len(reports) + 1
     raised = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, Raised)}
     gone = {rank: report for rank, report in enumerate(reports, start=1) if isinstance(report, RankGoneError)}
@@ -105,7 +105,7 @@ def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
     for rank, silence in gone.items():
         if silence.has_ended:
             return _rank_error(rank, num_ranks, found=str(silence))
-    if raised:  # the one that came least far: the others failed because it was not there
+    if raised:  # the rank with the fewest collectives: the others failed because it was missing
         rank = min(raised, key=lambda rank: raised[rank].num_calls)
         _LOG.error("rank %d of %d failed:\n%s", rank, num_ranks, raised[rank].traceback)
         return _rank_error(rank, num_ranks, found=raised[rank].reason)
@@ -114,14 +114,12 @@ def explained_failure(reports: Reports, error: Exception | None) -> DFlashError:
     for rank, silence in gone.items():
         return _rank_error(rank, num_ranks, found=str(silence))
     expected = "the same tokens and log-probabilities on all ranks"
-    hint = f"{_OPEN_AGAIN} If it happens again, the ranks run different software, or memory is broken."
-    return RankError.about(f"{num_ranks} ranks", expected=expected, found="others on some", hint=hint)
+    hint = f"{_OPEN_AGAIN} If it happens again, check for different software on the ranks, and for broken memory."
+    return RankError.about(f"{num_ranks} ranks", expected=expected, found="a difference", hint=hint)
 
 
 def _rank_error(rank: int, num_ranks: int, *, found: str) -> RankError:
-    return RankError.about(
-        f"rank {rank} of {num_ranks}", expected="its share of the work", found=found, hint=_OPEN_AGAIN
-    )
+    return RankError(f"rank {rank} of {num_ranks} failed: {found}. {_OPEN_AGAIN}")
 
 
 def _watch(process: RankProcess, is_closing: threading.Event, act: Callable[[], None]) -> None:
@@ -139,19 +137,19 @@ def _end_stopped(processes: Sequence[RankProcess], is_watched: threading.Event, 
             num_looks[process.rank] = num_looks.get(process.rank, 0) + 1 if is_stopped else 0
             if num_looks[process.rank] >= _MAX_STOPPED_LOOKS:
                 stopped_s = _LOOK_S * num_looks[process.rank]
-                process.kill(f"a process stopped by a signal such as SIGSTOP for {stopped_s:.0f} s")
+                process.kill(f"its process was stopped by a signal such as SIGSTOP for {stopped_s:.0f} s")
 
 
 def _end(
     processes: Sequence[RankProcess], directory: Path, is_closing: threading.Event, own_process: OwnProcess
 ) -> None:
-    """Politely, then not. A forked child, to which they do not belong, leaves them alone."""
+    """Ask the workers to stop, then kill them. Does nothing in a forked child."""
     if not own_process.is_this:
         return
     is_closing.set()
     for process in processes:
         try:
-            process.tell(Stop())
+            process.send(Stop())
         except RankGoneError:
             continue
     end_s = time.monotonic() + _END_TIMEOUT_S

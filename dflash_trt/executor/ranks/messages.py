@@ -1,7 +1,6 @@
-"""A worker: the process of one rank beside rank 0, and what is said between the two.
+"""A worker's process, and the messages between it and rank 0.
 
-Knows processes and pipes, not what the words lead to. A worker is a fresh interpreter, not a copy of this one, so that
-programs need no `if __name__ == "__main__"`.
+A worker is a fresh interpreter and not a fork or a spawn, so that programs need no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.executor.ranks.shard import ShardOptions
 
-# What rank 0 says.
+# Orders of rank 0.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenShard:
-    """Open this rank's share of the engine."""
+    """Open this rank's shard of the engine."""
 
     engine_dir: str
     rank: int
@@ -44,7 +43,7 @@ class RunLogits:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """All ranks raised at the same place: nothing is lost but the step."""
+    """Continue: all ranks raised alike, so only the step is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +53,12 @@ class Stop:
 
 Order = OpenShard | RunStep | RunLogits | GoOn | Stop
 
-# What a worker says.
+# Reports of a worker.
 
 
 @dataclass(frozen=True, slots=True)
 class Awake:
-    """Everything is imported, and the others are awaited now."""
+    """Everything is imported, and the rendezvous begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +68,12 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    fingerprint: bytes  # of what came of it; see `rank_shard.fingerprint`
+    fingerprint: bytes  # of the outcome; see `shard.fingerprint`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """An order failed. `num_calls`: how many exchanges this rank had started."""
+    """An order failed. `num_calls` counts the collectives that this rank had started."""
 
     reason: str  # the last line of the traceback
     traceback: str
@@ -86,7 +85,7 @@ Report = Awake | Opened | Ran | Raised
 
 
 class RankGoneError(Exception):
-    """The worker's process has ended, or says nothing. The message says which, as something found."""
+    """The worker's process has ended, or does not answer; the message says which."""
 
     def __init__(self, found: str, *, has_ended: bool = True) -> None:
         super().__init__(found)
@@ -99,36 +98,36 @@ class RankProcess:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._pipe, theirs = Pipe()
-        # What this process can import, the worker can: its path may have been changed after the start.
+        # The current import path, which may differ from the one at the start.
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dflash_trt.executor.ranks.worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             env=os.environ | {"PYTHONPATH": search_path},
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print belongs to nobody's result
+            stdout=2,  # libraries must not print into the program's results
         )
         theirs.close()
-        self._told_s = time.monotonic()
+        self._sent_s = time.monotonic()
         self._reason: str | None = None  # why it was killed
 
     @property
     def process_id(self) -> int:
         return self._process.pid
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Raises RankGoneError."""
-        self._told_s = time.monotonic()
+        self._sent_s = time.monotonic()
         try:
             self._pipe.send(order)
         except OSError as error:
             raise RankGoneError(self._ending()) from error
 
-    def hear(self, timeout_s: float) -> Report:
-        """The next report. Raises RankGoneError."""
+    def receive(self, timeout_s: float) -> Report:
+        """Return the next report. Raises RankGoneError."""
         try:
             if not self._pipe.poll(timeout_s):
-                silent_s = time.monotonic() - self._told_s
+                silent_s = time.monotonic() - self._sent_s
                 raise RankGoneError(f"no answer for {silent_s:.0f} s", has_ended=False)
             report: Report = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -136,24 +135,24 @@ class RankProcess:
         return report
 
     def wait(self) -> None:
-        """Until the process has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
     @property
     def is_stopped(self) -> bool:
-        """By a signal such as SIGSTOP; a debugger that holds it does not count."""
+        """True if stopped by a signal such as SIGSTOP, but not by a debugger."""
         try:
             return bool(psutil.Process(self.process_id).status() == psutil.STATUS_STOPPED)
         except psutil.NoSuchProcess:
             return False
 
     def kill(self, reason: str | None = None) -> None:
-        """`reason` is what is found from then on."""
+        """Kill the process; later errors give `reason`."""
         self._reason = self._reason or reason
         self._process.kill()
 
     def end(self, timeout_s: float) -> None:
-        """Wait so long for the process to end by itself, then end it."""
+        """Wait `timeout_s` for the process to end, then kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -162,11 +161,13 @@ class RankProcess:
         self._pipe.close()
 
     def _ending(self) -> str:
-        """How the process ended; its end of the pipe is closed."""
+        """Describe how the process ended, after it closed its end of the pipe."""
         if self._reason is not None:
             return self._reason
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            return "a process that hung up"
-        return f"a process ended by {signal.Signals(-code).name}" if code < 0 else f"a process that exited with {code}"
+            return "its process closed the connection"
+        return (
+            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process exited with {code}"
+        )

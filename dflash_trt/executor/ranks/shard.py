@@ -1,7 +1,4 @@
-"""One rank's share of an engine, opened: what rank 0 and its workers have in common.
-
-Knows which device and how many threads a rank gets; refuses to know who starts the ranks.
-"""
+"""One rank's shard of an engine, as rank 0 and its workers open it."""
 
 from __future__ import annotations
 
@@ -27,24 +24,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardOptions:
-    """What every rank is told alike. `config` has its device and threads resolved."""
+    """Options that are equal on all ranks. `config` has its device and threads resolved."""
 
     num_ranks: int
-    store_path: Path  # a file that does not exist yet, through which the ranks meet
+    store_path: Path  # a new file for the rendezvous
     config: RuntimeConfig
-    timeout_s: float  # of one exchange between ranks
-    load_timeout_s: float  # in which all of them have loaded their weights
+    timeout_s: float  # of one collective
+    load_timeout_s: float  # until all ranks have loaded their weights
     draft_lens: tuple[int, ...] | None
 
 
 class ShardExecutor(EngineExecutor, Protocol):
-    """The executor of one rank, which also measures."""
+    """The executor of one rank, which can also return logits."""
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 def join(options: ShardOptions, rank: int) -> ProcessRanks:
-    """Meet the others; a rank has the GPU of its number. Raises ExchangeError when they do not come."""
+    """Join the process group, on the GPU of the rank's number. Raises ExchangeError if other ranks do not join."""
     device = torch.device("cuda", rank) if options.config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -75,7 +72,7 @@ def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Shard
 
 
 def fingerprint(outcome: StepResult | Tensor) -> bytes:
-    """Equal for ranks that computed the same bits, in practice for no others."""
+    """Hash an outcome; equal on ranks that computed the same bits."""
     if isinstance(outcome, Tensor):
         return hashlib.sha256(outcome.cpu().contiguous().view(torch.uint8).numpy().data).digest()
     integers, logprobs = array("q"), array("d")

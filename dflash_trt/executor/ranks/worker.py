@@ -1,6 +1,6 @@
-"""The main program of a worker: open one rank's share of an engine, then do what rank 0 says until it says stop.
+"""The main program of a worker: open one rank's shard of an engine, then run the orders of rank 0.
 
-Ends with rank 0, whatever happens to that process.
+Ends with rank 0's process in any case.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import ProcessRanks
     from dflash_trt.core.batch import StepResult
 
-# So long a worker whose step failed waits to hear that all ranks failed alike: longer than rank 0 listens to others.
-# Then it ends, which ends the waiting of a rank that did not fail.
+# Time that a worker whose step failed waits for GoOn, longer than rank 0 waits for reports. Then it ends, and with it
+# the collectives of ranks that did not fail.
 FAILED_ALONE_S = 6.0
 _PARENT_POLL_S = 0.5
 
@@ -41,22 +41,22 @@ def main() -> None:
         _serve(pipe)
         exit_code = 0
     except (EOFError, OSError):
-        pass  # rank 0 is gone
+        pass  # rank 0 has ended
     except BaseException:  # noqa: BLE001 - a bug of ours, which `_exit` would not show
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(exit_code)  # libraries would wait for ranks that are gone
+        os._exit(exit_code)  # libraries would wait for ranks that have ended
 
 
 def _serve(pipe: Connection[object, Order]) -> None:
-    told = pipe.recv()
-    assert isinstance(told, OpenShard)
+    request = pipe.recv()
+    assert isinstance(request, OpenShard)
     ranks = None
     try:
         pipe.send(Awake())
-        ranks = join(told.options, told.rank)
-        executor = open_shard(EngineDir.open(told.engine_dir), told.rank, ranks, told.options)
+        ranks = join(request.options, request.rank)
+        executor = open_shard(EngineDir.open(request.engine_dir), request.rank, ranks, request.options)
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
         return
@@ -87,7 +87,7 @@ def _raised(error: Exception, ranks: ProcessRanks | None) -> Raised:
 
 
 def _end_with(process_id: int) -> None:
-    """A process whose parent ends gets another one; also while an exchange waits for it."""
+    """Exit when the parent process has ended, even during a collective."""
     while os.getppid() == process_id:
         time.sleep(_PARENT_POLL_S)
     os._exit(1)
