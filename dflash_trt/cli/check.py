@@ -43,7 +43,7 @@ def describe(report: "CheckReport") -> dict[str, Any]:
         "inputs": list(built.inputs),
         "outputs": list(built.outputs),
         "profiles": {
-            profile.name: {axis: [sizes.least, sizes.best, sizes.most] for axis, sizes in profile.axes.items()}
+            profile.name: {axis: [sizes.min, sizes.opt, sizes.max] for axis, sizes in profile.axes.items()}
             for profile in built.profiles
         },
         "flags": list(built.flags),

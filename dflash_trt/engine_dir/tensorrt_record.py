@@ -8,7 +8,7 @@ from dflash_trt.core.frozen import Frozen
 
 
 class ProfileRecord(Frozen):
-    """Least, best and largest size of every symbolic axis."""
+    """Min, opt and max size of every symbolic axis."""
 
     name: str
     axes: dict[str, tuple[int, int, int]]

@@ -239,7 +239,7 @@ class EngineLoop:
             if chunk.output is not None:
                 self._recorder.add(chunk.output)
                 ended.append(self._clients.pop(event.request_id))
-            elif client.mailbox.park_if_full():
+            elif client.mailbox.pause_if_full():
                 self._scheduler.pause(event.request_id)
         self._changed.notify_all()
         for client in ended:  # last: a callback may submit and cancel

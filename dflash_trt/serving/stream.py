@@ -94,7 +94,7 @@ class Mailbox:
         if self._on_chunk is not None:
             _call(self._on_chunk, chunk, "a request's chunks")
 
-    def park_if_full(self) -> bool:
+    def pause_if_full(self) -> bool:
         """True if the reader is too far behind; it will then call `resume` when it takes what is here."""
         with self._condition:
             if self._max_pending_tokens is None or self._output is not None:

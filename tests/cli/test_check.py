@@ -8,7 +8,7 @@ from dflash_trt.core.config import BuildConfig
 
 
 def report() -> Any:
-    sizes = SimpleNamespace(least=1, best=4, most=9)
+    sizes = SimpleNamespace(min=1, opt=4, max=9)
     built = SimpleNamespace(
         tensorrt_version="1.2",
         plugins="layers",

@@ -116,12 +116,12 @@ def test_a_reader_too_far_behind_is_reported_and_asks_to_be_resumed_when_it_has_
     resumed = []
     mailbox = Mailbox(max_pending_tokens=3, resume=lambda: resumed.append(True))
     mailbox.put(chunk(1, 2))
-    assert not mailbox.park_if_full()
+    assert not mailbox.pause_if_full()
     mailbox.take()
     assert not resumed
     mailbox.put(chunk(1, 2))
     mailbox.put(chunk(3))
-    assert mailbox.park_if_full()
+    assert mailbox.pause_if_full()
     mailbox.take()
     assert resumed == [True]
 
@@ -130,7 +130,7 @@ def test_a_stream_that_has_ended_is_never_full() -> None:
     mailbox = Mailbox(max_pending_tokens=1)
     mailbox.put(chunk(1))
     mailbox.put(last_chunk())
-    assert not mailbox.park_if_full()
+    assert not mailbox.pause_if_full()
 
 
 def test_leaving_a_with_block_cancels() -> None:

@@ -84,7 +84,7 @@ def test_profiles_cover_what_the_limits_allow_and_nothing_more(tmp_path):
     assert shapes["logit_rows"] == ((1, 2), (4, 4), (4, 4))
     assert shapes["page_table"][2] == (4, MAX_SEQ_LEN // PAGE_SIZE)
     assert shapes["target_kv.0"][2] == (4 * MAX_SEQ_LEN // PAGE_SIZE + 1, 2, PAGE_SIZE, 2, 16)
-    assert mixed.axes["T"].most == LIMITS.max_num_tokens
+    assert mixed.axes["T"].max == LIMITS.max_num_tokens
 
 
 def test_an_unknown_builder_flag_is_refused(trt, tmp_path):

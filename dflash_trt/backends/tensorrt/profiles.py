@@ -11,14 +11,14 @@ from dflash_trt.engine_dir import EngineLimits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisRange:
-    """Sizes of one symbolic axis: the least, the one to tune for, the largest."""
+    """Minimum, optimum (to tune for) and maximum size of a symbolic axis."""
 
-    least: int
-    best: int
-    most: int
+    min: int
+    opt: int
+    max: int
 
     def __str__(self) -> str:
-        return f"{self.least}..{self.most} (best {self.best})"
+        return f"{self.min}..{self.max} (opt {self.opt})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +29,15 @@ class Profile:
     axes: dict[str, AxisRange]
 
     def shapes_of(self, tensor: IoTensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Least, best and largest shape of an input."""
+        """Min, opt and max shape of an input."""
         ranges = [
-            self.axes[axis] if size == -1 else AxisRange(least=size, best=size, most=size)
+            self.axes[axis] if size == -1 else AxisRange(min=size, opt=size, max=size)
             for axis, size in zip(tensor.axes, tensor.shape, strict=True)
         ]
         return (
-            tuple(sizes.least for sizes in ranges),
-            tuple(sizes.best for sizes in ranges),
-            tuple(sizes.most for sizes in ranges),
+            tuple(sizes.min for sizes in ranges),
+            tuple(sizes.opt for sizes in ranges),
+            tuple(sizes.max for sizes in ranges),
         )
 
 
@@ -47,16 +47,16 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
     batch = limits.max_batch_size
     pages = max_pages_per_sequence(limits)
     shared = {
-        "R": AxisRange(least=1, best=batch, most=batch),
-        "R+1": AxisRange(least=2, best=batch + 1, most=batch + 1),
-        "K+1": AxisRange(least=2 if spec.has_drafts else 1, best=width, most=width),
-        "P": AxisRange(least=1, best=max(1, pages // 4), most=pages),
-        "pages": AxisRange(least=1, best=batch * max(1, pages // 4) + 1, most=max_pool_pages(limits)),
+        "R": AxisRange(min=1, opt=batch, max=batch),
+        "R+1": AxisRange(min=2, opt=batch + 1, max=batch + 1),
+        "K+1": AxisRange(min=2 if spec.has_drafts else 1, opt=width, max=width),
+        "P": AxisRange(min=1, opt=max(1, pages // 4), max=pages),
+        "pages": AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits)),
     }
     decode_tokens = min(batch * width, limits.max_num_tokens)
     tokens = {
-        "decode": AxisRange(least=1, best=decode_tokens, most=decode_tokens),
-        "mixed": AxisRange(least=1, best=limits.max_num_tokens, most=limits.max_num_tokens),
+        "decode": AxisRange(min=1, opt=decode_tokens, max=decode_tokens),
+        "mixed": AxisRange(min=1, opt=limits.max_num_tokens, max=limits.max_num_tokens),
     }
     decode, mixed = (Profile(name=name, axes=shared | {"T": sizes}) for name, sizes in tokens.items())
     return decode, mixed
