@@ -54,7 +54,7 @@ class ConfigReader:
         return self._fields.get(name) is not None
 
     def is_given(self, name: str) -> bool:
-        """Whether the key is there, null or not: for a default that null takes away."""
+        """True if the key is there, null or not: for a default that null takes away."""
         self._known.add(name)
         return name in self._fields
 
