@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What the files of one package may import.
+    """Imports allowed to the files of one package.
 
     `packages` of ours, third-party `libraries`, and further libraries in files whose path below the package matches a
     pattern. The files of a lazy package import at module level only what `lazy_packages` and `lazy_libraries` name;

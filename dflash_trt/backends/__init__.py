@@ -1,1 +1,1 @@
-"""Backends, vertical: everything that knows how one of them builds, opens and runs an engine."""
+"""Backends: one package for all that builds, opens and runs an engine with it."""

@@ -1,6 +1,6 @@
-"""What a backend is to the rest: it says what it cannot run, compiles a rank's weights, and opens engines.
+"""The interface of a backend: it reports unsupported engines, compiles a rank's weights, and opens engines.
 
-One object each, found by name. Its modules are imported when it is asked for something that needs them.
+Each is one object, found by name, which imports its modules only when it needs them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CompileRank = Callable[[Path, "PretrainedConfig", "EngineLimits", StepsCallback]
 class Backend(Protocol):
     @property
     def subject(self) -> str:
-        """Who refuses what is unsupported, for the heading of an error."""
+        """The heading of an error about unsupported features."""
         ...
 
     def unsupported(
@@ -78,7 +78,7 @@ class Backend(Protocol):
         ranks: RankGroup | None = None,
         draft_lens: Sequence[int] | None = None,
     ) -> EngineExecutor:
-        """One rank of an engine, ready to step: the only one, or one of those that have met in `ranks`.
+        """Open one rank of an engine: the only one, or one of the process group `ranks`.
 
         `config` is resolved, `draft_lens` as in `open_executor`.
         """

@@ -29,7 +29,7 @@ class GraphCache:
     def run(self, key: Hashable, enqueue: Enqueue, *, num_reserved: int = 0) -> None:
         """The first run compiles kernels and fills caches, which a capture must not; the second one captures.
 
-        `num_reserved` slots are left to keys that matter more.
+        `num_reserved` slots are kept free for calls that reserve fewer.
         """
         replay = self._graphs.get(key)
         if replay is not None:

@@ -21,7 +21,7 @@ _LEAST_TOKENS, _TOKEN_GRAIN = 64, 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """What a step runs in. `is_decode`: verify blocks only. `has_graph`: of a bucket, to which steps are padded.
+    """Shape of a step. `is_decode`: verify blocks only. `has_graph`: of a bucket, to which steps are padded.
 
     `num_pages` is P; None: as many as a sequence may have.
     """
@@ -117,8 +117,8 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
 
 
 def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
-    """What steps with these K are captured as and what compiles all their kernels: verify blocks of every bucket and
-    K; steps with a prefill chunk of every size at the largest K, and of one size per bucket at the others.
+    """Shapes that capture the graphs and compile the kernels of steps with these K: verify blocks of every bucket and
+    K; steps with a prefill chunk of every size at the maximum K, and of one size per bucket at the others.
     """
     lens = sorted({min(length, limits.max_draft_len) for length in draft_lens}, reverse=True)
     shapes = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
@@ -151,10 +151,10 @@ def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limi
     """With more rows than verify blocks could have, where a step may have so many: then prefill chunks get attention
     tiles of their own. None: too long for a graph.
     """
-    most = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
+    max_tokens = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
     needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _LEAST_TOKENS)
     grain = min(1 << (needed - 1).bit_length(), _TOKEN_GRAIN)
-    bucket = min(-(-needed // grain) * grain, most)
+    bucket = min(-(-needed // grain) * grain, max_tokens)
     if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:
         return None
     return StepShape(

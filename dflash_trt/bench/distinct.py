@@ -1,4 +1,4 @@
-"""True if a text says something or runs in a circle."""
+"""A measure of repetition in texts."""
 
 from collections.abc import Sequence
 

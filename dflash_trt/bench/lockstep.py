@@ -31,7 +31,7 @@ from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.stream import RequestStream
 
 _ADAPTIVE = "adaptive"
-_FIXED_LENGTHS = (0, 2, 3, 4)  # and the most that the engine drafts
+_FIXED_LENGTHS = (0, 2, 3, 4)  # and the engine's maximum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +81,7 @@ def compare_policies(
 ) -> list[PolicyReport]:
     """The adaptive policy against fixed K, at each concurrency; one more round than `num_rounds` warms up.
 
-    Without `fixed_lengths`: 0, 2, 3, 4 and the engine's most, as far as it drafts that many. Of `config`, device,
-    threads and K/V memory count.
+    `fixed_lengths` default to 0, 2, 3, 4 and the engine's maximum. Of `config`, device, threads and K/V memory count.
 
     Raises:
         ConfigError: the engine cannot draft that many.

@@ -98,8 +98,8 @@ def _loops(
 
     Prefix caching is off: a second round must not be cheaper than the first.
     """
-    most = max_draft_len(EngineDir.open(engine_dir))
-    policies = {False: AdaptiveDraftLength(most), True: AdaptiveDraftLength(most)}
+    max_length = max_draft_len(EngineDir.open(engine_dir))
+    policies = {overlaps: AdaptiveDraftLength(max_length) for overlaps in (False, True)}
     runs: dict[bool, list[LoadReport]] = {False: [], True: []}
     for index in range(num_rounds + 1):
         for overlaps, policy in policies.items():

@@ -149,7 +149,7 @@ def serving(
     multiple=True,
     type=click.IntRange(min=0),
     metavar="K",
-    help="May be given several times.  [default: 0, 2, 3, 4 and the engine's most]",
+    help="May be given several times.  [default: 0, 2, 3, 4 and the engine's maximum]",
 )
 @_LONGEST
 @_PER_CLIENT

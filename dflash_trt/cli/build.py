@@ -25,7 +25,7 @@ _FIELDS = tuple(BuildConfig.model_fields)
 @click.command(short_help="Build an engine directory from checkpoints.")
 @click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
-@click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without one: plain decoding.")
+@click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without: autoregressive decoding.")
 @click.option(
     "--drafter-override",
     "drafter_overrides",
@@ -52,7 +52,7 @@ _FIELDS = tuple(BuildConfig.model_fields)
 @click.option("--plugins", help="Backend tensorrt: plugin (default), or layers (slow, for checks).")
 @click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
 @click.option("--check", "check_only", is_flag=True, help="Build the TensorRT network on this CPU and only report.")
-@click.option("--overwrite", is_flag=True, help="Replace an engine that stands at the output path.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing engine at the output path.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_obj
 def build(

@@ -115,7 +115,7 @@ def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: Runti
 
 
 def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> list[GenerationOutput]:
-    """Greedy texts. A prompt that cannot run spoils the comparison, so it is an error."""
+    """Greedy texts. A prompt that cannot run is an error, since the comparison needs all of them."""
     from dflash_trt.serving.llm import LLM
 
     click.echo(f"generating with {engine.path} ...", err=True)
@@ -151,7 +151,7 @@ def _logits_of(engine: "EngineDir", config: RuntimeConfig, stack: ExitStack) -> 
     target_logits = getattr(executor, "target_logits", None)
     if target_logits is None:
         found, hint = engine.manifest.backend, "Compare engines built with --backend torch."
-        raise ConfigError.about(str(engine.path), expected="backend torch, which tells logits", found=found, hint=hint)
+        raise ConfigError.about(str(engine.path), expected="backend torch, for its logits", found=found, hint=hint)
     return lambda token_ids: target_logits(token_ids).float().numpy()
 
 

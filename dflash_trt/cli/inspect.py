@@ -85,7 +85,7 @@ def _pages(states: "Sequence[PagedKv]") -> dict[str, Any]:
 
 
 def _page_plan(engine: "EngineDir") -> str:
-    """What `run` would get on this machine at this moment, or why nothing fits."""
+    """Pages that `run` would get on this machine now, or the error."""
     from dflash_trt.backends.page_budget import plan_engine_pages
     from dflash_trt.core.errors import CapacityError
     from dflash_trt.core.runtime_config import RuntimeConfig

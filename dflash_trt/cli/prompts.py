@@ -1,6 +1,6 @@
-"""What `dflash-trt run` is asked: prompts of the command line, of stdin, or the rows of a JSONL file.
+"""Inputs of `dflash-trt run`: prompts of the command line, of stdin, or the rows of a JSONL file.
 
-A row that is wrong becomes a Refusal and harms no other row. Whether a prompt fits the engine is the engine's to say.
+A wrong row becomes a Refusal, without effect on other rows. The engine refuses prompts that are too long.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ InputRow = Job | Refusal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """What the command line says for every row. `wraps_in_chat` makes text the user message of a conversation.
+    """Defaults of all rows. `wraps_in_chat` makes text the user message of a conversation.
 
     `chat_template_kwargs` go to the template of every conversation; a row's own are added, and win.
     """

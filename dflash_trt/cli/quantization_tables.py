@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
-# What a user chooses on the command line goes into these keys of the YAML's `quantization`.
+# Command-line options go into these keys of the YAML's `quantization`.
 FLAG_KEYS = {"quantization": "target", "drafter_quantization": "drafter", "kv_cache": "kv_cache"}
 
 

@@ -20,7 +20,7 @@ WriteLine = Callable[[Mapping[str, Any]], None]
 def new_jsonl_file(path: Path) -> Iterator[WriteLine]:
     """Write JSON lines to a temporary sibling that takes the place of `path` when the block ends well.
 
-    What is no regular file (a pipe, /dev/null) is written directly.
+    A pipe or a device is written directly.
 
     Raises:
         ConfigError: the file cannot be made.

@@ -1,4 +1,4 @@
-"""What `dflash-trt run` was told, checked before anything heavy is loaded, and the rows that follow from it."""
+"""Options of `dflash-trt run`, checked before anything heavy is loaded, and its rows."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class RunOptions:
 
     @property
     def prints_text(self) -> bool:
-        """True if stdout gets plain text; otherwise it gets JSON, or nothing."""
+        """True if stdout gets text; otherwise it gets JSON, or nothing."""
         return not self.as_json and self.output_file is None and self.input_file is None
 
     @property
@@ -49,7 +49,7 @@ class RunOptions:
         return path is not None and (path.is_file() or not path.exists())
 
     def text_settings(self) -> dict[str, Any]:
-        """What texts depend on, but for the rows and the engine's contents; `--resume` compares it."""
+        """Settings that texts depend on, which `--resume` compares; without rows and the engine's contents."""
         settings = asdict(self)
         settings |= settings.pop("sampling") | self.runtime.model_dump(exclude=_RUNTIME_NOT_OF_TEXTS)
         for name in (*_NOT_OF_TEXTS, "runtime"):

@@ -40,7 +40,7 @@ def flag_of(name: str) -> str:
 
 
 def settings_line(config: RuntimeConfig) -> str:
-    """What an engine was opened with, for people; choices that were left to the engine are not in it."""
+    """Settings of an opened engine, for people, without those left to the engine."""
     return f"settings: {', '.join(f'{name}={value}' for name, value in config if value is not None)}"
 
 
@@ -57,8 +57,8 @@ def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], C
     if get_origin(kind) is Literal:
         choice = click.Choice(get_args(kind))
         return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)
-    least, above, most = bound(name, "ge"), bound(name, "gt"), bound(name, "le")
-    limits = {"min": above if least is None else least, "min_open": least is None}
+    min_value, above, max_value = bound(name, "ge"), bound(name, "gt"), bound(name, "le")
+    limits = {"min": above if min_value is None else min_value, "min_open": min_value is None}
     if kind is float:
-        limits["max"] = most
+        limits["max"] = max_value
     return click.option(flag_of(name), type=kinds[kind](**limits), metavar=option.metavar, help=option.help)

@@ -28,7 +28,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError.about(str(path), expected="a YAML file", found=found, hint="Check the path.") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: bad UTF-8, no such date, 5,000 digits
         found = " ".join(str(error).split())
-        raise ConfigError.about(str(path), expected="valid YAML", found=found, hint="Correct the file.") from error
+        raise ConfigError.about(str(path), expected="valid YAML", found=found) from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         found = "nothing" if fields is None else f"a {type(fields).__name__}"
         hint = "Write one 'key: value' per line; build_configs/demo.yaml is an example."

@@ -170,7 +170,7 @@ class _Checked(NamedTuple):
 def _check(
     config: BuildConfig, backend: Backend, mapping: Mapping, paths: AbcMapping[str, Path], base_dir: Path
 ) -> _Checked:
-    """Everything that can be wrong with a build, before any work and in one error."""
+    """Check a build before any work, and raise all problems in one error."""
     errors = ErrorCollector()
     compile_rank = errors.run(lambda: backend.compiler(config, base_dir))
     overrides = config.drafter_overrides
@@ -199,7 +199,7 @@ def _check_tokenizer(directory: Path, pair: CheckpointPair) -> None:
 
 
 def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: str | None) -> list[str]:
-    """What a build did with weights that its configuration does not say."""
+    """Notes about conversions of weights that the configuration does not ask for."""
     notes = [] if calibration_note is None else [calibration_note]
     if pair.has_mxfp4_experts:
         notes.append(f"the target's experts, stored in MXFP4, are dequantized to {config.dtype}")

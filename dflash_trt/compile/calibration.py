@@ -71,7 +71,7 @@ def _measure(
     chunk_tokens: int,
     advance: Advance,
 ) -> CalibrationPass:
-    """One pass over the prompts, with the linears of one part under ModelOpt's eyes."""
+    """Run one pass over the prompts while ModelOpt observes the linear layers of one part."""
     names = [linear.name for linear in _wanted(plan, part)]
     calibration_pass = CalibrationPass(weights.network(), max_tokens=max(map(len, prompts)))
 
@@ -94,7 +94,7 @@ def _wanted(plan: QuantizationPlan, part: str) -> list[PlannedLinear]:
 
 
 class _PairWeights:
-    """The weights of a pair, once: plain in the engine's dtype until they are quantized."""
+    """The weights of a pair: unquantized in the engine's dtype until they are quantized."""
 
     def __init__(self, pair: CheckpointPair, plan: QuantizationPlan, dtype: torch.dtype) -> None:
         self._plan = plan
@@ -105,7 +105,7 @@ class _PairWeights:
         self._head = self._plain.get("target.embedding" if pair.target.is_embedding_tied else "target.lm_head")
 
     def plain(self, name: str) -> Tensor:
-        """A plain weight [out, in]; a copy of the head is the head itself."""
+        """An unquantized weight [out, in]; a copy of the head is the head itself."""
         if name not in self._plain:
             assert name.endswith(".lm_head") and self._head is not None, f"{name} has no plain weight"
             return self._head

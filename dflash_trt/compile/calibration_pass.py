@@ -1,4 +1,4 @@
-"""One calibration pass: the network's own step on a prompt, with chosen linears computed by a LinearBank.
+"""One calibration pass: the network's own step on a prompt, with chosen linear layers computed by a LinearBank.
 
 Each prompt is prefilled in chunks, and after each chunk the drafter drafts a block at its true place, from taps of
 the target as it is.
@@ -76,7 +76,7 @@ class CalibrationPass:
 
 
 class _ObservedOps(TorchOps):
-    """One step. Linears in the bank are computed there; all others as always."""
+    """One step, in which the linear layers of the bank are computed there."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ PlanCallback = Callable[[QuantizationPlan], None]
 
 
 def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> QuantizationPlan:
-    """What each linear of the engine gets, proven against shapes, checkpoint and GPU.
+    """Plan the format of each linear layer, checked against shapes, checkpoint and GPU.
 
     Raises:
         ConfigError: a choice that cannot be; all of them in one error.
@@ -85,7 +85,7 @@ def calibrate(
 
 
 def engine_quantization(plan: QuantizationPlan, calibration: Calibration) -> QuantizationSpec | None:
-    """What the manifest says; None for an engine without any low precision."""
+    """Quantization for the manifest; None for an unquantized engine."""
     spec = plan.spec(calibration.target_kv, calibration.draft_kv)
     return None if spec.is_empty else spec
 

@@ -31,7 +31,7 @@ CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor S
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was built, and for what."""
+    """Report of the built network and its configuration."""
 
     built: BuiltPlan
     limits: EngineLimits

@@ -83,7 +83,7 @@ class _Process:
         self._time_limit_s = time_limit_s
         self._is_ready = False
         self._pipe, theirs = Pipe()
-        # What this process can import, the other can: its path may have been changed after the start.
+        # The current import path, which may differ from the one at the start.
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         words = ["-P", "-m", "dflash_trt.engine_dir.template_worker", str(theirs.fileno()), str(time_limit_s)]
         self._process = subprocess.Popen(

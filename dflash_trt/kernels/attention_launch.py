@@ -35,7 +35,7 @@ class RequestTensors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """What one layer adds to plain attention.
+    """Options of one layer's attention.
 
     `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
     turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
@@ -99,7 +99,7 @@ def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -
 def attention_constants(
     *, tile: int, head_dim: int, dtype: torch.dtype, max_requests: int, has_block: bool
 ) -> dict[str, int | bool]:
-    """What both kernels are compiled for. `max_requests` is rounded up: see `request_capacity`."""
+    """Constants of both kernels. `max_requests` is rounded up: see `request_capacity`."""
     dim = max(16, next_power_of_2(head_dim))
     key_block = max(16, min(128, 16384 // (dim * dtype.itemsize)))
     return {

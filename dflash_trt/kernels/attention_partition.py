@@ -1,4 +1,4 @@
-"""Who does which part of the attention of a step: decided by every program for itself, from lengths on the device.
+"""Partition of a step's attention among programs, each of which computes its part from lengths on the device.
 
 So the grid depends on capacities alone and a launch can be captured in a CUDA graph without a plan from the host.
 
@@ -76,7 +76,7 @@ def locate(
     )
     tiles, blocks = tiles_and_blocks(rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK)
     num_blocks = tl.sum(tiles * blocks, 0)
-    # What a split leaves for the reduction grows with the tile: fewer key blocks than this do not pay for it.
+    # The reduction's work for a split grows with the tile: fewer key blocks than this are not worth a split.
     min_blocks_per_split = max(2, TILE // 16)
     blocks_per_split = tl.maximum(ceil_div(num_blocks, work_slots), min_blocks_per_split)
     splits = splits_of(blocks, blocks_per_split)

@@ -11,7 +11,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def request_capacity(num_requests: int) -> int:
-    """What the constant REQUESTS is for so many: one of a few sizes, so that few variants are compiled."""
+    """The constant REQUESTS: one of a few sizes, so that few variants are compiled."""
     check(
         num_requests <= MAX_REQUESTS,
         "requests in a step",

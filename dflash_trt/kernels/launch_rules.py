@@ -1,4 +1,4 @@
-"""What a launch of attention is decided by, written once: Python's launchers call it, the plugin library compiles it.
+"""Rules for launches of attention: Python's launchers call them, and the plugin library compiles them.
 
 `rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
 on its arguments, none of them negative, and on the constants of this file.

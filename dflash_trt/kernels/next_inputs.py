@@ -1,4 +1,4 @@
-"""What a step's own results are the inputs of: the draft block after acceptance, and the next step after drafting.
+"""Kernels that turn a step's results into inputs: of the draft block after acceptance, of the next step after drafting.
 
 They are made on the device, so that neither waits for the host. Launching is in `sampling_launch.py`.
 """

@@ -38,7 +38,7 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftLayers:
-    """What the drafter's layers differ in, stacked: pages, k_norm F [layers, D] and float32 [layers] page scales."""
+    """Stacked parameters of the drafter's layers: pages, k_norm F [layers, D] and float32 [layers] page scales."""
 
     first_pages: Tensor  # [pages, 2, page_size, kv_heads, D]
     page_offsets: Tensor  # int64 [layers], in elements from first_pages

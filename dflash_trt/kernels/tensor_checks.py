@@ -1,4 +1,4 @@
-"""What a launcher asks of its tensors. A wrong one is refused in the house form; nothing is copied or converted."""
+"""Checks of a launcher's tensors, which are never copied or converted."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""The network, written once over the op façade, and the backends that run or compile it."""
+"""The network, written once over the op façade that each backend implements."""

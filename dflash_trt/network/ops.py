@@ -77,7 +77,7 @@ class StepState(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance(Generic[T]):
-    """What verification decided; shapes as in `core/step_spec.STEP_OUTPUTS`, bonus_tokens int32 [R]."""
+    """Result of verification; shapes as in `core/step_spec.STEP_OUTPUTS`, bonus_tokens int32 [R]."""
 
     emitted_tokens: T
     emitted_logprobs: T
@@ -122,7 +122,7 @@ class KvDestination(Generic[T]):
 
 
 class Ops(Protocol[T]):
-    """What a backend must provide. In one step, at most one op writes to a state."""
+    """Ops that a backend implements. In one step, at most one op writes to a state."""
 
     def token_rows(self) -> Rows[T]:
         """The step's own T tokens, whose K/V are kept."""
@@ -151,7 +151,7 @@ class Ops(Protocol[T]):
     def moe(self, x: T, experts: Experts[T], moe: Moe) -> T:
         """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed as the router weighs them.
 
-        What a row gets does not depend on the other rows, beyond the rounding of a GEMM of another height.
+        A row's result does not depend on the other rows, except for the rounding of a GEMM of another height.
         """
         ...
 

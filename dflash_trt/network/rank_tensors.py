@@ -14,10 +14,9 @@ _Weights = TypeVar("_Weights")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTensors(Generic[T]):
-    """`quantized` holds the linears that are not plain tensors, the copy of a tied embedding as lm_head among them.
+    """`quantized` has the quantized linear layers, including the copy of a tied embedding as lm_head.
 
-    `slice_rows(tensor, start, stop)` should not copy. A missing tensor is a KeyError: the engine directory has proven
-    the table before.
+    `slice_rows(tensor, start, stop)` should not copy. A missing tensor is a KeyError.
     """
 
     plain: AbcMapping[str, T]

@@ -18,7 +18,7 @@ from dflash_trt.network.rank_tensors import RankTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network(Generic[T]):
-    """Specs and bound weights of one rank. Without a drafter the step is plain autoregressive decoding."""
+    """Specs and bound weights of one rank. Without a drafter the step decodes autoregressively."""
 
     target: TargetSpec
     target_weights: TargetWeights[T]

@@ -1,1 +1,1 @@
-"""Low-precision weights: which linear gets which format, the scales, the packing. Knows nothing of networks."""
+"""Quantization of weights: the plan of formats, calibration, the quantized tensors. Knows nothing of networks."""

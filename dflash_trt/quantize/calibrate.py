@@ -1,6 +1,6 @@
-"""The only door to ModelOpt: measures the activations of linears with its quantizers while somebody runs the network.
+"""The only module that imports ModelOpt: measures the inputs of linear layers while the caller runs the network.
 
-ModelOpt calibrates `torch.nn.Linear`s. A LinearBank holds one for each linear in question, sharing the weight; the
+ModelOpt calibrates `torch.nn.Linear`s. A LinearBank has one for each linear layer, sharing the weight; the
 network's own forward passes go through the bank, so the activations are those of the engine, block formats need no
 GPU kernel (calibration only reads ranges), and no model class is patched.
 """
@@ -19,7 +19,7 @@ from dflash_trt.formats.registry import weight_format
 
 
 class LinearBank(nn.Module):
-    """Linears by canonical name; a call computes the linear and lets ModelOpt see its input."""
+    """Linear layers by canonical name; a call computes the layer and lets ModelOpt observe its input."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _range_of(name: str, quantizer: Any) -> float:
         raise ConfigError.about(subject, expected="activations", found="none", hint=hint)
     value = float(amax.float().max())
     if not 0.0 < value < float("inf"):
-        hint = "Give more prompts, or keep this linear plain with an override."
+        hint = "Give more prompts, or keep this layer unquantized with an override."
         subject = f"calibration: the input of {name}"
         raise ConfigError.about(subject, expected="a finite, positive range", found=f"{value:g}", hint=hint)
     return value

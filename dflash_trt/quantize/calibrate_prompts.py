@@ -1,6 +1,6 @@
 """Prompts to calibrate on: a JSONL file, or a small set that comes with the package; as token ids.
 
-The only file of this room that knows tokenizers.
+The only module of this package that uses tokenizers.
 """
 
 import json

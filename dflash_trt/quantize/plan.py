@@ -1,7 +1,6 @@
-"""Which linear gets which format: decided and checked before any work, printable as a table.
+"""The format of each linear layer, decided and checked before any work.
 
-Knows canonical names and what the user asked for. Embeddings, norms, biases and experts never change; routers stay
-plain unless an override names them.
+Embeddings, norms, biases and experts are never quantized; routers only if an override names them.
 """
 
 import math
@@ -75,7 +74,7 @@ class QuantizationPlan:
     def spec(
         self, target_kv: tuple[LayerKvScales, ...] | None = None, draft_kv: tuple[LayerKvScales, ...] | None = None
     ) -> QuantizationSpec:
-        """What the engine will say of itself, given the calibrated K/V scales (1 where there are none)."""
+        """Quantization of the engine, with calibrated K/V scales (default: 1)."""
         num_draft_layers = self.draft.num_layers if self.draft else 0
         target_scales = self.stored.target_kv or target_kv or (LayerKvScales(),) * self.target.num_layers
         draft_scales = draft_kv or (LayerKvScales(),) * num_draft_layers
@@ -111,7 +110,7 @@ class QuantizationPlan:
 def make_plan(
     config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None, stored: QuantizationSpec
 ) -> QuantizationPlan:
-    """Resolve what was asked for; linears that the checkpoint holds quantized stay as they are.
+    """Resolve the requested formats; layers that the checkpoint has quantized keep theirs.
 
     Raises:
         ConfigError: an override that matches nothing, a shape that a format cannot hold, a choice that contradicts
@@ -140,7 +139,7 @@ def make_plan(
 
 
 def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
-    """Why quantized linears cannot be cut for so many ranks; empty when they can."""
+    """Reasons why quantized layers cannot be sharded over this many ranks."""
     problems = []
     for linear in plan.linears:
         if linear.spec.sharding != "columns" or linear.format is None:
@@ -171,7 +170,7 @@ def component_of(name: str, spec: WeightSpec) -> Component:
 
 
 def is_expert(name: str) -> bool:
-    """True if a canonical tensor holds the experts of a layer, which no format packs yet."""
+    """True if a canonical tensor has the experts of a layer, whose quantization is not implemented."""
     return ".experts." in name
 
 
@@ -248,13 +247,13 @@ def _config_problems(
         if any(fnmatchcase(name, pattern) for name in table if is_expert(name)):
             hint = "Remove the override: quantizing experts is not implemented, they stay in the engine's dtype."
             subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear", found="only experts", hint=hint)
+            yield problem(subject, expected="a pattern that matches a linear layer", found="only experts", hint=hint)
         else:
             nearest = nearest_name(pattern, names)
             hint = f"Did you mean '{nearest}'? " if nearest else ""
             hint = f"{hint}`dflash-trt build` prints the names in its plan."
             subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear", found="no match", hint=hint)
+            yield problem(subject, expected="a pattern that matches a linear layer", found="no match", hint=hint)
     choices = (config.drafter, config.draft_kv_cache, config.draft_lm_head)
     if draft is None and any(choice not in (None, "none") for choice in choices):
         subject, found = "quantization", "a choice for the drafter"

@@ -56,7 +56,7 @@ def engine_stream(
 
 
 def whole_weights(plan: QuantizationPlan) -> frozenset[str]:
-    """What has to be read whole on every rank: the ranges of a weight are those of all of it."""
+    """Weights that every rank must read whole, because their ranges are those of the whole weight."""
     names = {linear.name for linear in plan.linears if linear.is_to_be_quantized}
     return frozenset(names | ({_head(plan)} if _copies(plan) else set()))
 
@@ -106,7 +106,7 @@ def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibrat
 
 
 def joined(tensors: NamedTensors, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Fused linears whose parts came one by one, as `NAME/0`, `NAME/1`, ..., become plain tensors of `dtype`."""
+    """Join parts of fused layers that came apart, as `NAME/0`, `NAME/1`, ..., to unquantized tensors of `dtype`."""
     for (name, is_in_parts), group in groupby(tensors, key=lambda item: (item[0].split("/")[0], "/" in item[0])):
         if not is_in_parts:
             yield from group

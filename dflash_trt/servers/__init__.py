@@ -1,1 +1,1 @@
-"""What serves an engine to clients."""
+"""Servers of an engine."""

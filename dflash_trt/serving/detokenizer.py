@@ -33,7 +33,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is left at the end: replacement characters for bytes that never became a character."""
+        """The remaining text at the end: replacement characters for bytes of incomplete characters."""
         ...
 
 
@@ -109,7 +109,7 @@ class ByteFallbackDetokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteFallbackDecoder:
-    """What a decoder of such a vocabulary does besides: replacements within each token, spaces cut in front of all."""
+    """The decoder's other steps: replacements within each token, and spaces stripped at the beginning."""
 
     replacements: tuple[tuple[str, str], ...] = ()
     num_stripped: int = 0

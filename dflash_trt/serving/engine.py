@@ -1,6 +1,6 @@
-"""The seam under LLM and the servers: what serves requests, whichever runtime does.
+"""The engine interface under LLM and the servers, for any runtime; `LocalEngine` implements it.
 
-Knows requests, streams and neutral counts; refuses to know steps, pages and schedulers. `LocalEngine` is ours.
+Knows requests, streams and neutral counts, but no steps, pages or schedulers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineLimits(Protocol):
-    """What requests must respect, and what a caller may know of an engine's size."""
+    """Limits of requests, and the size of an engine."""
 
     @property
     def max_batch_size(self) -> int: ...
@@ -26,7 +26,7 @@ class EngineLimits(Protocol):
 
     @property
     def max_draft_len(self) -> int:
-        """The largest K; 0 where nothing is drafted."""
+        """The maximum K; 0 without a drafter."""
         ...
 
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request now; nothing happens when there is none of that name."""
+        """End a request now; does nothing if there is no such request."""
         ...
 
     def statistics(self) -> EngineStatistics:

@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """Whoever waits for a request."""
+    """The caller of a request."""
 
     output_processor: OutputProcessor
     mailbox: Mailbox
@@ -140,7 +140,7 @@ class EngineLoop:
     def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
         """Refuse new requests and stop; `drains` lets the others finish first, for at most `timeout_s`.
 
-        Whoever is left then gets finish_reason "cancelled". Calling it again does nothing, nor in a forked child.
+        The remaining requests get finish_reason "cancelled". Does nothing when called again, or in a forked child.
         """
         if not self._own_process.is_this:
             return
@@ -220,7 +220,7 @@ class EngineLoop:
         with self._lock:
             if self._clients.get(client.request_id) is client:
                 event = self._scheduler.cancel(client.request_id)
-                if event is not None:  # else it has ended, and the next commit tells
+                if event is not None:  # otherwise it has ended, and the next commit has its event
                     self._deliver(StepReport(events=[event]))
 
     def _deliver(self, report: StepReport) -> None:

@@ -38,9 +38,9 @@ class LLM(Generator):
     ) -> None:
         """`fields` are those of RuntimeConfig, and replace those of `config`.
 
-        `num_draft_tokens` fixes K (None: the engine's max_draft_len). With `adaptive_draft_length` it is only the most,
-        and each step's K is what pays best by what was measured so far. `draft_length` and `scheduler_config` say the
-        same and more, in the scheduler's own terms.
+        `num_draft_tokens` is K (default: the engine's max_draft_len). With `adaptive_draft_length` it is the maximum,
+        and each step takes the K with the best estimated throughput. `draft_length` and `scheduler_config` set the same
+        and more, in the scheduler's terms.
 
         `overlap_scheduling` plans each step while the one before it runs: in float32 on a CPU the same tokens, and time
         gained where the device is not the CPU that plans.

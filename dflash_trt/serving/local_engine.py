@@ -49,8 +49,8 @@ def open_local_engine(
     _check_once_decided(config, scheduler_config, draft_length)
     config = resolved_config(engine, config)
     if draft_length is None:
-        most = config.num_draft_tokens or 0
-        draft_length = AdaptiveDraftLength(most) if config.adaptive_draft_length else FixedDraftLength(most)
+        max_length = config.num_draft_tokens or 0
+        draft_length = AdaptiveDraftLength(max_length) if config.adaptive_draft_length else FixedDraftLength(max_length)
     if scheduler_config is None:
         scheduler_config = SchedulerConfig(
             enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len

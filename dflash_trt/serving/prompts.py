@@ -1,4 +1,4 @@
-"""What a caller may pass as a prompt, made into token ids."""
+"""Conversion of a caller's prompts into token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
 _KEYS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_KEY = "chat_template_kwargs"
 
-# What transformers' `apply_chat_template` takes for itself, and what the engine decides.
+# Parameters of transformers' `apply_chat_template`, and variables that the engine sets.
 _RESERVED_KWARGS = frozenset(
     {
         "self",

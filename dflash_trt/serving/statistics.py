@@ -1,4 +1,4 @@
-"""What the engine has done so far, as a plain object that others can export."""
+"""Statistics of an engine, for export."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dflash_trt.serving.bisection import run_with_bisection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What a committed step gave. `elapsed_s` is the device's time; None when nothing ran, or the step failed."""
+    """Outcome of a committed step. `elapsed_s` is the device's time; None if nothing ran, or the step failed."""
 
     events: list[TokenEvent]
     elapsed_s: float | None = None

@@ -1,7 +1,7 @@
-"""What one request gives its caller, as it comes: from the engine's thread to whoever reads.
+"""The stream of one request's chunks, from the engine's thread to the reader.
 
-The engine puts and never waits. A reader that falls behind finds its pieces merged into one, so a stream holds no
-more than the request's own tokens.
+The engine never waits. A reader that falls behind gets its chunks merged into one, so a stream holds no more than the
+request's own tokens.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamChunk:
-    """What is new since the last chunk. `text` is None without a tokenizer; the last chunk has the `output`.
+    """Tokens and text since the last chunk. `text` is None without a tokenizer; the last chunk has the `output`.
 
     Text may lag behind the tokens, while it could be part of a character or of a stop string. `num_draft_tokens` were
     verified for these tokens, of which the target agreed with `num_accepted_tokens`.
@@ -50,10 +50,10 @@ def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
 
 
 class Mailbox:
-    """Where the engine leaves chunks. Both threads use it; neither holds its lock for longer than a merge.
+    """The queue between engine and reader. Neither thread holds its lock for longer than a merge.
 
-    When `max_pending_tokens` have piled up the engine parks the request; the reader, on taking them, has it resumed.
-    With `on_chunk` nothing is kept here: each step's chunk goes to it at once, in the engine's thread.
+    With `max_pending_tokens` waiting, the engine pauses the request; it resumes when the reader has taken them. With
+    `on_chunk` nothing is queued: each step's chunk goes to it at once, in the engine's thread.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Mailbox:
         return self._output
 
     def put(self, chunk: StreamChunk) -> None:
-        """Add a chunk and wake whoever waits. Called by the engine, never blocks on the reader."""
+        """Add a chunk and wake the reader. Called by the engine, never blocks on the reader."""
         with self._condition:
             assert self._output is None, "nothing comes after the last chunk"
             if self._on_chunk is None:
@@ -95,7 +95,7 @@ class Mailbox:
             _call(self._on_chunk, chunk, "a request's chunks")
 
     def pause_if_full(self) -> bool:
-        """True if the reader is too far behind; it will then call `resume` when it takes what is here."""
+        """Return True if the reader is too far behind; it will call `resume` when it takes the chunks."""
         with self._condition:
             if self._max_pending_tokens is None or self._output is not None:
                 return False
@@ -143,7 +143,7 @@ class Mailbox:
             await future
 
     def call_when_done(self, callback: Callable[[GenerationOutput], None]) -> None:
-        """Have `callback` run by the engine's thread at the end, or now if that has come. It must be quick."""
+        """Run `callback` in the engine's thread at the end, or now if the request has ended. It must be quick."""
         with self._condition:
             if self._output is None:
                 self._callbacks.append(callback)

@@ -25,7 +25,7 @@ from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_to
 
 ChatMessage = Mapping[str, Any]
 
-# What a panic of the tokenizers library (Rust) is in Python: no Exception, and exported nowhere.
+# The class of a panic in the tokenizers library (Rust): not an Exception, and not exported.
 _PANIC = "pyo3_runtime.PanicException"
 
 # Bytes of a text whose tokens may stand for more than they spell: see `max_text_bytes`.
@@ -111,7 +111,7 @@ class TextCodec:
                 "chat prompt",
                 expected="a tokenizer with a chat template",
                 found="none",
-                hint="Pass a plain prompt, or build the engine from a checkpoint that has one.",
+                hint="Pass a text prompt, or build the engine from a checkpoint with a chat template.",
             )
         text = self._render(messages, template_kwargs or {}, max_tokens)
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
@@ -127,7 +127,7 @@ class TextCodec:
         return self._detokenizer()
 
     def _render(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any], max_tokens: int | None) -> str:
-        """What `apply_chat_template` of transformers gives."""
+        """Render a conversation, as transformers' `apply_chat_template` does."""
         try:
             template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
             variables = self._tokenizer.special_tokens_map | dict(kwargs)
@@ -159,7 +159,7 @@ class TextCodec:
 def _make_detokenizers(
     decoder: Mapping[str, Any] | None, backend: Any, decode: Callable[[Sequence[int]], str]
 ) -> Callable[[], Detokenizer]:
-    """What makes a detokenizer for this decoder (of tokenizer.json): one that knows its kind, or one that asks it."""
+    """The factory of detokenizers for a decoder of tokenizer.json: of its kind, or the general one."""
     special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     alphabet = byte_alphabet()
     fallback = ByteFallbackDecoder.of(decoder)

@@ -1,4 +1,4 @@
-"""What is compiled ahead of the attention kernels: types and constants, as `attention_launch.py` passes them."""
+"""Variants of the attention kernels to compile ahead of time, as `attention_launch.py` passes them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead of the kernels that norm, rotate and store, as `rope_and_pages_launch.py` passes it."""
+"""Variants of the kernels that norm, rotate and store, to be compiled, as `rope_and_pages_launch.py` passes it."""
 
 import torch
 

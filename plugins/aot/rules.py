@@ -1,4 +1,4 @@
-"""What the plugin library shares with Python, for its manifest and as C++: launch rules and the sampler's tables.
+"""Exports of Python to the plugin library, for its manifest and as C++: launch rules and the sampler's tables.
 
 Knows which constants, functions and tables are exported; computes nothing with them. Refuses a rule that is more than
 integer arithmetic.

@@ -1,4 +1,4 @@
-"""What is compiled ahead of the sampling kernels, as `sampling_launch.py` passes it."""
+"""Variants of the sampling kernels to compile ahead of time, as `sampling_launch.py` passes it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What one kernel is compiled as ahead of time: argument types, constants, warps, stages, grid.
+"""A variant of a kernel to compile ahead of time: argument types, constants, warps, stages, grid.
 
 Knows the words of a signature; compiles nothing.
 """
@@ -57,7 +57,7 @@ class KernelVariant:
         return {(i,): [["tt.divisibility", 16]] for i in aligned}
 
     def source(self) -> Any:
-        """What `triton.compile` takes."""
+        """Arguments of `triton.compile`."""
         from triton.compiler import ASTSource  # under the interpreter the compiler is not needed
 
         constants = {(list(self.kernel.arg_names).index(name),): value for name, value in self.constexprs.items()}

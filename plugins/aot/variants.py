@@ -1,4 +1,4 @@
-"""What the plugin library holds: every kernel variant that its plugins may launch, for the models it is built for.
+"""Contents of the plugin library: every kernel variant that its plugins may launch, for the models it is built for.
 
 Knows the launchers' `*_variants` functions and which of their sizes are compiled in. Refuses two variants of one name.
 """

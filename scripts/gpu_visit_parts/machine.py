@@ -1,4 +1,4 @@
-"""What the machine is and what it can do at most: the roofs that every measurement is held against."""
+"""The machine and its peak rates, the rooflines of every measurement."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -118,7 +118,7 @@ def make_executor(
 
 
 def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, has_drafts: bool) -> float:
-    """What a step reads of the weights: everything but embeddings, and with drafts the head twice."""
+    """Bytes of weights that a step reads: everything but embeddings, and with drafts the head twice."""
     total = 0.0
     for name, spec in engine_weights(target, draft, None).items():
         is_unread = name.startswith("draft.") and name not in ("draft.fc", "draft.kv", "draft.context_norm")

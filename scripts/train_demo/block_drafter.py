@@ -30,7 +30,7 @@ class DrafterShape:
 
 
 class Blocks(NamedTuple):
-    """What the attention of every layer shares: rotations, and who sees whom."""
+    """Inputs shared by the attention of every layer: rotations, and the mask."""
 
     context_rope: tuple[Tensor, Tensor]  # cos, sin: [1, context, 1, head_dim]
     block_rope: tuple[Tensor, Tensor]  # cos, sin: [sequences, anchors * slots, 1, head_dim]

@@ -98,7 +98,7 @@ class ServerProcess:
         return {name: float(value) for name, value in pairs}
 
     def is_ready(self) -> bool:
-        """What the server says of itself; only a request that is answered proves more."""
+        """The server's own readiness; only an answered request proves more."""
         try:
             with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5) as response:
                 return bool(response.status == 200)
@@ -187,7 +187,7 @@ class ServerProcess:
             )
 
     def _wait(self, *, is_last: bool) -> bool:
-        """Whether it became ready; False for a start worth another try."""
+        """True if it became ready; False for a start worth another try."""
         deadline = time.monotonic() + self._start_timeout_s
         while not self.is_ready():
             has_ended = self._popen.poll() is not None

@@ -82,7 +82,9 @@ def test_quantizing_experts_is_refused_by_name(qwen3_moe, invoke, tmp_path) -> N
     )
     result = invoke("build", config, "-o", tmp_path / "engine")
     assert result.exit_code == 2
-    assert "override '*.experts.down': expected a pattern that matches a linear, found only experts" in result.stderr
+    assert (
+        "override '*.experts.down': expected a pattern that matches a linear layer, found only experts" in result.stderr
+    )
 
 
 def test_a_tensorrt_engine_is_refused_for_experts_and_sinks(gpt_oss, invoke, tmp_path) -> None:

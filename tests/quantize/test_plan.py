@@ -56,7 +56,7 @@ def test_the_last_override_that_matches_wins(specs: Any) -> None:
 
 def test_an_override_that_matches_nothing_is_refused_with_the_nearest_name(specs: Any) -> None:
     message = refusal(specs, target="fp8", overrides={"target.layers.0.qvk": "none"})
-    assert "override 'target.layers.0.qvk': expected a pattern that matches a linear" in message
+    assert "override 'target.layers.0.qvk': expected a pattern that matches a linear layer" in message
     assert "Did you mean 'target.layers.0.qkv'?" in message
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
-DECODE_GRAPHS = 128  # places kept for verify blocks, most of all steps: every bucket and K up to 64 requests
+DECODE_GRAPHS = 128  # slots reserved for decode shapes: every bucket and K up to 64 requests
 FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 
 
@@ -65,11 +65,11 @@ class TorchGpuExecutor:
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
     ) -> None:
-        """`ranks` are those that have the other shares of the network; all of them make the same steps.
+        """`ranks` have the other shards of the network; all run the same steps.
 
-        Raises ConfigError when the engine is larger than the kernels are made for.
+        Raises ConfigError if the engine is too large for the kernels.
         """
-        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
         _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
@@ -290,7 +290,7 @@ class TorchGpuExecutor:
 
 
 def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> None:
-    """What the kernels are made for."""
+    """Raises ConfigError for sizes that the kernels do not support."""
     if page_size & (page_size - 1):
         hint = "Build the engine with a page_size of 16, 32 or 64."
         raise ConfigError.about("page_size", expected="a power of two on a GPU", found=str(page_size), hint=hint)

@@ -24,7 +24,7 @@ ACTIVATIONS: Final = (Fp8Weight,)  # classes of weights for which a kernel quant
 
 
 class Activation(Protocol):
-    """What a linear reads: plain, or as FP8 codes, which the kernel that makes it can give at once."""
+    """Input of a linear layer: unquantized, or as FP8 codes from the kernel that computes it."""
 
     def value(self) -> Tensor: ...  # F [N, in]
 
@@ -62,7 +62,7 @@ class DeviceFp8Weight(QuantizedWeight[Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInt4Weight(QuantizedWeight[Tensor]):
-    """NVFP4 weights for plain activations."""
+    """NVFP4 weights for unquantized activations."""
 
     codes: Tensor  # uint8 [out, in / 2]
     block_scale: Tensor  # float8_e4m3fn [out, in / 16]

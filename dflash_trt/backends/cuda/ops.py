@@ -131,7 +131,7 @@ Value = Tensor | Heads | Sum | Norm | Gated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuResources:
-    """What one engine keeps on its device beside weights and pages."""
+    """Memory of an engine on its device, apart from weights and pages."""
 
     rope: Mapping[Rotary, tuple[Tensor, float]]  # inv_freq float32 [D / 2], amplitude
     attention_workspace: Tensor

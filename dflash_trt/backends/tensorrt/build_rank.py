@@ -48,7 +48,7 @@ def build_rank_plan(
 
 
 def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
-    """What the configuration asks of TensorRT; the plugin library is relative to the configuration, as all paths are.
+    """TensorRT's options of a build configuration; the plugin library is relative to the configuration.
 
     The library's path and hash go into the record, so that the engine finds it again and loads no other.
 
@@ -69,7 +69,7 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
 
 
 def record_of(built: BuiltPlan, options: PlanOptions) -> TensorRTRecord:
-    """What config.json keeps; the GPU is the current one, for which the enterprise builder builds."""
+    """The record for config.json; the GPU is the current one, for which the enterprise builder builds."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     library = options.plugin_library
     return TensorRTRecord(

@@ -1,7 +1,6 @@
 """A step network into a serialized TensorRT plan: configuration, profiles, timing cache, progress.
 
-Knows builder options. What the network computes is `network/trt_network`'s business, where the plan is stored
-`engine_dir`'s.
+Knows builder options; `network` defines the layers, and `engine_dir` stores the plan.
 """
 
 import resource
@@ -135,7 +134,7 @@ def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple
         flag = getattr(trt.BuilderFlag, name, None)
         if flag is None:
             known = ", ".join(sorted(trt.BuilderFlag.__members__))
-            raise BuildError.about("builder flag", expected=f"one of {known}", found=name, hint="Remove or correct it.")
+            raise BuildError.about("builder flag", expected=f"one of {known}", found=name)
         config.set_flag(flag)
     if options.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)

@@ -10,7 +10,7 @@ from dflash_trt.core.errors import CapacityError, EngineDirError
 
 
 class Stream(Protocol):
-    """What this file needs of a CUDA stream."""
+    """The required part of a CUDA stream."""
 
     @property
     def cuda_stream(self) -> int: ...

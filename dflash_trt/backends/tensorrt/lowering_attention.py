@@ -15,7 +15,7 @@ from dflash_trt.network.ops import StepInputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepIndex:
-    """What depends only on the step's integers, worked out once and shared by all layers."""
+    """Tensors that depend only on the step's integers, computed once for all layers."""
 
     request_of_row: ITensor  # int32 [T]
     page_table: ITensor  # int32 [R, P]

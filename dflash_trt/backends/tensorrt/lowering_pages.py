@@ -21,7 +21,7 @@ class Pages:
     scales: LayerKvScales | None = None
 
     def codes(self, layers: Layers) -> ITensor:
-        """What lies in the pages: float32 values of FP8 codes, or the tensor itself."""
+        """Contents of the pages: float32 values of FP8 codes, or the tensor itself."""
         if self.scales is None:
             return self.tensor
         # The maximum changes no code. Without it TensorRT-RTX 1.7 moves the dequantization behind the scatter that

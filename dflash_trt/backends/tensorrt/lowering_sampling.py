@@ -4,7 +4,7 @@ TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by
 instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the
 probabilities themselves; tokens whose probabilities differ by less than that are kept or dropped together.
 
-What TensorRT's reductions and TopK make of NaN is not documented. The sum of exponentials is NaN whatever they do, and
+TensorRT does not document NaN in its reductions and TopK. The sum of exponentials is NaN whatever they do, and
 so are the log probabilities of a row with NaN or +inf, or of -inf alone; tokens are brought into the vocabulary.
 """
 
@@ -76,7 +76,7 @@ def _cutoff(
     weights: ITensor,  # float32 [N, V], their softmax
     inputs: StepInputs[ITensor],
 ) -> ITensor:
-    """What a kept token's x exceeds, [N, 1]: top_k, and then top_p, keep it; so do its ties."""
+    """Threshold [N, 1] of x above which top_k, and then top_p, keep a token, and its ties."""
     top_k = layers.cast(_per_row(layers, inputs.top_k, inputs), "float32")
     has_top_k = layers.binary("GREATER", top_k, 0.0)
     num_kept = layers.where(has_top_k, top_k, layers.like(float(x.shape[1]), top_k))

@@ -1,6 +1,6 @@
-"""The one door to TensorRT: `tensorrt` for engines that run, `tensorrt_rtx` for checks on a machine without a GPU.
+"""The only module that imports TensorRT: `tensorrt` to run engines, `tensorrt_rtx` for checks without a GPU.
 
-Both have the same network API, so everything else takes the module as an argument and imports neither.
+Both have the same network API, so all other modules take the module as an argument.
 """
 
 import importlib
@@ -33,8 +33,8 @@ def load_tensorrt(flavor: Flavor, *, error: type[DFlashError] = BuildError) -> M
         ) from cause
     version = module_version(module)
     if flavor == "tensorrt" and version_numbers(version) < MIN_TENSORRT:
-        least = ".".join(map(str, MIN_TENSORRT))
-        raise error(problem(flavor, expected=f"{least} or newer", found=version, hint=_INSTALL[flavor]))
+        expected = f"{'.'.join(map(str, MIN_TENSORRT))} or newer"
+        raise error(problem(flavor, expected=expected, found=version, hint=_INSTALL[flavor]))
     return module
 
 

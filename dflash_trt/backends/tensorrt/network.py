@@ -30,9 +30,9 @@ NEXT_PREFIX = "next_"  # of a state tensor's output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNetworkSpec:
-    """What decides the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
+    """Parameters of the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
 
-    `quantization` says which pages are FP8; which linears are quantized, the weights say themselves.
+    `quantization` decides which pages are FP8; the weights show which linear layers are quantized.
     """
 
     target: TargetSpec

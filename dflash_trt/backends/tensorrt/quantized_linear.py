@@ -1,4 +1,4 @@
-"""Linears over quantized weights: the quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
+"""Linear layers over quantized weights: quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
 
 The formats and their arithmetic are defined in `formats/`. Stacked linears whose activations share one scale
 become one GEMM; otherwise each segment has its own quantization of the same input.

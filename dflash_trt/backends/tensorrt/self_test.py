@@ -1,4 +1,4 @@
-"""What a TensorRT engine must show on a real GPU before it serves: torch's tokens, in-place pages, working graphs.
+"""Checks of a TensorRT engine on a real GPU before it serves: torch's tokens, in-place pages, working graphs.
 
 Drives both executors with the same hand-made steps. Needs no scheduler; `scripts/gpu_check` prints the findings.
 """
@@ -29,7 +29,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Drive:
-    """One request, fed by hand: prefill chunks first, then verify blocks whose drafts are spoiled now and then."""
+    """One request, fed by hand: prefill chunks first, then verify blocks, some with corrupted drafts."""
 
     prompt: tuple[int, ...]
     page_ids: tuple[int, ...]
@@ -101,7 +101,7 @@ def _drives(vocab_size: int, samplings: tuple[StepSampling, ...], *, first_page:
 def _run(
     executor: StepExecutor, drives: list[Drive], vocab_size: int, *, spoils: bool, num_steps: int = _NUM_STEPS
 ) -> list[tuple[RequestResult, ...]]:
-    """Requests enter one step after the other. Spoiled drafts make rejections, the same in every run."""
+    """Requests enter one step after the other. Corrupted drafts cause rejections, the same in every run."""
     generator = random.Random(11)
     steps = []
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""What the engine directory says about a model, as what the step network needs; refuses what has no lowering."""
+"""Conversion of an engine directory's config to the spec of the step network; refuses features without a lowering."""
 
 from dflash_trt.backends.base import unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
@@ -26,7 +26,7 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
 
 
 def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None, mapping: Mapping) -> list[str]:
-    """What neither lowering knows, and no executor runs."""
+    """Problems for features that the backend does not support."""
     features = {
         "experts": target.num_expert_layers > 0,
         "attention sinks": any(layer.mixer.has_sinks for layer in target.layers),

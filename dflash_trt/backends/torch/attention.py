@@ -293,7 +293,7 @@ def _attend_with_sinks(
 ) -> Tensor:
     """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
 
-    The call is the one that scaled_dot_product_attention makes on a CPU; it also tells log Z.
+    The call is the one that scaled_dot_product_attention makes on a CPU; it also returns log Z.
     """
     attended: Tensor
     attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

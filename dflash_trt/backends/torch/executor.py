@@ -52,9 +52,9 @@ class TorchExecutor:
     ) -> None:
         """`quantization` says which pages are FP8; quantized weights are in the network already.
 
-        `ranks` are those that have the other shares of the network; all of them make the same steps.
+        `ranks` have the other shards of the network; all run the same steps.
         """
-        assert ranks.num_ranks == network.mapping.tp_size, "a share of a network runs among its ranks"
+        assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
         self.page_plan = page_plan
         self.network = with_linears(with_experts(network, separated), prepare_linear)

@@ -1,4 +1,4 @@
-"""What both torch executors open: the network of an engine directory, and its K/V pages."""
+"""Loading of an engine directory's network, and allocation of its K/V pages, for both torch executors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
-    """One rank's weights; its quantized linears as they are stored."""
+    """One rank's network; quantized linear layers as they are stored."""
     manifest = engine.manifest
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
@@ -51,7 +51,7 @@ def bind_tensors(
     *,
     mapping: Mapping | None = None,
 ) -> Network[Tensor]:
-    """Canonical tensors of one rank, and its quantized linears -> the network; slices are views."""
+    """Bind one rank's canonical tensors and quantized linear layers to the network; slices are views."""
 
     def rows(x: Tensor, start: int, stop: int) -> Tensor:
         return x[start:stop]
@@ -63,7 +63,7 @@ def bind_tensors(
 def with_linears(
     network: Network[Tensor], prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]]
 ) -> Network[Tensor]:
-    """Linear weights in the layout that a device computes with; `prepare` is told the dtype of the activations."""
+    """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations."""
     dtype = activation_dtype(network)
     return replace(
         network,
@@ -94,7 +94,7 @@ def rotaries_of(network: Network[Tensor]) -> tuple[Rotary, ...]:
 def limits_of(
     network: Network[Tensor], plan: PagePlan, *, max_batch_size: int, max_num_tokens: int, max_draft_len: int
 ) -> ExecutorLimits:
-    """What steps of this network on these pages may be; without a drafter there are no drafts."""
+    """Limits of steps of this network on these pages; max_draft_len is 0 without a drafter."""
     return ExecutorLimits(
         max_batch_size=max_batch_size,
         max_seq_len=plan.max_seq_len,

@@ -1,7 +1,6 @@
-"""What tensor-parallel ranks exchange inside a step, in PyTorch: sums and vocabulary shards.
+"""Collectives of tensor-parallel ranks in a step, over `torch.distributed`: sums and vocabulary shards.
 
-Knows `torch.distributed`'s process groups and what it takes to make one; who starts the other ranks is not its
-business. Every rank makes the same calls in the same order, and every rank gets the same bits.
+Every rank makes the same calls in the same order and gets the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ _DIST: Any = distributed  # its groups and stores are untyped in PyTorch
 
 
 class ExchangeError(RuntimeError):
-    """Another rank is gone, or late."""
+    """Another rank has ended, or is late."""
 
 
 class RankGroup(Protocol):

@@ -1,4 +1,4 @@
-"""Quantized linears in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
+"""Quantized linear layers in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
 
 The exact path multiplies the codes themselves, which every compute dtype holds without rounding, and applies the
 scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DequantizedWeight(QuantizedWeight[Tensor]):
-    """A quantized weight made ready for plain GEMMs, with nothing rounded."""
+    """A quantized weight prepared for unquantized GEMMs, without rounding."""
 
     pieces: tuple[Piece, ...]
     quantize: "QuantizeActivations | None"  # None for a weight-only format

@@ -1,4 +1,4 @@
-"""What the step asks of a drafting algorithm."""
+"""The interface of a drafting algorithm."""
 
 from collections.abc import Sequence
 from importlib import import_module

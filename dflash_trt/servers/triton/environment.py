@@ -1,4 +1,4 @@
-"""What must hold of the Python environment before a request comes. Imports nothing that may be missing there."""
+"""Checks of the model's Python environment. Imports nothing that may be missing there."""
 
 import os
 import platform
@@ -45,7 +45,7 @@ def explained(error: ImportError, prefix: str = sys.prefix, running: str = platf
 
 
 def _version_of_environment(prefix: Path) -> str | None:
-    """What pyvenv.cfg says; None for an environment that is none."""
+    """The version in pyvenv.cfg; None outside of a virtual environment."""
     path = prefix / "pyvenv.cfg"
     lines = path.read_text().splitlines() if path.is_file() else []
     entries = dict(line.partition("=")[::2] for line in lines)

@@ -92,7 +92,7 @@ class MetricBook:
         series.open({REQUESTS: reasons, DRAFT_TOKENS_AT: positions, ACCEPTED_TOKENS_AT: positions})
 
     def add_chunk(self, chunk: StreamChunk) -> None:
-        """What a step gave a request."""
+        """Count a request's chunk of a step."""
         with self._lock:
             counts = self._counts
             counts[OUTPUT_TOKENS.name, _NO_LABEL] += len(chunk.token_ids)

@@ -33,7 +33,7 @@ class TritonPythonModel:
     """Triton calls initialize once, execute for each batch of requests, finalize once all of them are answered."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engine; what is wrong is the error of the load, word for word."""
+        """Load the engine; its errors are those of the model's load."""
         try:
             self._open(args)
         except DFlashError as error:
@@ -157,7 +157,7 @@ class _TritonChannel:
 
 
 class _ServerLog(logging.Handler):
-    """What the engine logs, in the server's log."""
+    """Forwards the engine's log to the server's."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = pb_utils.Logger.log_error if record.levelno >= logging.ERROR else pb_utils.Logger.log_warn

@@ -45,7 +45,7 @@ class PromptLanes:
         return future
 
     def close(self) -> None:
-        """What waits is never read."""
+        """Stop; waiting prompts are never read."""
         for lane in (self._short, self._conversations, self._long):
             lane.shutdown(wait=False, cancel_futures=True)
 

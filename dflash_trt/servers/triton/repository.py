@@ -1,6 +1,6 @@
 """Writes the model repository of an engine, and checks one that stands. The same call writes the same bytes.
 
-A repository is a directory of models; this module owns the one model it is told to write and touches no other.
+A repository is a directory of models; this module writes one model and touches no other.
 """
 
 import json
@@ -49,7 +49,7 @@ _PROBE_TIMEOUT_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What to write. `gpus` gives each of them an instance; without them `num_instances` run on the CPU."""
+    """The model to write. Each of `gpus` gets an instance; without them `num_instances` run on the CPU."""
 
     model_name: str
     settings: ModelSettings
@@ -192,7 +192,7 @@ def _check(repository: Path, deployment: Deployment) -> None:
             )
         )
     if len(set(deployment.gpus)) != len(deployment.gpus) or any(gpu < 0 for gpu in deployment.gpus):
-        problems.append(problem("gpus", expected="different indices", found=str(list(deployment.gpus))))
+        problems.append(problem("gpus", expected="distinct indices", found=str(list(deployment.gpus))))
     raise_all(ConfigError, "deployment", problems)
     if deployment.environment is not None:
         check_environment(deployment.environment, accepts_numpy_2=deployment.settings.accepts_numpy_2)
@@ -239,7 +239,7 @@ def _config_problems(config: Message, directory_name: str) -> Iterator[str]:
     for name, expected, found in facts:
         is_right = found in (0, 1) if name == "max_batch_size" else found == expected
         if not is_right:
-            hint = "Correct it, or write the model again."
+            hint = "Write the model again."
             yield problem(f"{CONFIG_NAME} {name}", expected=str(expected), found=str(found), hint=hint)
     yield from _tensor_problems(config, "input", INPUTS)
     yield from _tensor_problems(config, "output", OUTPUTS)

@@ -20,7 +20,7 @@ from dflash_trt.serving.prompts import Prompt
 
 Array = NDArray[Any]
 
-# What Triton itself puts among the parameters of a request.
+# Parameters that Triton itself adds to a request.
 _TRITON_REQUEST_PARAMETERS = {
     "id",
     "binary_data_output",
@@ -60,7 +60,7 @@ class Order:
         return self.messages is not None or "messages" in self.prompt
 
     def parsed_prompt(self) -> Prompt:
-        """Raises RequestError: something is no JSON."""
+        """Raises RequestError for invalid JSON."""
         prompt = dict(self.prompt)
         if self.messages is not None:
             prompt["messages"] = _json("messages", self.messages, "list")

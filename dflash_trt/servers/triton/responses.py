@@ -1,4 +1,4 @@
-"""What the engine gives, as the arrays of a response. Knows no Triton API."""
+"""Responses as arrays, made from the engine's chunks. Knows no Triton API."""
 
 import math
 import time

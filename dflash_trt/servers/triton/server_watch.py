@@ -1,7 +1,7 @@
-"""Tells from inside the model process that the server is stopping, or has died.
+"""Detects, inside the model process, that the server is stopping or has died.
 
-Triton does not say: after SIGTERM it waits for running requests, whoever makes them, until its exit timeout ends
-everything hard. What can be seen (with Triton 2.51.0, in Linux's /proc):
+Triton does not notify models: after SIGTERM it waits for running requests until its exit timeout kills everything.
+Observable signs (with Triton 2.51.0, in Linux's /proc):
 
 1. its main thread sleeps through all service; while it stops, it wakes once per second to count what is left;
 2. it answers no new HTTP connection while it waits for HTTP streams;
@@ -43,7 +43,7 @@ class ServerWatch:
         """To be called with the first request, when the server has its ports open."""
         self._http_ports = [address for address in _listening(self._pid) if _is_answered(address)]
         if not self._http_ports:
-            _LOG.warning("no HTTP port of the server is seen: whether it stops is known from its gRPC side alone")
+            _LOG.warning("no HTTP port of the server found: its stop can be detected through gRPC only")
 
     def is_stopping(self) -> bool:
         """True if the server has begun to stop; it never returns from that. To be called about twice a second."""
@@ -100,7 +100,7 @@ def _listening(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """What /proc writes as words of the machine's byte order: 0100007F:1F90 is 127.0.0.1, port 8080."""
+    """Parse an address of /proc, in words of the machine's byte order: 0100007F:1F90 is 127.0.0.1, port 8080."""
     host, _, port = text.partition(":")
     words = [int(host[i : i + 8], 16).to_bytes(4, "little") for i in range(0, len(host), 8)]
     quantized = b"".join(words)

@@ -33,16 +33,16 @@ class ModelSettings:
     default_max_tokens: int = 128
     wraps_in_chat: bool = False
     system: str | None = None
-    drain_timeout_s: float = 5.0  # that running requests get when the server is told to stop
+    drain_timeout_s: float = 5.0  # for running requests when the server stops
     accepted_request_parameters: tuple[str, ...] = ()  # foreign ones, headers that the server forwards for example
     accepts_numpy_2: bool = False
 
     def __post_init__(self) -> None:
         limits = (("default_max_tokens", self.default_max_tokens, 1), ("drain_timeout_s", self.drain_timeout_s, 0))
         problems = [
-            problem(name, expected=f"{least} or more", found=str(value))
-            for name, value, least in limits
-            if not value >= least
+            problem(name, expected=f"{min_value} or more", found=str(value))
+            for name, value, min_value in limits
+            if not value >= min_value
         ]
         if self.system is not None and not self.wraps_in_chat:
             problems.append(
@@ -87,7 +87,7 @@ class ModelSettings:
         return settings
 
     def parameters(self) -> dict[str, str]:
-        """What differs from the defaults, as `from_parameters` reads it."""
+        """Values other than the defaults, as `from_parameters` reads them."""
         own = {entry.name: (getattr(self, entry.name), entry.default) for entry in fields(self)}
         del own["runtime"]
         default = RuntimeConfig()
