@@ -84,12 +84,12 @@ def compare_policies(
     `fixed_lengths` default to 0, 2, 3, 4 and the engine's maximum. Of `config`, device, threads and K/V memory count.
 
     Raises:
-        ConfigError: the engine cannot draft that many.
+        SettingError: the engine cannot draft that many.
     """
     engine = EngineDir.open(engine_dir)
     most = max_draft_len(engine)
     lengths = fixed_lengths or sorted({length for length in _FIXED_LENGTHS if length < most} | {most})
-    fixed = {f"K = {length}": checked_draft_length(length, most) for length in lengths}
+    fixed = {f"K = {length}": checked_draft_length(length, most, name="fixed_lengths") for length in lengths}
     draft_lens = (*fixed.values(), *AdaptiveDraftLength(most).lengths)
     with closing(open_executor(engine, config, draft_lens=draft_lens)) as executor:
         reader = prompt_reader(engine)

@@ -144,8 +144,7 @@ def serving(
 @_INPUT
 @_CLIENTS
 @click.option(
-    "--fixed",
-    "fixed_lengths",
+    "--fixed-lengths",
     multiple=True,
     type=click.IntRange(min=0),
     metavar="K",

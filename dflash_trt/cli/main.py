@@ -18,7 +18,9 @@ from dflash_trt.cli.deploy import deploy
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.run import run
+from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.runtime_config import SettingError
 
 INTERRUPTED_EXIT_CODE = 130
 TERMINATED_EXIT_CODE = 143
@@ -32,6 +34,8 @@ class _Group(click.Group):
         options |= {"standalone_mode": False, "obj": ["dflash-trt", *words]}
         try:
             code = super().main(words, *other, **options)
+        except SettingError as error:
+            code = _fail(error.message(flag_of(error.name)), error.exit_code)
         except DFlashError as error:
             code = _fail(str(error), error.exit_code)
         except click.ClickException as error:

@@ -36,7 +36,9 @@ def runtime_from_options(options: dict[str, Any]) -> RuntimeConfig:
 
 
 def flag_of(name: str) -> str:
-    return option_of(name).flag or f"--{name.replace('_', '-')}"
+    """The flag of an option's parameter, which for a field of RuntimeConfig may have another name."""
+    flag = option_of(name).flag if name in RuntimeConfig.model_fields else None
+    return flag or f"--{name.replace('_', '-')}"
 
 
 def settings_line(config: RuntimeConfig) -> str:

@@ -5,6 +5,7 @@ Values that depend on the engine (its max_draft_len, its device) are resolved wh
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -24,6 +25,19 @@ class Option:
     help: str
     flag: str | None = None
     metavar: str | None = None
+
+
+class SettingError(ConfigError):
+    """A value that this engine or machine cannot have. `name` is that of the argument or the field of RuntimeConfig."""
+
+    def __init__(self, name: str, *, expected: str, found: str, hint: str = "") -> None:
+        self.name = name
+        self._problem = partial(problem, expected=expected, found=found, hint=hint)
+        super().__init__(self.message(name))
+
+    def message(self, subject: str) -> str:
+        """The error for a user who knows the setting as `subject`."""
+        return self._problem(subject)
 
 
 class RuntimeConfig(Frozen):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.backends.base import BackendName, backend_of
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
-from dflash_trt.core.errors import ConfigError, EngineDirError, raise_all
-from dflash_trt.core.runtime_config import Device, RuntimeConfig
+from dflash_trt.core.errors import EngineDirError, raise_all
+from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
 
 if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
@@ -52,7 +52,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     """Resolve device, threads and K of `config` for this engine on this machine.
 
     Raises:
-        ConfigError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT engine;
+        SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT engine;
             more drafts than the engine makes.
     """
     from dflash_trt.executor.threads import default_num_threads
@@ -72,15 +72,15 @@ def max_draft_len(engine: EngineDir) -> int:
     return engine.manifest.build_config.max_draft_len
 
 
-def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int) -> int:
+def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int, *, name: str = "num_draft_tokens") -> int:
     """Return K, by default the engine's max_draft_len.
 
     Raises:
-        ConfigError: the engine cannot draft that many.
+        SettingError: the engine cannot draft that many.
     """
     if num_draft_tokens is not None and num_draft_tokens > max_draft_len:
-        raise ConfigError.about(
-            "num_draft_tokens",
+        raise SettingError(
+            name,
             expected=f"0 to {max_draft_len}, this engine's max_draft_len",
             found=str(num_draft_tokens),
             hint="For more, build the engine with a larger max_draft_len.",
@@ -93,7 +93,7 @@ def _resolved_device(engine: EngineDir, device: Device) -> Device:
         return "cuda" if _runs_on_gpu(device) else "cpu"
     if device == "cpu":
         hint = 'Use device "auto", or build the engine with backend torch.'
-        raise ConfigError.about("device", expected="a GPU, for a TensorRT engine", found="cpu", hint=hint)
+        raise SettingError("device", expected="a GPU, for a TensorRT engine", found="cpu", hint=hint)
     return "cuda"
 
 
@@ -105,8 +105,8 @@ def _runs_on_gpu(device: Device) -> bool:
         return False
     if not has_gpu:
         hint = 'Install a PyTorch with CUDA on a machine with an NVIDIA GPU, or use device "cpu".'
-        raise ConfigError.about("device", expected="a CUDA GPU that PyTorch can use", found="none", hint=hint)
+        raise SettingError("device", expected="a CUDA GPU that PyTorch can use", found="none", hint=hint)
     if find_spec("triton") is None:
         hint = 'Install triton 3.6 or newer, or use device "cpu".'
-        raise ConfigError.about("device", expected="Triton, which the GPU's kernels need", found="none", hint=hint)
+        raise SettingError("device", expected="Triton, which the GPU's kernels need", found="none", hint=hint)
     return True

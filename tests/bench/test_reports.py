@@ -65,7 +65,18 @@ def test_serving_reports_every_concurrency(engine_dir, input_file):
 
 
 def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, input_file):
-    options = ("--rounds", 2, "--max-new-tokens", 8, "--requests-per-client", 2, "--fixed", 0, "--fixed", 3)
+    options = (
+        "--rounds",
+        2,
+        "--max-new-tokens",
+        8,
+        "--requests-per-client",
+        2,
+        "--fixed-lengths",
+        0,
+        "--fixed-lengths",
+        3,
+    )
     reports = bench_json(
         "draft-length", engine_dir, "--input-file", input_file, *options, "--concurrency", 1, "--concurrency", 4
     )
@@ -79,10 +90,10 @@ def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, inpu
 
 
 def test_a_length_beyond_the_engine_is_refused(engine_dir, input_file):
-    words = ["bench", "draft-length", str(engine_dir), "--input-file", str(input_file), "--fixed", "9"]
+    words = ["bench", "draft-length", str(engine_dir), "--input-file", str(input_file), "--fixed-lengths", "9"]
     result = CliRunner().invoke(cli, words)
     assert result.exit_code == 2
-    assert "0 to 3, this engine's max_draft_len" in result.stderr
+    assert "error: --fixed-lengths: expected 0 to 3, this engine's max_draft_len, found 9" in result.stderr
 
 
 def test_sides_in_lockstep_do_all_the_work_and_keep_off_each_others_pages(engine_dir):

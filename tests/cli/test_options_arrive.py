@@ -170,7 +170,7 @@ MEASUREMENTS = [
     (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS, COMPARED),
     (
         ("draft-length", "dflash_trt.bench.lockstep", "compare_policies"),
-        [*LOAD, "--fixed", "0", "--fixed", "3"],
+        [*LOAD, "--fixed-lengths", "0", "--fixed-lengths", "3"],
         LOAD_ARGUMENTS | {"fixed_lengths": (0, 3)},
         COMPARED,
     ),

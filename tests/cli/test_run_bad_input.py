@@ -74,7 +74,7 @@ def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: expected an integer of 1 or more, found 0"),
         (["--prompt", "a", "--temperature", "-1", "--top-p", "2"], "2 problems"),
         (["--prompt", "a", "--temperature", "hot"], "--temperature"),
-        (["--prompt", "a", "--num-draft-tokens", "9"], "expected 0 to 3"),
+        (["--prompt", "a", "--num-draft-tokens", "9"], "error: --num-draft-tokens: expected 0 to 3"),
         (
             ["--prompt", "a", "--num-draft-tokens", "-1"],
             "Invalid value for '--num-draft-tokens': -1 is not in the range",
