@@ -41,7 +41,12 @@ RULES: dict[str, Rule] = {
     "core": Rule(
         knows="vocabulary: errors, configs, model and step specs, requests, batches",
         libraries=_set("pydantic"),
-        file_libraries={"host_resources.py": _set("psutil"), "dtype.py": _set("torch")},
+        file_libraries={
+            "host_resources.py": _set("psutil"),
+            "dtype.py": _set("torch"),
+            "step_plan.py": _set("numpy"),
+            "batch.py": _set("numpy"),
+        },
     ),
     "formats": Rule(
         knows="weight formats: their tensors, packing, dequantization", packages=_set("core"), libraries=_set("torch")
@@ -74,12 +79,8 @@ RULES: dict[str, Rule] = {
     "backends": Rule(
         knows="how each backend builds, opens and runs an engine",
         packages=_set("network kernels engine_dir formats core"),
-        libraries=_set("torch"),
-        file_libraries={
-            "step_inputs.py": _set("numpy"),
-            "torch/*.py": _set("safetensors"),
-            "tensorrt/*.py": _set("tensorrt tensorrt_rtx safetensors"),
-        },
+        libraries=_set("torch numpy"),
+        file_libraries={"torch/*.py": _set("safetensors"), "tensorrt/*.py": _set("tensorrt tensorrt_rtx safetensors")},
     ),
     "compile": Rule(
         knows="checkpoints to engine directory; asks the backends to build",
@@ -89,10 +90,10 @@ RULES: dict[str, Rule] = {
     "executor": Rule(
         knows="opens an engine, runs its steps; the processes of several ranks",
         packages=_set("backends network engine_dir core"),
-        libraries=_set("torch"),
+        libraries=_set("torch numpy"),
         file_libraries={"ranks/messages.py": _set("psutil")},
     ),
-    "scheduler": Rule(knows="which requests, which pages, which K", packages=_set("core")),
+    "scheduler": Rule(knows="which requests, which pages, which K", packages=_set("core"), libraries=_set("numpy")),
     "serving": Rule(
         knows="the engine loop, streams, text, LLM",
         packages=_set("scheduler executor engine_dir core"),

@@ -10,7 +10,7 @@ from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
@@ -126,6 +126,6 @@ def decode(
             part = run.verify_part(num_draft_tokens)
         else:
             part = run.prefill_part(chunk or len(prompt))
-        result = executor.step(StepBatch(requests=(part,), num_draft_tokens=num_draft_tokens))
-        run.take(part, result.requests[0])
+        result = run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=num_draft_tokens))
+        run.take(part, result[0])
     return run

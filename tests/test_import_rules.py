@@ -28,7 +28,7 @@ def test_a_package_imports_only_packages_above_it() -> None:
         ("executor/x.py", "from dflash_trt import scheduler", "not dflash_trt.scheduler"),
         ("core/x.py", "import dflash_trt.checkpoint.pair", "core may import nothing, not dflash_trt.checkpoint"),
         ("core/x.py", "if TYPE_CHECKING:\n    import torch", "not torch"),
-        ("scheduler/x.py", "def f():\n    import torch", "scheduler may import nothing from outside, not torch"),
+        ("scheduler/x.py", "def f():\n    import torch", "scheduler may import numpy from outside, not torch"),
         ("network/decoder.py", "import torch", "not torch (in a file of this name)"),
         ("backends/torch/ops.py", "import tensorrt", "not tensorrt"),
         ("serving/llm.py", "from transformers import AutoTokenizer", "not transformers"),
@@ -52,7 +52,7 @@ def test_a_forbidden_import_is_caught(tmp_path: Path, path: str, code: str, mess
     [
         (
             "scheduler/x.py",
-            "import heapq\nfrom dflash_trt.core.batch import StepBatch\nfrom dflash_trt import scheduler",
+            "import heapq\nfrom dflash_trt.core.step_plan import StepPlan\nfrom dflash_trt import scheduler",
         ),
         ("backends/torch/ops.py", "import torch.nn.functional"),
         ("backends/tensorrt/ops.py", "import tensorrt"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_trt.core.batch import RequestResult, StepBatch, StepSampling
+from dflash_trt.core.batch import RequestResult, StepBatch, StepSampling, run_batch
 from tests.engines import Decoding
 
 PROMPTS = ([5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14)  # of a vocabulary of 12
@@ -48,7 +48,7 @@ def trace(
         for run, text in zip(runs, proposals or (), strict=False):
             run.drafts = tuple(text[len(run.tokens) : len(run.tokens) + k])
         parts = [run.verify_part(min(k, len(run.drafts))) if run.tokens else run.prefill_part(chunk) for run in live]
-        results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=k)).requests
+        results = run_batch(executor, StepBatch(requests=tuple(parts), num_draft_tokens=k))
         steps.append(results)
         for run, part, result in zip(live, parts, results, strict=True):
             run.take(part, result)

@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
-from dflash_trt.core.batch import StepExecutor
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import StepExecutor
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan

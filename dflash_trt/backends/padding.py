@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from dflash_trt.core.batch import ExecutorLimits, StepBatch
+from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 from dflash_trt.core.step_spec import Axis
 
 # With more tokens a step takes the device longer than the host needs to launch it, and padding would cost more than
@@ -49,10 +49,6 @@ class StepShape:
         }
 
 
-def max_pages_per_request(limits: ExecutorLimits) -> int:
-    return -(-limits.max_seq_len // limits.page_size)
-
-
 def largest_shape(limits: ExecutorLimits) -> StepShape:
     """No step has more of anything."""
     return StepShape(
@@ -64,44 +60,43 @@ def largest_shape(limits: ExecutorLimits) -> StepShape:
     )
 
 
-def exact_shape(batch: StepBatch, *, is_decode: bool = False) -> StepShape:
-    """No padding: as many requests, tokens and pages per request as the batch has."""
+def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
+    """No padding: as many requests, tokens and pages per request as the plan has."""
     return StepShape(
-        num_requests=len(batch.requests),
-        num_tokens=batch.num_tokens,
-        num_draft_tokens=batch.num_draft_tokens,
+        num_requests=plan.num_requests,
+        num_tokens=plan.total_tokens,
+        num_draft_tokens=plan.num_draft_tokens,
         is_decode=is_decode,
         has_graph=False,
-        num_pages=max(len(request.page_ids) for request in batch.requests),
+        num_pages=plan.num_pages,
     )
 
 
-def step_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
-    """The shape a batch runs in: that of the next bucket, its own size when that is large."""
-    num_requests, num_drafts = len(batch.requests), batch.num_draft_tokens
+def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
+    """The shape a plan runs in: that of the next bucket, its own size when that is large."""
+    num_requests, num_drafts = plan.num_requests, plan.num_draft_tokens
     bucket = bucket_of(num_requests, limits)
-    if all(len(request.token_ids) <= num_drafts + 1 for request in batch.requests):
+    if (plan.num_tokens <= num_drafts + 1).all():
         return decode_shape(bucket, num_drafts)
-    return _mixed_shape(bucket, batch.num_tokens, num_drafts, limits) or StepShape(
+    return _mixed_shape(bucket, plan.total_tokens, num_drafts, limits) or StepShape(
         num_requests=num_requests,
-        num_tokens=batch.num_tokens,
+        num_tokens=plan.total_tokens,
         num_draft_tokens=num_drafts,
         is_decode=False,
         has_graph=False,
     )
 
 
-def full_block_shape(batch: StepBatch, limits: ExecutorLimits) -> StepShape:
-    """The shape of a batch where every request of a padded step has a verify block: that of the next bucket when the
-    batch consists of full blocks and the bucket does not pass max_num_tokens, else its own size.
+def full_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
+    """The shape of a plan where every request of a padded step has a verify block: that of the next bucket when the
+    plan consists of full blocks and the bucket does not pass max_num_tokens, else its own size.
     """
-    width = batch.num_draft_tokens + 1
-    is_decode = all(len(request.token_ids) == width for request in batch.requests)
-    bucket = bucket_of(len(batch.requests), limits)
-    if is_decode:
-        num_requests = bucket if bucket * width <= limits.max_num_tokens else len(batch.requests)
-        return decode_shape(num_requests, batch.num_draft_tokens)
-    return exact_shape(batch)
+    width = plan.num_draft_tokens + 1
+    bucket = bucket_of(plan.num_requests, limits)
+    if (plan.num_tokens == width).all():
+        num_requests = bucket if bucket * width <= limits.max_num_tokens else plan.num_requests
+        return decode_shape(num_requests, plan.num_draft_tokens)
+    return exact_shape(plan)
 
 
 def decode_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:

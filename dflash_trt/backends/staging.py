@@ -1,57 +1,108 @@
 """Memory through which a step's inputs reach a device and its results come back, allocated once.
 
-Inputs are packed on the host into one pinned block, copied without waiting, and read at addresses that never change,
-so that CUDA graphs stay valid and TensorRT binds them once. Results lie side by side, so that one copy brings them.
+Plans are packed on the host into pinned blocks, copied without waiting, and read at addresses that never change, so
+that CUDA graphs stay valid and TensorRT binds them once. Results lie side by side, so that one copy brings them. Host
+blocks take turns: one step is packed and another one read while a third runs.
 """
 
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.padding import StepShape, largest_shape, max_pages_per_request
-from dflash_trt.backends.step_inputs import InputBlock, StepPacker, step_result
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.backends.padding import StepShape, largest_shape
+from dflash_trt.backends.slots import DeviceSlots, PlanInputs
+from dflash_trt.backends.step_inputs import StepPacker, TensorBlock, bind_inputs, step_result, updated_entries
 from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.core.step_spec import STEP_OUTPUTS, StepTensor
+from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult
+from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.step import StepOutputs
 
 _BONUS: Final = StepTensor("bonus_tokens", "int32", ("R",), "the last emitted token: what samplers write besides")
 _GRAIN: Final = 4  # elements, all of 4 bytes: sections begin at multiples of 16 bytes
+_NUM_HOST_BLOCKS: Final = 3
 
 
 class InputStaging:
-    """The inputs of `core/step_spec.STEP_INPUTS`, on the host and on the device. See StepPacker for `scratch_page`."""
+    """Plans on the host and on the device, the slots, and the inputs that are assembled from both.
+
+    With a `scratch_page`, requests that pad a step have a verify block each on that page; without one they have no
+    tokens.
+    """
 
     def __init__(self, limits: ExecutorLimits, device: torch.device, *, scratch_page: int | None = None) -> None:
-        max_pages = max_pages_per_request(limits)
-        self._packer = StepPacker.of_limits(limits, scratch_page=scratch_page, is_pinned=device.type == "cuda")
-        self._device = InputBlock(largest_shape(limits), max_pages=max_pages, device=device)
-        self._copied = _new_event(device)
+        self._limits = limits
+        is_pinned = device.type == "cuda"
+        self._hosts = cycle([
+            _HostBlock(limits, device, pads_blocks=scratch_page is not None, is_pinned=is_pinned)
+            for _ in range(_NUM_HOST_BLOCKS)
+        ])  # fmt: skip
+        self._host = next(self._hosts)
+        largest, max_pages = largest_shape(limits), limits.max_pages
+        assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
+        self._plan = TensorBlock(PLAN_INPUTS, largest, max_pages=max_pages, device=device)
+        self._assembled = TensorBlock(assembled, largest, max_pages=max_pages, device=device)
+        self._entries = torch.zeros(self._host.entries.shape, dtype=torch.int64, device=device)
+        self._page_ids = torch.zeros(self._host.page_ids.shape, dtype=torch.int32, device=device)
+        self.slots = DeviceSlots(limits, device=device, scratch_page=scratch_page)
 
     @property
     def device_tensors(self) -> Mapping[str, Tensor]:
-        """Flat, at their largest, by name; a step uses the first elements of each."""
-        return self._device.flat
+        """The step's inputs, flat, at their largest, by name; a step uses the first elements of each."""
+        return self._plan.flat | self._assembled.flat
 
-    def stage(self, batch: StepBatch, shape: StepShape) -> None:
-        """Fill the host's block, when the copy of the step before is over."""
-        if self._copied is not None and not self._copied.query():  # a step whose results were read is over
-            self._copied.synchronize()
-        self._packer.pack(batch, shape)
+    def stage(self, plan: StepPlan, shape: StepShape) -> None:
+        """Fill the next host block, when the copy of the step that used it is over."""
+        self._host = next(self._hosts)
+        self._host.wait()
+        self._host.packer.pack(plan, shape)
+        updates = plan.page_updates
+        self._host.num_updates = len(updates.slots)
+        self._host.entries.numpy()[: len(updates.slots)] = updated_entries(updates, self._limits)
+        self._host.page_ids.numpy()[: len(updates.slots)] = updates.page_ids
 
-    def upload(self, shape: StepShape) -> None:
-        """Copy to the device, on the current stream, without waiting."""
-        self._device.used(shape).copy_(self._packer.host.used(shape), non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+    def upload(self) -> None:
+        """Copy to the device and update its page table, on the current stream, without waiting."""
+        host, count = self._host, self._host.num_updates
+        self._plan.memory.copy_(host.packer.block.memory, non_blocking=True)
+        if count:
+            entries, page_ids = self._entries[:count], self._page_ids[:count]
+            entries.copy_(host.entries[:count], non_blocking=True)
+            page_ids.copy_(host.page_ids[:count], non_blocking=True)
+            self.slots.update_pages(entries, page_ids)
+        if host.copied is not None:
+            host.copied.record()
 
     def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
         """The device's tensors in the shapes of a step; the same addresses every time."""
-        return self._device.inputs(shape)
+        return bind_inputs(self._plan.views(shape), self._assembled.views(shape))
+
+    def assemble(self, shape: StepShape) -> None:
+        """The first part of a step on the device: fill the inputs that depend on slots."""
+        self.slots.assemble(PlanInputs(**self._plan.views(shape)), self.inputs(shape))
+
+    def store(self, shape: StepShape, bonus_tokens: Tensor, draft_tokens: Tensor | None, context_lens: Tensor) -> None:
+        """The last part of a step on the device."""
+        self.slots.store(self._plan.views(shape)["slot_ids"], bonus_tokens, draft_tokens, context_lens)
+
+
+class _HostBlock:
+    """One step's inputs on the host."""
+
+    def __init__(self, limits: ExecutorLimits, device: torch.device, *, pads_blocks: bool, is_pinned: bool) -> None:
+        self.packer = StepPacker(limits, pads_blocks=pads_blocks, is_pinned=is_pinned)
+        num_entries = limits.max_batch_size * limits.max_pages
+        self.entries = torch.zeros(num_entries, dtype=torch.int64, pin_memory=is_pinned)
+        self.page_ids = torch.zeros(num_entries, dtype=torch.int32, pin_memory=is_pinned)
+        self.num_updates = 0
+        self.copied = _new_event(device)
+
+    def wait(self) -> None:
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
 
 
 class ResultStaging:
@@ -60,9 +111,12 @@ class ResultStaging:
     def __init__(self, limits: ExecutorLimits, device: torch.device) -> None:
         self._sections = _sections(largest_shape(limits))
         size = self._sections[-1][2]
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._copied = _new_event(device)
+        is_pinned = device.type == "cuda"
+        self._hosts = cycle([
+            (torch.zeros(size, dtype=torch.int32, pin_memory=is_pinned), _new_event(device, has_timing=True))
+            for _ in range(_NUM_HOST_BLOCKS)
+        ])  # fmt: skip
 
     @property
     def device_tensors(self) -> Mapping[str, Tensor]:
@@ -73,25 +127,20 @@ class ResultStaging:
         """Where sampling writes, and where the drafts go, int32 [R, K]; the same addresses for every shape."""
         return self._views(self._device, shape)
 
-    def download(self) -> None:
-        """Copy to the host, on the current stream, without waiting."""
-        self._host.copy_(self._device, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+    def download(self, shape: StepShape, *, num_requests: int, has_drafts: bool) -> "StagedResult":
+        """Copy to the host, on the current stream, without waiting.
 
-    def read(self, shape: StepShape, *, num_requests: int, has_drafts: bool | None = None) -> StepResult:
-        """Wait for the copy; the first `num_requests` requests, which are not padding.
-
-        `has_drafts` false leaves out the drafts of a step that makes more than were asked for.
+        `num_requests` are not padding. `has_drafts` false leaves out the drafts of a step that makes more than were
+        asked for.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        outputs, drafts = self._views(self._host, shape)
-        real = {name: getattr(outputs, name)[:num_requests] for name in Acceptance.__dataclass_fields__}
-        has_drafts = shape.num_draft_tokens > 0 if has_drafts is None else has_drafts
-        return step_result(
-            StepOutputs(acceptance=Acceptance(**real), draft_tokens=drafts[:num_requests] if has_drafts else None)
-        )
+        host, copied = next(self._hosts)
+        host.copy_(self._device, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        acceptance, drafts = self._views(host, shape)
+        real = {name: getattr(acceptance, name)[:num_requests] for name in Acceptance.__dataclass_fields__}
+        outputs = StepOutputs(acceptance=Acceptance(**real), draft_tokens=drafts[:num_requests] if has_drafts else None)
+        return StagedResult(outputs, copied)
 
     def _views(self, block: Tensor, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:
         sizes, views = shape.sizes(max_pages=0), {}
@@ -102,10 +151,50 @@ class ResultStaging:
         return Acceptance(**views), drafts
 
 
-def _new_event(device: torch.device) -> Any:
+class StagedResult:
+    """A result on its way to the host; read it before two more steps are submitted."""
+
+    def __init__(self, outputs: StepOutputs[Tensor], copied: Any) -> None:
+        self._outputs = outputs
+        self.copied = copied
+
+    def read(self) -> StepResult:
+        """Wait for the copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return step_result(self._outputs)
+
+
+class StagedStep:
+    """A step on a device's stream; implements StepHandle. `started` was recorded before it."""
+
+    def __init__(self, result: StagedResult, started: Any) -> None:
+        self._staged = result
+        self._started = started
+
+    def result(self) -> StepResult:
+        return self._staged.read()
+
+    @property
+    def elapsed_s(self) -> float:
+        if self._started is None:
+            return 0.0
+        milliseconds: float = self._started.elapsed_time(self._staged.copied)
+        return milliseconds / 1e3
+
+
+def new_timer(device: torch.device) -> Any:
+    """An event that is recorded at the start of a step; None on a CPU."""
+    event = _new_event(device, has_timing=True)
+    if event is not None:
+        event.record()
+    return event
+
+
+def _new_event(device: torch.device, *, has_timing: bool = False) -> Any:
     """None on a CPU, where a copy is over when it returns. `record` uses the current stream."""
     make_event: Any = torch.cuda.Event  # untyped in PyTorch
-    return make_event() if device.type == "cuda" else None
+    return make_event(enable_timing=has_timing) if device.type == "cuda" else None
 
 
 def _sections(shape: StepShape) -> list[tuple[StepTensor, int, int]]:

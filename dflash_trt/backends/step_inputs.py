@@ -1,43 +1,42 @@
-"""A StepBatch as the input tensors of the step contract, and output tensors as a StepResult: the one place for both.
+"""A StepPlan as the input tensors of a step, and output tensors as a StepResult: the one place for both.
 
-The packer writes into memory that is allocated once, column by column, without an object per token of its own. It knows
-`STEP_INPUTS` and no tensor's use; which shape a batch is padded to is `padding.py`'s business.
+The packer writes arrays into memory that is allocated once. It knows `PLAN_INPUTS` and no tensor's use; which shape a
+plan is padded to is `padding.py`'s business, and `slots.py` makes the step's own inputs of it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
-from math import isnan
-from operator import attrgetter
-from typing import Any, Final
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dflash_trt.backends.padding import StepShape, exact_shape, largest_shape, max_pages_per_request
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult
+from dflash_trt.backends.padding import StepShape, exact_shape, largest_shape
+from dflash_trt.backends.slots import DeviceSlots, PlanInputs
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, plan_of
 from dflash_trt.core.dtype import num_bytes_of, torch_dtype
 from dflash_trt.core.sampling import StepSampling
-from dflash_trt.core.step_spec import STEP_INPUTS
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, PageUpdates, StepPlan, StepResult
+from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, StepTensor
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import StepOutputs
 
 _ALIGNMENT_BYTES = 256
-_Array = NDArray[Any]
 
 
-def check_batch(batch: StepBatch, limits: ExecutorLimits) -> None:
+def check_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     """Assert what the scheduler guarantees."""
-    assert 0 < len(batch.requests) <= limits.max_batch_size
-    assert batch.num_tokens <= limits.max_num_tokens
-    assert batch.num_draft_tokens <= limits.max_draft_len
-    for request in batch.requests:
-        end = request.context_len + len(request.token_ids)
-        assert request.token_ids and end <= limits.max_seq_len
-        assert end <= len(request.page_ids) * limits.page_size
-        assert request.num_candidates <= min(batch.num_draft_tokens, len(request.token_ids) - 1)
+    assert 0 < plan.num_requests <= limits.max_batch_size
+    assert plan.total_tokens == plan.num_tokens.sum() <= limits.max_num_tokens
+    assert plan.num_draft_tokens <= limits.max_draft_len
+    assert (plan.num_tokens > 0).all() and (plan.num_candidates < plan.num_tokens).all()
+    assert (plan.num_candidates <= plan.num_draft_tokens).all()
+    is_chained = plan.context_lens == CHAINED
+    assert (plan.num_tokens[is_chained] == plan.num_candidates[is_chained] + 1).all()
+    ends = (plan.context_lens + plan.num_tokens)[~is_chained]
+    assert (ends <= min(limits.max_positions, plan.num_pages * limits.page_size)).all()
+    assert plan.num_pages <= limits.max_pages
 
 
 def sequence_batch(
@@ -57,211 +56,145 @@ def sequence_batch(
 
 def step_inputs(batch: StepBatch) -> StepInputs[Tensor]:
     """A batch in memory of its own, unpadded."""
-    shape = exact_shape(batch)
-    assert shape.num_pages is not None
-    packer = StepPacker(shape, max_pages=shape.num_pages)
-    packer.pack(batch, shape)
-    return packer.host.inputs(shape)
+    plan = plan_of(batch)
+    limits = ExecutorLimits(
+        max_batch_size=plan.num_requests,
+        max_seq_len=plan.num_pages,
+        max_num_tokens=plan.total_tokens,
+        max_draft_len=plan.num_draft_tokens,
+        page_size=1,
+        num_pages=plan.num_pages,
+    )
+    inputs = HostInputs(limits)
+    return inputs.assemble(plan, exact_shape(plan), DeviceSlots(limits))
 
 
-class InputBlock:
-    """Memory for all step inputs at their largest, side by side in one block that one copy can fill.
-
-    The page table is last: only its rows in use need be copied.
-    """
+class TensorBlock:
+    """Memory for step tensors at their largest, side by side in one block that one copy can fill."""
 
     def __init__(
-        self, largest: StepShape, *, max_pages: int, device: torch.device | None = None, is_pinned: bool = False
+        self,
+        tensors: Sequence[StepTensor],
+        largest: StepShape,
+        *,
+        max_pages: int,
+        device: torch.device | None = None,
+        is_pinned: bool = False,
     ) -> None:
+        self._tensors = tensors
         self._max_pages = max_pages
-        tensors = sorted(STEP_INPUTS, key=lambda tensor: tensor.name == "page_table")
-        self._table = tensors[-1]
         axes = largest.sizes(max_pages=max_pages)
         sizes = [num_bytes_of(tensor.dtype) * tensor.num_elements(axes) for tensor in tensors]
         starts = [0, *accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)]
-        self._table_start = starts[-2]
         self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self.flat = {
             tensor.name: self.memory[start : start + size].view(torch_dtype(tensor.dtype))
             for tensor, start, size in zip(tensors, starts, sizes, strict=False)
         }
 
-    def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
+    def views(self, shape: StepShape) -> dict[str, Tensor]:
         """The tensors in the shapes of a step; the same addresses every time."""
-        sizes, views = shape.sizes(max_pages=self._max_pages), {}
-        for tensor in STEP_INPUTS:
+        sizes = shape.sizes(max_pages=self._max_pages)
+        views = {}
+        for tensor in self._tensors:
             view = self.flat[tensor.name][: tensor.num_elements(sizes)]
             views[tensor.name] = view if len(tensor.axes) == 1 else view.view(tensor.extents(sizes))
-        return StepInputs(**views)
-
-    def used(self, shape: StepShape) -> Tensor:
-        """The bytes that a step of this shape reads."""
-        num_ids = self._table.num_elements(shape.sizes(max_pages=self._max_pages))
-        return self.memory[: self._table_start + num_ids * num_bytes_of(self._table.dtype)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How the requests of a batch lie one after another."""
-
-    counts: _Array  # tokens of each request
-    offsets: _Array  # [R + 1], their sums
-    context_lens: _Array
-    num_candidates: _Array
-    width: int
-
-    @classmethod
-    def of(cls, requests: Sequence[ScheduledRequest], width: int) -> "_Layout":
-        counts = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-        return cls(
-            counts,
-            np.concatenate((np.zeros(1, np.int64), counts.cumsum())),
-            np.array([request.context_len for request in requests], dtype=np.int64),
-            np.array([request.num_candidates for request in requests], dtype=np.int64),
-            width,
-        )
-
-    def positions(self) -> _Array:
-        positions: _Array = np.arange(self.offsets[-1]) - np.repeat(self.offsets[:-1] - self.context_lens, self.counts)
-        return positions
-
-    def token_offsets(self) -> _Array:
-        return self.offsets
-
-    def logit_rows(self) -> _Array:
-        last = self.offsets[1:, None] - 1
-        rows: _Array = np.minimum(last - self.num_candidates[:, None] + np.arange(self.width), last)
-        return rows.ravel()
-
-
-_FROM_LAYOUT: Final[dict[str, Callable[[_Layout], _Array]]] = {
-    "positions": _Layout.positions,
-    "token_offsets": _Layout.token_offsets,
-    "logit_rows": _Layout.logit_rows,
-}
+        return views
 
 
 class StepPacker:
-    """Writes batches into `host`, whose tensors are those of the last one packed.
+    """Writes plans into `block`, whose tensors are those of the last one packed.
 
-    With a `scratch_page`, requests that pad a step have a verify block each on that page; without one they have no
-    tokens. Token rows beyond those of the requests are of no request.
+    With `pads_blocks`, requests that pad a step have a verify block each; otherwise they have no tokens. Token rows
+    beyond those of the requests are of no request.
     """
 
-    def __init__(
-        self, largest: StepShape, *, max_pages: int, scratch_page: int | None = None, is_pinned: bool = False
-    ) -> None:
-        self.host = InputBlock(largest, max_pages=max_pages, is_pinned=is_pinned)
-        self._max_pages = max_pages
-        self._scratch_page = scratch_page
-        self._columns = [(t, self.host.flat[t.name].numpy(), attrgetter(t.source or "token_ids")) for t in STEP_INPUTS]
-        self._table = _PageTable(self.host.flat["page_table"].numpy(), filler=scratch_page or 0)
+    def __init__(self, limits: ExecutorLimits, *, pads_blocks: bool = False, is_pinned: bool = False) -> None:
+        self.block = TensorBlock(PLAN_INPUTS, largest_shape(limits), max_pages=limits.max_pages, is_pinned=is_pinned)
+        self._columns = {name: flat.numpy() for name, flat in self.block.flat.items()}
+        self._padding = {tensor.name: tensor.padding for tensor in PLAN_INPUTS}
+        self._scratch_slot = limits.max_batch_size
+        self._pads_blocks = pads_blocks
 
-    @classmethod
-    def of_limits(
-        cls, limits: ExecutorLimits, *, scratch_page: int | None = None, is_pinned: bool = False
-    ) -> "StepPacker":
-        """Room for every step that the limits allow."""
-        max_pages = max_pages_per_request(limits)
-        return cls(largest_shape(limits), max_pages=max_pages, scratch_page=scratch_page, is_pinned=is_pinned)
+    def pack(self, plan: StepPlan, shape: StepShape) -> None:
+        """Overwrite the tensors of the plan before."""
+        num_requests, num_padding = shape.num_requests, shape.num_requests - plan.num_requests
+        block_len = shape.width if self._pads_blocks else 0
+        counts, num_candidates, offsets = plan.num_tokens, plan.num_candidates, plan.token_offsets
+        if num_padding:
+            counts = np.concatenate((counts, np.full(num_padding, block_len)))
+            num_candidates = np.concatenate((num_candidates, np.full(num_padding, max(0, block_len - 1))))
+            offsets = np.concatenate((offsets, offsets[-1] + block_len * np.arange(1, num_padding + 1)))
+        last = offsets[1:] - 1
+        logit_rows = np.minimum((last - num_candidates)[:, None] + np.arange(shape.width), last[:, None])
+        if num_padding and not block_len:
+            logit_rows[plan.num_requests :] = 0
+        self._write("slot_ids", plan.slot_ids, num_requests, padding=self._scratch_slot)
+        self._write("token_rows", np.repeat(np.arange(num_requests), counts), shape.num_tokens, padding=num_requests)
+        self._write("token_ids", plan.token_ids, shape.num_tokens)
+        self._write("token_offsets", offsets, num_requests + 1)
+        self._write("context_lens", plan.context_lens, num_requests)
+        self._write("num_candidates", num_candidates, num_requests)
+        self._write("logit_rows", logit_rows.ravel(), num_requests * shape.width)
+        for name, column in plan.sampling.items():
+            self._write(name, column, num_requests, padding=self._padding[name])
 
-    def pack(self, batch: StepBatch, shape: StepShape) -> None:
-        """Overwrite the tensors of the batch before."""
-        requests = self._padded(batch.requests, shape)
-        layout, sizes = _Layout.of(requests, shape.width), shape.sizes(max_pages=self._max_pages)
-        for tensor, column, of_request in self._columns:
-            if "P" in tensor.axes:
-                self._table.write([of_request(request) for request in requests], sizes["P"])
-                continue
-            values: Any
-            if tensor.source is None:
-                values = _FROM_LAYOUT[tensor.name](layout)
-            elif "T" in tensor.axes:
-                tokens = chain.from_iterable(of_request(request) for request in requests)
-                values = np.fromiter(tokens, dtype=column.dtype, count=layout.offsets[-1])
-            else:
-                values = [of_request(request) for request in requests]
-            column[: len(values)] = values
-            unused = column[len(values) : tensor.num_elements(sizes)]
-            unused[:] = layout.offsets[-1] if tensor.name == "token_offsets" else tensor.padding
-
-    def _padded(self, requests: tuple[ScheduledRequest, ...], shape: StepShape) -> tuple[ScheduledRequest, ...]:
-        num_missing = shape.num_requests - len(requests)
-        if self._scratch_page is None or num_missing == 0:
-            return requests
-        block = ScheduledRequest(
-            request_id="padding",
-            token_ids=(0,) * shape.width,
-            context_len=0,
-            num_candidates=shape.num_draft_tokens,
-            page_ids=(self._scratch_page,),
-            sampling=StepSampling(),
-        )
-        return requests + (block,) * num_missing
+    def _write(self, name: str, values: Array, size: int, *, padding: float = 0) -> None:
+        column = self._columns[name]
+        column[: len(values)] = values
+        if len(values) < size:
+            column[len(values) : size] = padding
 
 
-class _PageTable:
-    """The page table on the host: a row is rewritten only from where it differs from that of the step before.
+def updated_entries(updates: PageUpdates, limits: ExecutorLimits) -> Array:
+    """Indices into the flat page table, int64 [D]."""
+    entries: Array = updates.slots * limits.max_pages + updates.columns
+    return entries
 
-    Behind the pages of a request its row holds the filler, which is never read but may be gathered.
-    """
 
-    def __init__(self, flat: _Array, *, filler: int) -> None:
-        self._flat = flat
-        self._filler = filler
-        self._width = 0
-        self._written: list[tuple[int, ...]] = []
-        flat[:] = filler
+class HostInputs:
+    """The inputs of a step on a CPU, where the host's memory is the device's."""
 
-    def write(self, rows: Sequence[tuple[int, ...]], width: int) -> None:
-        """Rows of `width` entries. Another width than before rewrites all."""
-        if width != self._width:
-            self._flat[: self._width * len(self._written)] = self._filler  # all that is not filler already
-            self._width, self._written = width, []
-        self._written.extend([()] * (len(rows) - len(self._written)))
-        for index, pages in enumerate(rows):
-            written = self._written[index]
-            if pages == written:
-                continue
-            kept = len(written) if pages[: len(written)] == written else 0
-            start = index * width
-            self._flat[start + kept : start + len(pages)] = pages[kept:]
-            self._flat[start + len(pages) : start + len(written)] = self._filler
-            self._written[index] = pages
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self._limits = limits
+        self._packer = StepPacker(limits)
+        assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
+        self._assembled = TensorBlock(assembled, largest_shape(limits), max_pages=limits.max_pages)
+
+    def assemble(self, plan: StepPlan, shape: StepShape, slots: DeviceSlots) -> StepInputs[Tensor]:
+        """The inputs of a plan; overwritten by the next one."""
+        updates = plan.page_updates
+        if len(updates.slots):
+            entries = torch.from_numpy(updated_entries(updates, self._limits))
+            slots.update_pages(entries, torch.from_numpy(updates.page_ids.astype(np.int32)))
+        self._packer.pack(plan, shape)
+        packed = self._packer.block.views(shape)
+        inputs = bind_inputs(packed, self._assembled.views(shape))
+        slots.assemble(PlanInputs(**packed), inputs)
+        return inputs
+
+
+def bind_inputs(packed: dict[str, Tensor], assembled: dict[str, Tensor]) -> StepInputs[Tensor]:
+    """The step's own inputs: those that come as they are, and those that are assembled."""
+    tensors: dict[str, Any] = {
+        name: tensor for name, tensor in packed.items() if name not in ("slot_ids", "token_rows")
+    }
+    return StepInputs(**tensors | assembled)
 
 
 def step_result(outputs: StepOutputs[Tensor]) -> StepResult:
-    """Bring the outputs to the host."""
-    acceptance = outputs.acceptance
-    num_accepted = acceptance.num_accepted.tolist()
-    emitted = acceptance.emitted_tokens.tolist()
-    logprobs = acceptance.emitted_logprobs.tolist()
-    next_context_lens = acceptance.next_context_lens.tolist()
-    drafts = [()] * len(emitted) if outputs.draft_tokens is None else outputs.draft_tokens.tolist()
-    results = (
-        RequestResult(
-            emitted_tokens=tuple(emitted[r][: num_accepted[r] + 1]),
-            logprobs=tuple(logprobs[r][: num_accepted[r] + 1]),
-            num_accepted=num_accepted[r],
-            draft_tokens=tuple(drafts[r]),
-            next_context_len=next_context_lens[r],
-        )
-        for r in range(len(emitted))
+    """Bring outputs to the host; arrays of their own."""
+    acceptance, drafts = outputs.acceptance, outputs.draft_tokens
+    num_requests = len(acceptance.num_accepted)
+    return StepResult(
+        emitted_tokens=_array(acceptance.emitted_tokens),
+        emitted_logprobs=_array(acceptance.emitted_logprobs),
+        num_accepted=_array(acceptance.num_accepted),
+        next_context_lens=_array(acceptance.next_context_lens),
+        draft_tokens=np.zeros((num_requests, 0), np.int32) if drafts is None else _array(drafts),
     )
-    return StepResult(requests=tuple(_up_to_non_finite(result) for result in results))
 
 
-def _up_to_non_finite(result: RequestResult) -> RequestResult:
-    """Translate the NaN of the step contract: what was emitted before the first row whose logits gave no token."""
-    num_good = next((i for i, logprob in enumerate(result.logprobs) if isnan(logprob)), None)
-    if num_good is None:
-        return result
-    next_context_len = result.next_context_len - result.num_accepted + num_good
-    return RequestResult(
-        emitted_tokens=result.emitted_tokens[:num_good],
-        logprobs=result.logprobs[:num_good],
-        num_accepted=num_good,
-        draft_tokens=(),
-        next_context_len=next_context_len,
-        non_finite_position=next_context_len - 1,
-    )
+def _array(tensor: Tensor) -> Array:
+    array: Array = tensor.numpy(force=True)
+    return array.copy()

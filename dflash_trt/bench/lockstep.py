@@ -16,9 +16,10 @@ from pathlib import Path
 
 from dflash_trt.bench.throughput import Work, mixed_work
 from dflash_trt.core.acceptance import acceptance_length
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepExecutor, StepResult
+from dflash_trt.core.batch import SlotMirror, plan_of, request_results
 from dflash_trt.core.request import GenerationOutput, Request
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepExecutor, StepPlan, StepResult
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import checked_draft_length, max_draft_len, open_executor
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
@@ -224,16 +225,29 @@ class _Side:
 
 
 class _Share:
-    """Some of an executor's pages, as an executor."""
+    """Some of an executor's pages, as an executor. Its slots are on the host: the executor's are everybody's."""
+
+    has_queue = False
 
     def __init__(self, executor: StepExecutor, *, first_page: int, num_pages: int) -> None:
         self.limits: ExecutorLimits = replace(executor.limits, num_pages=num_pages)
         self._executor = executor
         self._first_page = first_page
+        self._slots = SlotMirror()
 
-    def step(self, batch: StepBatch) -> StepResult:
+    @property
+    def can_retry(self) -> bool:
+        return self._executor.can_retry
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        return FinishedStep(lambda: self._run(plan))
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        batch = self._slots.assemble(plan, page_size=self.limits.page_size)
         requests = tuple(
             replace(request, page_ids=tuple(self._first_page + page_id for page_id in request.page_ids))
             for request in batch.requests
         )
-        return self._executor.step(replace(batch, requests=requests))
+        result = self._executor.submit(plan_of(replace(batch, requests=requests))).result()
+        self._slots.store(plan, request_results(result))
+        return result

@@ -1,13 +1,16 @@
-"""The batch that the scheduler gives to a step, and the result that the executor gives back.
+"""Steps written out row by row, each with all of its tokens and pages: for measuring, checking and tests.
 
-Python values only, so that the scheduler needs no torch. The executor turns a StepBatch into the input tensors of
-`step_spec`, and the output tensors into a StepResult.
+An engine that serves uses the arrays of `step_plan`; `SlotMirror` translates.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from math import isnan
 
+import numpy as np
+
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.sampling import StepSampling as StepSampling
+from dflash_trt.core.step_plan import CHAINED, PageUpdates, StepExecutor, StepPlan, StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +45,7 @@ class StepBatch:
 class RequestResult:
     """One request's result. `emitted_tokens` are the accepted drafts, then the bonus: num_accepted + 1 in all.
 
-    Ignore them after a prefill chunk that is not the prompt's last. Where the target's logits gave no token,
-    `non_finite_position` is the position before it, and the bonus is missing.
+    Where the target's logits gave no token, `non_finite_position` is the position before it, and the bonus is missing.
     """
 
     emitted_tokens: tuple[int, ...]
@@ -54,29 +56,138 @@ class RequestResult:
     non_finite_position: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """Results in the order of StepBatch.requests."""
+def plan_of(batch: StepBatch) -> StepPlan:
+    """The plan of given rows, row r in slot r with all of its pages."""
+    rows = batch.requests
+    counts = [len(row.page_ids) for row in rows]
+    return StepPlan(
+        request_ids=tuple(row.request_id for row in rows),
+        slot_ids=np.arange(len(rows)),
+        num_tokens=_integers([len(row.token_ids) for row in rows]),
+        num_candidates=_integers([row.num_candidates for row in rows]),
+        context_lens=_integers([row.context_len for row in rows]),
+        token_ids=_integers([token for row in rows for token in row.token_ids]),
+        sampling={
+            field.name: np.array([getattr(row.sampling, field.name) for row in rows]) for field in STEP_SAMPLING_FIELDS
+        },
+        num_draft_tokens=batch.num_draft_tokens,
+        num_pages=max(counts, default=1),
+        page_updates=PageUpdates(
+            slots=np.repeat(np.arange(len(rows)), counts),
+            columns=_integers([column for count in counts for column in range(count)]),
+            page_ids=_integers([page_id for row in rows for page_id in row.page_ids]),
+        ),
+    )
 
-    requests: tuple[RequestResult, ...]
+
+def chained(plan: StepPlan) -> StepPlan:
+    """The same layout, with every row filled from its slot, which the step before has stored."""
+    return replace(plan, context_lens=np.full_like(plan.context_lens, CHAINED), token_ids=np.zeros_like(plan.token_ids))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorLimits:
-    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter."""
-
-    max_batch_size: int
-    max_seq_len: int
-    max_num_tokens: int
-    max_draft_len: int
-    page_size: int  # token positions per page
-    num_pages: int
+def run_batch(executor: StepExecutor, batch: StepBatch) -> tuple[RequestResult, ...]:
+    """Run one step and wait for it; results in the order of the rows. Overwrites the slots of running requests."""
+    return request_results(executor.submit(plan_of(batch)).result())
 
 
-class StepExecutor(Protocol):
-    """Runs one step on a device; see `step_spec` for the contract."""
+def request_results(result: StepResult) -> tuple[RequestResult, ...]:
+    """The rows of a result, up to the first logits that gave no token."""
+    columns = (result.emitted_tokens, result.emitted_logprobs, result.num_accepted, result.next_context_lens)
+    drafts = result.draft_tokens.tolist()
+    return tuple(
+        _up_to_non_finite(
+            RequestResult(
+                emitted_tokens=tuple(emitted[: num_accepted + 1]),
+                logprobs=tuple(logprobs[: num_accepted + 1]),
+                num_accepted=num_accepted,
+                draft_tokens=tuple(row_drafts),
+                next_context_len=next_context_len,
+            )
+        )
+        for emitted, logprobs, num_accepted, next_context_len, row_drafts in zip(
+            *(column.tolist() for column in columns), drafts, strict=True
+        )
+    )
 
-    @property
-    def limits(self) -> ExecutorLimits: ...
 
-    def step(self, batch: StepBatch) -> StepResult: ...
+def result_of(rows: tuple[RequestResult, ...], *, num_draft_tokens: int) -> StepResult:
+    """The arrays of such rows."""
+    width = num_draft_tokens + 1
+    emitted, logprobs = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    for r, row in enumerate(rows):
+        emitted[r, : len(row.emitted_tokens)] = row.emitted_tokens
+        logprobs[r, : len(row.logprobs)] = row.logprobs
+        if row.non_finite_position is not None:
+            logprobs[r, row.num_accepted] = np.nan
+    drafts = [row.draft_tokens or (0,) * num_draft_tokens for row in rows]
+    return StepResult(
+        emitted_tokens=emitted,
+        emitted_logprobs=logprobs,
+        num_accepted=np.array([row.num_accepted for row in rows], np.int32),
+        next_context_lens=np.array([row.next_context_len for row in rows], np.int32),
+        draft_tokens=np.array(drafts, np.int32).reshape(len(rows), num_draft_tokens),
+    )
+
+
+class SlotMirror:
+    """The slots of a device on the host, for executors that take their rows written out."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, dict[int, int]] = {}  # page ids by slot and column
+        self._tokens: dict[int, tuple[int, ...]] = {}  # bonus and drafts
+        self._context_lens: dict[int, int] = {}
+
+    def assemble(self, plan: StepPlan, *, page_size: int) -> StepBatch:
+        """The plan with every row written out."""
+        updates = plan.page_updates
+        for slot, column, page_id in zip(updates.slots, updates.columns, updates.page_ids, strict=True):
+            self._pages.setdefault(int(slot), {})[int(column)] = int(page_id)
+        rows = tuple(self._row(plan, r, page_size) for r in range(plan.num_requests))
+        return StepBatch(requests=rows, num_draft_tokens=plan.num_draft_tokens)
+
+    def store(self, plan: StepPlan, rows: tuple[RequestResult, ...]) -> None:
+        """The last part of a step."""
+        for slot, row in zip(plan.slot_ids.tolist(), rows, strict=True):
+            has_bonus = row.non_finite_position is None
+            tokens = (*row.emitted_tokens[-1:], *row.draft_tokens) if has_bonus else (0,) * (plan.num_draft_tokens + 1)
+            self._tokens[slot] = tokens
+            self._context_lens[slot] = row.next_context_len
+
+    def _row(self, plan: StepPlan, r: int, page_size: int) -> ScheduledRequest:
+        slot, num_tokens, context_len = int(plan.slot_ids[r]), int(plan.num_tokens[r]), int(plan.context_lens[r])
+        start = plan.token_offsets[r]
+        token_ids = tuple(plan.token_ids[start : start + num_tokens].tolist())
+        if context_len == CHAINED:
+            token_ids, context_len = self._tokens[slot][:num_tokens], self._context_lens[slot]
+            assert len(token_ids) == num_tokens, "a chained row has as many drafts as its slot"
+        pages = self._pages.get(slot, {})
+        num_pages = -(-(context_len + num_tokens) // page_size)
+        assert all(column in pages for column in range(num_pages)), "the pages do not cover the step"
+        return ScheduledRequest(
+            request_id=plan.request_ids[r],
+            token_ids=token_ids,
+            context_len=context_len,
+            num_candidates=int(plan.num_candidates[r]),
+            page_ids=tuple(pages[column] for column in range(num_pages)),
+            sampling=StepSampling(**{name: column[r].item() for name, column in plan.sampling.items()}),
+        )
+
+
+def _integers(values: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    return np.array(values, dtype=np.int64)
+
+
+def _up_to_non_finite(result: RequestResult) -> RequestResult:
+    """Translate the NaN of the step contract: what was emitted before the first row whose logits gave no token."""
+    num_good = next((i for i, logprob in enumerate(result.logprobs) if isnan(logprob)), None)
+    if num_good is None:
+        return result
+    next_context_len = result.next_context_len - result.num_accepted + num_good
+    return RequestResult(
+        emitted_tokens=result.emitted_tokens[:num_good],
+        logprobs=result.logprobs[:num_good],
+        num_accepted=num_good,
+        draft_tokens=(),
+        next_context_len=next_context_len,
+        non_finite_position=next_context_len - 1,
+    )

@@ -12,7 +12,7 @@ in the vocabulary and means nothing. Only `backends/step_inputs.step_result` rea
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Final, Literal
 
 from dflash_trt.core.dtype import DType
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
@@ -22,17 +22,12 @@ Axis = Literal["T", "R", "R+1", "K", "K+1", "P"]
 
 @dataclass(frozen=True, slots=True)
 class StepTensor:
-    """A name, a dtype and symbolic axes.
-
-    `source` is the attribute of ScheduledRequest that an input comes from: one value per request, per token (T) or per
-    page (P). None: it follows from the order and lengths of the requests. `padding` is the value of a padding row.
-    """
+    """A name, a dtype and symbolic axes. `padding` is the value of a padding row."""
 
     name: str
     dtype: DType
     axes: tuple[Axis, ...]
     meaning: str
-    source: str | None = None
     padding: float = 0
 
     def extents(self, sizes: Mapping[Axis, int]) -> list[int]:
@@ -43,20 +38,28 @@ class StepTensor:
 
 
 STEP_INPUTS: tuple[StepTensor, ...] = (
-    StepTensor("token_ids", "int32", ("T",), "prompt chunk, or [anchor, draft_1 .. draft_n]", source="token_ids"),
+    StepTensor("token_ids", "int32", ("T",), "prompt chunk, or [anchor, draft_1 .. draft_n]"),
     StepTensor("positions", "int32", ("T",), "absolute positions"),
     StepTensor("token_offsets", "int32", ("R+1",), "cumulative token counts per request"),
-    StepTensor(
-        "context_lens", "int32", ("R",), "tokens whose K/V are committed == position of the anchor", "context_len"
-    ),
-    StepTensor("page_table", "int32", ("R", "P"), "page ids, one table for target and draft K/V", source="page_ids"),
+    StepTensor("context_lens", "int32", ("R",), "tokens whose K/V are committed == position of the anchor"),
+    StepTensor("page_table", "int32", ("R", "P"), "page ids, one table for target and draft K/V"),
     StepTensor("logit_rows", "int32", ("R", "K+1"), "rows that need logits; the last one repeated to fill"),
-    StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk", source="num_candidates"),
+    StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk"),
     *(
-        StepTensor(row.name, row.dtype, ("R",), row.help, source=f"sampling.{row.name}", padding=row.off or 0)
+        StepTensor(row.name, row.dtype, ("R",), row.help, padding=row.off or 0)
         for row in STEP_SAMPLING_FIELDS
         if row.dtype is not None
     ),
+)
+
+# Made on the device from the plan and from the slots of its rows, before the engine call; the others come as they are.
+ASSEMBLED: Final = ("token_ids", "positions", "context_lens", "page_table")
+
+# What the host sends for a step; of the assembled tensors the values of given rows.
+PLAN_INPUTS: tuple[StepTensor, ...] = (
+    StepTensor("slot_ids", "int64", ("R",), "the slot of each request; padding has the last one"),
+    StepTensor("token_rows", "int64", ("T",), "the request of each token; R for padding"),
+    *(tensor for tensor in STEP_INPUTS if tensor.name not in ("positions", "page_table")),
 )
 
 STEP_OUTPUTS: tuple[StepTensor, ...] = (

@@ -6,7 +6,8 @@ separate, so a request whose draft context was lost drafts wrong tokens. Drafts 
 
 from collections.abc import Callable, Iterable
 
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, SlotMirror, StepBatch, StepSampling, result_of
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
 
 # (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]
@@ -69,8 +70,11 @@ def fold(history: int, key_value: int) -> int:
 class FakeExecutor:
     """Implements StepExecutor over a ToyTarget, and asserts that every batch keeps the limits and the contract.
 
-    A batch for which `fails_on` returns True raises; `batches` records all batches.
+    A batch for which `fails_on` returns True raises; `batches` records all batches, every row written out.
     """
+
+    has_queue = False
+    can_retry = True
 
     def __init__(
         self,
@@ -87,19 +91,28 @@ class FakeExecutor:
         self.batches: list[StepBatch] = []
         self._target_kv: dict[_Slot, int] = {}
         self._draft_kv: dict[_Slot, int] = {}
+        self._slots = SlotMirror()
 
     @property
     def limits(self) -> ExecutorLimits:
         return self._limits
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def submit(self, plan: StepPlan) -> FinishedStep:
         """Run every row; raises RuntimeError if `fails_on` the batch, after writing some K/V."""
+        return FinishedStep(lambda: self._step(plan))
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
-        result = StepResult(requests=tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests))
+        results = self.run_rows(batch)
         if self.fails_on is not None and self.fails_on(batch):
             raise RuntimeError("the device failed on command")
-        return result
+        self._slots.store(plan, results)
+        return result_of(results, num_draft_tokens=plan.num_draft_tokens)
+
+    def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+        return tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests)
 
     def _run(self, row: ScheduledRequest, num_draft_tokens: int) -> RequestResult:
         history = self._read(self._target_kv, row, row.context_len)
@@ -175,8 +188,7 @@ class FakeExecutor:
         assert row.token_ids and row.context_len >= 0
         assert 0 <= row.num_candidates <= min(num_draft_tokens, len(row.token_ids) - 1), "more candidates than K"
         assert row.num_candidates in (0, len(row.token_ids) - 1), "a prompt chunk carries no drafts"
-        assert end <= limits.max_seq_len, f"position {end - 1} is beyond max_seq_len"
-        assert len(row.page_ids) * limits.page_size >= end, "the pages do not cover the step"
+        assert end <= limits.max_positions, f"position {end - 1} is beyond max_positions"
         assert len(set(row.page_ids)) == len(row.page_ids), "a page appears twice"
         assert all(0 <= page_id < limits.num_pages for page_id in row.page_ids), "no such page"
         assert all(0 <= token < self.target.vocab_size for token in row.token_ids), "no such token"

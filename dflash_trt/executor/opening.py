@@ -52,8 +52,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     """Resolve device, threads and K of `config` for this engine on this machine.
 
     Raises:
-        SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT engine;
-            more drafts than the engine makes.
+        SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
+            engine; more drafts than the engine makes.
     """
     from dflash_trt.executor.threads import default_num_threads
 

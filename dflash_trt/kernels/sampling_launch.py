@@ -15,7 +15,7 @@ from dflash_trt.core.dtype import DType, torch_dtype
 from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.next_inputs import advance_kernel, draft_block_kernel
+from dflash_trt.kernels.next_inputs import draft_block_kernel
 from dflash_trt.kernels.sampling import LIST_CAPACITY, PIECES, TILE
 
 CHUNK = 2048  # of a list, per iteration of the bisection
@@ -145,31 +145,6 @@ def draft_block(
         token_ids,
         positions,
         mask_token_id,
-        width,
-        WIDTH=next_power_of_2(width),
-        num_warps=1,
-        enable_fp_fusion=True,
-    )
-
-
-def advance(
-    outputs: SamplingOutputs,
-    draft_tokens: Tensor,  # int32 [R, K]
-    *,
-    token_ids: Tensor,  # int32 [R, K+1], written
-    positions: Tensor,  # int32 [R, K+1], written
-    context_lens: Tensor,  # int32 [R], written
-) -> None:
-    """A decode step's results as the next one's inputs."""
-    num_requests, width = token_ids.shape
-    assert draft_tokens.shape == (num_requests, width - 1)
-    advance_kernel[(num_requests,)](
-        outputs.bonus_tokens,
-        draft_tokens,
-        outputs.next_context_lens,
-        token_ids,
-        positions,
-        context_lens,
         width,
         WIDTH=next_power_of_2(width),
         num_warps=1,

@@ -6,16 +6,35 @@ in order of priority_key. Drafts never take a page or a place from another reque
 
 from dataclasses import dataclass
 
-from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest
-from dflash_trt.core.planned_step import FollowUp, PlannedStep
+import numpy as np
+
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy
 from dflash_trt.scheduler.request_pool import RequestPool
-from dflash_trt.scheduler.sequence import InFlightRow, Sequence
+from dflash_trt.scheduler.sequence import Sequence
 
 # Part of max_num_tokens that drafts leave to waiting prompts. Otherwise a full batch of verify blocks could keep new
 # requests from starting.
 PREFILL_SHARE = 4
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStep:
+    """A plan, and what the scheduler needs to commit it, one entry a row."""
+
+    plan: StepPlan
+    number: int  # of the step
+    sequences: list[Sequence]
+    epochs: Array  # int64; a row of an earlier epoch wrote pages that are gone
+    is_emitting: Array  # bool; False for a prefill chunk that is not the last
+    wants_logprobs: bool  # any row
+    undo: dict[str, Array]  # the slots' flight state before
+
+
+_FLIGHT_STATE = ("is_decoding", "num_drafts", "flight_tokens", "flight_candidates", "flight_emits", "flight_step")
 
 
 class StepPlanner:
@@ -25,37 +44,111 @@ class StepPlanner:
         self, request_pool: RequestPool, limits: ExecutorLimits, config: SchedulerConfig, policy: DraftLengthPolicy
     ) -> None:
         self._request_pool = request_pool
+        self._table = request_pool.table
         self._limits = limits
         self._config = config
         self._policy = policy
+        self._num_steps = 0
 
-    def plan(self, now: float) -> tuple[PlannedStep, list[Sequence]]:
-        """Plan the next step; return it with its requests, now marked in flight."""
-        num_draft_tokens = self._choose_draft_length()
-        self._admit(now, num_draft_tokens)
-        rows = self._decode_rows(num_draft_tokens)
-        rows += self._prefill_rows(self._limits.max_num_tokens - sum(row.num_tokens for row in rows))
-        if not any(row.wants_drafts or row.num_candidates for row in rows):
+    def plan(self, now: float) -> PlannedStep:
+        """Plan the next step, whose rows are in flight then."""
+        num_draft_tokens = min(self._policy.choose(len(self._decoding())), self._limits.max_draft_len)
+        if self._request_pool.waiting:
+            self._admit(now, num_draft_tokens)
+        slots, num_candidates = self._decode_rows(num_draft_tokens)
+        num_tokens, context_lens = num_candidates + 1, np.full(len(slots), CHAINED)
+        is_emitting = np.ones(len(slots), bool)
+        token_ids = np.zeros(int(num_tokens.sum()), np.int64)
+        prompts = self._prompt_rows(self._limits.max_num_tokens - len(token_ids))
+        if prompts:
+            chunks = np.array(prompts)
+            starts = self._table.max_context_len(chunks[:, 0])
+            is_last = starts + chunks[:, 1] == self._table.num_tokens[chunks[:, 0]]
+            parts = [
+                self._table.token_ids[slot, start : start + count]
+                for (slot, count), start in zip(prompts, starts.tolist(), strict=True)
+            ]
+            slots, num_tokens = np.concatenate((slots, chunks[:, 0])), np.concatenate((num_tokens, chunks[:, 1]))
+            num_candidates = np.concatenate((num_candidates, np.zeros(len(prompts), np.int64)))
+            context_lens, is_emitting = np.concatenate((context_lens, starts)), np.concatenate((is_emitting, is_last))
+            token_ids = np.concatenate((token_ids, *parts))
+        if not self._wants_drafts(slots, num_candidates, is_emitting):
             num_draft_tokens = 0
-        for row in rows:
-            row.sequence.in_flight = InFlightRow(
-                num_tokens=row.num_tokens, is_emitting=row.is_emitting, num_draft_tokens=num_draft_tokens
-            )
-        step = PlannedStep(
-            rows=tuple(row.row for row in rows), num_draft_tokens=num_draft_tokens, page_size=self._limits.page_size
+        return self._planned(
+            slots, num_tokens, num_candidates, context_lens, token_ids, is_emitting, num_draft_tokens=num_draft_tokens
         )
-        return step, [row.sequence for row in rows]
 
-    def _running(self, *, is_decoding: bool) -> list[Sequence]:
-        return [
-            sequence
-            for sequence in self._request_pool.running
-            if sequence.is_decoding == is_decoding and not sequence.is_ending
-        ]
+    def abandon(self, step: PlannedStep) -> None:
+        """Take back a plan that did not run, the newest one."""
+        slots, table = step.plan.slot_ids, self._table
+        live = table.epoch[slots] == step.epochs
+        for sequence in step.sequences:
+            if sequence.stale_step == step.number:
+                sequence.stale_step = None
+        for name, before in step.undo.items():
+            getattr(table, name)[slots[live]] = before[live]
+        table.take_back_updates(step.plan.page_updates)
 
-    def _choose_draft_length(self) -> int:
-        num_decoding = len(self._running(is_decoding=True))
-        return min(self._policy.choose(num_decoding), self._limits.max_draft_len)
+    def _planned(
+        self,
+        slots: Array,
+        num_tokens: Array,
+        num_candidates: Array,
+        context_lens: Array,
+        token_ids: Array,
+        is_emitting: Array,
+        *,
+        num_draft_tokens: int,
+    ) -> PlannedStep:
+        table = self._table
+        sequences = [sequence for slot in slots.tolist() if (sequence := table.sequences[slot]) is not None]
+        assert len(sequences) == len(slots), "a row without a request"
+        step = PlannedStep(
+            plan=StepPlan(
+                request_ids=tuple([sequence.request.request_id for sequence in sequences]),
+                slot_ids=slots,
+                num_tokens=num_tokens,
+                num_candidates=num_candidates,
+                context_lens=context_lens,
+                token_ids=token_ids,
+                sampling={name: column[slots] for name, column in table.sampling.items()},
+                num_draft_tokens=num_draft_tokens,
+                num_pages=int(table.num_pages[slots].max(initial=1)),
+                page_updates=table.take_updates(),
+            ),
+            number=self._num_steps,
+            sequences=sequences,
+            epochs=table.epoch[slots],
+            is_emitting=is_emitting,
+            wants_logprobs=bool(table.wants_logprobs[slots].any()),
+            undo={name: getattr(table, name)[slots] for name in _FLIGHT_STATE},
+        )
+        table.flight_tokens[slots], table.flight_candidates[slots] = num_tokens, num_candidates
+        table.flight_emits[slots] = table.is_decoding[slots] = is_emitting
+        table.flight_step[slots] = self._num_steps
+        table.num_drafts[slots] = num_draft_tokens
+        self._num_steps += 1
+        return step
+
+    def _wants_drafts(self, slots: Array, num_candidates: Array, is_emitting: Array) -> bool:
+        """True if drafts are verified, or one of this step can still be accepted, with a bonus token after it."""
+        if num_candidates.any():
+            return True
+        num_left = self._table.num_remaining(slots) - self._table.num_sure(slots) - 1
+        return bool((is_emitting & (num_left >= 2)).any())
+
+    def _decoding(self) -> Array:
+        """Slots that decode, by priority, without those whose uncommitted row certainly emits the last token."""
+        table, slots = self._table, self._request_pool.running_slots
+        is_decoding = table.is_decoding[slots] & (table.num_remaining(slots) > table.num_sure(slots))
+        decoding: Array = slots[is_decoding]
+        return decoding
+
+    def _prompting(self) -> Array:
+        """Slots whose prompts are not planned to their end, by priority."""
+        slots = self._request_pool.running_slots
+        prompting: Array = slots[~self._table.is_decoding[slots]]
+        return prompting
 
     # Admission
 
@@ -63,22 +156,22 @@ class StepPlanner:
         """Admit waiting requests in order, while this step has places, pages and tokens for them."""
         budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
-            sequence = next((waiting for waiting in self._request_pool.waiting if waiting.in_flight is None), None)
+            sequence = next((waiting for waiting in self._request_pool.waiting if waiting.stale_step is None), None)
             if sequence is None or not self._make_room(sequence):
                 return
             self._request_pool.admit(sequence, now)
-            budget -= sequence.num_pending
+            budget -= int(self._table.num_pending(sequence.slot))
 
     def _num_claimed_tokens(self, num_draft_tokens: int) -> int:
         """Tokens of this step for running requests, without those that drafts leave to prompts."""
-        decoding = self._running(is_decoding=True)
-        num_verified = sum(1 + min(sequence.max_candidates, num_draft_tokens) for sequence in decoding)
+        decoding = self._decoding()
+        num_verified = int((1 + np.minimum(self._table.max_candidates(decoding), num_draft_tokens)).sum())
         max_verified = max(len(decoding), self._limits.max_num_tokens - self._prefill_share)
         return min(num_verified, max_verified) + self._num_prompt_tokens()
 
     def _num_prompt_tokens(self) -> int:
         """Prompt tokens that running requests have still to compute."""
-        return sum(sequence.num_pending for sequence in self._running(is_decoding=False))
+        return int(self._table.num_pending(self._prompting()).sum())
 
     @property
     def _prefill_share(self) -> int:
@@ -109,106 +202,79 @@ class StepPlanner:
 
     def _num_own_pages(self, sequences: list[Sequence]) -> int:
         """Number of pages that become available when these requests release them."""
-        return self._request_pool.store.num_freed_by([sequence.page_ids for sequence in sequences])
+        return self._request_pool.store.num_freed_by(map(self._request_pool.page_ids, sequences))
 
     # Rows
 
-    def _decode_rows(self, num_draft_tokens: int) -> list["PlannedRow"]:
-        """Rows that decode. All anchors get their pages before any drafts do."""
-        decoding = self._running(is_decoding=True)
-        decoding = [sequence for sequence in decoding if sequence.is_running and self._secure_anchor(sequence)]
-        max_candidates = min(num_draft_tokens, self._max_candidates(len(decoding)))
-        return [
-            _decode_row(sequence, self._num_candidates_with_pages(sequence, max_candidates), self._limits.page_size)
-            for sequence in decoding
+    def _decode_rows(self, num_draft_tokens: int) -> tuple[Array, Array]:
+        """Slots that decode, and the drafts that each verifies."""
+        slots, table = self._decoding(), self._table
+        if not len(slots):
+            return slots, _NONE
+        num_candidates = np.minimum(
+            table.max_candidates(slots), min(num_draft_tokens, self._max_candidates(len(slots)))
+        )
+        ends = table.max_context_len(slots) + 1 + num_candidates
+        if self._request_pool.grow_all(slots, -(-ends // self._limits.page_size) - table.num_pages[slots]):
+            return slots, num_candidates
+        return self._rows_short_of_pages(slots.tolist(), num_draft_tokens)
+
+    def _rows_short_of_pages(self, slots: list[int], num_draft_tokens: int) -> tuple[Array, Array]:
+        """All anchors get their pages before any drafts do."""
+        sequences = [self._table.sequences[slot] for slot in slots]
+        secured = [sequence for sequence in sequences if sequence is not None and self._secure_anchor(sequence)]
+        rows = np.array([sequence.slot for sequence in secured if sequence.is_running], np.int64)
+        if not len(rows):
+            return rows, _NONE
+        most = np.minimum(self._table.max_candidates(rows), min(num_draft_tokens, self._max_candidates(len(rows))))
+        counts = [
+            self._num_candidates_with_pages(slot, n) for slot, n in zip(rows.tolist(), most.tolist(), strict=True)
         ]
+        return rows, np.array(counts)
 
     def _max_candidates(self, num_decoding: int) -> int:
         """Maximum of drafts that each decoding request may verify, leaving tokens to waiting prompts."""
-        if num_decoding == 0:
-            return 0
-        budget = self._limits.max_num_tokens - min(self._num_prompt_tokens(), self._prefill_share)
+        budget = self._limits.max_num_tokens
+        if num_decoding < len(self._request_pool.running):
+            budget -= min(self._num_prompt_tokens(), self._prefill_share)
         return max(0, budget // num_decoding - 1)
 
     def _secure_anchor(self, sequence: Sequence) -> bool:
-        """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence` itself."""
-        while not self._request_pool.grow(sequence, sequence.max_context_len + 1):
+        """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence` itself.
+
+        A row behind an uncommitted one needs pages for its longest outcome. For those it waits a step; it preempts
+        nobody.
+        """
+        if sequence.slot is None:  # preempted for another one
+            return False
+        num_positions = int(self._table.max_context_len(sequence.slot)) + 1
+        while not self._request_pool.grow(sequence.slot, num_positions):
+            if self._table.flight_candidates[sequence.slot]:
+                return False
             victim = self._request_pool.running[-1]
             self._request_pool.preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _num_candidates_with_pages(self, sequence: Sequence, max_candidates: int) -> int:
-        """Maximum of drafts that budget and pages allow without preemption."""
-        num_candidates = min(sequence.max_candidates, max_candidates)
-        num_positions = min(sequence.max_context_len + 1 + num_candidates, sequence.max_len)
-        if self._request_pool.grow(sequence, num_positions):
+    def _num_candidates_with_pages(self, slot: int, num_candidates: int) -> int:
+        """Maximum of drafts that pages allow without preemption."""
+        start = int(self._table.max_context_len(slot)) + 1
+        if self._request_pool.grow(slot, start + num_candidates):
             return num_candidates
-        return min(num_candidates, len(sequence.page_ids) * self._limits.page_size - sequence.max_context_len - 1)
+        return min(num_candidates, int(self._table.num_pages[slot]) * self._limits.page_size - start)
 
-    def _prefill_rows(self, budget: int) -> list["PlannedRow"]:
+    def _prompt_rows(self, budget: int) -> list[tuple[int, int]]:
+        """(slot, tokens) of chunks."""
+        slots = self._prompting()
+        if not len(slots):
+            return []
         if self._config.max_prefill_tokens is not None:
             budget = min(budget, self._config.max_prefill_tokens)
-        rows: list[PlannedRow] = []
-        for sequence in self._running(is_decoding=False):
+        rows = []
+        for slot, num_pending in zip(slots.tolist(), self._table.num_pending(slots).tolist(), strict=True):
             if budget <= 0:
                 break
-            rows.append(_prompt_row(sequence, min(sequence.num_pending, budget), self._limits.page_size))
-            budget -= rows[-1].num_tokens
+            rows.append((slot, min(num_pending, budget)))
+            budget -= rows[-1][1]
         return rows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedRow:
-    """A row of a request. It writes at most `num_tokens` positions."""
-
-    sequence: Sequence
-    row: ScheduledRequest | FollowUp
-    num_tokens: int
-    num_candidates: int = 0
-    is_emitting: bool = True
-
-    @property
-    def wants_drafts(self) -> bool:
-        """True if a draft of this step can still be accepted, with a bonus token after it."""
-        in_flight = self.sequence.in_flight  # of the step before this one
-        num_sure = 2 if in_flight is not None and in_flight.is_emitting else 1
-        return self.is_emitting and self.sequence.num_remaining - num_sure >= 2
-
-
-def _decode_row(sequence: Sequence, num_candidates: int, page_size: int) -> PlannedRow:
-    row: ScheduledRequest | FollowUp
-    if sequence.in_flight is None or not sequence.in_flight.is_emitting:
-        row = _known_row(sequence, 1, sequence.draft_tokens[:num_candidates], page_size)
-    else:
-        row = FollowUp(
-            request_id=sequence.request_id,
-            max_candidates=num_candidates,
-            num_remaining=sequence.num_remaining,
-            stop_token_ids=sequence.request.stop_token_ids,
-            page_ids=tuple(sequence.page_ids),
-            sampling=sequence.sampling,
-        )
-    return PlannedRow(sequence=sequence, row=row, num_tokens=1 + num_candidates, num_candidates=num_candidates)
-
-
-def _prompt_row(sequence: Sequence, num_tokens: int, page_size: int) -> PlannedRow:
-    row = _known_row(sequence, num_tokens, (), page_size)
-    is_last = row.context_len + num_tokens == len(sequence.token_ids)
-    return PlannedRow(sequence=sequence, row=row, num_tokens=num_tokens, is_emitting=is_last)
-
-
-def _known_row(sequence: Sequence, num_tokens: int, drafts: tuple[int, ...], page_size: int) -> ScheduledRequest:
-    """The next `num_tokens` tokens of the request, then `drafts`."""
-    start = sequence.max_context_len
-    token_ids = (*sequence.token_ids[start : start + num_tokens], *drafts)
-    num_pages = -(-(start + len(token_ids)) // page_size)
-    return ScheduledRequest(
-        request_id=sequence.request_id,
-        token_ids=token_ids,
-        context_len=start,
-        num_candidates=len(drafts),
-        page_ids=tuple(sequence.page_ids[:num_pages]),
-        sampling=sequence.sampling,
-    )

@@ -2,19 +2,24 @@
 
 from bisect import insort
 
+import numpy as np
+
+from dflash_trt.core.step_plan import Array
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.sequence import Sequence
+from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.waiting_queue import WaitingQueue
 
 
 class RequestPool:
-    """All requests. `running` is ordered by priority; only running requests hold pages.
+    """All requests. `running` is ordered by priority; only running requests hold pages, and a slot in `table`.
 
     `paused` requests neither run nor wait until they are resumed.
     """
 
-    def __init__(self, store: PageStore, *, max_queue_len: int | None = None) -> None:
+    def __init__(self, store: PageStore, table: SlotTable, *, max_queue_len: int | None = None) -> None:
         self.store = store
+        self.table = table
         self.waiting = WaitingQueue(max_queue_len)
         self.running: list[Sequence] = []
         self.paused: dict[str, Sequence] = {}
@@ -22,6 +27,7 @@ class RequestPool:
         self.num_admitted_prompt_tokens = 0
         self.num_prefix_hit_tokens = 0
         self._by_id: dict[str, Sequence] = {}
+        self._running_slots: Array | None = None
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -50,50 +56,85 @@ class RequestPool:
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(path)
         return num_new + self.store.num_idle_among(path)
 
+    @property
+    def running_slots(self) -> Array:
+        """int64, of `running` in its order."""
+        if self._running_slots is None:
+            self._running_slots = np.array([sequence.slot for sequence in self.running], np.int64)
+        return self._running_slots
+
     def admit(self, sequence: Sequence, now: float) -> None:
         """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
         path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
         held = self.store.hold(path)
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(held)
-        sequence.page_ids = held + self.store.allocate(num_new)
+        self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
         sequence.prefix_path = path
-        sequence.context_len = len(path) * self.store.page_size
+        context_len = len(path) * self.store.page_size
+        self.table.context_len[sequence.slot] = context_len
         if sequence.admitted_s is None:
             sequence.admitted_s = now
-            sequence.num_prefix_hit_tokens = sequence.context_len
+            sequence.num_prefix_hit_tokens = context_len
             self.num_admitted_prompt_tokens += len(sequence.token_ids)
-            self.num_prefix_hit_tokens += sequence.context_len
+            self.num_prefix_hit_tokens += context_len
         insort(self.running, sequence, key=lambda running: running.priority_key)
+        self._running_slots = None
 
-    def grow(self, sequence: Sequence, num_positions: int) -> bool:
+    def grow(self, slot: int, num_positions: int) -> bool:
         """Get pages for `num_positions` if that needs no preemption; return True on success."""
-        num_new = self.store.num_pages_for(num_positions) - len(sequence.page_ids)
+        num_new = self.store.num_pages_for(num_positions) - int(self.table.num_pages[slot])
         if num_new > self.store.num_available:
             return False
         if num_new > 0:
-            sequence.page_ids += self.store.allocate(num_new)
+            self.table.add_pages(slot, self.store.allocate(num_new))
+        return True
+
+    def grow_all(self, slots: Array, num_new: Array) -> bool:
+        """Get `num_new` more pages for each of these slots if that needs no preemption; return True on success."""
+        needy = np.flatnonzero(num_new > 0)
+        if not len(needy):
+            return True
+        total = int(num_new[needy].sum())
+        if total > self.store.num_available:
+            return False
+        page_ids = np.array(self.store.allocate(total))
+        counts, table = num_new[needy], self.table
+        rows = np.repeat(slots[needy], counts)
+        columns = table.num_pages[rows] + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        table.page_ids[rows, columns] = page_ids
+        table.num_pages[slots[needy]] += counts
+        table.note_pages(rows, columns)
         return True
 
     def keep_full_pages(self, sequence: Sequence) -> None:
         """Cache the committed full pages of a running request."""
-        page_size = self.store.page_size
-        for index in range(len(sequence.prefix_path), sequence.context_len // page_size):
+        table, slot, page_size = self.table, sequence.slot, self.store.page_size
+        assert slot is not None
+        for index in range(int(table.num_kept[slot]), int(table.context_len[slot]) // page_size):
+            page_id = int(table.page_ids[slot, index])
             node = self.store.keep(
                 sequence.prefix_path[-1] if sequence.prefix_path else None,
-                sequence.token_ids[index * page_size : (index + 1) * page_size],
-                sequence.page_ids[index],
+                table.token_ids[slot, index * page_size : (index + 1) * page_size].tolist(),
+                page_id,
                 salt=sequence.request.cache_salt,
             )
             if node is None:
                 return
-            sequence.page_ids[index] = node.page_id
+            if node.page_id != page_id:
+                table.page_ids[slot, index] = node.page_id
+                table.note_pages(np.array([slot]), np.array([index]))
             sequence.prefix_path.append(node)
+            table.num_kept[slot] = index + 1
+
+    def page_ids(self, sequence: Sequence) -> list[int]:
+        """Pages of a running request."""
+        page_ids: list[int] = self.table.page_ids[sequence.slot, : self.table.num_pages[sequence.slot]].tolist()
+        return page_ids
 
     def preempt(self, sequence: Sequence) -> None:
         """Release a running request's pages; it waits to be computed again, emitted tokens included."""
-        self.running.remove(sequence)
-        self._strip(sequence)
+        self._take_out(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
@@ -101,7 +142,6 @@ class RequestPool:
     def pause(self, sequence: Sequence) -> None:
         """Pause a request and release its pages. Full ones stay cached until evicted, so that resuming is cheap."""
         self._take_out(sequence)
-        self._strip(sequence)
         self.paused[sequence.request_id] = sequence
 
     def resume(self, sequence: Sequence) -> None:
@@ -113,39 +153,40 @@ class RequestPool:
         """Forget a request that has ended."""
         del self._by_id[sequence.request_id]
         self._take_out(sequence)
-        self._strip(sequence)
 
     def check_integrity(self) -> None:
         """Assert that each request is in exactly one place and that pages cover what it has computed."""
-        self.store.check_integrity(sequence.page_ids for sequence in self.running)
+        table, page_size = self.table, self.store.page_size
+        self.store.check_integrity([self.page_ids(sequence) for sequence in self.running])
         places = [*self.running, *self.waiting, *self.paused.values()]
         assert len(places) == len(self._by_id), "a request is in two places, or in none"
         for sequence in places:
             assert self._by_id[sequence.request_id] is sequence
             assert sequence.finish_reason is None, f"request {sequence.request_id} has ended but is still here"
         for sequence in (*self.waiting, *self.paused.values()):
-            assert not sequence.page_ids and sequence.context_len == 0, f"{sequence.request_id} waits with pages"
+            assert sequence.slot is None and not sequence.prefix_path, f"{sequence.request_id} waits with a slot"
         assert self.running == sorted(self.running, key=lambda running: running.priority_key)
+        assert self.running_slots.tolist() == [sequence.slot for sequence in self.running]
+        assert int((table.epoch >= 0).sum()) == len(self.running), "a slot without a request"
         for sequence in self.running:
-            num_positions = len(sequence.page_ids) * self.store.page_size
-            assert sequence.context_len <= sequence.max_context_len <= num_positions, (
-                f"{sequence.request_id}: context {sequence.context_len} to {sequence.max_context_len}, "
+            slot = sequence.slot
+            assert slot is not None and table.sequences[slot] is sequence
+            num_tokens, context_len = int(table.num_tokens[slot]), int(table.context_len[slot])
+            num_positions = int(table.num_pages[slot]) * page_size
+            assert context_len <= table.max_context_len(slot) <= num_positions, (
+                f"{sequence.request_id}: context {context_len} to {table.max_context_len(slot)}, "
                 f"pages for {num_positions}"
             )
-            assert sequence.context_len < len(sequence.token_ids), f"{sequence.request_id} has nothing to compute"
+            assert context_len < num_tokens <= sequence.max_len, f"{sequence.request_id} has nothing to compute"
+            assert table.num_kept[slot] == len(sequence.prefix_path)
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.is_running:
             self.running.remove(sequence)
+            self._running_slots = None
+            self.store.release(self.table.give_back(sequence))
+            sequence.prefix_path = []
         elif sequence.request_id in self.paused:
             del self.paused[sequence.request_id]
         else:
             self.waiting.remove(sequence)
-
-    def _strip(self, sequence: Sequence) -> None:
-        self.store.release(sequence.page_ids)
-        sequence.page_ids = []
-        sequence.prefix_path = []
-        sequence.context_len = 0
-        sequence.draft_tokens = ()
-        sequence.epoch += 1

@@ -1,38 +1,28 @@
 """The scheduler: plans steps, and commits their results to requests.
 
-The synchronous loop is `batch = schedule(now); result = executor.step(batch); events = commit(batch, result)`. The
-overlapped loop calls `plan` for the next step before it commits the running one. Pure Python, one thread, and
-deterministic: the same calls give the same batches.
+The synchronous loop is `step = plan(now); result = executor.submit(step.plan).result(); events = commit(step, result)`.
+The chained loop plans and submits the next step before it reads the results of the running one. One thread, and
+deterministic: the same calls give the same plans.
 """
 
 import logging
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, replace
 
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult
 from dflash_trt.core.errors import CapacityError, RequestError, problem
-from dflash_trt.core.planned_step import PlannedStep
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
+from dflash_trt.core.step_plan import ExecutorLimits, StepResult
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
+from dflash_trt.scheduler.commit import CommittedStep, Committer
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
-from dflash_trt.scheduler.planner import StepPlanner
+from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
 from dflash_trt.scheduler.request_pool import RequestPool
-from dflash_trt.scheduler.sequence import InFlightRow, Sequence
+from dflash_trt.scheduler.sequence import Sequence
+from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Flight:
-    """A request's row of a planned step, and the epoch whose pages it writes."""
-
-    sequence: Sequence
-    row: InFlightRow
-    epoch: int
 
 
 class Scheduler:
@@ -55,12 +45,13 @@ class Scheduler:
         self.config = config or SchedulerConfig()
         self._policy = policy or FixedDraftLength(limits.max_draft_len)
         store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.enable_prefix_caching)
-        self._request_pool = RequestPool(store, max_queue_len=self.config.max_queue_len)
+        self._request_pool = RequestPool(store, SlotTable(limits), max_queue_len=self.config.max_queue_len)
         self._planner = StepPlanner(self._request_pool, limits, self.config, self._policy)
-        self._flights: deque[dict[str, _Flight]] = deque()  # one entry per planned step, the running one first
+        self._planned: deque[PlannedStep] = deque()  # and uncommitted, the running one first
         self._ended: list[TokenEvent] = []  # for the next commit
         self._num_arrivals = 0
         self._counts = StepCounts(acceptance=AcceptanceCounts(limits.max_draft_len))
+        self._committer = Committer(self._request_pool, self._counts.num_finished)
         self._now = 0.0
 
     # Arrivals and departures
@@ -180,21 +171,15 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, now: float = 0.0) -> StepBatch:
-        """The next step of the synchronous loop; empty if nothing can run."""
-        assert not self._flights, "the synchronous loop commits a step before it schedules the next"
-        return self.plan(now).resolve({})
-
     def plan(self, now: float = 0.0) -> PlannedStep:
-        """The next step, while at most one other is uncommitted. Every plan is committed or abandoned."""
-        assert len(self._flights) <= 1, "a step may be planned while one runs, not while two do"
+        """The next step, without rows if nothing can run. At most one other is uncommitted.
+
+        Every plan is committed or abandoned.
+        """
+        assert len(self._planned) <= 1, "a step may be planned while one runs, not while two do"
         self.expire(now)
-        step, sequences = self._planner.plan(now)
-        flights = {}
-        for sequence in sequences:
-            assert sequence.in_flight is not None
-            flights[sequence.request_id] = _Flight(sequence=sequence, row=sequence.in_flight, epoch=sequence.epoch)
-        self._flights.append(flights)
+        step = self._planner.plan(now)
+        self._planned.append(step)
         return step
 
     def expire(self, now: float) -> None:
@@ -219,74 +204,43 @@ class Scheduler:
                 )
                 self._time_out(sequence, message)
 
-    def commit(self, batch: StepBatch, result: StepResult, *, elapsed_s: float | None = None) -> list[TokenEvent]:
-        """Commit the oldest planned step. Rows missing in `batch` did not run.
+    def commit(
+        self, step: PlannedStep, result: StepResult | None, *, elapsed_s: float | None = None
+    ) -> list[TokenEvent]:
+        """Commit the oldest planned step; return the events of `settle` and `events_of`."""
+        return self.events_of(self.settle(step, result), elapsed_s=elapsed_s)
 
-        Returns events of requests that ended while waiting, then those of the batch in its order. A row that cannot be
-        committed ends its request with "error", without effect on others.
+    def settle(self, step: PlannedStep, result: StepResult | None) -> CommittedStep | None:
+        """Commit the oldest planned step, as far as the next plan needs it. `result` is None for a step without rows.
+
+        Rows of requests that have ended are ignored. A row that breaks the step contract ends its request with
+        "error", without effect on others.
         """
-        flights = self._flights.popleft()
+        assert self._planned.popleft() is step, "steps are committed in the order in which they were planned"
+        return None if result is None else self._committer.commit(step, result, self._now)
+
+    def events_of(self, committed: CommittedStep | None, *, elapsed_s: float | None = None) -> list[TokenEvent]:
+        """Events of requests that ended while waiting, then those of the step's rows in their order."""
         events, self._ended = self._ended, []
-        verified: list[tuple[int, int]] = []  # (num_candidates, num_accepted) of the committed blocks
-        for row, row_result in zip(batch.requests, result.requests, strict=True):
-            flight = flights[row.request_id]
-            try:
-                event = self._commit_row(flight, row, row_result)
-                if row.num_candidates and row_result.non_finite_position is None:
-                    verified.append((row.num_candidates, row_result.num_accepted))
-            except Exception as error:  # noqa: BLE001 - a bug or a bad value of one request must not end the others
-                event = self._fail_row(flight.sequence, error)
-            if event is not None:
-                events.append(event)
-        for flight in flights.values():
-            _land(flight)
-        self._counts.add(batch, verified)
-        self._observe(batch, verified, elapsed_s)
+        if committed is None:
+            return events
+        events += self._committer.events(committed)
+        self._counts.add(committed)
+        try:
+            self._policy.observe(_observation(committed, elapsed_s))
+        except Exception:  # noqa: BLE001 - the step's events must not be lost
+            _LOG.exception("the draft length policy could not observe a step")
         return events
 
     def abandon(self) -> None:
-        """Drop the newest planned step, which will not run."""
-        for flight in self._flights.pop().values():
-            _land(flight)
+        """Drop the newest planned step, which did not run."""
+        self._planner.abandon(self._planned.pop())
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two calls: pages, places, progress."""
         self._request_pool.check_integrity()
 
     # Inside
-
-    def _commit_row(self, flight: _Flight, row: ScheduledRequest, result: RequestResult) -> TokenEvent | None:
-        """Raises RequestError for a result that breaks the step contract."""
-        _check_contract(row, result)
-        sequence = flight.sequence
-        if sequence.finish_reason is not None:
-            return None
-        if flight.epoch == sequence.epoch:
-            event = sequence.advance(row, result)
-            if result.non_finite_position is None:  # otherwise its K/V may not be finite and must not be shared
-                self._request_pool.keep_full_pages(sequence)
-        else:  # preempted while the step ran: its pages are gone, but its tokens are valid
-            event = sequence.append(row, result) if flight.row.is_emitting else None
-        if event is not None and event.finish_reason is not None:
-            self._request_pool.remove(sequence)
-            self._counts.num_finished[event.finish_reason] += 1
-            return replace(event, statistics=sequence.statistics(self._now))
-        return event
-
-    def _fail_row(self, sequence: Sequence, error: Exception) -> TokenEvent | None:
-        """End the request of a row that raised; None if it has ended already."""
-        if self._request_pool.find(sequence.request_id) is not sequence:
-            return None
-        if isinstance(error, RequestError):
-            return self.fail(sequence.request_id, str(error))
-        _LOG.error("request %s: its part of a step could not be committed", sequence.request_id, exc_info=error)
-        return self.fail(sequence.request_id, f"{type(error).__name__}: {error}")
-
-    def _observe(self, batch: StepBatch, verified: Collection[tuple[int, int]], elapsed_s: float | None) -> None:
-        try:
-            self._policy.observe(_observation(batch, verified, elapsed_s))
-        except Exception:  # noqa: BLE001 - the step's events must not be lost
-            _LOG.exception("the draft length policy could not observe a step")
 
     def _time_out(self, sequence: Sequence, message: str) -> None:
         event = self._end(sequence.request_id, "timeout", message)
@@ -340,38 +294,17 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
         )
 
 
-def _land(flight: _Flight) -> None:
-    """Clear the finished row; a later one may be in flight already."""
-    if flight.sequence.in_flight is flight.row:
-        flight.sequence.in_flight = None
-
-
-def _check_contract(row: ScheduledRequest, result: RequestResult) -> None:
-    """Raises RequestError for a result that breaks the step contract."""
-    num_emitted = result.num_accepted + (result.non_finite_position is None)
-    next_context_len = row.context_len + len(row.token_ids) - row.num_candidates + result.num_accepted
-    if not 0 <= result.num_accepted <= row.num_candidates:
-        found = f"num_accepted {result.num_accepted} of {row.num_candidates} candidates"
-    elif len(result.emitted_tokens) != num_emitted:
-        found = f"{len(result.emitted_tokens)} emitted tokens with num_accepted {result.num_accepted}"
-    elif result.next_context_len != next_context_len:
-        found = f"next_context_len {result.next_context_len} instead of {next_context_len}"
-    else:
-        return
-    raise RequestError.about(
-        f"request {row.request_id!r} step",
-        expected="a result that follows the step contract",
-        found=found,
-        hint="This is a bug of the executor: please report it.",
+def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObservation:
+    plan = committed.step.plan
+    is_prompt = plan.num_tokens > plan.num_candidates + 1
+    has_block = committed.num_candidates > 0
+    verified = zip(
+        committed.num_candidates[has_block].tolist(), committed.num_accepted[has_block].tolist(), strict=True
     )
-
-
-def _observation(batch: StepBatch, verified: Collection[tuple[int, int]], elapsed_s: float | None) -> StepObservation:
-    num_prompt_tokens = sum(len(row.token_ids) for row in batch.requests if len(row.token_ids) > row.num_candidates + 1)
     return StepObservation(
-        num_draft_tokens=batch.num_draft_tokens,
-        num_decoding=sum(len(row.token_ids) == row.num_candidates + 1 for row in batch.requests),
-        num_prefill_tokens=num_prompt_tokens,
+        num_draft_tokens=plan.num_draft_tokens,
+        num_decoding=int((~is_prompt).sum()),
+        num_prefill_tokens=int(plan.num_tokens[is_prompt].sum()),
         verified=tuple(verified),
         elapsed_s=elapsed_s,
     )

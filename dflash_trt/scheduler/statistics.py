@@ -1,12 +1,11 @@
 """Counts of a scheduler, for export."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.request import FinishReason
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
+from dflash_trt.scheduler.commit import CommittedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +64,14 @@ class StepCounts:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
-    def add(self, batch: StepBatch, verified: Iterable[tuple[int, int]]) -> None:
-        """Count a committed step, whose blocks verified (num_candidates, num_accepted); one without rows is ignored."""
-        if not batch.requests:
-            return
+    def add(self, committed: CommittedStep) -> None:
+        """Count a committed step."""
+        plan, has_block = committed.step.plan, committed.num_candidates > 0
+        candidates, accepted = committed.num_candidates[has_block], committed.num_accepted[has_block]
         self.num_steps += 1
-        self.num_steps_by_draft_length[batch.num_draft_tokens] += 1
-        self.num_computed_tokens += batch.num_tokens
-        for num_candidates, num_accepted in verified:
-            self.num_verify_blocks += 1
-            self.num_draft_tokens += num_candidates
-            self.num_accepted_tokens += num_accepted
-            self.acceptance.add(num_candidates, num_accepted)
+        self.num_steps_by_draft_length[plan.num_draft_tokens] += 1
+        self.num_computed_tokens += plan.total_tokens
+        self.num_verify_blocks += len(candidates)
+        self.num_draft_tokens += int(candidates.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        self.acceptance.add_all(candidates, accepted)

@@ -13,18 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import finalize
 
-from dflash_trt.core.batch import ExecutorLimits, StepExecutor
 from dflash_trt.core.checked_values import checked, function, integer, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
-from dflash_trt.executor.pipelined import PipelinedExecutor
+from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.output_processor import OutputProcessor
-from dflash_trt.serving.overlapped_runner import OverlappedRunner
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
-from dflash_trt.serving.step_runner import PlainRunner, StepReport, StepRunner
+from dflash_trt.serving.step_runner import StepReport, StepRunner
 from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk, merged
 
 # How often an engine with nothing but paused requests looks for readers that have gone away.
@@ -74,7 +72,9 @@ class EngineLoop:
         self._forgotten: deque[_Client] = deque()  # their streams were garbage collected
         self._lock = threading.RLock()  # of everything above
         self._changed = threading.Condition(self._lock)
-        self._runner = self._make_runner(executor, overlaps=overlaps)
+        self._runner = StepRunner(
+            self._scheduler, executor, is_chained=overlaps, lock=self._lock, clock=clock, deliver=self._deliver
+        )
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -173,18 +173,6 @@ class EngineLoop:
             assert self._scheduler.request_ids() == set(self._clients), "a request nobody waits for, or the reverse"
 
     # Inside
-
-    def _make_runner(self, executor: StepExecutor, *, overlaps: bool) -> StepRunner:
-        if overlaps:
-            return OverlappedRunner(
-                self._scheduler,
-                executor,
-                PipelinedExecutor(executor),
-                lock=self._lock,
-                clock=self._clock,
-                deliver=self._deliver,
-            )
-        return PlainRunner(self._scheduler, executor, lock=self._lock, clock=self._clock, deliver=self._deliver)
 
     def _check_open_for(self, request: Request) -> None:
         if self._is_closed:

@@ -1,15 +1,23 @@
-"""The plain loop: schedule, step, commit, one step at a time."""
+"""Turns of the engine loop: plan, submit, wait, commit.
 
+The plain loop has one step at a time. The chained loop has submitted the next step before it reads the results of the
+running one, so that a device with a queue never waits for the host: the next step is assembled on the device from what
+this one stores. The tokens are the same, but for near-ties: a request's tokens depend on the request, and roundings on
+which requests share a step. `SamplingParams` says what that means in each dtype.
+"""
+
+import contextlib
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from dflash_trt.core.batch import StepBatch, StepExecutor, StepResult
 from dflash_trt.core.request import TokenEvent
+from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepResult
+from dflash_trt.executor.bisection import run_with_bisection
+from dflash_trt.executor.stream import StepStream
+from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
-from dflash_trt.serving.bisection import run_with_bisection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,65 +33,135 @@ class StepReport:
 Deliver = Callable[[StepReport], None]
 
 
-class StepRunner(Protocol):
-    """Advances a scheduler with an executor. The engine loop calls it from one thread."""
-
-    def advance(self) -> bool:
-        """One turn; False when there was nothing to do."""
-        ...
-
-    def close(self) -> None:
-        """Give back what belongs to the runner."""
-        ...
+class DeviceLostError(Exception):
+    """The executor failed and runs nothing any more."""
 
 
-class PlainRunner:
-    """`lock` guards the scheduler; it is free while the device runs."""
+class StepRunner:
+    """Advances a scheduler with an executor; called from one thread.
+
+    `lock` guards the scheduler; it is free while the device runs. `is_chained` keeps the device's queue filled; an
+    executor without a queue gets a `StepStream`.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: StepExecutor,
         *,
+        is_chained: bool,
         lock: threading.RLock,
         clock: Callable[[], float],
         deliver: Deliver,
     ) -> None:
         self._scheduler = scheduler
-        self._executor = executor
+        self._device = executor
+        self._stream = StepStream(executor) if is_chained and not executor.has_queue else None
+        self._executor: StepExecutor = self._stream or executor
+        self._is_chained = is_chained
         self._lock = lock
         self._clock = clock
         self._deliver = deliver
+        self._submitted: deque[tuple[PlannedStep, StepHandle]] = deque()  # the running one first
 
     def advance(self) -> bool:
+        """One turn; False when there was nothing to do.
+
+        Raises:
+            DeviceLostError: the executor cannot go on.
+        """
+        return self._advance_chained() if self._is_chained else self._advance_plain()
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def _advance_plain(self) -> bool:
         with self._lock:
             if not self._scheduler.has_work:
                 return False
-            batch = self._scheduler.schedule(self._clock())
-        reasons: dict[str, str] = {}
-        started_s = time.perf_counter()
-        elapsed_s: float | None = None
+            step = self._scheduler.plan(self._clock())
+            if not step.sequences:
+                self._report_ended(step)
+                return True
         try:
-            if batch.requests:
-                result = self._executor.step(batch)
-                elapsed_s = time.perf_counter() - started_s
-            else:
-                result = StepResult(requests=())
+            handle = self._executor.submit(step.plan)
+            result = handle.result()
         except Exception as error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
-            batch, result, reasons = run_with_bisection(self._executor, batch, error)
+            self._recover(step, error)
+            return True
         with self._lock:
-            self._deliver(settle(self._scheduler, batch, result, reasons, elapsed_s))
+            committed = self._scheduler.settle(step, result)
+            events = self._scheduler.events_of(committed, elapsed_s=handle.elapsed_s)
+            self._deliver(StepReport(events=events, elapsed_s=handle.elapsed_s))
         return True
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def _advance_chained(self) -> bool:
+        with self._lock:
+            if not self._submitted and not self._scheduler.has_work:
+                return False
+            while len(self._submitted) < 2 and self._submit_next():
+                pass
+        if not self._submitted:
+            return True
+        step, handle = self._submitted.popleft()
+        try:
+            result = handle.result()
+        except Exception as error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
+            self._abandon_submitted()
+            self._recover(step, error)
+            return True
+        with self._lock:
+            committed = self._scheduler.settle(step, result)
+            self._submit_next()
+            events = self._scheduler.events_of(committed, elapsed_s=handle.elapsed_s)
+            self._deliver(StepReport(events=events, elapsed_s=handle.elapsed_s))
+        return True
 
+    def _submit_next(self) -> bool:
+        """Plan a step and queue it; False if nothing could be planned."""
+        if not self._scheduler.has_work:
+            return False
+        step = self._scheduler.plan(self._clock())
+        if step.sequences:
+            self._submitted.append((step, self._executor.submit(step.plan)))
+            return True
+        if self._submitted:
+            self._scheduler.abandon()
+        else:
+            self._report_ended(step)
+        return False
 
-def settle(
-    scheduler: Scheduler, batch: StepBatch, result: StepResult, reasons: dict[str, str], elapsed_s: float | None
-) -> StepReport:
-    """Commit the rows that ran and fail those that could not, by request id."""
-    failed = [scheduler.fail(request_id, reason) for request_id, reason in reasons.items()]
-    events = scheduler.commit(batch, result, elapsed_s=elapsed_s)
-    events += [event for event in failed if event is not None]
-    return StepReport(events=events, elapsed_s=elapsed_s, has_failed=bool(reasons))
+    def _report_ended(self, step: PlannedStep) -> None:
+        """Nothing runs: requests that ended while waiting are reported now."""
+        self._deliver(StepReport(events=self._scheduler.commit(step, None)))
+
+    def _abandon_submitted(self) -> None:
+        """The step before them failed: they are skipped, and planned anew from what its parts give."""
+        for _, handle in self._submitted:
+            with contextlib.suppress(Exception):
+                handle.result()
+        with self._lock:
+            while self._submitted:
+                self._submitted.pop()
+                self._scheduler.abandon()
+
+    def _recover(self, step: PlannedStep, error: Exception) -> None:
+        """Run a step that failed again in parts, and fail the requests that cannot be computed."""
+        parts = run_with_bisection(self._device, step.plan, error) if self._device.can_retry else None
+        if parts is None or not self._device.can_retry:
+            raise DeviceLostError(f"{type(error).__name__}: {error}") from error
+        if self._stream is not None:
+            self._stream.resume()
+        with self._lock:
+            self._settle_parts(step, *parts)
+
+    def _settle_parts(self, step: PlannedStep, result: StepResult, reasons: dict[int, str]) -> None:
+        failed = []
+        for row, reason in reasons.items():
+            sequence = step.sequences[row]
+            if sequence.finish_reason is None:
+                failed.append(self._scheduler.fail(sequence.request_id, reason))
+        events = self._scheduler.commit(step, result)
+        events += [event for event in failed if event is not None]
+        self._deliver(StepReport(events=events, has_failed=True))

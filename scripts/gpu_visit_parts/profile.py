@@ -11,7 +11,7 @@ import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import GraphCache, waits_raise
-from dflash_trt.core.batch import StepBatch
+from dflash_trt.core.batch import StepBatch, run_batch
 from gpu_visit_parts.models import draft_spec, target_spec
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
@@ -42,7 +42,7 @@ def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, Ste
     num_drafts = 1 if SETTING.is_dry_run else draft_spec(model, target).max_draft_len
     batch = decode_batch(_num_requests(), num_drafts, context, vocab_size=target.vocab_size)
     for _ in range(1 if SETTING.is_dry_run else 3):  # compile, capture, replay
-        executor.step(batch)
+        run_batch(executor, batch)
     return executor, batch
 
 
@@ -67,7 +67,7 @@ def _profile(model: str, weights: str, context: int, directory: Path) -> Tables:
     executor, batch = _step(model, weights, context)
     with torch.profiler.profile(activities=_activities()) as profiler:
         for _ in range(_num_steps()):
-            executor.step(batch)
+            run_batch(executor, batch)
     profiler.export_chrome_trace(os.fspath(directory / f"trace-{weights}.json.gz"))
     events = profiler.events()
     on_host = (event.name for event in events if event.device_type == torch.autograd.DeviceType.CPU)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
 from gpu_visit_parts.models import draft_spec, kv_bytes, linear_flops, make_executor, target_spec, weight_bytes
 from gpu_visit_parts.results import Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
@@ -97,11 +97,11 @@ def _step_times(executor: TorchGpuExecutor, batch: StepBatch) -> dict[str, float
     """`step_ms` from call to result; `device_ms` back to back on the device; the gap is what the host adds."""
     num_steps = 1 if SETTING.is_dry_run else NUM_STEPS
     for _ in range(num_steps if SETTING.is_dry_run else 3):  # compile, capture, replay
-        executor.step(batch)
+        run_batch(executor, batch)
     walls = []
     for _ in range(num_steps):
         started_s = time.perf_counter()
-        executor.step(batch)
+        run_batch(executor, batch)
         walls.append(1e3 * (time.perf_counter() - started_s))
     step_ms = statistics.median(walls)
     device_ms = elapsed_ms(lambda: executor.enqueue(batch, times=num_steps), executor.on_stream()) / num_steps

@@ -289,12 +289,12 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
     num_pages = executor.limits.num_pages // 2
 
     class Recording:
-        limits = executor.limits
+        limits, has_queue, can_retry = executor.limits, False, True
 
-        def step(self, batch: Any) -> Any:
-            half = batch.requests[0].page_ids[0] // num_pages
-            running[half].append(frozenset(request.request_id for request in batch.requests))
-            return executor.step(batch)
+        def submit(self, plan: Any) -> Any:
+            half = int(plan.page_updates.page_ids[0]) // num_pages
+            running[half].append(frozenset(plan.request_ids))
+            return executor.submit(plan)
 
     policies = {"in flight": FixedDraftLength(0), "whole": FixedDraftLength(0)}
     sides = Lockstep(Recording(), policies, PromptReader(None, vocab_size=VOCAB_SIZE), with_static_batching={"whole"})

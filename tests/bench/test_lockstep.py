@@ -7,8 +7,8 @@ import pytest
 from dflash_trt.bench import lockstep
 from dflash_trt.bench.lockstep import Lockstep
 from dflash_trt.bench.throughput import Work
-from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.step_plan import StepHandle, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.engine_loop import EngineLoop
@@ -30,11 +30,13 @@ class TimedExecutor:
         self._executor = executor
         self._clock = clock
 
-    def step(self, batch: StepBatch) -> StepResult:
-        side = batch.requests[0].page_ids[0] // (self.limits.num_pages // 2)
-        self.steps.append((side, batch.num_tokens))
+    has_queue, can_retry = False, True
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        side = int(plan.page_updates.page_ids[0]) // (self.limits.num_pages // 2)
+        self.steps.append((side, plan.total_tokens))
         self._clock.now += STEP_S[side]
-        return self._executor.step(batch)
+        return self._executor.submit(plan)
 
 
 @pytest.fixture

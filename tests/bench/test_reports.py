@@ -102,11 +102,11 @@ def test_sides_in_lockstep_do_all_the_work_and_keep_off_each_others_pages(engine
     halves: set[frozenset[int]] = set()
 
     class Recording:
-        limits = executor.limits
+        limits, has_queue, can_retry = executor.limits, False, True
 
-        def step(self, batch):
-            halves.add(frozenset(page_id // num_pages for request in batch.requests for page_id in request.page_ids))
-            return executor.step(batch)
+        def submit(self, plan):
+            halves.add(frozenset((plan.page_updates.page_ids // num_pages).tolist()))
+            return executor.submit(plan)
 
     work = [
         Work(prompt={"prompt_token_ids": [5, 6, number]}, sampling=SamplingParams(max_new_tokens=9, ignore_eos=True))

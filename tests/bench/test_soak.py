@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_trt.bench.soak import Traffic, _wait_until_idle, soak
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, StepBatch
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.serving.generator import Generator
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
@@ -17,9 +18,9 @@ LIMITS = ExecutorLimits(max_batch_size=8, max_seq_len=96, max_num_tokens=64, max
 class Slow(FakeExecutor):
     """Slower than the traffic, so that requests queue, run together and run out of pages."""
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         time.sleep(0.004)
-        return super().step(batch)
+        return super().run_rows(batch)
 
 
 def test_random_traffic_loses_no_page_and_no_request():

@@ -22,8 +22,8 @@ def test_mixed_work_has_many_short_and_few_long_answers() -> None:
 def test_a_closed_load_never_has_more_requests_than_clients(monkeypatch) -> None:
     sizes: list[int] = []
     executor = make_executor()
-    step = executor.step
-    monkeypatch.setattr(executor, "step", lambda batch: sizes.append(len(batch.requests)) or step(batch))
+    submit = executor.submit
+    monkeypatch.setattr(executor, "submit", lambda plan: sizes.append(plan.num_requests) or submit(plan))
     work = [Work(prompt=[5, i], sampling=SamplingParams(max_new_tokens=6)) for i in range(7)]
     with make_generator(executor) as engine:
         report = run_in_flight(engine, work, concurrency=2)

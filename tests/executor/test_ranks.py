@@ -17,9 +17,18 @@ import torch
 
 from dflash_trt.backends.cuda.backend import CudaBackend
 from dflash_trt.backends.torch.executor import TorchExecutor
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepSampling,
+    plan_of,
+    result_of,
+    run_batch,
+)
 from dflash_trt.core.errors import CapacityError, ConfigError, EngineDirError, RankError
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor import opening
 from dflash_trt.executor.ranks import executor as ranks
@@ -173,20 +182,20 @@ def test_closing_ends_the_workers(engine: EngineDir) -> None:
     assert not _alive(process_ids)
     assert pages() is None
     with pytest.raises(RankError, match="engine is closed"):
-        two.step(_batch(5))
+        run_batch(two, _batch(5))
 
 
 def test_a_worker_that_is_killed_is_named_within_seconds(engine: EngineDir) -> None:
     with opened(engine) as two:
-        two.step(_batch(5))
+        run_batch(two, _batch(5))
         os.kill(two.worker_process_ids[0], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(
             RankError, match=r"rank 1 of 2 failed: its process was ended by SIGKILL\. .*open the engine"
         ):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         with pytest.raises(RankError, match="rank 1 of 2"):  # from then on
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         assert time.monotonic() - started < 15
 
 
@@ -200,7 +209,7 @@ def test_four_ranks_give_the_tokens_of_one_and_the_lost_one_is_named(tmp_path: P
         os.kill(four.worker_process_ids[1], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(RankError, match=r"rank 2 of 4 failed: its process was ended by SIGKILL"):
-            four.step(_batch(5))
+            run_batch(four, _batch(5))
         assert time.monotonic() - started < 15
         assert not _alive(four.worker_process_ids)
 
@@ -208,20 +217,22 @@ def test_four_ranks_give_the_tokens_of_one_and_the_lost_one_is_named(tmp_path: P
 def test_a_rank_that_fails_alone_is_named_with_its_error(engine: EngineDir) -> None:
     with opened(engine) as two:
         send, started = two._workers.send, time.monotonic()
-        two._workers.send = lambda order: send(RunStep(batch=_batch(99)) if isinstance(order, RunStep) else order)
+        two._workers.send = lambda order: send(
+            RunStep(plan=plan_of(_batch(99))) if isinstance(order, RunStep) else order
+        )
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: IndexError: index out of range"):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         assert time.monotonic() - started < 15
         assert not _alive(two.worker_process_ids)
 
 
 def test_a_step_that_fails_on_every_rank_costs_only_the_step(pair: Pair) -> None:
     """The engine loop runs it again in parts."""
-    expected = pair.two.step(_batch(5))
+    expected = run_batch(pair.two, _batch(5))
     for _ in range(2):
         with pytest.raises(IndexError):
-            pair.two.step(_batch(99))
-    assert pair.two.step(_batch(5)) == expected
+            run_batch(pair.two, _batch(99))
+    assert run_batch(pair.two, _batch(5)) == expected
 
 
 def test_a_stopped_worker_is_named_in_seconds_with_the_time_it_stood(engine: EngineDir) -> None:
@@ -230,7 +241,7 @@ def test_a_stopped_worker_is_named_in_seconds_with_the_time_it_stood(engine: Eng
         os.kill(two.worker_process_ids[0], signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: its process was stopped by a signal .* for 3 s\."):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         assert 2 < time.monotonic() - started < 15
         assert not _alive(two.worker_process_ids)
 
@@ -241,27 +252,27 @@ def test_a_worker_that_is_stopped_for_a_moment_or_while_it_has_nothing_to_do_goe
     monkeypatch.setattr(rank_workers, "_LOOK_S", 0.1)
     with opened(engine) as two:
         (process_id,) = two.worker_process_ids
-        expected = two.step(_batch(5))
+        expected = run_batch(two, _batch(5))
         os.kill(process_id, signal.SIGSTOP)
         time.sleep(1.0)  # ten looks, but no step
         os.kill(process_id, signal.SIGCONT)
-        assert two.step(_batch(5)) == expected
+        assert run_batch(two, _batch(5)) == expected
         os.kill(process_id, signal.SIGSTOP)
         threading.Timer(0.15, os.kill, (process_id, signal.SIGCONT)).start()
-        assert two.step(_batch(5)) == expected
+        assert run_batch(two, _batch(5)) == expected
 
 
 def test_an_interrupt_in_a_step_ends_the_ranks(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(batch: StepBatch) -> None:
+    def interrupted(plan: StepPlan) -> None:
         raise KeyboardInterrupt
 
     with opened(engine) as two:
-        monkeypatch.setattr(two._local, "step", interrupted)
+        monkeypatch.setattr(two._local, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         assert not _alive(two.worker_process_ids)
         with pytest.raises(RankError, match="interrupted"):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
 
 
 def test_an_interrupt_while_weights_load_does_not_wait_for_them(
@@ -293,7 +304,7 @@ def test_weights_may_load_longer_than_an_exchange_may_take(engine: EngineDir, mo
 
     monkeypatch.setattr(TorchExecutor, "open", slow)
     with opened(engine) as two:
-        two.step(_batch(5))
+        run_batch(two, _batch(5))
 
 
 def test_failures_at_different_places_are_not_taken_as_alike(engine: EngineDir) -> None:
@@ -301,14 +312,14 @@ def test_failures_at_different_places_are_not_taken_as_alike(engine: EngineDir) 
     with opened(engine) as two:
         two._ranks.num_calls += 1
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: IndexError"):
-            two.step(_batch(99))
+            run_batch(two, _batch(99))
         assert not _alive(two.worker_process_ids)
 
 
 def test_a_step_has_the_engines_number_of_threads_whoever_calls_it(engine: EngineDir) -> None:
     with opened(engine, num_threads=1) as two:
         torch.set_num_threads(2)
-        two.step(_batch(5))
+        run_batch(two, _batch(5))
         assert torch.get_num_threads() == 1
 
 
@@ -319,12 +330,12 @@ def test_outcomes_that_differ_in_any_part_have_different_fingerprints() -> None:
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"emitted_tokens": (1, 4)},
-        {"logprobs": (-0.5, -0.2500000001)},
+        {"logprobs": (-0.5, -0.2500001)},
         {"num_accepted": 0},
         {"draft_tokens": (4,)},
         {"next_context_len": 8},
     )
-    results = [StepResult(requests=(replace(row, **change),)) for change in changes]
+    results = [result_of((replace(row, **change),), num_draft_tokens=1) for change in changes]
     assert len({fingerprint(result) for result in results}) == len(changes)
 
 
@@ -336,7 +347,7 @@ def test_a_worker_that_hangs_is_named_in_time(engine: EngineDir, monkeypatch: py
     with opened(engine) as two:
         os.kill(two.worker_process_ids[0], signal.SIGSTOP)
         with pytest.raises(RankError, match=r"rank 1 of 2 failed: no answer for [3-9] s"):
-            two.step(_batch(5))
+            run_batch(two, _batch(5))
         assert not _alive(two.worker_process_ids)
 
 

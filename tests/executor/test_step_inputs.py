@@ -1,23 +1,28 @@
-"""A batch as tensors and tensors as a result, field by field."""
+"""A plan as tensors and tensors as a result, field by field; chained rows filled from their slots."""
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dflash_trt.backends.padding import StepShape, decode_shape, exact_shape, full_block_shape
-from dflash_trt.backends.step_inputs import (
-    _FROM_LAYOUT,
-    StepPacker,
-    check_batch,
-    sequence_batch,
-    step_inputs,
-    step_result,
+from dflash_trt.backends.padding import decode_shape, exact_shape, full_block_shape
+from dflash_trt.backends.slots import DeviceSlots
+from dflash_trt.backends.staging import InputStaging
+from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepSampling,
+    plan_of,
+    request_results,
+    result_of,
 )
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, ScheduledRequest, StepBatch, StepResult, StepSampling
-from dflash_trt.core.step_spec import STEP_INPUTS
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits
+from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.step import StepOutputs
 from tests.reference_inputs import reference_inputs
@@ -35,7 +40,7 @@ VERIFY = ScheduledRequest(
 )
 BATCH = StepBatch(requests=(PREFILL, VERIFY), num_draft_tokens=3)
 LIMITS = ExecutorLimits(
-    max_batch_size=2, max_seq_len=9, max_num_tokens=8, max_draft_len=3, page_size=3, num_pages=10
+    max_batch_size=2, max_seq_len=6, max_num_tokens=8, max_draft_len=3, page_size=3, num_pages=10
 )  # met exactly
 
 
@@ -75,22 +80,41 @@ def test_a_result_has_what_was_emitted_and_no_more() -> None:
             next_context_len=6,
         ),
     )
-    assert step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts)) == StepResult(requests=expected)
+    result = step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))
+    acceptance.num_accepted.fill_(0)  # the next step may write while the host reads
+    assert request_results(result) == expected
     without = step_result(StepOutputs(acceptance=acceptance, draft_tokens=None))
-    assert [row.draft_tokens for row in without.requests] == [(), ()]
+    assert [row.draft_tokens for row in request_results(without)] == [(), ()]
+
+
+def test_rows_that_are_written_out_and_arrays_are_the_same_result() -> None:
+    rows = (
+        RequestResult(
+            emitted_tokens=(4, 5), logprobs=(-1.0, -2.0), num_accepted=1, draft_tokens=(6, 7), next_context_len=9
+        ),
+        RequestResult(
+            emitted_tokens=(8,),
+            logprobs=(-0.5,),
+            num_accepted=1,
+            draft_tokens=(),
+            next_context_len=4,
+            non_finite_position=3,
+        ),
+    )
+    assert request_results(result_of(rows, num_draft_tokens=2)) == rows
 
 
 def test_a_batch_may_fill_every_limit() -> None:
-    check_batch(BATCH, LIMITS)
+    check_plan(plan_of(BATCH), LIMITS)
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_batch_size": 1}, {"max_seq_len": 8}, {"max_num_tokens": 7}, {"max_draft_len": 2}, {"page_size": 2}]
+    "limit", [{"max_batch_size": 1}, {"max_seq_len": 5}, {"max_num_tokens": 7}, {"max_draft_len": 2}, {"page_size": 2}]
 )
 def test_a_batch_beyond_a_limit_is_a_bug(limit: dict[str, int]) -> None:
     fields = {name: getattr(LIMITS, name) for name in LIMITS.__slots__}
     with pytest.raises(AssertionError):
-        check_batch(BATCH, ExecutorLimits(**(fields | limit)))
+        check_plan(plan_of(BATCH), ExecutorLimits(**(fields | limit)))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (4, 1), (5, 2)])
@@ -130,39 +154,68 @@ def same(found, expected) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+ROOMY = ExecutorLimits(
+    max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200
+)
+
+
 @given(st.lists(batches, min_size=1, max_size=4))
 @example(
     [one_row(12), one_row(4), StepBatch(requests=(*one_row(4).requests, *one_row(0).requests), num_draft_tokens=0)]
 )
 def test_whatever_was_packed_before_a_batch_is_packed_as_the_reference_does(sequence: list[StepBatch]) -> None:
-    packer = StepPacker(largest(sequence), max_pages=10, scratch_page=7)
+    inputs, slots = HostInputs(ROOMY), DeviceSlots(ROOMY, scratch_page=7)
     for batch in sequence:
-        shape = exact_shape(batch)
-        packer.pack(batch, shape)
-        found, expected = packer.host.inputs(shape), reference_inputs(batch)
+        plan = plan_of(batch)
+        expected = reference_inputs(batch)
+        found = inputs.assemble(plan, exact_shape(plan), slots)
         pads = torch.arange(expected.page_table.shape[1]) >= torch.tensor([[len(r.page_ids)] for r in batch.requests])
-        assert same(found, replace(expected, page_table=expected.page_table.masked_fill(pads, 7)))
+        found = replace(found, page_table=found.page_table.masked_fill(pads, 0))  # of requests before, never read
+        assert same(found, expected)
         assert same(step_inputs(batch), expected)
 
 
-def largest(sequence: list[StepBatch]) -> StepShape:
-    return StepShape(
-        num_requests=max(len(batch.requests) for batch in sequence),
-        num_tokens=max(batch.num_tokens for batch in sequence),
-        num_draft_tokens=4,
-        is_decode=False,
-        has_graph=False,
+@given(batches, st.data())
+def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatch, data: st.DataObject) -> None:
+    """Any rows of a step, each verifying any number of the drafts that the step before stored to its slot."""
+    k = batch.num_draft_tokens
+    slot_ids = data.draw(st.permutations(range(64)))[: len(batch.requests)]
+    rows, slots = [], DeviceSlots(ROOMY)
+    is_chained = [data.draw(st.booleans()) for _ in batch.requests]
+    for row, chained in zip(batch.requests, is_chained, strict=True):
+        num_candidates = data.draw(st.integers(0, k)) if chained else row.num_candidates
+        tokens = row.token_ids if not chained else tuple(range(500, 501 + num_candidates))
+        pages = tuple(range(-(-(row.context_len + len(tokens)) // 4)))
+        rows.append(replace(row, token_ids=tokens, num_candidates=num_candidates, page_ids=pages))
+    written_out = StepBatch(requests=tuple(rows), num_draft_tokens=k)
+    given = replace(plan_of(written_out), slot_ids=np.array(slot_ids))
+    updates = replace(given.page_updates, slots=given.slot_ids[given.page_updates.slots])
+    chained_rows = np.array(is_chained)
+    plan = replace(
+        given,
+        page_updates=updates,
+        context_lens=np.where(chained_rows, CHAINED, given.context_lens),
+        token_ids=np.where(np.repeat(chained_rows, given.num_tokens), 0, given.token_ids),
     )
+    slots.store(
+        torch.tensor(slot_ids),
+        torch.full((len(rows),), 500, dtype=torch.int32),
+        (501 + torch.arange(k, dtype=torch.int32)).repeat(len(rows), 1) if k else None,
+        torch.tensor([row.context_len for row in rows], dtype=torch.int32),
+    )
+    assert same(HostInputs(ROOMY).assemble(plan, exact_shape(plan), slots), reference_inputs(written_out))
 
 
 def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
     """TensorRT's plain layers: every request of a padded step has as many rows as the others."""
     limits = replace(LIMITS, max_batch_size=4, max_num_tokens=16)
     blocks = tuple(replace(VERIFY, token_ids=(1, 2, 3, 4), num_candidates=3, page_ids=(4, 5, 6)) for _ in range(3))
-    batch = StepBatch(requests=blocks, num_draft_tokens=3)
-    shape = full_block_shape(batch, limits)
-    packer = StepPacker.of_limits(limits, scratch_page=9)
-    packer.pack(batch, shape)
+    plan = plan_of(StepBatch(requests=blocks, num_draft_tokens=3))
+    shape = full_block_shape(plan, limits)
+    staging = InputStaging(limits, torch.device("cpu"), scratch_page=9)
+    staging.stage(plan, shape)
+    staging.upload()
+    staging.assemble(shape)
     block = ScheduledRequest(
         request_id="padding",
         token_ids=(0, 0, 0, 0),
@@ -171,21 +224,21 @@ def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:
         page_ids=(9, 9, 9),
         sampling=StepSampling(),
     )
-    assert same(packer.host.inputs(shape), reference_inputs(StepBatch(requests=(*blocks, block), num_draft_tokens=3)))
+    expected = reference_inputs(StepBatch(requests=(*blocks, block), num_draft_tokens=3))
+    assert same(staging.inputs(shape), expected)
 
 
 def test_a_batch_of_full_blocks_is_padded_unless_it_would_pass_the_token_limit() -> None:
     blocks = (replace(VERIFY, num_candidates=2),) * 3
     limits = replace(LIMITS, max_batch_size=8, max_num_tokens=12)
-    batch = StepBatch(requests=blocks, num_draft_tokens=2)
-    assert full_block_shape(batch, limits) == decode_shape(4, 2)
-    assert full_block_shape(batch, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
-    assert full_block_shape(replace(batch, num_draft_tokens=3), limits) == exact_shape(
-        replace(batch, num_draft_tokens=3)
-    )
+    plan = plan_of(StepBatch(requests=blocks, num_draft_tokens=2))
+    assert full_block_shape(plan, limits) == decode_shape(4, 2)
+    assert full_block_shape(plan, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
+    wider = replace(plan, num_draft_tokens=3)
+    assert full_block_shape(wider, limits) == exact_shape(wider)
 
 
-def test_every_step_input_comes_from_a_request_or_from_the_layout_of_the_batch() -> None:
+def test_every_step_input_comes_from_the_plan_or_is_assembled() -> None:
     names = {item.name for item in fields(StepInputs)}
     assert names == {tensor.name for tensor in STEP_INPUTS}
-    assert {tensor.name for tensor in STEP_INPUTS if tensor.source is None} == set(_FROM_LAYOUT)
+    assert {tensor.name for tensor in PLAN_INPUTS} | set(ASSEMBLED) == names | {"slot_ids", "token_rows"}

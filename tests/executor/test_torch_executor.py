@@ -6,7 +6,7 @@ import torch
 
 from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, states_of
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
 from tests.engines import decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 
@@ -65,7 +65,7 @@ def test_bfloat16_decodes_with_drafts_as_without(pair):
 def test_a_batch_beyond_the_limits_is_a_bug_and_says_so(pair):
     executor = make_executor(*pair)
     with pytest.raises(AssertionError):
-        executor.step(StepBatch(requests=(part((1,) * 9, 0, 0),), num_draft_tokens=3))  # two pages hold 8 tokens
+        run_batch(executor, StepBatch(requests=(part((1,) * 9, 0, 0),), num_draft_tokens=3))  # two pages hold 8 tokens
 
 
 def test_pages_cost_memory_only_once_they_are_written(pair):

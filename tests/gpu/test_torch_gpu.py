@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from dflash_trt.backends.graphs import GraphCache, waits_raise
-from dflash_trt.core.batch import StepBatch, StepSampling
+from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
-from dflash_trt.executor.pipelined import PipelinedExecutor
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels import test_step_on_kernels as steps
 from tests.kernels.test_step_on_kernels import LOGPROB_TOLERANCE, PAGE_SIZE, assert_same, next_batch, prefill
@@ -45,10 +44,10 @@ def generate(executor, sampling, num_steps, *, num_draft_tokens=NUM_DRAFT_TOKENS
     """The results of a prefill and so many verify steps of two requests."""
     requests = two_prompts(sampling)
     batch = StepBatch(requests=requests, num_draft_tokens=num_draft_tokens)
-    results = [executor.step(batch)]
+    results = [run_batch(executor, batch)]
     for _ in range(num_steps):
         batch = next_batch(batch, results[-1], num_candidates=lambda r: num_draft_tokens)
-        results.append(executor.step(batch))
+        results.append(run_batch(executor, batch))
     return results
 
 
@@ -64,7 +63,7 @@ def test_a_changed_weight_is_noticed(executors):
     """The negative control of the test above."""
     reference, executor = executors
     executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
-    found, expected = (generate(x, StepSampling(), 0)[0].requests[0].logprobs for x in (executor, reference))
+    found, expected = (generate(x, StepSampling(), 0)[0][0].logprobs for x in (executor, reference))
     assert found != pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
 
@@ -81,9 +80,9 @@ def test_enqueueing_a_step_never_waits_for_the_device(executors):
     """PyTorch raises on operations of its own that would wait; gpu_visit counts the waits of a whole step."""
     reference, executor = executors
     batch = StepBatch(requests=(prefill("a", 7, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
-    result = executor.step(batch)
+    result = run_batch(executor, batch)
     verify = next_batch(batch, result, num_candidates=lambda r: NUM_DRAFT_TOKENS)
-    executor.step(verify)
+    run_batch(executor, verify)
     executor.graphs = GraphCache(None)
     executor.wait()
     with waits_raise():
@@ -92,34 +91,20 @@ def test_enqueueing_a_step_never_waits_for_the_device(executors):
         with pytest.raises(RuntimeError, match="synchroniz"):
             torch.ones(1, device=DEVICE).item()  # the mode is on
     executor.wait()
-    assert_same(executor.step(batch), reference.step(batch))
+    assert_same(run_batch(executor, batch), run_batch(reference, batch))
 
 
-def test_steps_follow_on_the_device(executors):
-    reference, executor = executors
-    expected = generate(reference, StepSampling(), 5)
-    generate(executor, StepSampling(), 1)
-    assert_same(executor.follow(4), expected[-1])
-
-
-def test_the_overlapped_loop_gives_the_same_tokens(executors):
+def test_chained_steps_are_submitted_before_results_are_read(executors):
     reference, executor = executors
     expected = generate(reference, StepSampling(), 4)
-    requests = two_prompts(StepSampling())
-    pipeline = PipelinedExecutor(executor)
-    handle = None
-    rows = requests
-    results = []
-    for _ in expected:
-        submitted = pipeline.submit(steps.planned(rows), after=handle)
-        if handle is not None:
-            results.append(handle.result()[1])
-        handle = submitted
-        rows = tuple(steps.follow_up(request) for request in requests)
-    results.append(handle.result()[1])
-    pipeline.close()
-    for found, want in zip(results, expected, strict=True):
-        assert_same(found, want)
+    batch = StepBatch(requests=two_prompts(StepSampling()), num_draft_tokens=NUM_DRAFT_TOKENS)
+    prefilled = executor.submit(plan_of(batch))
+    verify = plan_of(next_batch(batch, expected[0], num_candidates=lambda r: NUM_DRAFT_TOKENS))
+    handles = [prefilled]
+    for found in range(4):
+        handles.append(executor.submit(chained(verify)))
+        assert_same(request_results(handles[found].result()), expected[found])
+    assert_same(request_results(handles[4].result()), expected[4])
 
 
 def test_speculation_does_not_change_greedy_text(executors):
@@ -127,7 +112,7 @@ def test_speculation_does_not_change_greedy_text(executors):
     texts = []
     for num_draft_tokens, num_steps in ((0, 12), (NUM_DRAFT_TOKENS, 12)):
         results = generate(executor, StepSampling(), num_steps, num_draft_tokens=num_draft_tokens)
-        texts.append([token for result in results for token in result.requests[0].emitted_tokens][:12])
+        texts.append([token for result in results for token in result[0].emitted_tokens][:12])
     assert texts[0] == texts[1]
 
 
@@ -156,12 +141,9 @@ def test_a_bfloat16_engine_steps_and_stays_finite(pair):
     )
     exact = steps.make_executors(pair, DEVICE)[0]
     found, expected = (generate(x, StepSampling(), 0)[0] for x in (executor, exact))
-    for row, other in zip(found.requests, expected.requests, strict=True):
+    for row, other in zip(found, expected, strict=True):
         # Log probabilities of the same or of a nearly as likely token; bfloat16 keeps 3 digits. Not measured.
         assert row.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.2)
     assert all(
-        logprob <= 0
-        for result in generate(executor, steps.SAMPLED, 6)
-        for row in result.requests
-        for logprob in row.logprobs
+        logprob <= 0 for result in generate(executor, steps.SAMPLED, 6) for row in result for logprob in row.logprobs
     )

@@ -16,7 +16,8 @@ from dflash_trt.backends.padding import (
     warm_shapes,
 )
 from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
-from dflash_trt.core.batch import ExecutorLimits, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
+from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from tests.reference_inputs import reference_inputs
@@ -41,10 +42,14 @@ def batch_of(*requests, num_draft_tokens=3):
     return StepBatch(requests=requests, num_draft_tokens=num_draft_tokens)
 
 
+def shape_of(batch, limits):
+    return step_shape(plan_of(batch), limits)
+
+
 @pytest.mark.parametrize(("num_requests", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)])
 def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
     blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_requests)]
-    shape = step_shape(batch_of(*blocks), LIMITS)
+    shape = shape_of(batch_of(*blocks), LIMITS)
     assert shape == StepShape(
         num_requests=bucket, num_tokens=bucket * 4, num_draft_tokens=3, is_decode=True, has_graph=True
     )
@@ -52,8 +57,8 @@ def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
 
 def test_blocks_with_fewer_candidates_share_the_shape():
     full, some, none = (request(n + 1, context_len=9, num_candidates=n, first_page=n) for n in (3, 1, 0))
-    assert step_shape(batch_of(full, some), LIMITS) == step_shape(batch_of(none, none), LIMITS)
-    assert step_shape(batch_of(none, num_draft_tokens=0), LIMITS).num_tokens == 1
+    assert shape_of(batch_of(full, some), LIMITS) == shape_of(batch_of(none, none), LIMITS)
+    assert shape_of(batch_of(none, num_draft_tokens=0), LIMITS).num_tokens == 1
 
 
 LARGE = replace(LIMITS, max_num_tokens=2048, max_seq_len=2048, max_batch_size=64)
@@ -74,7 +79,7 @@ WIDE = replace(LARGE, max_batch_size=128, max_draft_len=7)
 )
 def test_a_step_with_a_prefill_chunk_runs_in_a_bucket_of_tokens(num_blocks, chunk, num_requests, num_tokens):
     blocks = [request(4, context_len=9, num_candidates=3, first_page=10 * r) for r in range(num_blocks)]
-    shape = step_shape(batch_of(*blocks, request(chunk)), LARGE)
+    shape = shape_of(batch_of(*blocks, request(chunk)), LARGE)
     assert shape == StepShape(
         num_requests=num_requests,
         num_tokens=num_tokens,
@@ -85,7 +90,7 @@ def test_a_step_with_a_prefill_chunk_runs_in_a_bucket_of_tokens(num_blocks, chun
 
 
 def test_no_bucket_has_more_tokens_than_a_step_may_have():
-    shape = step_shape(batch_of(request(4, context_len=9, num_candidates=3), request(7)), LIMITS)
+    shape = shape_of(batch_of(request(4, context_len=9, num_candidates=3), request(7)), LIMITS)
     assert shape == StepShape(num_requests=2, num_tokens=40, num_draft_tokens=3, is_decode=False, has_graph=True)
 
 
@@ -97,7 +102,7 @@ def test_every_step_of_a_graph_with_a_prefill_chunk_has_a_shape_that_can_be_made
     for num_blocks in range(limits.max_batch_size):
         blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_blocks)]
         for chunk in range(5, limits.max_num_tokens - 4 * num_blocks + 1, 37):
-            shape = step_shape(batch_of(*blocks, request(chunk), num_draft_tokens=k), limits)
+            shape = shape_of(batch_of(*blocks, request(chunk), num_draft_tokens=k), limits)
             assert shape in shapes or shape.is_decode or not shape.has_graph
             assert shape.num_tokens >= 4 * num_blocks + chunk
 
@@ -107,7 +112,7 @@ def test_every_batch_of_verify_blocks_has_a_shape_that_can_be_made_ahead():
     assert [shape.num_requests for shape in shapes] == [1, 2, 4, 6]
     for num_requests in range(1, LIMITS.max_batch_size + 1):
         blocks = [request(3, context_len=9, num_candidates=2, first_page=4 * r) for r in range(num_requests)]
-        assert step_shape(batch_of(*blocks, num_draft_tokens=2), LIMITS) in shapes
+        assert shape_of(batch_of(*blocks, num_draft_tokens=2), LIMITS) in shapes
 
 
 POLICIES = {
@@ -126,8 +131,8 @@ def test_every_verify_step_that_a_policy_may_choose_is_captured_ahead(name):
     for num_requests in range(1, limits.max_batch_size + 1):
         for k in {min(k, 7) for k in POLICIES[name].lengths}:
             blocks = [request(k + 1, context_len=9, num_candidates=k, first_page=4 * r) for r in range(num_requests)]
-            assert step_shape(batch_of(*blocks, num_draft_tokens=k), limits) in shapes
-            mixed = step_shape(batch_of(*blocks[1:], request(20), num_draft_tokens=k), limits)
+            assert shape_of(batch_of(*blocks, num_draft_tokens=k), limits) in shapes
+            mixed = shape_of(batch_of(*blocks[1:], request(20), num_draft_tokens=k), limits)
             same_kernels = {(s.num_requests, s.num_draft_tokens) for s in shapes if not s.is_decode}
             assert (mixed.num_requests, k) in same_kernels or not mixed.has_graph
 
@@ -152,19 +157,24 @@ class Copy:
 @pytest.mark.parametrize(("is_over", "calls"), [(True, ["query"]), (False, ["query", "synchronize"])])
 def test_inputs_are_overwritten_only_when_their_copy_is_over(is_over, calls):
     staging = InputStaging(LIMITS, CPU)
-    staging._copied = Copy(is_over=is_over)
+    copied = Copy(is_over=is_over)
+    for _ in range(3):
+        staging.stage(plan_of(batch_of(request(4))), shape_of(batch_of(request(4)), LIMITS))
+        staging._host.copied = copied
+    copied.calls.clear()
     batch = batch_of(request(4))
-    staging.stage(batch, step_shape(batch, LIMITS))
-    assert staging._copied.calls == calls
-    staging.upload(step_shape(batch, LIMITS))
-    assert staging._copied.calls == [*calls, "record"]
+    staging.stage(plan_of(batch), shape_of(batch, LIMITS))
+    assert copied.calls == calls
+    staging.upload()
+    assert copied.calls == [*calls, "record"]
 
 
 def staged(batch, staging=None):
-    shape = step_shape(batch, LIMITS)
+    shape = shape_of(batch, LIMITS)
     staging = staging or InputStaging(LIMITS, CPU)
-    staging.stage(batch, shape)
-    staging.upload(shape)
+    staging.stage(plan_of(batch), shape)
+    staging.upload()
+    staging.assemble(shape)
     return shape, staging.inputs(shape)
 
 
@@ -214,14 +224,30 @@ def test_addresses_belong_to_a_shape():
     assert all(address % 16 == 0 for address in addresses)
 
 
-def test_a_growing_request_rewrites_only_its_new_pages():
+def test_the_device_gets_changes_of_its_page_table_only():
     staging = InputStaging(LIMITS, CPU)
-    _, inputs = staged(batch_of(request(1, context_len=8)), staging)
-    staging._packer.host.flat["page_table"][0] = 77  # a page it holds already: must not be written again
-    _, inputs = staged(batch_of(request(1, context_len=12)), staging)
-    assert inputs.page_table[0, :4].tolist() == [77, 1, 2, 3]
-    _, inputs = staged(batch_of(request(1, context_len=12, first_page=5)), staging)
-    assert inputs.page_table[0, :4].tolist() == [5, 6, 7, 8]
+    plan = plan_of(batch_of(request(1, context_len=12)))
+    updates = plan.page_updates
+    staging.slots.page_table.fill_(77)
+    for columns in (slice(0, 2), slice(2, 4), slice(4, 4)):
+        part = PageUpdates(
+            slots=updates.slots[columns], columns=updates.columns[columns], page_ids=updates.page_ids[columns]
+        )
+        staging.stage(replace(plan, page_updates=part), step_shape(plan, LIMITS))
+        staging.upload()
+        stop = columns.stop
+        assert staging.slots.page_table[0].tolist() == [*range(stop), *[77] * (LIMITS.max_pages - stop)]
+    assert (staging.slots.page_table[1:] == 77).all()
+
+
+def test_results_of_two_steps_may_be_on_their_way_at_once():
+    results = ResultStaging(LIMITS, CPU)
+    shape = shape_of(batch_of(request(4)), LIMITS)
+    on_their_way = []
+    for number in range(3):
+        results.outputs(shape)[0].next_context_lens.fill_(number)
+        on_their_way.append(results.download(shape, num_requests=1, has_drafts=True))
+    assert [result.read().next_context_lens.tolist() for result in on_their_way] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3])
@@ -242,10 +268,10 @@ def test_results_come_back_without_the_padding(num_draft_tokens):
     outputs.bonus_tokens.fill_(5)
     outputs.next_context_lens.copy_(torch.arange(4) + 50)
     drafts.copy_(torch.arange(4 * num_draft_tokens).view(4, num_draft_tokens) + 900)
-    results.download()
+    result = results.download(shape, num_requests=2, has_drafts=num_draft_tokens > 0)
     for tensor in (outputs.emitted_tokens, drafts):
         tensor.fill_(-1)  # the next step may write while the host reads
-    first, second = results.read(shape, num_requests=2).requests
+    first, second = request_results(result.read())
     assert first.emitted_tokens == (0,) and first.next_context_len == 50
     assert second.emitted_tokens == tuple(range(width, 2 * width))
     assert second.logprobs == tuple(-i / 8 for i in range(width, 2 * width))

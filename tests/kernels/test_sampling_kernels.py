@@ -11,7 +11,6 @@ from dflash_trt.backends.torch.philox import uniform
 from dflash_trt.kernels.sampling import LIST_CAPACITY, TILE
 from dflash_trt.kernels.sampling_launch import (
     SamplingInputs,
-    advance,
     allocate_outputs,
     allocate_workspace,
     draft_block,
@@ -291,7 +290,7 @@ def test_a_prefill_chunk_beside_verify_blocks_gives_one_token():
     assert outputs.num_accepted[0] == 0 and outputs.next_context_lens[0] == inputs.context_lens[0] + 9
 
 
-def test_the_next_step_s_inputs_are_made_on_the_device():
+def test_the_draft_block_s_inputs_are_made_on_the_device():
     inputs = make_inputs([(0.0, 0, 1.0, 0.0, 0)] * 3, width=4)
     outputs = run_kernels(make_logits(12, 300), inputs)
     outputs = moved(outputs, DEVICE)
@@ -300,12 +299,3 @@ def test_the_next_step_s_inputs_are_made_on_the_device():
     assert token_ids.tolist() == [[bonus, 99, 99, 99] for bonus in outputs.bonus_tokens.tolist()]
     starts = outputs.next_context_lens.tolist()
     assert positions.tolist() == [[start + slot for slot in range(4)] for start in starts]
-
-    drafts = torch.arange(9, dtype=torch.int32, device=DEVICE).view(3, 3)
-    context_lens = torch.empty(3, dtype=torch.int32, device=DEVICE)
-    advance(outputs, drafts, token_ids=token_ids, positions=positions.zero_(), context_lens=context_lens)
-    assert token_ids.tolist() == [
-        [bonus, *row] for bonus, row in zip(outputs.bonus_tokens.tolist(), drafts.tolist(), strict=True)
-    ]
-    assert positions.tolist() == [[start + slot for slot in range(4)] for start in starts]
-    assert context_lens.tolist() == starts

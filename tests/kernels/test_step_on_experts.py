@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda import ops as torch_gpu_ops
-from dflash_trt.core.batch import StepBatch, StepSampling
+from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import (
     LOGPROB_TOLERANCE,
@@ -52,16 +52,16 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     reference, executor = make_executors(make_pair(tmp_path, "gpt_oss"), device)
     executor._asks_host = not has_grouped_gemm or device.type != "cpu"
     batch, expected = start(reference)
-    assert_same(executor.step(batch), expected)
+    assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=(2, 1).__getitem__)
-    expected = reference.step(batch)
-    assert_same(executor.step(batch), expected)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
     is_grouped = has_grouped_gemm and device.type == "cpu"
     late = prefill("late", 3, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
-    expected = reference.step(batch)
-    assert_same(executor.step(batch), expected)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
     assert set(ways) == ({"run_grouped_experts"} if is_grouped else {"run_all_experts", "run_chosen_experts"})
 
 
@@ -72,11 +72,11 @@ def test_a_changed_expert_or_sink_is_noticed(tmp_path: Path, device: torch.devic
     layer = executor.network.target_weights.layers[1]
     sinks = layer.mixer.sinks
     batch = StepBatch(requests=(prefill("greedy", 3, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
-    expected = reference.step(batch).requests[0].logprobs[0]
+    expected = run_batch(reference, batch)[0].logprobs[0]
     for perturbed in [layer.feed_forward.down] + ([] if sinks is None else [sinks]):
         original = perturbed.clone()
         perturbed.add_(0.1)
-        assert abs(executor.step(batch).requests[0].logprobs[0] - expected) > 10 * LOGPROB_TOLERANCE
+        assert abs(run_batch(executor, batch)[0].logprobs[0] - expected) > 10 * LOGPROB_TOLERANCE
         perturbed.copy_(original)
-    found = executor.step(batch).requests[0]
+    found = run_batch(executor, batch)[0]
     assert found.logprobs[0] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)

@@ -20,15 +20,22 @@ from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepResult, StepSampling
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepSampling,
+    chained,
+    plan_of,
+    request_results,
+    run_batch,
+)
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states, engine_weights
-from dflash_trt.core.planned_step import FollowUp, PlannedStep
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.weight_spec import is_linear, segments_of
-from dflash_trt.executor.pipelined import PipelinedExecutor
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import engine_tensors, split_quantized
 from dflash_trt.formats.registry import weight_format as known_format
@@ -119,10 +126,12 @@ def prefill(name: str, length: int, sampling: StepSampling, *, first_page: int, 
     )
 
 
-def next_batch(batch: StepBatch, result: StepResult, *, num_candidates: Callable[[int], int]) -> StepBatch:
+def next_batch(
+    batch: StepBatch, result: tuple[RequestResult, ...], *, num_candidates: Callable[[int], int]
+) -> StepBatch:
     """Every request verifies some of its drafts."""
     rows = []
-    for r, (request, row) in enumerate(zip(batch.requests, result.requests, strict=True)):
+    for r, (request, row) in enumerate(zip(batch.requests, result, strict=True)):
         count = min(num_candidates(r), len(row.draft_tokens))
         rows.append(
             ScheduledRequest(
@@ -137,21 +146,21 @@ def next_batch(batch: StepBatch, result: StepResult, *, num_candidates: Callable
     return StepBatch(requests=tuple(rows), num_draft_tokens=batch.num_draft_tokens)
 
 
-def assert_same(found: StepResult, expected: StepResult) -> None:
-    for row, other in zip(found.requests, expected.requests, strict=True):
+def assert_same(found: tuple[RequestResult, ...], expected: tuple[RequestResult, ...]) -> None:
+    for row, other in zip(found, expected, strict=True):
         assert row.emitted_tokens == other.emitted_tokens
         assert row.draft_tokens == other.draft_tokens
         assert (row.num_accepted, row.next_context_len) == (other.num_accepted, other.next_context_len)
         assert row.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE)
 
 
-def start(executor: Executor) -> tuple[StepBatch, StepResult]:
+def start(executor: Executor) -> tuple[StepBatch, tuple[RequestResult, ...]]:
     requests = (
         prefill("greedy", 6, StepSampling(), first_page=0),  # more than a page
         prefill("sampled", 3, SAMPLED, first_page=10),
     )
     batch = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS)
-    return batch, executor.step(batch)
+    return batch, run_batch(executor, batch)
 
 
 def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
@@ -161,19 +170,19 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     for pages in executor.pages:
         pages.fill_(torch.nan)  # as another request may have left them
     batch, expected = start(reference)
-    assert_same(executor.step(batch), expected)
+    assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
-    expected = reference.step(batch)
-    assert_same(executor.step(batch), expected)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
     late = prefill("late", 5, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks of 0 and 1 drafts
     batch = next_batch(batch, expected, num_candidates=(0, 1).__getitem__)
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
-    expected = reference.step(batch)
-    assert_same(executor.step(batch), expected)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=lambda r: 0)
     batch = StepBatch(requests=batch.requests[:1], num_draft_tokens=0)  # no drafts, but the draft context is fed
-    expected = reference.step(batch)
-    assert_same(executor.step(batch), expected)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
 
 
 @pytest.mark.parametrize("is_anchored", [True, False])
@@ -199,20 +208,20 @@ def test_windows_from_the_anchor_and_a_tap_on_the_last_layer_reach_the_kernels(
 
         monkeypatch.setattr(torch_attention, "_block_bias", unanchored)
     batch = StepBatch(requests=(prefill("a", 7, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
-    found, expected = (each.step(batch) for each in (executor, reference))
-    drafts = [[row.draft_tokens for row in result.requests] for result in (found, expected)]
+    found, expected = (run_batch(each, batch) for each in (executor, reference))
+    drafts = [[row.draft_tokens for row in result] for result in (found, expected)]
     assert (drafts[0] == drafts[1]) == is_anchored
 
 
 def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
     reference, executor = make_executors(pair, device, has_fp8=True)
     batch = StepBatch(requests=(prefill("a", 5, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
-    found, expected = executor.step(batch), reference.step(batch)
-    assert found.requests[0].emitted_tokens == expected.requests[0].emitted_tokens
-    assert found.requests[0].draft_tokens == expected.requests[0].draft_tokens
-    error = abs(found.requests[0].logprobs[0] - expected.requests[0].logprobs[0])
-    plain = make_executors(pair, device)[0].step(batch).requests[0].logprobs[0]
-    assert error < FP8_LOGPROB_TOLERANCE < abs(found.requests[0].logprobs[0] - plain)
+    found, expected = run_batch(executor, batch), run_batch(reference, batch)
+    assert found[0].emitted_tokens == expected[0].emitted_tokens
+    assert found[0].draft_tokens == expected[0].draft_tokens
+    error = abs(found[0].logprobs[0] - expected[0].logprobs[0])
+    plain = run_batch(make_executors(pair, device)[0], batch)[0].logprobs[0]
+    assert error < FP8_LOGPROB_TOLERANCE < abs(found[0].logprobs[0] - plain)
 
 
 def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.device) -> None:
@@ -224,26 +233,10 @@ def test_a_changed_weight_is_noticed(pair: tuple[Path, Path], device: torch.devi
     executor.network.target_weights.layers[1].mlp_norm.mul_(1.01)
     request = prefill("greedy", 3, StepSampling(), first_page=0)
     batch = StepBatch(requests=(request,), num_draft_tokens=NUM_DRAFT_TOKENS)
-    found, expected = executor.step(batch), reference.step(batch)
-    assert [row.draft_tokens for row in found.requests] != [row.draft_tokens for row in expected.requests]
-    logprobs = [row.logprobs[0] for row in found.requests]
-    assert logprobs != pytest.approx([row.logprobs[0] for row in expected.requests], abs=LOGPROB_TOLERANCE)
-
-
-def planned(rows: tuple[ScheduledRequest | FollowUp, ...]) -> PlannedStep:
-    return PlannedStep(rows=rows, num_draft_tokens=NUM_DRAFT_TOKENS, page_size=PAGE_SIZE)
-
-
-def follow_up(request: ScheduledRequest) -> FollowUp:
-    """Verify all drafts of the step before, whatever it emits."""
-    return FollowUp(
-        request_id=request.request_id,
-        max_candidates=NUM_DRAFT_TOKENS,
-        num_remaining=1000,
-        stop_token_ids=frozenset(),
-        page_ids=request.page_ids,
-        sampling=request.sampling,
-    )
+    found, expected = run_batch(executor, batch), run_batch(reference, batch)
+    assert [row.draft_tokens for row in found] != [row.draft_tokens for row in expected]
+    logprobs = [row.logprobs[0] for row in found]
+    assert logprobs != pytest.approx([row.logprobs[0] for row in expected], abs=LOGPROB_TOLERANCE)
 
 
 def test_steps_are_captured_once_then_replayed_and_may_follow_on_the_device(
@@ -267,16 +260,12 @@ def test_steps_are_captured_once_then_replayed_and_may_follow_on_the_device(
     assert all(bool((pool == 7.0).all()) for pool in executor.pages)  # padding alone touches no page
 
     batch, expected = start(reference)
-    pipeline = PipelinedExecutor(executor)  # the overlapped loop: the second step is planned before the first is over
-    prefilled = pipeline.submit(planned(batch.requests), after=None)
-    verified = pipeline.submit(planned(tuple(follow_up(request) for request in batch.requests)), after=prefilled)
-    assert_same(prefilled.result()[1], expected)
-    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
-    expected = reference.step(batch)
-    assert_same(verified.result()[1], expected)
-    pipeline.close()
-    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
-    assert_same(executor.follow(1), reference.step(batch))
+    prefilled = executor.submit(plan_of(batch)).result()
+    assert_same(request_results(prefilled), expected)
+    for _ in range(3):  # steps that the host fills in with nothing but their layout
+        batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+        expected = run_batch(reference, batch)
+        assert_same(request_results(executor.submit(chained(plan_of(batch))).result()), expected)
     assert executor.graphs.num_graphs == 1
     assert device.type == "cuda" or len(captured) == 1
 
@@ -293,7 +282,7 @@ def test_prefill_chunks_of_one_bucket_share_a_graph(pair: tuple[Path, Path], dev
     for length in (6, 5):  # as many tokens as the graph has rows for, and fewer
         requests = (prefill("a", length, StepSampling(), first_page=0), prefill("b", 4, SAMPLED, first_page=10))
         batch = StepBatch(requests=requests, num_draft_tokens=NUM_DRAFT_TOKENS)
-        assert_same(executor.step(batch), reference.step(batch))
+        assert_same(run_batch(executor, batch), run_batch(reference, batch))
     assert executor.graphs.num_graphs == 1
 
 
@@ -329,7 +318,7 @@ def test_an_engine_directory_opens_on_a_device(pair: tuple[Path, Path], device: 
     reference = TorchExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 22))
     assert executor.limits == reference.limits and executor.page_plan == reference.page_plan
     batch = StepBatch(requests=(prefill("a", 3, SAMPLED, first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
-    assert_same(executor.step(batch), reference.step(batch))
+    assert_same(run_batch(executor, batch), run_batch(reference, batch))
     plain = TorchGpuExecutor.open(engine, RuntimeConfig(use_drafter=False, kv_cache_bytes=1 << 22), device=device)
     assert plain.limits.max_draft_len == 0
     with pytest.raises(ConfigError, match="kv_cache_free_memory_fraction: expected a number"):
@@ -347,15 +336,15 @@ def test_fp8_pages_of_target_and_drafter_give_the_tokens_of_plain_pytorch(
     reference, executor = make_executors(pair, device, pages=pages)
     exact, _ = make_executors(pair, device)
     batch, expected = start(reference)
-    found, unrounded = executor.step(batch), exact.step(batch)
+    found, unrounded = run_batch(executor, batch), run_batch(exact, batch)
     for is_last in (False, True):
-        for row, other in zip(found.requests, expected.requests, strict=True):
+        for row, other in zip(found, expected, strict=True):
             assert (row.emitted_tokens, row.draft_tokens) == (other.emitted_tokens, other.draft_tokens)
             assert row.logprobs == pytest.approx(other.logprobs, abs=FP8_LOGPROB_TOLERANCE)
         if not is_last:
             batch = next_batch(batch, expected, num_candidates=lambda r: 2)
-            found, expected, unrounded = (each.step(batch) for each in (executor, reference, exact))
-    assert found.requests[0].logprobs != pytest.approx(unrounded.requests[0].logprobs, abs=1e-6), "the pages are FP8"
+            found, expected, unrounded = (run_batch(each, batch) for each in (executor, reference, exact))
+    assert found[0].logprobs != pytest.approx(unrounded[0].logprobs, abs=1e-6), "the pages are FP8"
     assert {tensor.dtype for tensor in executor.pages} == {torch.float8_e4m3fn}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflash_trt.backends.step_inputs import step_inputs, step_result
 from dflash_trt.backends.torch.sampling import filtered_weights, sample_and_accept
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, request_results
 from dflash_trt.core.request import MAX_SEED, SamplingParams
 from dflash_trt.network.step import StepOutputs
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
@@ -37,7 +37,7 @@ def run(logits: torch.Tensor, samplings: list[StepSampling], *, num_candidates: 
         for index, sampling in enumerate(samplings)
     )
     inputs = step_inputs(StepBatch(requests=rows, num_draft_tokens=num_candidates))
-    return step_result(StepOutputs(acceptance=sample_and_accept(logits, inputs), draft_tokens=None)).requests
+    return request_results(step_result(StepOutputs(acceptance=sample_and_accept(logits, inputs), draft_tokens=None)))
 
 
 def likely(logits: torch.Tensor, params: SamplingParams, margin: float) -> set[int]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_trt.core.batch import StepBatch
+from dflash_trt.core.batch import StepBatch, run_batch
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
 from tests.parity.test_transformers import NUM_NEW, PROMPT, SMALL_VOCAB, tiny_target, transformers_tokens
@@ -50,7 +50,7 @@ def together(executor, num_draft_tokens: int) -> list[Decoding]:
         if not live:
             break
         parts = [run.verify_part(num_draft_tokens) if run.tokens else run.prefill_part(5) for run in live]
-        results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens)).requests
+        results = run_batch(executor, StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens))
         for run, part, result in zip(live, parts, results, strict=True):
             run.take(part, result)
     return runs

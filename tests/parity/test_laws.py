@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_trt.backends.torch import sampling as torch_sampling
-from dflash_trt.core.batch import StepBatch, StepSampling
+from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 
@@ -41,7 +41,7 @@ def decode_together(executor, samplings, *, num_draft_tokens, chunk):
         if not live:
             return runs
         parts = [run.verify_part(num_draft_tokens) if run.tokens else run.prefill_part(chunk) for run in live]
-        results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens)).requests
+        results = run_batch(executor, StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens))
         for run, part, result in zip(live, parts, results, strict=True):
             run.take(part, result)
     raise AssertionError
@@ -71,7 +71,7 @@ def test_drafting_resumes_after_steps_without_drafts(executor):
     paused = Decoding(executor, PROMPTS[1], tuple(range(14)))
     for k in (5, 5, 0, 0, 5, 5):
         part = paused.verify_part(min(k, len(paused.drafts))) if paused.tokens else paused.prefill_part(100)
-        paused.take(part, executor.step(StepBatch(requests=(part,), num_draft_tokens=k)).requests[0])
+        paused.take(part, run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=k))[0])
     last_block = paused.blocks[-1]
     anchor_position = paused.context_len - paused.num_accepted[-1] - 1
     assert len(last_block) == 6
@@ -98,7 +98,7 @@ def sampled_counts(executor, num_draft_tokens, cells, *, num_samples=3200):
         ]
         while live := [run for run in runs if len(run.tokens) < 3]:
             parts = [run.verify_part(num_draft_tokens) if run.tokens else run.prefill_part(9) for run in live]
-            results = executor.step(StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens)).requests
+            results = run_batch(executor, StepBatch(requests=tuple(parts), num_draft_tokens=num_draft_tokens))
             for run, part, result in zip(live, parts, results, strict=True):
                 run.take(part, result)
         for run in runs:

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from dflash_trt.core.batch import ExecutorLimits, RequestResult, StepBatch, StepResult, StepSampling
-from dflash_trt.core.planned_step import PlannedStep, results_by_id
+from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.request import Request, SamplingParams, TokenEvent
+from dflash_trt.core.step_plan import ExecutorLimits, StepHandle
 from dflash_trt.executor.fake import DraftRule, FakeExecutor, always_right
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
 
 
@@ -59,8 +60,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
         self.now = 0.0
-        self._planned: list[PlannedStep] = []
-        self._previous: dict[str, RequestResult] = {}
+        self._planned: list[tuple[PlannedStep, StepHandle | None]] = []
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
@@ -74,21 +74,19 @@ class Driver:
     def step(self) -> list[TokenEvent]:
         """One turn of the plain loop."""
         assert not self._planned
-        batch = self.scheduler.schedule(self.now)
-        self.scheduler.check_integrity()
-        return self._commit(batch, self._run(batch))
+        self._submit()
+        return self._commit()
 
     def step_ahead(self) -> list[TokenEvent]:
-        """One turn of the overlapped loop: the next step is planned, then the older one runs and is committed."""
+        """One turn of the chained loop: the next step is planned and submitted, then the older one is committed."""
         while len(self._planned) < 2:
-            self._planned.append(self.scheduler.plan(self.now))
-            self.scheduler.check_integrity()
-        return self._run_oldest()
+            self._submit()
+        return self._commit()
 
     def land(self) -> None:
         """Run and commit whatever is planned."""
         while self._planned:
-            self._run_oldest()
+            self._commit()
 
     def run(self, *, ahead: bool = False, max_steps: int = 2000) -> None:
         """Step until every request has ended."""
@@ -102,17 +100,14 @@ class Driver:
         self.land()
         assert not self.scheduler.has_work, "the requests do not come to an end"
 
-    def _run_oldest(self) -> list[TokenEvent]:
-        batch = self._planned.pop(0).resolve(self._previous)
-        result = self._run(batch)
-        self._previous = results_by_id(batch, result)
-        return self._commit(batch, result)
+    def _submit(self) -> None:
+        step = self.scheduler.plan(self.now)
+        self.scheduler.check_integrity()
+        self._planned.append((step, self.executor.submit(step.plan) if step.sequences else None))
 
-    def _run(self, batch: StepBatch) -> StepResult:
-        return self.executor.step(batch) if batch.requests else StepResult(requests=())
-
-    def _commit(self, batch: StepBatch, result: StepResult) -> list[TokenEvent]:
-        events = self.scheduler.commit(batch, result)
+    def _commit(self) -> list[TokenEvent]:
+        step, handle = self._planned.pop(0)
+        events = self.scheduler.commit(step, None if handle is None else handle.result())
         self.scheduler.check_integrity()
         self._take(events)
         return events

@@ -86,8 +86,8 @@ def test_the_real_loop_teaches_the_policy() -> None:
     driver = Driver(Scheduler(limits, policy=policy), executor)
     driver.add(make_request("r", max_new_tokens=390))
     while driver.scheduler.has_work:
-        batch = driver.scheduler.schedule()
-        driver.scheduler.commit(batch, executor.step(batch), elapsed_s=gpu_cost_s(1, 7, 7))
+        step = driver.scheduler.plan()
+        driver.scheduler.commit(step, executor.submit(step.plan).result(), elapsed_s=gpu_cost_s(1, 7, 7))
     assert policy.choose(1) == 7
 
 

@@ -1,15 +1,16 @@
 """Rows that cannot be taken in: their request ends, the others and the scheduler's state are unharmed."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch
 from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
 from dflash_trt.scheduler.draft_length import StepObservation
+from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.sequence import Sequence
 from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
@@ -23,9 +24,8 @@ class OverflowingExecutor(FakeExecutor):
 
     from_position = 9
 
-    def step(self, batch: StepBatch) -> StepResult:
-        results = super().step(batch).requests
-        return StepResult(requests=tuple(map(self._overflowed, batch.requests, results)))
+    def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+        return tuple(map(self._overflowed, batch.requests, super().run_rows(batch)))
 
     def _overflowed(self, row: ScheduledRequest, result: RequestResult) -> RequestResult:
         num_good = max(0, self.from_position - (result.next_context_len - result.num_accepted - 1))
@@ -110,76 +110,44 @@ def silent() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def raising_before(method: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(self: Any, *arguments: Any) -> Any:
-        if any(getattr(argument, "request_id", None) == "bad" for argument in (self, *arguments)):
-            raise ValueError("not today")
-        return method(self, *arguments)
-
-    return wrapper
-
-
-def raising_after(method: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(self: Any, *arguments: Any) -> Any:
-        result = method(self, *arguments)
-        if any(getattr(argument, "request_id", None) == "bad" for argument in (self, *arguments)):
-            raise ValueError("not today")
-        return result
-
-    return wrapper
-
-
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("fault", [raising_before, raising_after])
-@pytest.mark.parametrize("place", ["append", "advance", "keep_full_pages"])
-def test_a_commit_that_raises_for_one_request_ends_that_request_alone(
-    place: str, fault: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_page_that_cannot_be_cached_costs_no_request_a_token(
+    is_after: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = make_driver(draft_rule=right_with_probability(0.7))
     requests = [make_request(name, (7, 8, index)) for index, name in enumerate(NAMES)]
     for request in requests:
         driver.add(request)
     driver.step()
-    owner = Sequence if place != "keep_full_pages" else type(driver.scheduler._request_pool)
-    monkeypatch.setattr(owner, place, fault(getattr(owner, place)))
+    keep = RequestPool.keep_full_pages
+
+    def failing(pool: RequestPool, sequence: Sequence) -> None:
+        if is_after or sequence.request_id != "bad":
+            keep(pool, sequence)
+        if sequence.request_id == "bad":
+            raise ValueError("not today")
+
+    monkeypatch.setattr(RequestPool, "keep_full_pages", failing)
     driver.run(ahead=ahead)
-    assert driver.finish_reasons == {"first": "length", "bad": "error", "last": "length"}
-    assert error_of(driver) == "ValueError: not today"
-    for request in (requests[0], requests[2]):
+    assert driver.finish_reasons == dict.fromkeys(NAMES, "length")
+    for request in requests:
         assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
-    statistics = driver.scheduler.statistics()
-    assert statistics.num_finished == {"length": 2, "error": 1}
     assert driver.scheduler.num_pages_in_use == 0
-    driver.finish_reasons.clear()
-    driver.add(make_request("good", (7, 8, 9)))  # the name may be used again, too
-    driver.run(ahead=ahead)
 
 
 @pytest.mark.usefixtures("silent")
-@pytest.mark.parametrize("value", [None, "1", 1.5])
-def test_a_result_of_wrong_types_ends_its_request_alone(value: Any) -> None:
-    driver = make_driver()
-    for name in NAMES:
-        driver.add(make_request(name))
-    batch = driver.scheduler.schedule()
-    results = list(driver.executor.step(batch).requests)
-    results[1] = replace(results[1], num_accepted=value)
-    events = driver.scheduler.commit(batch, StepResult(requests=tuple(results)))
-    driver.scheduler.check_integrity()
-    assert [event.finish_reason for event in events] == [None, "error", None]
-
-
-@pytest.mark.usefixtures("silent")
-def test_a_row_that_raises_does_not_end_a_new_request_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_breaks_the_contract_does_not_end_a_new_request_of_its_name() -> None:
     driver = make_driver()
     driver.add(make_request("bad"))
-    batch = driver.scheduler.schedule()
-    result = replace(driver.executor.step(batch).requests[0], num_accepted=9)
+    step = driver.scheduler.plan()
+    result = driver.executor.submit(step.plan).result()
+    result.num_accepted[0] = 9
     driver.cancel("bad")
     driver.finish_reasons.clear()
     driver.add(make_request("bad"))
-    assert driver.scheduler.commit(batch, StepResult(requests=(result,))) == []
+    assert driver.scheduler.commit(step, result) == []
     driver.run()
     assert driver.finish_reasons == {"bad": "length"}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.executor.fake import FakeExecutor, always_wrong, right_with_probability
 from tests.scheduler.driver import make_limits
 
@@ -20,7 +20,7 @@ def make_row(**changes: object) -> ScheduledRequest:
 
 
 def run(executor: FakeExecutor, row: ScheduledRequest, num_draft_tokens: int = 3) -> RequestResult:
-    return executor.step(StepBatch(requests=(row,), num_draft_tokens=num_draft_tokens)).requests[0]
+    return run_batch(executor, StepBatch(requests=(row,), num_draft_tokens=num_draft_tokens))[0]
 
 
 def verify(executor: FakeExecutor, prefill: RequestResult, **changes: object) -> RequestResult:
@@ -100,7 +100,7 @@ def test_a_seed_matters_only_when_sampling() -> None:
         ({"page_ids": (3,)}, "do not cover"),
         ({"page_ids": (3, 3)}, "appears twice"),
         ({"page_ids": (3, 99)}, "no such page"),
-        ({"context_len": 62, "page_ids": tuple(range(17))}, "beyond max_seq_len"),
+        ({"context_len": 66, "page_ids": tuple(range(18))}, "beyond max_positions"),
         ({"token_ids": (5, 997)}, "no such token"),
         ({"num_candidates": 4}, "more candidates than K"),
     ],
@@ -113,4 +113,4 @@ def test_a_row_that_breaks_the_contract_is_refused(changes: dict[str, object], m
 def test_two_rows_must_not_write_the_same_place() -> None:
     rows = (make_row(), make_row(request_id="other"))
     with pytest.raises(AssertionError, match="writes where another"):
-        FakeExecutor(make_limits()).step(StepBatch(requests=rows, num_draft_tokens=0))
+        run_batch(FakeExecutor(make_limits()), StepBatch(requests=rows, num_draft_tokens=0))

@@ -59,7 +59,7 @@ def test_requests_whose_prompts_the_step_has_no_tokens_for_keep_waiting(num_toke
     driver = make_driver(make_limits(max_num_tokens=8))
     for name in "abc":
         driver.add(make_request(name, range(num_tokens)))
-    driver.scheduler.schedule()
+    driver.scheduler.plan()
     assert driver.scheduler.num_running == num_admitted
 
 
@@ -106,8 +106,8 @@ def test_the_policy_is_asked_for_those_that_decode_and_told_of_what_ran() -> Non
     driver.step()
     driver.add(make_request("b", range(30), max_new_tokens=20))
     driver.step()
-    batch = driver.scheduler.schedule()
-    driver.scheduler.commit(batch, driver.executor.step(batch), elapsed_s=0.25)
+    step = driver.scheduler.plan()
+    driver.scheduler.commit(step, driver.executor.submit(step.plan).result(), elapsed_s=0.25)
     assert policy.batch_sizes == [0, 1, 1]
     first, second, third = policy.steps
     assert (first.num_decoding, first.num_prefill_tokens, first.verified) == (0, 3, ())

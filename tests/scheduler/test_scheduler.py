@@ -1,7 +1,5 @@
 """What the scheduler decides: who runs, with how many tokens and drafts."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,23 +243,18 @@ def test_nothing_is_planned_behind_a_step_that_certainly_ends_the_request() -> N
     driver = make_driver()
     driver.add(make_request("r", max_new_tokens=1))
     first, second = driver.scheduler.plan(), driver.scheduler.plan()
-    assert len(first.rows) == 1 and second.rows == ()
+    assert len(first.sequences) == 1 and second.sequences == []
 
 
-def test_a_step_that_emits_more_than_is_allowed_is_cut() -> None:
-    """A device that fills in follow-ups itself may verify more drafts than can still be emitted."""
-    driver = make_driver()
-    request = make_request("r", max_new_tokens=3)
-    driver.add(request)
-    driver.step()
-    batch = driver.scheduler.schedule()
-    (row,) = batch.requests
-    right = driver.executor.target.generate((1, 2, 3), 8)
-    wide = replace(row, token_ids=(right[0], *right[1:6]), num_candidates=5, page_ids=tuple(range(10, 14)))
-    for slot, value in list(driver.executor._target_kv.items()):
-        driver.executor._target_kv[slot[0] + 10, slot[1]] = value
-    wide_batch = replace(batch, requests=(wide,), num_draft_tokens=5)
-    (event,) = driver.scheduler.commit(wide_batch, driver.executor.step(wide_batch))
-    assert event.num_accepted == 5
-    assert list(event.token_ids) == right[1:3]
-    assert event.finish_reason == "length"
+@pytest.mark.parametrize("max_new_tokens", range(2, 16))
+def test_a_chained_row_may_verify_more_than_can_be_emitted_and_is_cut(max_new_tokens: int) -> None:
+    """It is planned when nobody knows how much the row before it emits."""
+    plain, chained = make_driver(num_draft_tokens=4), make_driver(num_draft_tokens=4)
+    for driver in (plain, chained):
+        driver.add(make_request("r", max_new_tokens=max_new_tokens))
+        driver.run(ahead=driver is chained)
+        assert driver.tokens["r"] == driver.executor.target.generate((1, 2, 3), max_new_tokens)
+        assert driver.finish_reasons["r"] == "length"
+        for event in driver.events:
+            assert event.num_accepted <= event.num_candidates
+            assert len(event.token_ids) <= event.num_accepted + 1, "no event counts drafts that could not be emitted"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, StepResult
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.executor.fake import always_wrong
 from tests.scheduler.driver import expected_tokens, make_driver, make_limits, make_request
@@ -99,41 +98,40 @@ def test_a_cancelled_request_is_gone_at_once_whether_it_waits_or_runs() -> None:
 def test_what_a_step_gave_a_request_cancelled_meanwhile_is_dropped() -> None:
     driver = make_driver()
     driver.add(make_request("r"))
-    batch = driver.scheduler.schedule()
+    step = driver.scheduler.plan()
     driver.cancel("r")
-    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    assert driver.scheduler.commit(step, driver.executor.submit(step.plan).result()) == []
     driver.scheduler.check_integrity()
 
 
 def test_a_new_request_may_take_the_id_of_one_cancelled_in_flight() -> None:
     driver = make_driver()
     driver.add(make_request("r", (1, 2, 3)))
-    batch = driver.scheduler.schedule()
+    step = driver.scheduler.plan()
     driver.cancel("r")
     driver.finish_reasons.clear()
     request = make_request("r", (4, 5))
     driver.add(request)
-    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    assert driver.scheduler.commit(step, driver.executor.submit(step.plan).result()) == []
     driver.tokens.clear()
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
 
 
-def test_a_result_that_breaks_the_contract_fails_its_request_only() -> None:
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [("num_accepted", 1), ("num_accepted", -1), ("next_context_lens", 1), ("next_context_lens", -1)],
+)
+def test_a_result_that_breaks_the_contract_fails_its_request_only(field: str, change: int) -> None:
     driver = make_driver()
     for name in ("bad", "good"):
         driver.add(make_request(name))
-    batch = driver.scheduler.schedule()
-    results = list(driver.executor.step(batch).requests)
-    results[0] = RequestResult(
-        emitted_tokens=(1, 2),
-        logprobs=(),
-        num_accepted=0,
-        draft_tokens=(),
-        next_context_len=results[0].next_context_len,
-    )
-    bad, good = driver.scheduler.commit(batch, StepResult(requests=tuple(results)))
-    assert bad.finish_reason == "error" and "2 emitted tokens with num_accepted 0" in str(bad.error)
+    step = driver.scheduler.plan()
+    result = driver.executor.submit(step.plan).result()
+    getattr(result, field)[0] += change
+    bad, good = driver.scheduler.commit(step, result)
+    driver.scheduler.check_integrity()
+    assert bad.finish_reason == "error" and "expected a result that follows the step contract" in str(bad.error)
     assert good.finish_reason is None and good.token_ids
 
 

@@ -83,7 +83,8 @@ def test_each_statistic_counts_its_own_thing() -> None:
     counted = asdict(driver.scheduler.statistics())
     verified = [event for event in driver.events if event.num_candidates]
     steps = [batch.num_draft_tokens for batch in driver.executor.batches]
-    in_use = len({page for s in driver.scheduler._request_pool.running for page in s.page_ids})
+    pool = driver.scheduler._request_pool
+    in_use = len({page for sequence in pool.running for page in pool.page_ids(sequence)})
     expected = {
         "num_arrivals": 7,
         "num_finished": {"length": 2},
@@ -147,33 +148,34 @@ def test_a_chunk_of_a_prompt_that_was_preempted_meanwhile_gives_no_token() -> No
     driver = make_driver(make_limits(max_num_tokens=8))
     request = make_request("r", range(20))
     driver.add(request)
-    batch = driver.scheduler.schedule()
+    step = driver.scheduler.plan()
     assert driver.scheduler.preempt("r")
-    assert driver.scheduler.commit(batch, driver.executor.step(batch)) == []
+    assert driver.scheduler.commit(step, driver.executor.submit(step.plan).result()) == []
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)
 
 
-def test_nothing_is_computed_after_a_stop_token() -> None:
-    """The step that was planned behind it leaves the request out."""
+def test_one_row_at_most_is_computed_after_a_stop_token() -> None:
+    """That of the step which was submitted behind it."""
     driver = make_driver(draft_rule=always_wrong)
     plain = driver.executor.target.generate((1, 2, 3), 12)
     driver.add(make_request("r", max_new_tokens=50, stop_token_ids=[plain[4]]))
     driver.run(ahead=True)
     assert driver.tokens["r"] == plain[:5]
-    assert len(driver.executor.batches) == 5
+    assert len(driver.executor.batches) == 5 + 1
 
 
 def test_a_request_never_holds_more_pages_than_its_longest_text_needs() -> None:
+    """A chained row is planned for the longest outcome of the row before it, which may be past the end."""
     for is_ahead in (False, True):
-        driver = make_driver(enable_prefix_caching=False, draft_rule=always_wrong)
+        driver = make_driver(enable_prefix_caching=False, draft_rule=always_wrong, num_draft_tokens=4)
         driver.add(make_request("r", range(6), max_new_tokens=6))  # 12 positions: 3 pages
         most = 0
         while driver.scheduler.has_work:
             driver.step_ahead() if is_ahead else driver.step()
             most = max(most, driver.scheduler.num_pages_in_use)
         driver.land()
-        assert most == 3
+        assert most == 3 + is_ahead
 
 
 # Order
@@ -227,9 +229,9 @@ def test_a_request_sent_back_while_its_step_runs_waits_for_the_end_of_that_step(
     driver.add(request)
     running = driver.scheduler.plan()
     assert driver.scheduler.preempt("r")
-    assert driver.scheduler.plan().rows == ()
-    batch = running.resolve({})
-    driver._take(driver.scheduler.commit(batch, driver.executor.step(batch)))
-    driver.scheduler.abandon()
+    behind = driver.scheduler.plan()
+    assert behind.sequences == []
+    driver._take(driver.scheduler.commit(running, driver.executor.submit(running.plan).result()))
+    driver.scheduler.commit(behind, None)
     driver.run()
     assert driver.tokens["r"] == expected_tokens(driver.executor, request)

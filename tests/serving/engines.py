@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, StepBatch
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -38,10 +39,10 @@ class GatedExecutor(FakeExecutor):
         self.entered = threading.Event()
         self.gate = threading.Semaphore(0)
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         self.entered.set()
         assert self.gate.acquire(timeout=30), "the test forgot to let a step run"
-        return super().step(batch)
+        return super().run_rows(batch)
 
     def open(self) -> None:
         """Let every step run from now on."""

@@ -2,13 +2,15 @@
 
 import gc
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dflash_trt.core.batch import RequestResult, StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, StepBatch, result_of
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import GenerationOutput
+from dflash_trt.core.step_plan import FinishedStep, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.scheduler.driver import expected_tokens, make_limits, make_request
@@ -109,8 +111,8 @@ def test_tokens_that_cannot_be_made_text_fail_their_request_only() -> None:
 class BrokenExecutor(FakeExecutor):
     """Answers with too few rows, which no executor may: a bug, not a failing device."""
 
-    def step(self, batch: StepBatch) -> StepResult:
-        return StepResult(requests=())
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        return FinishedStep(lambda: result_of((), num_draft_tokens=plan.num_draft_tokens))
 
 
 def test_a_bug_that_kills_the_loop_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,14 +130,11 @@ def test_a_bug_that_kills_the_loop_leaves_nobody_waiting(caplog: pytest.LogCaptu
 
 def test_a_malformed_result_fails_its_request_alone() -> None:
     class Careless(FakeExecutor):
-        def step(self, batch: StepBatch) -> StepResult:
-            results = list(super().step(batch).requests)
-            for index, row in enumerate(batch.requests):
-                if row.request_id == "bad":
-                    results[index] = RequestResult(
-                        emitted_tokens=(), logprobs=(), num_accepted=0, draft_tokens=(), next_context_len=0
-                    )
-            return StepResult(requests=tuple(results))
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
+            rows = zip(batch.requests, super().run_rows(batch), strict=True)
+            return tuple(
+                replace(result, next_context_len=0) if row.request_id == "bad" else result for row, result in rows
+            )
 
     executor = Careless(make_limits())
     loop = make_loop(executor)

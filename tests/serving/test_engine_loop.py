@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -38,7 +38,7 @@ def test_the_overlapped_loop_plans_before_the_running_step_is_over(loops: list[E
     stream = loop.submit(make_request("r", max_new_tokens=30))
     loop.start()
     assert executor.entered.wait(WAIT_S)
-    until(lambda: len(scheduler._flights) == 2)
+    until(lambda: len(scheduler._planned) == 2)
     executor.open()
     assert stream.result(WAIT_S).finish_reason == "length"
 
@@ -238,9 +238,9 @@ def test_statistics_tell_times_and_counts() -> None:
     clock = Clock()
 
     class SlowExecutor(FakeExecutor):
-        def step(self, batch: StepBatch) -> StepResult:
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
             clock.now += 0.5
-            return super().step(batch)
+            return super().run_rows(batch)
 
     executor = SlowExecutor(make_limits(max_batch_size=1))
     loop = make_loop(executor, clock=clock)
@@ -272,12 +272,12 @@ def test_the_lock_is_free_while_the_device_runs(tmp_path: Path) -> None:
     loop: EngineLoop
 
     class Asking(FakeExecutor):
-        def step(self, batch: StepBatch) -> StepResult:
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
             asked = threading.Thread(target=loop.statistics)
             asked.start()
             asked.join(WAIT_S)
             assert not asked.is_alive(), "statistics wait for the device"
-            return super().step(batch)
+            return super().run_rows(batch)
 
     loop = make_loop(Asking(make_limits()))
     stream = loop.submit(make_request("r"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.request import GenerationOutput, Request, SamplingParams
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.scheduler.draft_length import StepObservation
@@ -40,11 +40,11 @@ class Listener:
 class SlowExecutor(FakeExecutor):
     """Each step takes `STEP_S`; the one that has request "bad" fails."""
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         time.sleep(STEP_S)
         if any(row.request_id == "bad" for row in batch.requests):
             raise RuntimeError("no")
-        return super().step(batch)
+        return super().run_rows(batch)
 
 
 def test_the_policy_learns_how_long_each_step_took(overlaps: bool) -> None:
@@ -107,10 +107,10 @@ def test_generate_returns_when_the_engine_dies(overlaps: bool) -> None:
 
 def test_each_failed_row_is_told_its_own_reason(overlaps: bool) -> None:
     class Particular(FakeExecutor):
-        def step(self, batch: StepBatch) -> StepResult:
+        def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
             if bad := [row.request_id for row in batch.requests if row.request_id.startswith("bad")]:
                 raise ValueError(f"cannot compute {', '.join(bad)}")
-            return super().step(batch)
+            return super().run_rows(batch)
 
     loop = make_loop(Particular(make_limits(), vocab_size=VOCAB_SIZE), overlaps=overlaps)
     streams = {name: loop.submit(make_request(name)) for name in ("bad 1", "good", "bad 2", "bad 3")}

@@ -22,10 +22,11 @@ from dflash_trt.backends.tensorrt.network import (
 )
 from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
@@ -134,14 +135,19 @@ class InterpretedExecutor:
             num_pages=num_pages,
         )
         self._spec = spec
+        self._slots = SlotMirror()
         self._interpreter = defined.interpreter(plugins)
         self.state = {
             tensor.name: torch.zeros(num_pages, *tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
             for tensor in state_of(spec)
         }
 
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        return FinishedStep(lambda: self._step(plan))
+
     @torch.inference_mode()
-    def step(self, batch: StepBatch) -> StepResult:
+    def _step(self, plan: StepPlan) -> StepResult:
+        batch = self._slots.assemble(plan, page_size=self.limits.page_size)
         least = 1 if self._spec.has_drafts else 0
         num_draft_tokens = max(batch.num_draft_tokens, least)
         inputs = step_inputs(StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens))
@@ -159,4 +165,6 @@ class InterpretedExecutor:
             next_context_lens=outputs["next_context_lens"],
         )
         drafts = outputs.get("draft_tokens") if batch.num_draft_tokens else None
-        return step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))
+        result = step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))
+        self._slots.store(plan, request_results(result))
+        return result

@@ -14,8 +14,9 @@ from dflash_trt.backends.tensorrt.executor import DECODE, MIXED, TensorRTExecuto
 from dflash_trt.backends.tensorrt.module import load_tensorrt
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.self_test import qualify
-from dflash_trt.core.batch import ExecutorLimits, StepBatch
+from dflash_trt.core.batch import StepBatch, chained, plan_of, request_results, run_batch
 from dflash_trt.core.errors import BuildError, EngineDirError
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from tests.engines import PAGE_SIZE, Decoding, make_executor
@@ -103,7 +104,7 @@ def decoding_pair(executor):
     runs = [Decoding(executor, [5, 9, 2], tuple(range(12))), Decoding(executor, [7, 1], tuple(range(12, 24)))]
     for run in runs:
         part = run.prefill_part(8)
-        run.take(part, executor.step(StepBatch(requests=(part,), num_draft_tokens=3)).requests[0])
+        run.take(part, run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=3))[0])
     return runs
 
 
@@ -115,13 +116,13 @@ def test_a_step_fed_on_the_device_equals_one_fed_by_the_host(trt, pair):
         steps = []
         for step in range(3):
             parts = [run.verify_part(3) for run in runs]
+            plan = plan_of(StepBatch(requests=tuple(parts), num_draft_tokens=3))
             if feeds_itself and step > 0:
-                answer = ours.follow()
-            else:
-                answer = ours.step(StepBatch(requests=tuple(parts), num_draft_tokens=3))
-            for run, part, result in zip(runs, parts, answer.requests, strict=True):
+                plan = chained(plan)
+            rows = request_results(ours.submit(plan).result())
+            for run, part, result in zip(runs, parts, rows, strict=True):
                 run.take(part, result)
-            steps.append(answer.requests)
+            steps.append(rows)
         results.append(integers(steps))
     assert results[0] == results[1]
 
@@ -131,11 +132,11 @@ def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
     ours, engine = make_ours(trt, pair)
     run = Decoding(ours, [5, 9, 2], tuple(range(12)))
     part = run.prefill_part(8)
-    run.take(part, ours.step(StepBatch(requests=(part,), num_draft_tokens=3)).requests[0])
+    run.take(part, run_batch(ours, StepBatch(requests=(part,), num_draft_tokens=3))[0])
     for pages in ours._buffers.state.values():
         pages[12:] = 42.0
     block = run.verify_part(3)
-    ours.step(StepBatch(requests=(block, block, block), num_draft_tokens=3))
+    run_batch(ours, StepBatch(requests=(block, block, block), num_draft_tokens=3))
     assert engine.contexts[DECODE].shapes["context_lens"] == (4,)
     for pages in ours._buffers.state.values():
         assert (pages[12:-1] == 42.0).all()

@@ -20,8 +20,8 @@ from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.backends.staging import InputStaging, ResultStaging
-from dflash_trt.backends.step_inputs import check_batch, sequence_batch
+from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
+from dflash_trt.backends.step_inputs import check_plan, sequence_batch
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -32,12 +32,13 @@ from dflash_trt.backends.torch.loading import (
 )
 from dflash_trt.backends.torch.moe import has_grouped_gemm
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.core.batch import StepBatch, StepResult
+from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
-from dflash_trt.kernels.sampling_launch import SamplingOutputs, advance
+from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
@@ -51,7 +52,13 @@ FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for act
 
 
 class TorchGpuExecutor:
-    """Implements `core.batch.StepExecutor`. Owns pages and staging memory; weights must be on `device` already."""
+    """Implements `core.step_plan.StepExecutor`. Owns pages, slots and staging memory; weights are on `device` already.
+
+    An error of a GPU is sticky: nothing runs after it in this process.
+    """
+
+    has_queue = True
+    can_retry = False
 
     def __init__(
         self,
@@ -71,7 +78,7 @@ class TorchGpuExecutor:
         """
         assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
-        _check_sizes(max_batch_size, page_plan.max_seq_len + max_draft_len, page_plan.page_size)
+        _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
         self.network = with_linears(network, prepare_device_linear)
         self.limits = limits_of(
@@ -99,11 +106,11 @@ class TorchGpuExecutor:
         # Experts without a grouped GEMM: a prefill step had better ask the host which are chosen than run all.
         has_experts = network.target.num_expert_layers > 0
         self._asks_host = has_experts and not has_grouped_gemm(network.target_weights.embedding)
+        self._device = device
         self._staging = InputStaging(self.limits, device)
         self._results = ResultStaging(self.limits, device)
         self._stream = _new_stream(device)
         self.graphs = GraphCache(None if self._stream is None else CudaCapture(self._stream))
-        self._last: tuple[StepShape, int] | None = None  # of verify blocks with all their drafts: for `follow`
 
     @classmethod
     def open(
@@ -150,42 +157,17 @@ class TorchGpuExecutor:
         return executor
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch) -> StepResult:
-        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
-        check_batch(batch, self.limits)
-        shape = step_shape(batch, self.limits)
-        self._staging.stage(batch, shape)
+    def submit(self, plan: StepPlan) -> StagedStep:
+        """Put one step on the stream. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        check_plan(plan, self.limits)
+        shape = step_shape(plan, self.limits)
+        self._staging.stage(plan, shape)
         with self.on_stream():
-            self._staging.upload(shape)
+            started = new_timer(self._device)
+            self._staging.upload()
             self._run(shape)
-            self._results.download()
-        drafts_are_full = all(len(r.token_ids) == shape.width == r.num_candidates + 1 for r in batch.requests)
-        self._last = (shape, len(batch.requests)) if shape.is_decode and drafts_are_full else None
-        return self._results.read(shape, num_requests=len(batch.requests))
-
-    @torch.inference_mode()
-    def follow(self, num_steps: int = 1) -> StepResult:
-        """Repeat the last step on its own outputs so many times, without the host in between; the last result.
-
-        It was of verify blocks with all K drafts, and so are these. The caller has made sure that pages suffice.
-        """
-        assert self._last is not None and num_steps > 0, "the last step was not of full verify blocks"
-        shape, num_requests = self._last
-        assert shape.num_draft_tokens > 0, "a step without drafts has nothing to hand over"
-        inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
-        blocks = (shape.num_requests, shape.width)
-        with self.on_stream():
-            for _ in range(num_steps):
-                advance(
-                    outputs,
-                    drafts,
-                    token_ids=inputs.token_ids.view(blocks),
-                    positions=inputs.positions.view(blocks),
-                    context_lens=inputs.context_lens,
-                )
-                self._run(shape)
-            self._results.download()
-        return self._results.read(shape, num_requests=num_requests)
+            result = self._results.download(shape, num_requests=plan.num_requests, has_drafts=plan.num_draft_tokens > 0)
+        return StagedStep(result, started)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
@@ -197,9 +179,9 @@ class TorchGpuExecutor:
             if not self._is_captured(shape):
                 continue
             for _ in range(2):  # run, capture
-                self._staging.stage(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens), shape)
+                self._staging.stage(plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens)), shape)
                 with self.on_stream():
-                    self._staging.upload(shape)
+                    self._staging.upload()
                     self._run(shape)
         self.wait()
 
@@ -209,11 +191,12 @@ class TorchGpuExecutor:
 
         Waits for the copy of the inputs before, and for nothing else.
         """
-        check_batch(batch, self.limits)
-        shape = step_shape(batch, self.limits)
-        self._staging.stage(batch, shape)
+        plan = plan_of(batch)
+        check_plan(plan, self.limits)
+        shape = step_shape(plan, self.limits)
+        self._staging.stage(plan, shape)
         with self.on_stream():
-            self._staging.upload(shape)
+            self._staging.upload()
             for _ in range(times):
                 self._run(shape)
 
@@ -233,9 +216,10 @@ class TorchGpuExecutor:
         num_tokens = len(token_ids)
         assert 0 < num_tokens <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
         shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False, has_graph=False)
-        self._staging.stage(sequence_batch(token_ids, page_size=self.limits.page_size), shape)
+        self._staging.stage(plan_of(sequence_batch(token_ids, page_size=self.limits.page_size)), shape)
         with self.on_stream():
-            self._staging.upload(shape)
+            self._staging.upload()
+            self._staging.assemble(shape)
             inputs = self._staging.inputs(shape)
             ops: Any = TorchGpuOps(inputs, self._resources, may_ask_host=True, num_draft_tokens=0, ranks=self._ranks)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
@@ -252,6 +236,7 @@ class TorchGpuExecutor:
 
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
+        self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         ops: Any = TorchGpuOps(
             inputs,
@@ -264,6 +249,7 @@ class TorchGpuExecutor:
         result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
+        self._staging.store(shape, outputs.bonus_tokens, result.draft_tokens, outputs.next_context_lens)
 
     def _outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Tensor]:
         acceptance, drafts = self._results.outputs(shape)

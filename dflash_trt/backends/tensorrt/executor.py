@@ -17,13 +17,14 @@ from torch import Tensor
 from dflash_trt.backends.graphs import CudaCapture, GraphCache, WarmCapture
 from dflash_trt.backends.padding import StepShape, full_block_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.backends.step_inputs import check_batch
+from dflash_trt.backends.staging import StagedStep, new_timer
+from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.tensorrt.buffers import StepBuffers
 from dflash_trt.backends.tensorrt.context import ProfileContext
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import PluginMode
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
+from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
@@ -35,7 +36,13 @@ _FREE_MEMORY_FRACTION = 0.9
 
 
 class TensorRTExecutor:
-    """Implements `core.batch.StepExecutor` over a deserialized engine. Owns the pages."""
+    """Implements `core.step_plan.StepExecutor` over a deserialized engine. Owns the pages and the slots.
+
+    An error of a GPU is sticky: nothing runs after it in this process.
+    """
+
+    has_queue = True
+    can_retry = False
 
     def __init__(
         self, engine: Any, spec: StepNetworkSpec, limits: ExecutorLimits, *, plugins: PluginMode, device: torch.device
@@ -60,7 +67,6 @@ class TensorRTExecutor:
             ProfileContext(engine, index, self._buffers, self._stream, is_in_place=self._is_in_place)
             for index in (DECODE, MIXED)
         ]
-        self._last: tuple[StepShape, int] | None = None  # of verify blocks, with the requests of it: for `follow`
 
     @classmethod
     def open(
@@ -102,39 +108,24 @@ class TensorRTExecutor:
         return executor
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch) -> StepResult:
-        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted.
+    def submit(self, plan: StepPlan) -> StagedStep:
+        """Put one step on the stream. Shapes and limits are the caller's duty, so a violation is a bug and asserted.
 
         An engine with a drafter drafts a token at least, whether or not it was asked for.
         """
-        check_batch(batch, self.limits)
-        num_drafts = max(batch.num_draft_tokens, 1) if self._spec.has_drafts else 0
-        given = StepBatch(requests=batch.requests, num_draft_tokens=num_drafts)
+        check_plan(plan, self.limits)
+        num_drafts = max(plan.num_draft_tokens, 1) if self._spec.has_drafts else 0
+        given = replace(plan, num_draft_tokens=num_drafts)
         shape = full_block_shape(given, self.limits)
         self._buffers.staging.stage(given, shape)
         with self._on_stream():
-            self._buffers.staging.upload(shape)
+            started = new_timer(self._buffers.device)
+            self._buffers.staging.upload()
             self._run(shape)
-            self._buffers.results.download()
-        self._last = (shape, len(batch.requests)) if shape.is_decode else None
-        return self._buffers.results.read(
-            shape, num_requests=len(batch.requests), has_drafts=batch.num_draft_tokens > 0
-        )
-
-    @torch.inference_mode()
-    def follow(self) -> StepResult:
-        """Repeat the last step, which was of verify blocks only, on its own outputs, without the host in between.
-
-        Every request verifies all K drafts; the caller has made sure that its pages reach that far.
-        """
-        assert self._last is not None, "the last step was not of verify blocks only"
-        shape, num_requests = self._last
-        assert shape.num_draft_tokens > 0, "a step without drafts has nothing to hand over"
-        with self._on_stream():
-            self._buffers.advance(shape)
-            self._run(shape)
-            self._buffers.results.download()
-        return self._buffers.results.read(shape, num_requests=num_requests)
+            result = self._buffers.results.download(
+                shape, num_requests=plan.num_requests, has_drafts=plan.num_draft_tokens > 0
+            )
+        return StagedStep(result, started)
 
     def close(self) -> None:
         """Give engine, contexts and pages back to the device at once, whoever still holds the executor.
@@ -160,9 +151,15 @@ class TensorRTExecutor:
         for pages in (*self._buffers.state.values(), *self._written.values()):
             pages.fill_(value)
 
-    def _run(self, shape: StepShape) -> None:
+    def _enqueue(self, shape: StepShape) -> None:
+        """The launches of a step; what a CUDA graph holds."""
         context = self._contexts[DECODE if shape.is_decode else MIXED]
-        enqueue = partial(context.enqueue, self._buffers.shapes(shape), written=self._written)
+        self._buffers.staging.assemble(shape)
+        context.enqueue(self._buffers.shapes(shape), written=self._written)
+        self._buffers.store(shape)
+
+    def _run(self, shape: StepShape) -> None:
+        enqueue = partial(self._enqueue, shape)
         if shape.has_graph:
             self.graphs.run(shape, enqueue)
         else:

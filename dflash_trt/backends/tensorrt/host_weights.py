@@ -34,7 +34,7 @@ def host_quantized(quantized: AbcMapping[str, QuantizedWeight[Tensor]]) -> dict[
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
     """cos and sin of each decoder up to the last position a draft block may reach, in the network's dtype."""
     decoders = [spec.target] if spec.draft is None else [spec.draft, spec.target]
-    num_positions = max_seq_len + spec.max_draft_len + 1
+    num_positions = max_seq_len + 2 * spec.max_draft_len + 1
     tables = {}
     for i, rotary in enumerate({rotary: None for decoder in decoders for rotary in decoder.rotaries}):
         cos, sin = make_rope_table(rotary, num_positions=num_positions, dtype=torch_dtype(spec.dtype))

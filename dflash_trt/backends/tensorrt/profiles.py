@@ -68,7 +68,7 @@ def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 
 def max_pages_per_sequence(limits: EngineLimits) -> int:
-    return -(-limits.max_seq_len // limits.page_size)
+    return -(-(limits.max_seq_len + limits.max_draft_len) // limits.page_size)
 
 
 def max_pool_pages(limits: EngineLimits) -> int:

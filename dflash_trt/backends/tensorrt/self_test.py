@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepExecutor, StepSampling
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    StepBatch,
+    StepSampling,
+    chained,
+    plan_of,
+    request_results,
+    run_batch,
+)
+from dflash_trt.core.step_plan import StepExecutor
 
 CANARY = 40.0  # exact in every type that pages have
 _NUM_STEPS = 12
@@ -68,7 +78,7 @@ def qualify(reference: StepExecutor, engine: TensorRTExecutor, *, vocab_size: in
         ("greedy tokens, prefill chunks beside verify blocks", lambda: _compare(reference, engine, vocab_size, GREEDY)),
         ("sampled tokens, every filter", lambda: _compare(reference, engine, vocab_size, SAMPLED)),
         ("repeated decode shapes (CUDA graphs)", lambda: _repeat(reference, engine, vocab_size)),
-        ("hand-over on the device", lambda: _follow(reference, engine, vocab_size)),
+        ("chained steps", lambda: _chain(reference, engine, vocab_size)),
         ("pages of others stay untouched (canary)", lambda: _canary(engine, vocab_size)),
     ]
     for name, check in checks:
@@ -113,7 +123,7 @@ def _run(
                 token = (drive.drafts[spoiled] + 1) % vocab_size
                 drive.drafts = (*drive.drafts[:spoiled], token, *drive.drafts[spoiled + 1 :])
         parts = tuple(drive.part(num_draft_tokens=num_draft_tokens, chunk=6) for drive in live)
-        results = executor.step(StepBatch(requests=parts, num_draft_tokens=num_draft_tokens)).requests
+        results = run_batch(executor, StepBatch(requests=parts, num_draft_tokens=num_draft_tokens))
         for drive, result in zip(live, results, strict=True):
             drive.take(result)
         steps.append(results)
@@ -137,16 +147,15 @@ def _repeat(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> s
     return _must_be_equal(expected, found)
 
 
-def _follow(reference: StepExecutor, engine: TensorRTExecutor, vocab_size: int) -> str:
-    if engine.limits.max_draft_len == 0:
-        return "the engine drafts nothing; nothing to hand over"
+def _chain(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> str:
+    """The last steps are submitted before their results are read, and take their tokens from the slot."""
+    num_drafts = engine.limits.max_draft_len
     [ours] = drives = _drives(vocab_size, GREEDY[:1])
     expected = _run(reference, _drives(vocab_size, GREEDY[:1]), vocab_size, spoils=False, num_steps=5)
     found = _run(engine, drives, vocab_size, spoils=False, num_steps=3)
-    for _ in range(2):
-        results = engine.follow().requests
-        ours.take(results[0])
-        found.append(results)
+    given = plan_of(StepBatch(requests=(ours.part(num_draft_tokens=num_drafts, chunk=6),), num_draft_tokens=num_drafts))
+    handles = [engine.submit(chained(given)) for _ in range(2)]
+    found += [request_results(handle.result()) for handle in handles]
     return _must_be_equal(expected, found)
 
 

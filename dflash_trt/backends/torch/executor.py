@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
-from dflash_trt.backends.step_inputs import StepPacker, check_batch, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.slots import DeviceSlots
+from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -26,8 +27,8 @@ from dflash_trt.backends.torch.moe import separated
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
-from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 
 class TorchExecutor:
-    """Implements `core.batch.StepExecutor`. Owns the pages; knows nothing of requests beyond one step."""
+    """Implements `core.step_plan.StepExecutor`. Owns the pages and the slots."""
+
+    has_queue = False
+    can_retry = True
 
     def __init__(
         self,
@@ -65,12 +69,13 @@ class TorchExecutor:
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
         )
-        num_positions = page_plan.max_seq_len + self.limits.max_draft_len + 1  # a draft block may reach past the end
+        num_positions = self.limits.max_positions + self.limits.max_draft_len + 1  # a draft block reaches further
         dtype = activation_dtype(network)
         self._rope_tables = {
             rotary: make_rope_table(rotary, num_positions=num_positions, dtype=dtype) for rotary in rotaries_of(network)
         }
-        self._packer = StepPacker.of_limits(self.limits)
+        self._inputs = HostInputs(self.limits)
+        self._slots = DeviceSlots(self.limits)
         states = states_of(network, quantization)
         self._state = allocate_state(states, num_pages=page_plan.num_pages, page_size=page_plan.page_size)
 
@@ -102,15 +107,20 @@ class TorchExecutor:
             ranks=ranks,
         )
 
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        """Run one step at once. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
+        return FinishedStep(lambda: self._run(plan))
+
     @torch.inference_mode()
-    def step(self, batch: StepBatch) -> StepResult:
-        """Run one step. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
-        check_batch(batch, self.limits)
-        shape = exact_shape(batch)
-        self._packer.pack(batch, shape)
-        inputs = self._packer.host.inputs(shape)
-        ops = self._ops(inputs, num_draft_tokens=batch.num_draft_tokens)
-        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=batch.num_draft_tokens)
+    def _run(self, plan: StepPlan) -> StepResult:
+        check_plan(plan, self.limits)
+        inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
+        ops = self._ops(inputs, num_draft_tokens=plan.num_draft_tokens)
+        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=plan.num_draft_tokens)
+        acceptance = outputs.acceptance
+        self._slots.store(
+            torch.from_numpy(plan.slot_ids), acceptance.bonus_tokens, outputs.draft_tokens, acceptance.next_context_lens
+        )
         return step_result(outputs)
 
     @torch.inference_mode()

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.core.batch import ExecutorLimits
 from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -21,6 +20,7 @@ from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized

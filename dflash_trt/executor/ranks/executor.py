@@ -7,17 +7,18 @@ collectives of the network communicate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.backends.step_inputs import check_batch
+from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.torch.process_group import ExchangeError
-from dflash_trt.core.batch import ExecutorLimits, StepBatch, StepResult
 from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, RankError
 from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
 from dflash_trt.executor.ranks.launcher import RankWorkers, Reports, explained_failure
 from dflash_trt.executor.ranks.messages import (
     Awake,
@@ -54,6 +55,8 @@ class RankedExecutor:
     The workers end with `close`, with the garbage collection of this object, and with the program.
     """
 
+    has_queue = False
+
     def __init__(self, local: ShardExecutor, ranks: ProcessRanks, workers: RankWorkers, *, num_threads: int) -> None:
         """Made by `open_ranks`. `num_threads` are those of each rank."""
         self._local = local
@@ -77,18 +80,23 @@ class RankedExecutor:
         """Process ids of ranks 1, 2, ..."""
         return self._workers.process_ids
 
-    def step(self, batch: StepBatch) -> StepResult:
-        """Run one step on all ranks.
+    @property
+    def can_retry(self) -> bool:
+        return self._failure is None
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        """Run one step on all ranks at once.
 
         Raises:
             RankError: a rank has ended, failed alone, or has another result.
             Exception: the error that the step raised on every rank; the next step may be run.
         """
-        check_batch(batch, self.limits)
-        return self._run(RunStep(batch=batch), lambda: self._local.step(batch))
+        check_plan(plan, self.limits)
+        run = partial(self._run, RunStep(plan=plan), lambda: self._local.submit(plan).result())
+        return FinishedStep(run)
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
-        """The target's logits after every token of one sequence; raises as `step` does."""
+        """The target's logits after every token of one sequence; raises as `submit` does."""
         return self._run(RunLogits(token_ids=tuple(token_ids)), lambda: self._local.target_logits(token_ids))
 
     def close(self) -> None:

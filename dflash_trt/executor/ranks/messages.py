@@ -15,8 +15,8 @@ from multiprocessing import Pipe
 
 import psutil
 
-from dflash_trt.core.batch import StepBatch
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.executor.ranks.shard import ShardOptions
 
 # Orders of rank 0.
@@ -33,7 +33,7 @@ class OpenShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
-    batch: StepBatch
+    plan: StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

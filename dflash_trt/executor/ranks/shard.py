@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_trt.backends.base import EngineExecutor, backend_of
 from dflash_trt.backends.torch.process_group import ProcessRanks
-from dflash_trt.core.batch import StepResult
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.step_plan import StepResult
 from dflash_trt.executor.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -75,9 +75,16 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
     """Hash an outcome; equal on ranks that computed the same bits."""
     if isinstance(outcome, Tensor):
         return hashlib.sha256(outcome.cpu().contiguous().view(torch.uint8).numpy().data).digest()
-    integers, logprobs = array("q"), array("d")
-    for row in outcome.requests:
-        integers.extend((*row.emitted_tokens, row.num_accepted, *row.draft_tokens, row.next_context_len))
-        integers.append(-1 if row.non_finite_position is None else row.non_finite_position)
-        logprobs.extend(row.logprobs)
-    return hashlib.sha256(integers.tobytes() + logprobs.tobytes()).digest()
+    columns = np.arange(outcome.emitted_tokens.shape[1])
+    is_valid = columns <= outcome.num_accepted[:, None]
+    is_valid &= ~np.logical_or.accumulate(np.isnan(outcome.emitted_logprobs) & is_valid, axis=1)
+    num_valid = is_valid.sum(1)
+    has_drafts = num_valid > outcome.num_accepted  # all logits gave a token
+    parts = (
+        num_valid,
+        outcome.next_context_lens,
+        np.where(is_valid, outcome.emitted_tokens, 0),
+        np.where(is_valid, outcome.emitted_logprobs, 0),
+        np.where(has_drafts[:, None], outcome.draft_tokens, 0),
+    )
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()

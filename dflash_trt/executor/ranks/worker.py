@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dflash_trt.backends.torch.process_group import ProcessRanks
-    from dflash_trt.core.batch import StepResult
+    from dflash_trt.core.step_plan import StepResult
 
 # Time that a worker whose step failed waits for GoOn, longer than rank 0 waits for reports. Then it ends, and with it
 # the collectives of ranks that did not fail.
@@ -73,7 +73,9 @@ def _serve(pipe: Connection[object, Order]) -> None:
 
 
 def _run(executor: ShardExecutor, order: RunStep | RunLogits) -> StepResult | Tensor:
-    return executor.step(order.batch) if isinstance(order, RunStep) else executor.target_logits(order.token_ids)
+    return (
+        executor.submit(order.plan).result() if isinstance(order, RunStep) else executor.target_logits(order.token_ids)
+    )
 
 
 def _raised(error: Exception, ranks: ProcessRanks | None) -> Raised:

@@ -1,0 +1,72 @@
+"""The slots of requests on a device, and the two ends of a step that use them: assemble and store.
+
+A step's decode rows are filled from here, so the host submits it without knowing what the step before it gave. All of
+it is a few PyTorch operations at fixed addresses, which run on any device, and inside of a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.sampling import SamplingColumns
+from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.network.ops import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInputs(SamplingColumns[Tensor]):
+    """The tensors of `core/step_spec.PLAN_INPUTS`, same names."""
+
+    slot_ids: Tensor
+    token_rows: Tensor
+    token_ids: Tensor
+    token_offsets: Tensor
+    context_lens: Tensor
+    logit_rows: Tensor
+    num_candidates: Tensor
+
+
+class DeviceSlots:
+    """One slot for each request of the largest batch, and a last one for padding, whose pages are `scratch_page`."""
+
+    def __init__(
+        self, limits: ExecutorLimits, *, device: torch.device | None = None, scratch_page: int | None = None
+    ) -> None:
+        size = limits.max_batch_size + 1
+        filler = scratch_page or 0  # entries without a page are never read, but may be gathered
+        self.page_table = torch.full((size, limits.max_pages), filler, dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros(
+            (size, limits.max_draft_len + 1), dtype=torch.int32, device=device
+        )  # bonus, drafts
+        self.context_lens = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def update_pages(self, entries: Tensor, page_ids: Tensor) -> None:
+        """Write page ids, int32 [D], to entries of the flat page table, int64 [D]."""
+        self.page_table.view(-1).index_copy_(0, entries, page_ids)
+
+    def assemble(self, plan: PlanInputs, inputs: StepInputs[Tensor]) -> None:
+        """Fill the assembled tensors of `inputs`: chained rows from their slots, the others from `plan`."""
+        num_requests, num_pages = inputs.page_table.shape
+        slots, is_chained = plan.slot_ids, plan.context_lens < 0
+        torch.where(is_chained, self.context_lens[slots], plan.context_lens, out=inputs.context_lens)
+        torch.index_select(self.page_table[:, :num_pages], 0, slots, out=inputs.page_table)
+        is_token = plan.token_rows < num_requests
+        rows = plan.token_rows.clamp(max=num_requests - 1)
+        index = torch.arange(len(rows), device=rows.device) - plan.token_offsets[rows]
+        inputs.positions.copy_((inputs.context_lens[rows] + index) * is_token)
+        stored = self.token_ids[slots[rows], index.clamp(min=0, max=self.token_ids.shape[1] - 1)]
+        torch.where(is_chained[rows] & is_token, stored, plan.token_ids, out=inputs.token_ids)
+
+    def store(
+        self,
+        slot_ids: Tensor,  # int64 [R]
+        bonus_tokens: Tensor,  # int32 [R]
+        draft_tokens: Tensor | None,  # int32 [R, K]
+        next_context_lens: Tensor,  # int32 [R]
+    ) -> None:
+        """The last operation of a step: the inputs of the next chained rows."""
+        self.token_ids[:, 0].index_copy_(0, slot_ids, bonus_tokens)
+        if draft_tokens is not None:
+            self.token_ids[:, 1 : 1 + draft_tokens.shape[1]].index_copy_(0, slot_ids, draft_tokens)
+        self.context_lens.index_copy_(0, slot_ids, next_context_lens)

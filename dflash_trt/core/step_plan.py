@@ -1,0 +1,168 @@
+"""The plan that the scheduler gives to a step, and the result that the executor gives back: arrays, a row a request.
+
+A request that runs has a slot: its place on the device, which keeps its last bonus token and drafts, its context length
+and its row of the page table. A chained row is filled on the device from its slot, so a step can be submitted before
+the results of the step before it are read. Other rows are given by the host: chunks of prompts. numpy only, so that the
+scheduler needs no torch.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+CHAINED: Final = -1  # as a row's context length: the slot has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorLimits:
+    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_num_tokens: int
+    max_draft_len: int
+    page_size: int  # token positions per page
+    num_pages: int
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a row may reach: chained behind a row that ends its request, it may run past max_seq_len."""
+        return self.max_seq_len + self.max_draft_len
+
+    @property
+    def max_pages(self) -> int:
+        """Of one request: the width of the page table."""
+        return -(-self.max_positions // self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PageUpdates:
+    """Entries of the page table that change before a step, int64 [D]: `page_ids` at [slots, columns]."""
+
+    slots: Array
+    columns: Array
+    page_ids: Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """R rows and T tokens; integers are int64. K as in `step_spec`: drafts made for every row.
+
+    A chained row has `1 + num_candidates` tokens, the bonus and the first drafts of its slot, and a context length of
+    CHAINED. A given row has its tokens in `token_ids`, the last `num_candidates` of which are drafts.
+    """
+
+    request_ids: tuple[str, ...]
+    slot_ids: Array  # [R]
+    num_tokens: Array  # [R]
+    num_candidates: Array  # [R], at most K
+    context_lens: Array  # [R], tokens whose K/V are committed == position of the first token; or CHAINED
+    token_ids: Array  # [T], 0 in chained rows
+    sampling: Mapping[str, Array]  # [R] each, by the names of SamplingColumns
+    num_draft_tokens: int  # K
+    num_pages: int  # most pages that a row has
+    page_updates: PageUpdates
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.slot_ids)
+
+    @cached_property
+    def token_offsets(self) -> Array:
+        """int64 [R+1], cumulative."""
+        offsets = np.zeros(len(self.num_tokens) + 1, np.int64)
+        np.cumsum(self.num_tokens, out=offsets[1:])
+        return offsets
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def part(self, rows: slice) -> "StepPlan":
+        """The plan of some rows. Applying the page updates again changes nothing."""
+        tokens = slice(*self.token_offsets[[rows.start, rows.stop]])
+        return StepPlan(
+            request_ids=self.request_ids[rows],
+            slot_ids=self.slot_ids[rows],
+            num_tokens=self.num_tokens[rows],
+            num_candidates=self.num_candidates[rows],
+            context_lens=self.context_lens[rows],
+            token_ids=self.token_ids[tokens],
+            sampling={name: column[rows] for name, column in self.sampling.items()},
+            num_draft_tokens=self.num_draft_tokens,
+            num_pages=self.num_pages,
+            page_updates=self.page_updates,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepResult:
+    """The outputs of `step_spec.STEP_OUTPUTS` without padding, as they came: NaN log probabilities included."""
+
+    emitted_tokens: Array  # int32 [R, K+1]
+    emitted_logprobs: Array  # float32 [R, K+1]
+    num_accepted: Array  # int32 [R]
+    next_context_lens: Array  # int32 [R]
+    draft_tokens: Array  # int32 [R, K]
+
+
+class StepHandle(Protocol):
+    """A submitted step: waiting, running or finished."""
+
+    def result(self) -> StepResult:
+        """Wait for the step.
+
+        Raises:
+            StepSkippedError: a step before it failed, so this one did not run.
+            Exception: the step's own error.
+        """
+        ...
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time on the device; known once `result` has returned."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """Runs steps on a device, in the order in which they are submitted.
+
+    A step that raises has stored nothing to its slots. With `can_retry`, it may be submitted again, in parts too;
+    otherwise the executor runs nothing any more.
+    """
+
+    @property
+    def limits(self) -> ExecutorLimits: ...
+
+    @property
+    def has_queue(self) -> bool:
+        """True if `submit` returns before the step has run; otherwise it runs at once, and raises its error."""
+        ...
+
+    @property
+    def can_retry(self) -> bool: ...
+
+    def submit(self, plan: StepPlan) -> StepHandle: ...
+
+
+class StepSkippedError(Exception):
+    """A step did not run because a step before it failed. Internal to the engine."""
+
+
+class FinishedStep:
+    """The handle of a step that `run` computes at once."""
+
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        started_s = time.perf_counter()
+        self._result = run()
+        self.elapsed_s = time.perf_counter() - started_s
+
+    def result(self) -> StepResult:
+        return self._result

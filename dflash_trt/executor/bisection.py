@@ -1,0 +1,50 @@
+"""A step that raises, run again in parts until only the requests that cannot be computed are left out.
+
+Safe because a step that raises has stored nothing to its slots, and its K/V writes depend on its inputs alone.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+
+from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult
+
+
+def run_with_bisection(executor: StepExecutor, plan: StepPlan, error: Exception) -> tuple[StepResult, dict[int, str]]:
+    """The result of `plan`, and why some of its rows have none, by row; their entries are zeros.
+
+    `error` is what the whole plan raised. Halves a failing part until it is one row.
+    """
+    result = _zeros(plan)
+    reasons: dict[int, str] = {}
+    _run_parts(executor, plan, slice(0, plan.num_requests), error, result, reasons)
+    return result, reasons
+
+
+def _run_parts(
+    executor: StepExecutor, plan: StepPlan, rows: slice, error: Exception, result: StepResult, reasons: dict[int, str]
+) -> None:
+    """Rows of a part known to fail with `error`."""
+    if rows.stop - rows.start == 1:
+        reasons[rows.start] = f"{type(error).__name__}: {error}"
+        return
+    middle = (rows.start + rows.stop) // 2
+    for half in (slice(rows.start, middle), slice(middle, rows.stop)):
+        try:
+            part = executor.submit(plan.part(half)).result()
+        except Exception as half_error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
+            _run_parts(executor, plan, half, half_error, result, reasons)
+            continue
+        for field in fields(StepResult):
+            getattr(result, field.name)[half] = getattr(part, field.name)
+
+
+def _zeros(plan: StepPlan) -> StepResult:
+    num_requests, width = plan.num_requests, plan.num_draft_tokens + 1
+    return StepResult(
+        emitted_tokens=np.zeros((num_requests, width), np.int32),
+        emitted_logprobs=np.zeros((num_requests, width), np.float32),
+        num_accepted=np.zeros(num_requests, np.int32),
+        next_context_lens=np.zeros(num_requests, np.int32),
+        draft_tokens=np.zeros((num_requests, width - 1), np.int32),
+    )

@@ -1,0 +1,242 @@
+"""Committing of a step's result: first what the next plan needs, for all rows at once, then the events of its requests.
+
+Nothing of the second part stands between two steps.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_trt.core.errors import problem
+from dflash_trt.core.request import FinishReason, RequestStatistics, TokenEvent
+from dflash_trt.core.step_plan import Array, StepResult
+from dflash_trt.scheduler.planner import PlannedStep
+from dflash_trt.scheduler.request_pool import RequestPool
+from dflash_trt.scheduler.sequence import Sequence
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Ending:
+    """The end of a request in a step."""
+
+    reason: FinishReason
+    statistics: RequestStatistics
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CommittedStep:
+    """A step whose rows are committed; one entry a row."""
+
+    step: PlannedStep
+    result: StepResult
+    num_emitted: Array  # tokens that count, cut after a stop token and at max_len; 0 for rows that emit none
+    num_candidates: Array  # as far as they could be emitted; 0 for rows without a token at their end
+    num_accepted: Array  # of those
+    is_finite: Array  # bool
+    endings: dict[int, Ending] = field(default_factory=dict)
+
+
+class Committer:
+    """Commits steps to the requests of a pool."""
+
+    def __init__(self, request_pool: RequestPool, num_finished: Counter[FinishReason]) -> None:
+        self._request_pool = request_pool
+        self._table = request_pool.table
+        self._num_finished = num_finished
+
+    def commit(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
+        """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
+        table, plan = self._table, step.plan
+        slots = plan.slot_ids
+        is_live = table.epoch[slots] == step.epochs
+        table.land(slots[is_live], step.number)
+        faults = self._faults(step, result, is_live)
+        num_good, is_finite = _num_good(result)
+        emits = step.is_emitting & is_live
+        if faults:
+            emits[list(faults)] = False
+        num_remaining = table.num_remaining(slots)
+        num_emitted = np.where(emits, np.minimum(num_good, num_remaining), 0)
+        num_emitted, is_stopped = self._cut_at_stop(slots, result.emitted_tokens, num_emitted)
+        self._append(slots, result.emitted_tokens, num_emitted)
+        advances = is_live.copy()
+        advances[list(faults)] = False
+        table.may_share[slots[is_live & ~is_finite]] = False
+        moved = slots[advances]
+        table.context_len[moved] = np.minimum(result.next_context_lens[advances], table.num_tokens[moved])
+        has_bonus = is_finite | is_stopped | (num_emitted == num_remaining)
+        num_candidates = np.where(emits & has_bonus, np.minimum(plan.num_candidates, num_remaining - 1), 0)
+        committed = CommittedStep(
+            step=step,
+            result=result,
+            num_emitted=num_emitted,
+            num_candidates=num_candidates,
+            num_accepted=np.minimum(result.num_accepted, num_candidates),
+            is_finite=is_finite,
+        )
+        ends = emits & (is_stopped | (num_emitted == num_remaining) | ~is_finite)
+        for row in np.flatnonzero(ends).tolist():
+            reason: FinishReason = "stop" if is_stopped[row] else "length"
+            error = None
+            if not has_bonus[row]:
+                reason, error = "error", self._non_finite(committed, row, int(num_good[row]))
+            self._end(committed, row, reason, now, error=error)
+        for row, fault in faults.items():
+            _LOG.error("%s", fault)
+            self._end(committed, row, "error", now, error=fault)
+        for row in np.flatnonzero(~is_live).tolist():
+            self._append_stale(committed, row, int(num_good[row]), now)
+        return committed
+
+    def events(self, committed: CommittedStep) -> list[TokenEvent]:
+        """Events of the step's rows in their order; caches the pages that it filled."""
+        self._keep_pages(committed)
+        step, endings = committed.step, committed.endings
+        counts = committed.num_emitted.tolist()
+        tokens = committed.result.emitted_tokens.tolist()
+        candidates, accepted = committed.num_candidates.tolist(), committed.num_accepted.tolist()
+        starts = _start(committed, slice(None)).tolist()
+        logprobs = committed.result.emitted_logprobs.tolist() if step.wants_logprobs else None
+        events = []
+        for row, sequence in enumerate(step.sequences):
+            count, ending = counts[row], endings.get(row)
+            if not count and ending is None:
+                continue
+            request = sequence.request
+            wants_logprobs = logprobs is not None and request.sampling.logprobs
+            events.append(
+                TokenEvent(
+                    request_id=request.request_id,
+                    token_ids=tuple(tokens[row][:count]),
+                    logprobs=tuple(logprobs[row][:count]) if logprobs is not None and wants_logprobs else (),
+                    context_len=starts[row],
+                    num_candidates=candidates[row],
+                    num_accepted=accepted[row],
+                    finish_reason=None if ending is None else ending.reason,
+                    error=None if ending is None else ending.error,
+                    statistics=None if ending is None else ending.statistics,
+                )
+            )
+        return events
+
+    # Inside
+
+    def _faults(self, step: PlannedStep, result: StepResult, is_live: Array) -> dict[int, str]:
+        """Errors of live rows whose result breaks the step contract."""
+        plan, num_accepted = step.plan, result.num_accepted
+        next_lens = self._table.context_len[plan.slot_ids] + plan.num_tokens - plan.num_candidates + num_accepted
+        is_sound = (num_accepted >= 0) & (num_accepted <= plan.num_candidates) & (result.next_context_lens == next_lens)
+        is_sound |= ~is_live
+        if is_sound.all():
+            return {}
+        return {
+            row: problem(
+                f"request {plan.request_ids[row]!r} step",
+                expected="a result that follows the step contract",
+                found=f"num_accepted {num_accepted[row]} of {plan.num_candidates[row]} candidates, "
+                f"next_context_len {result.next_context_lens[row]}",
+                hint="This is a bug of the executor: please report it.",
+            )
+            for row in np.flatnonzero(~is_sound).tolist()
+        }
+
+    def _cut_at_stop(self, slots: Array, emitted: Array, num_emitted: Array) -> tuple[Array, Array]:
+        """The counts up to the first stop token, and which rows have one."""
+        columns = np.arange(emitted.shape[1])
+        is_stop = (emitted[:, :, None] == self._table.stop_ids[slots][:, None, :]).any(2)
+        is_stop &= columns < num_emitted[:, None]
+        is_stopped = is_stop.any(1)
+        return np.where(is_stopped, is_stop.argmax(1) + 1, num_emitted), is_stopped
+
+    def _append(self, slots: Array, emitted: Array, num_emitted: Array) -> None:
+        table = self._table
+        rows, columns = np.nonzero(np.arange(emitted.shape[1]) < num_emitted[:, None])
+        table.token_ids[slots[rows], table.num_tokens[slots][rows] + columns] = emitted[rows, columns]
+        table.num_tokens[slots] += num_emitted
+
+    def _append_stale(self, committed: CommittedStep, row: int, num_good: int, now: float) -> None:
+        """A row of a request that was preempted meanwhile: its pages are gone, but its tokens are valid."""
+        step = committed.step
+        sequence = step.sequences[row]
+        if sequence.stale_step is None or sequence.finish_reason is not None:
+            return
+        if sequence.stale_step == step.number:
+            sequence.stale_step = None
+        if not step.is_emitting[row]:
+            return
+        num_remaining = sequence.max_len - len(sequence.token_ids)
+        emitted = committed.result.emitted_tokens[row, : min(num_good, num_remaining)].tolist()
+        stops = [i for i, token in enumerate(emitted) if token in sequence.request.stop_token_ids]
+        emitted = emitted[: stops[0] + 1] if stops else emitted
+        sequence.token_ids += emitted
+        committed.num_emitted[row] = len(emitted)
+        has_bonus = bool(committed.is_finite[row] or stops or len(emitted) == num_remaining)
+        if has_bonus:
+            committed.num_candidates[row] = min(step.plan.num_candidates[row], num_remaining - 1)
+            committed.num_accepted[row] = min(committed.result.num_accepted[row], committed.num_candidates[row])
+        if not has_bonus:
+            self._end(committed, row, "error", now, error=self._non_finite(committed, row, num_good))
+        elif stops or len(emitted) == num_remaining:
+            self._end(committed, row, "stop" if stops else "length", now)
+
+    def _end(
+        self, committed: CommittedStep, row: int, reason: FinishReason, now: float, *, error: str | None = None
+    ) -> None:
+        sequence = committed.step.sequences[row]
+        if sequence.is_running and self._table.may_share[sequence.slot]:
+            self._keep(sequence)
+        sequence.finish_reason = reason
+        self._request_pool.remove(sequence)
+        self._num_finished[reason] += 1
+        committed.endings[row] = Ending(reason=reason, statistics=sequence.statistics(now), error=error)
+
+    def _keep_pages(self, committed: CommittedStep) -> None:
+        """Cache the pages that these rows filled."""
+        table, slots = self._table, committed.step.plan.slot_ids
+        has_filled = table.may_share[slots] & (
+            table.context_len[slots] // self._request_pool.store.page_size > table.num_kept[slots]
+        )
+        is_live = table.epoch[slots] == committed.step.epochs
+        for row in np.flatnonzero(has_filled & is_live).tolist():
+            self._keep(committed.step.sequences[row])
+
+    def _keep(self, sequence: Sequence) -> None:
+        try:
+            self._request_pool.keep_full_pages(sequence)
+        except Exception:  # noqa: BLE001 - a page that is not shared costs time, not a request
+            _LOG.exception("request %s: its pages could not be cached", sequence.request_id)
+
+    def _non_finite(self, committed: CommittedStep, row: int, num_good: int) -> str:
+        plan = committed.step.plan
+        position = _start(committed, row) + plan.num_tokens[row] - plan.num_candidates[row] + num_good - 1
+        return problem(
+            "target",
+            expected="finite logits",
+            found=f"NaN or infinity: the logits are not finite at position {position}",
+            hint="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
+        )
+
+
+def _num_good(result: StepResult) -> tuple[Array, Array]:
+    """Emitted tokens of each row up to the first logits that gave none (`step_spec`), and whether all gave one."""
+    num_valid = result.num_accepted.astype(np.int64) + 1
+    is_nan = np.isnan(result.emitted_logprobs)
+    if is_nan.any():
+        is_nan &= np.arange(is_nan.shape[1]) < num_valid[:, None]
+        has_nan = is_nan.any(1)
+        is_finite: Array = np.logical_not(has_nan)
+        return np.where(has_nan, is_nan.argmax(1), num_valid), is_finite
+    return num_valid, np.ones(len(num_valid), bool)
+
+
+def _start(committed: CommittedStep, rows: int | slice) -> Array:
+    """Context length at the first token of rows."""
+    plan, result = committed.step.plan, committed.result
+    num_kept = plan.num_tokens[rows] - plan.num_candidates[rows] + result.num_accepted[rows]
+    start: Array = result.next_context_lens[rows] - num_kept
+    return start

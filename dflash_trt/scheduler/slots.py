@@ -1,0 +1,161 @@
+"""Running requests by slot, their place on the device: one array per property, so that a step costs no object a token.
+
+A slot is free, or has one request from its admission to its end or preemption. At most one step of it is uncommitted
+while another one is planned.
+"""
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+
+from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.core.step_plan import Array, ExecutorLimits, PageUpdates
+from dflash_trt.scheduler.sequence import Sequence
+
+NO_TOKEN = -1  # fills rows of stop_ids
+
+
+class SlotTable:
+    """Integers are int64 [S] unless they say otherwise."""
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        size = limits.max_batch_size
+        self.sequences: list[Sequence | None] = [None] * size
+        self.token_ids = np.zeros((size, limits.max_seq_len), np.int64)  # prompt and emitted; memory as it is touched
+        self.page_ids = np.zeros((size, limits.max_pages), np.int64)
+        self.num_tokens = np.zeros(size, np.int64)
+        self.num_pages = np.zeros(size, np.int64)
+        self.num_kept = np.zeros(size, np.int64)  # of the pages, in the prefix tree
+        self.max_len = np.zeros(size, np.int64)
+        self.context_len = np.zeros(size, np.int64)  # tokens whose K/V are committed
+        self.epoch = np.full(size, -1)  # of the request's admission; -1: free
+        self.stop_ids = np.full((size, 1), NO_TOKEN)  # int64 [S, any]
+        self.may_share = np.zeros(size, bool)  # its K/V; where logits were not finite, K/V may not be either
+        self.wants_logprobs = np.zeros(size, bool)
+        self.sampling: dict[str, Array] = {
+            row.name: np.zeros(size, np.float64 if row.dtype == "float32" else np.int64) for row in STEP_SAMPLING_FIELDS
+        }
+        # A chained row may follow: the last planned row emits. It has `num_drafts` drafts to verify.
+        self.is_decoding = np.zeros(size, bool)
+        self.num_drafts = np.zeros(size, np.int64)
+        # The newest uncommitted row: it writes at most so many positions; 0: there is none.
+        self.flight_tokens = np.zeros(size, np.int64)
+        self.flight_candidates = np.zeros(size, np.int64)
+        self.flight_emits = np.zeros(size, bool)
+        self.flight_step = np.full(size, -1)
+        self._free = list(range(size - 1, -1, -1))  # a stack: the lowest is taken first
+        self._num_epochs = 0
+        self._updates: list[tuple[Array, Array, Array]] = []
+
+    def take(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> None:
+        """Give a request a slot and its pages, of which the first `num_kept` are those of its cached prefix."""
+        slot = self._free.pop()
+        sequence.slot, self.sequences[slot] = slot, sequence
+        num_tokens = len(sequence.token_ids)
+        self.token_ids[slot, :num_tokens] = sequence.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.max_len[slot] = sequence.max_len
+        self.num_pages[slot] = 0
+        self.num_kept[slot] = num_kept
+        self.is_decoding[slot] = self.flight_emits[slot] = False
+        self.num_drafts[slot] = self.flight_tokens[slot] = self.flight_candidates[slot] = 0
+        self.epoch[slot] = self._num_epochs
+        self._num_epochs += 1
+        self.may_share[slot] = True
+        self.wants_logprobs[slot] = sequence.request.sampling.logprobs
+        self._set_stop_ids(slot, sorted(sequence.request.stop_token_ids))
+        for name, column in self.sampling.items():
+            column[slot] = getattr(sequence.sampling, name)
+        self.add_pages(slot, page_ids)
+
+    def give_back(self, sequence: Sequence) -> list[int]:
+        """Free a request's slot; its tokens go back to it. Returns its pages."""
+        slot = sequence.slot
+        assert slot is not None
+        page_ids: list[int] = self.page_ids[slot, : self.num_pages[slot]].tolist()
+        if sequence.finish_reason is None:
+            sequence.token_ids = self.token_ids[slot, : self.num_tokens[slot]].tolist()
+            sequence.stale_step = int(self.flight_step[slot]) if self.flight_tokens[slot] else None
+        self.epoch[slot] = -1
+        self.num_pages[slot] = self.flight_tokens[slot] = 0
+        self.sequences[slot] = sequence.slot = None
+        self._free.append(slot)
+        return page_ids
+
+    def add_pages(self, slot: int, page_ids: Items[int]) -> None:
+        start = int(self.num_pages[slot])
+        self.page_ids[slot, start : start + len(page_ids)] = page_ids
+        self.num_pages[slot] = start + len(page_ids)
+        self.note_pages(np.full(len(page_ids), slot), np.arange(start, start + len(page_ids)))
+
+    def note_pages(self, slots: Array, columns: Array) -> None:
+        """The device has to learn of these entries of `page_ids`."""
+        self._updates.append((slots, columns, self.page_ids[slots, columns]))
+
+    def take_updates(self) -> PageUpdates:
+        """Entries that changed since the last call."""
+        if not self._updates:
+            return _NO_UPDATES
+        parts, self._updates = self._updates, []
+        if sum(len(slots) for slots, _, _ in parts) > self.page_ids.size:  # more than there are
+            return self._all_pages()
+        if len(parts) == 1:
+            return PageUpdates(slots=parts[0][0], columns=parts[0][1], page_ids=parts[0][2])
+        slots, columns, page_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return PageUpdates(slots=slots, columns=columns, page_ids=page_ids)
+
+    def _all_pages(self) -> PageUpdates:
+        slots, columns = np.nonzero(np.arange(self.page_ids.shape[1]) < self.num_pages[:, None])
+        return PageUpdates(slots=slots, columns=columns, page_ids=self.page_ids[slots, columns])
+
+    def take_back_updates(self, updates: PageUpdates) -> None:
+        """Those of a step that did not run."""
+        self._updates.insert(0, (updates.slots, updates.columns, updates.page_ids))
+
+    def land(self, slots: Array, number: int) -> None:
+        """The rows of a step are committed; a later one may be in flight already."""
+        landed = slots[self.flight_step[slots] == number]
+        self.flight_tokens[landed] = self.flight_candidates[landed] = 0
+        self.flight_emits[landed] = False
+
+    # Of some slots
+
+    def num_remaining(self, slots: Any) -> Array:
+        """Tokens that may still be emitted, as far as steps are committed."""
+        remaining: Array = self.max_len[slots] - self.num_tokens[slots]
+        return remaining
+
+    def num_sure(self, slots: Any) -> Array:
+        """Tokens of the uncommitted row that will be emitted for sure."""
+        sure: Array = self.flight_emits[slots].astype(np.int64)
+        return sure
+
+    def max_context_len(self, slots: Any) -> Array:
+        """context_len, or its maximum after the uncommitted row; of a prompt: the tokens that are planned."""
+        lens: Array = self.context_len[slots] + self.flight_tokens[slots]
+        return lens
+
+    def num_pending(self, slots: Any) -> Array:
+        """Tokens of prompts that no planned step computes."""
+        pending: Array = self.num_tokens[slots] - self.max_context_len(slots)
+        return pending
+
+    def max_candidates(self, slots: Any) -> Array:
+        """Drafts worth verifying next: those that could still be emitted with a bonus token after them."""
+        worth = self.num_remaining(slots) - self.num_sure(slots) - 1
+        candidates: Array = np.maximum(np.minimum(self.num_drafts[slots], worth), 0)
+        return candidates
+
+    def _set_stop_ids(self, slot: int, stop_ids: list[int]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(stop_ids) > width:
+            wider = np.full((len(self.stop_ids), len(stop_ids)), NO_TOKEN)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+
+_NONE = np.zeros(0, np.int64)
+_NO_UPDATES = PageUpdates(slots=_NONE, columns=_NONE, page_ids=_NONE)
