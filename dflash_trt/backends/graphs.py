@@ -1,4 +1,4 @@
-"""Steps of a known shape as CUDA graphs: run twice, then captured once, then replayed.
+"""Steps of a known shape as CUDA graphs: captured before serving, then replayed.
 
 Knows keys and callables; what a step enqueues is its owner's business. Without a `capture` (on a CPU) every step is
 enqueued anew, by the same code.
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-MAX_GRAPHS = 256  # beyond this many shapes, steps run without a graph
-
 Enqueue = Callable[[], None]
 Capture = Callable[[Enqueue], Enqueue]  # records what a call enqueues; what it returns replays that
 
@@ -20,29 +18,23 @@ Capture = Callable[[Enqueue], Enqueue]  # records what a call enqueues; what it 
 class GraphCache:
     """One graph per key. `enqueue` must use the same memory in every call with the same key."""
 
-    def __init__(self, capture: Capture | None, *, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, capture: Capture | None) -> None:
         self._capture = capture
-        self._max_graphs = max_graphs
-        self._warm: set[Hashable] = set()
         self._graphs: dict[Hashable, Enqueue] = {}
 
-    def run(self, key: Hashable, enqueue: Enqueue, *, num_reserved: int = 0) -> None:
-        """The first run compiles kernels and fills caches, which a capture must not; the second one captures.
+    def capture(self, key: Hashable, enqueue: Enqueue) -> None:
+        """Run once, then capture, before serving: a step of requests may not run twice.
 
-        `num_reserved` slots are kept free for calls that reserve fewer.
+        The run compiles kernels and fills caches, which a capture must not. TensorRT, too, must have executed a shape
+        since its context had another one.
         """
-        replay = self._graphs.get(key)
-        if replay is not None:
-            replay()
-            return
-        can_capture = self._capture is not None and len(self._graphs) < self._max_graphs - num_reserved
-        if key not in self._warm or not can_capture:
-            self._warm.add(key)
-            enqueue()
-            return
-        assert self._capture is not None
-        self._graphs[key] = self._capture(enqueue)  # records without running
-        self._graphs[key]()
+        enqueue()
+        if self._capture is not None and key not in self._graphs:
+            self._graphs[key] = self._capture(enqueue)
+
+    def run(self, key: Hashable, enqueue: Enqueue) -> None:
+        """Replay the graph of this key; without one, enqueue."""
+        self._graphs.get(key, enqueue)()
 
     @property
     def num_graphs(self) -> int:
@@ -62,20 +54,6 @@ class CudaCapture:
             enqueue()
         replay: Enqueue = graph.replay
         return replay
-
-
-class WarmCapture:
-    """Runs what it captures once before: TensorRT must have executed a shape since its context had another one.
-
-    A step that is run twice gives the same result.
-    """
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-
-    def __call__(self, enqueue: Enqueue) -> Enqueue:
-        enqueue()
-        return self._capture(enqueue)
 
 
 @contextlib.contextmanager

@@ -6,17 +6,22 @@ request. TensorRT's plain layers need a verify block of every request: padding h
 arithmetic over batches and limits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 from dflash_trt.core.step_spec import Axis
+from dflash_trt.kernels.capacity import request_capacity
 
 # With more tokens a step takes the device longer than the host needs to launch it, and padding would cost more than
 # a graph saves.
 MAX_GRAPH_TOKENS: Final = 768
-_LEAST_TOKENS, _TOKEN_GRAIN = 64, 128
+# Every bucket of verify blocks has a graph for every K. Steps with a prefill chunk get what these leave, the shortest
+# first, which gain the most from a graph; the others are launched one by one.
+MAX_GRAPHS: Final = 256
+_MIN_TOKENS, _TOKEN_GRAIN = 64, 128
+_REQUEST_GRAINS: Final = ((2, 1), (16, 4), (64, 8), (1 << 31, 16))  # (number of requests, grain of buckets up to it)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,15 +93,19 @@ def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
 
 
 def full_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
-    """The shape of a plan where every request of a padded step has a verify block: that of the next bucket when the
-    plan consists of full blocks and the bucket does not pass max_num_tokens, else its own size.
+    """The shape of a plan where every request of a padded step has a verify block: one of `full_block_shapes` when
+    the plan consists of full blocks, else its own size.
     """
-    width = plan.num_draft_tokens + 1
-    bucket = bucket_of(plan.num_requests, limits)
-    if (plan.num_tokens == width).all():
-        num_requests = bucket if bucket * width <= limits.max_num_tokens else plan.num_requests
-        return decode_shape(num_requests, plan.num_draft_tokens)
+    if (plan.num_tokens == plan.num_draft_tokens + 1).all():
+        return _full_blocks(plan.num_requests, plan.num_draft_tokens, limits)
     return exact_shape(plan)
+
+
+def full_block_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
+    """Full verify blocks of every bucket."""
+    most = min(limits.max_batch_size, limits.max_num_tokens // (num_draft_tokens + 1))
+    sizes = (_full_blocks(n, num_draft_tokens, limits) for n in range(1, most + 1))
+    return list(dict.fromkeys(sizes))
 
 
 def decode_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
@@ -112,20 +121,24 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
 
 
 def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
-    """Shapes that capture the graphs and compile the kernels of steps with these K: verify blocks of every bucket and
-    K; steps with a prefill chunk of every size at the maximum K, and of one size per bucket at the others.
+    """Shapes to run before serving, the largest first: then no step of these K, or of K = 0, captures or compiles.
+
+    Those with `has_graph` are to be captured: every bucket of verify blocks, and as many steps with a prefill chunk as
+    MAX_GRAPHS leaves. The others compile the kernels of the rest.
     """
-    lens = sorted({min(length, limits.max_draft_len) for length in draft_lens}, reverse=True)
-    shapes = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
-    for i, length in enumerate(lens):
-        mixed = mixed_shapes(limits, num_draft_tokens=length)
-        shapes += mixed if i == 0 else list({shape.num_requests: shape for shape in reversed(mixed)}.values())
-    return shapes
+    lens = sorted({0, *(min(length, limits.max_draft_len) for length in draft_lens)}, reverse=True)
+    captured = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
+    mixed = [shape for length in lens for shape in mixed_shapes(limits, num_draft_tokens=length)]
+    mixed.sort(key=lambda shape: shape.num_tokens)
+    captured += mixed[: max(0, MAX_GRAPHS - len(captured))]
+    compiled = (shape for length in lens for shape in _kernel_shapes(limits, length))
+    return sorted([*captured, *compiled], key=lambda shape: (shape.num_tokens, shape.num_requests), reverse=True)
 
 
 def bucket_of(num_requests: int, limits: ExecutorLimits) -> int:
-    """The next power of two, or the largest batch."""
-    return min(1 << (num_requests - 1).bit_length(), limits.max_batch_size)
+    """The next of 1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80 and so on by 16s, or the largest batch."""
+    grain = next(grain for most, grain in _REQUEST_GRAINS if num_requests <= most)
+    return min(-(-num_requests // grain) * grain, limits.max_batch_size)
 
 
 def decode_shape(num_requests: int, num_draft_tokens: int) -> StepShape:
@@ -142,12 +155,36 @@ def _buckets(limits: ExecutorLimits) -> list[int]:
     return sorted({bucket_of(n, limits) for n in range(1, limits.max_batch_size + 1)})
 
 
+def _full_blocks(num_requests: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape:
+    """Of the next bucket, or of as many requests as max_num_tokens has room for."""
+    most = limits.max_num_tokens // (num_draft_tokens + 1)
+    return decode_shape(min(bucket_of(num_requests, limits), most), num_draft_tokens)
+
+
+def _kernel_shapes(limits: ExecutorLimits, num_draft_tokens: int) -> Iterator[StepShape]:
+    """Steps with a prefill chunk that together run every kernel: a kernel depends on the step's size by the capacity
+    for its requests, and by the tile of the chunk, which the shortest and the longest step have.
+    """
+    capacities = {request_capacity(n): n for n in range(limits.max_batch_size, 0, -1)}
+    for num_requests in capacities.values():
+        num_rows = num_requests * (num_draft_tokens + 1)
+        for num_tokens in dict.fromkeys((max(num_rows + 1, _MIN_TOKENS), limits.max_num_tokens)):
+            if num_rows < num_tokens <= limits.max_num_tokens:
+                yield StepShape(
+                    num_requests=num_requests,
+                    num_tokens=num_tokens,
+                    num_draft_tokens=num_draft_tokens,
+                    is_decode=False,
+                    has_graph=False,
+                )
+
+
 def _mixed_shape(num_requests: int, num_tokens: int, num_draft_tokens: int, limits: ExecutorLimits) -> StepShape | None:
     """With more rows than verify blocks could have, where a step may have so many: then prefill chunks get attention
     tiles of their own. None: too long for a graph.
     """
     max_tokens = max(limits.max_num_tokens, num_requests * (num_draft_tokens + 1))
-    needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _LEAST_TOKENS)
+    needed = max(num_tokens, num_requests * (num_draft_tokens + 1) + 1, _MIN_TOKENS)
     grain = min(1 << (needed - 1).bit_length(), _TOKEN_GRAIN)
     bucket = min(-(-needed // grain) * grain, max_tokens)
     if bucket > MAX_GRAPH_TOKENS or bucket < num_tokens:

@@ -11,7 +11,8 @@ import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import GraphCache, waits_raise
-from dflash_trt.core.batch import StepBatch, run_batch
+from dflash_trt.backends.padding import step_shape
+from dflash_trt.core.batch import StepBatch, plan_of, run_batch
 from gpu_visit_parts.models import draft_spec, target_spec
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
@@ -41,8 +42,7 @@ def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, Ste
     executor = open_executor((model, weights, context, _num_requests()))
     num_drafts = 1 if SETTING.is_dry_run else draft_spec(model, target).max_draft_len
     batch = decode_batch(_num_requests(), num_drafts, context, vocab_size=target.vocab_size)
-    for _ in range(1 if SETTING.is_dry_run else 3):  # compile, capture, replay
-        run_batch(executor, batch)
+    executor.warm_up([step_shape(plan_of(batch), executor.limits)])
     return executor, batch
 
 

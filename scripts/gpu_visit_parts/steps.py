@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.backends.padding import step_shape
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
 from gpu_visit_parts.models import draft_spec, kv_bytes, linear_flops, make_executor, target_spec, weight_bytes
 from gpu_visit_parts.results import Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
@@ -96,8 +97,7 @@ def decode_batch(num_requests: int, num_drafts: int, context: int, *, vocab_size
 def _step_times(executor: TorchGpuExecutor, batch: StepBatch) -> dict[str, float]:
     """`step_ms` from call to result; `device_ms` back to back on the device; the gap is what the host adds."""
     num_steps = 1 if SETTING.is_dry_run else NUM_STEPS
-    for _ in range(num_steps if SETTING.is_dry_run else 3):  # compile, capture, replay
-        run_batch(executor, batch)
+    executor.warm_up([step_shape(plan_of(batch), executor.limits)])
     walls = []
     for _ in range(num_steps):
         started_s = time.perf_counter()

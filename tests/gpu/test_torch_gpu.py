@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import triton
 
 from dflash_trt.backends.graphs import GraphCache, waits_raise
+from dflash_trt.backends.padding import warm_shapes
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
@@ -30,7 +32,9 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def executors(pair):
-    return steps.make_executors(pair, DEVICE)
+    reference, executor = steps.make_executors(pair, DEVICE)
+    executor.warm_up(warm_shapes(executor.limits, (NUM_DRAFT_TOKENS,)))
+    return reference, executor
 
 
 def two_prompts(sampling):
@@ -56,7 +60,19 @@ def test_tokens_are_those_of_the_cpu_in_float32(executors, sampling):
     reference, executor = executors
     for found, expected in zip(generate(executor, sampling, 6), generate(reference, sampling, 6), strict=True):
         assert_same(found, expected)
-    assert executor.graphs.num_graphs == 1  # prefill and the first verify step ran as they are
+
+
+def test_no_kernel_is_compiled_and_no_graph_captured_after_the_warm_up(executors):
+    _, executor = executors
+    num_graphs, compiled = executor.graphs.num_graphs, []
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_post_compile_hook = lambda **given: compiled.append(given["repr"])
+        for sampling in (StepSampling(), steps.SAMPLED):
+            generate(executor, sampling, 6)
+        generate(executor, steps.SAMPLED, 3, num_draft_tokens=0)
+        long = prefill("long", 48, StepSampling(), first_page=0, num_pages=16)
+        run_batch(executor, StepBatch(requests=(long,), num_draft_tokens=NUM_DRAFT_TOKENS))
+    assert compiled == [] and executor.graphs.num_graphs == num_graphs > 0
 
 
 def test_a_changed_weight_is_noticed(executors):

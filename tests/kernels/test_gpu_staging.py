@@ -6,11 +6,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dflash_trt.backends.graphs import GraphCache, WarmCapture
+from dflash_trt.backends.graphs import GraphCache
 from dflash_trt.backends.padding import (
     MAX_GRAPH_TOKENS,
+    MAX_GRAPHS,
     StepShape,
+    bucket_of,
     decode_shapes,
+    full_block_shape,
+    full_block_shapes,
     mixed_shapes,
     step_shape,
     warm_shapes,
@@ -18,6 +22,7 @@ from dflash_trt.backends.padding import (
 from dflash_trt.backends.staging import InputStaging, ResultStaging, _sections
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, request_results
 from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates
+from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from tests.reference_inputs import reference_inputs
@@ -55,6 +60,26 @@ def test_verify_blocks_run_in_the_next_bucket(num_requests, bucket):
     )
 
 
+@pytest.mark.parametrize(
+    ("max_batch_size", "last"), [(64, [64]), (70, [64, 70]), (112, [64, 80, 96, 112]), (113, [96, 112, 113])]
+)
+def test_buckets_waste_little_of_a_gemm_and_end_at_the_largest_batch(max_batch_size, last):
+    limits = replace(LIMITS, max_batch_size=max_batch_size)
+    buckets = [shape.num_requests for shape in decode_shapes(limits, num_draft_tokens=3)]
+    assert buckets[:12] == [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    assert buckets[-len(last) :] == last
+    padded = {n: bucket_of(n, limits) for n in range(1, max_batch_size + 1)}
+    assert set(padded.values()) == set(buckets)
+    assert all(n <= bucket for n, bucket in padded.items())
+    assert max(bucket / n for n, bucket in padded.items() if n > 8) < 1.42
+
+
+def test_a_bucket_runs_the_kernels_of_its_smallest_batch():
+    limits = replace(LIMITS, max_batch_size=4096)
+    for n in range(1, 4097):
+        assert request_capacity(bucket_of(n, limits)) == request_capacity(n)
+
+
 def test_blocks_with_fewer_candidates_share_the_shape():
     full, some, none = (request(n + 1, context_len=9, num_candidates=n, first_page=n) for n in (3, 1, 0))
     assert shape_of(batch_of(full, some), LIMITS) == shape_of(batch_of(none, none), LIMITS)
@@ -72,6 +97,7 @@ WIDE = replace(LARGE, max_batch_size=128, max_draft_len=7)
         (1, 60, 2, 64),
         (1, 61, 2, 128),
         (2, 300, 4, 384),
+        (8, 30, 12, 64),
         (63, 8, 64, 384),  # more rows than 64 verify blocks of 4 could have
         (0, 768, 1, 768),
         (3, 800, 4, 812),  # long enough for the host to keep ahead: its own size
@@ -98,7 +124,7 @@ def test_no_bucket_has_more_tokens_than_a_step_may_have():
 @pytest.mark.parametrize(("limits", "k"), [(LIMITS, 3), (LARGE, 3), (replace(LARGE, max_draft_len=15), 15), (WIDE, 7)])
 def test_every_step_of_a_graph_with_a_prefill_chunk_has_a_shape_that_can_be_made_ahead(limits, k):
     shapes = mixed_shapes(limits, num_draft_tokens=k)
-    assert len(shapes) == len(set(shapes)) < 50
+    assert len(shapes) == len(set(shapes)) < 90
     for num_blocks in range(limits.max_batch_size):
         blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_blocks)]
         for chunk in range(5, limits.max_num_tokens - 4 * num_blocks + 1, 37):
@@ -124,17 +150,49 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_verify_step_that_a_policy_may_choose_is_captured_ahead(name):
+def test_every_step_that_a_policy_may_choose_is_captured_ahead(name):
+    """Also those of K = 0: the planner drafts nothing when no request could use it."""
     limits = replace(LIMITS, max_draft_len=7, max_num_tokens=64)
-    shapes = warm_shapes(limits, POLICIES[name].lengths)
-    assert len(shapes) == len(set(shapes))
+    shapes = {shape for shape in warm_shapes(limits, POLICIES[name].lengths) if shape.has_graph}
     for num_requests in range(1, limits.max_batch_size + 1):
-        for k in {min(k, 7) for k in POLICIES[name].lengths}:
+        for k in {0, *(min(k, 7) for k in POLICIES[name].lengths)}:
             blocks = [request(k + 1, context_len=9, num_candidates=k, first_page=4 * r) for r in range(num_requests)]
             assert shape_of(batch_of(*blocks, num_draft_tokens=k), limits) in shapes
             mixed = shape_of(batch_of(*blocks[1:], request(20), num_draft_tokens=k), limits)
-            same_kernels = {(s.num_requests, s.num_draft_tokens) for s in shapes if not s.is_decode}
-            assert (mixed.num_requests, k) in same_kernels or not mixed.has_graph
+            assert mixed in shapes
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_batch_size", "num_decode", "num_graphs"),
+    [
+        ((7,), 64, 2 * 12, 166),
+        ((7, 5, 3), 64, 4 * 12, MAX_GRAPHS),
+        (AdaptiveDraftLength(7).lengths, 64, 7 * 12, MAX_GRAPHS),
+        (AdaptiveDraftLength(7).lengths, 512, 7 * 40, 7 * 40),
+    ],
+)
+def test_graphs_are_limited_at_the_cost_of_long_steps_with_a_prefill_chunk(
+    lengths, max_batch_size, num_decode, num_graphs
+):
+    limits = replace(LARGE, max_batch_size=max_batch_size, max_draft_len=7)
+    shapes = warm_shapes(limits, lengths)
+    captured = [shape for shape in shapes if shape.has_graph]
+    assert (sum(shape.is_decode for shape in captured), len(set(captured))) == (num_decode, num_graphs)
+    mixed = {shape for k in lengths for shape in mixed_shapes(limits, num_draft_tokens=k)}
+    longest = max((shape.num_tokens for shape in captured if not shape.is_decode), default=0)
+    assert all(shape in captured for shape in mixed if shape.num_tokens < longest)
+    assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
+    assert len(shapes) - len(captured) <= 8 * (len(lengths) + 1), "few steps compile the kernels of the rest"
+
+
+@pytest.mark.parametrize("max_num_tokens", [2048, 500, 90])
+def test_full_blocks_of_tensorrt_always_have_a_graph(max_num_tokens):
+    limits = replace(LARGE, max_num_tokens=max_num_tokens)
+    shapes = full_block_shapes(limits, num_draft_tokens=3)
+    for num_requests in range(1, min(64, max_num_tokens // 4) + 1):
+        blocks = [request(4, context_len=9, num_candidates=3, first_page=4 * r) for r in range(num_requests)]
+        shape = full_block_shape(plan_of(batch_of(*blocks)), limits)
+        assert shape in shapes and num_requests <= shape.num_requests and shape.num_tokens <= max_num_tokens
 
 
 class Copy:
@@ -292,44 +350,31 @@ class Recorder:
         self.events.append("run")
 
 
-def test_a_shape_runs_then_is_captured_then_replayed():
+def test_a_shape_is_run_and_captured_ahead_then_replayed():
+    """TensorRT must have executed the shape right before."""
     recorder = Recorder()
     graphs = GraphCache(recorder.capture)
-    for _ in range(4):
-        graphs.run("a", recorder.enqueue)
-    assert recorder.events == ["run", "capture", "replay", "replay", "replay"]
-    graphs.run("b", recorder.enqueue)
-    assert recorder.events[5:] == ["run"] and graphs.num_graphs == 1
-
-
-def test_some_places_are_kept_for_the_shapes_that_matter_most():
-    recorder = Recorder()
-    graphs = GraphCache(recorder.capture, max_graphs=2)
-    for key in ("a", "a", "b", "b"):
-        graphs.run(key, recorder.enqueue, num_reserved=1)
-    assert graphs.num_graphs == 1 and recorder.events[-1] == "run"
+    graphs.capture("a", recorder.enqueue)
+    assert recorder.events == ["run", "capture"]
     for _ in range(2):
-        graphs.run("c", recorder.enqueue)
-    assert graphs.num_graphs == 2 and recorder.events[-2:] == ["capture", "replay"]
+        graphs.run("a", recorder.enqueue)
+    assert recorder.events[2:] == ["replay", "replay"] and graphs.num_graphs == 1
 
 
-def test_without_a_capture_or_with_too_many_shapes_steps_run_as_they_are():
+def test_a_shape_that_was_not_captured_ahead_never_is():
     recorder = Recorder()
-    plain, full = GraphCache(None), GraphCache(recorder.capture, max_graphs=1)
-    for _ in range(3):
-        plain.run("a", recorder.enqueue)
-    assert recorder.events == ["run"] * 3
-    for key in ("a", "a", "b", "b", "b"):
-        full.run(key, recorder.enqueue)
-    assert recorder.events[3:] == ["run", "capture", "replay", "run", "run", "run"]
-
-
-def test_tensorrt_executes_a_shape_again_right_before_it_is_captured():
-    recorder = Recorder()
-    graphs = GraphCache(WarmCapture(recorder.capture))
+    graphs = GraphCache(recorder.capture)
     for _ in range(3):
         graphs.run("a", recorder.enqueue)
-    assert recorder.events == ["run", "run", "capture", "replay", "replay"]
+    assert recorder.events == ["run"] * 3 and graphs.num_graphs == 0
+
+
+def test_without_a_capture_steps_run_as_they_are():
+    recorder = Recorder()
+    graphs = GraphCache(None)
+    graphs.capture("a", recorder.enqueue)
+    graphs.run("a", recorder.enqueue)
+    assert recorder.events == ["run", "run"] and graphs.num_graphs == 0
 
 
 def test_sections_of_the_results_start_at_16_bytes_and_do_not_overlap() -> None:

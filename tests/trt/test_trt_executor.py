@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash_trt.backends.graphs import GraphCache
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt.compatibility import library_mismatches, mismatches
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
@@ -125,6 +126,29 @@ def test_a_step_fed_on_the_device_equals_one_fed_by_the_host(trt, pair):
             steps.append(rows)
         results.append(integers(steps))
     assert results[0] == results[1]
+
+
+def test_full_blocks_are_captured_ahead_with_padding_alone_and_nothing_later(trt, pair):
+    ours, _ = make_ours(trt, pair, "plugin")
+    replays = []
+
+    def capture(enqueue):
+        return lambda: (replays.append(enqueue), enqueue())
+
+    ours.graphs = GraphCache(capture)
+    for pages in ours._buffers.state.values():
+        pages.fill_(42.0)
+    ours.warm_up((3, 9, 0))  # at most the engine's 3; K = 0 has no full blocks
+    assert ours.graphs.num_graphs == len([1, 2, 4, 8])
+    assert all((pages[:-1] == 42.0).all() for pages in ours._buffers.state.values())
+    for pages in ours._buffers.state.values():
+        pages.zero_()
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    ks = (3, 3, 0, 2)
+    assert integers(trace(ours, GREEDY, num_draft_tokens=ks)[0]) == integers(
+        trace(theirs, GREEDY, num_draft_tokens=ks)[0]
+    )
+    assert ours.graphs.num_graphs == 4 and replays
 
 
 def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
-DECODE_GRAPHS = 128  # slots reserved for decode shapes: every bucket and K up to 64 requests
 FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 
 
@@ -171,18 +170,19 @@ class TorchGpuExecutor:
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
-        """Compile the kernels and capture the graphs of these steps ahead.
+        """Compile the kernels of these steps and capture their graphs, before serving.
 
-        The steps consist of padding alone, which touches no page, so requests may be alive.
+        The steps consist of padding alone, which touches no page and no request's slot.
         """
         for shape in shapes:
-            if not self._is_captured(shape):
-                continue
-            for _ in range(2):  # run, capture
-                self._staging.stage(plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens)), shape)
-                with self.on_stream():
-                    self._staging.upload()
-                    self._run(shape)
+            padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
+            self._staging.stage(padding, shape)
+            with self.on_stream():
+                self._staging.upload()
+                if self._is_captured(shape):
+                    self.graphs.capture(shape, partial(self._enqueue, shape))
+                else:
+                    self._enqueue(shape)
         self.wait()
 
     @torch.inference_mode()
@@ -227,7 +227,7 @@ class TorchGpuExecutor:
 
     def _run(self, shape: StepShape) -> None:
         if self._is_captured(shape):
-            self.graphs.run(shape, partial(self._enqueue, shape), num_reserved=0 if shape.is_decode else DECODE_GRAPHS)
+            self.graphs.run(shape, partial(self._enqueue, shape))
         else:
             self._enqueue(shape)
 

@@ -58,7 +58,7 @@ class TensorRTBackend:
 
         assert ranks is None, "several ranks are unsupported"
 
-        return TensorRTExecutor.open(engine, config)
+        return TensorRTExecutor.open(engine, config, draft_lens=draft_lens)
 
 
 BACKEND: Final = TensorRTBackend()

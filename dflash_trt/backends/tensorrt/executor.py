@@ -6,6 +6,7 @@ Knows profiles, buffers and padding; the engine knows the network. Imports Tenso
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.graphs import CudaCapture, GraphCache, WarmCapture
-from dflash_trt.backends.padding import StepShape, full_block_shape
+from dflash_trt.backends.graphs import CudaCapture, GraphCache
+from dflash_trt.backends.padding import StepShape, full_block_shape, full_block_shapes
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
@@ -24,13 +25,13 @@ from dflash_trt.backends.tensorrt.context import ProfileContext
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import PluginMode
+from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
 
-MAX_GRAPHS = 64  # beyond this many shapes, steps run without a graph
 DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
 _FREE_MEMORY_FRACTION = 0.9
 
@@ -60,7 +61,7 @@ class TensorRTExecutor:
         )
         self._is_in_place = plugins == "plugin"
         has_graphs = self._is_in_place and device.type == "cuda"  # pools that are swapped have no fixed addresses
-        self.graphs = GraphCache(WarmCapture(CudaCapture(self._stream)) if has_graphs else None, max_graphs=MAX_GRAPHS)
+        self.graphs = GraphCache(CudaCapture(self._stream) if has_graphs else None)
         spare = self._buffers.state if self._is_in_place else _copies(self._buffers.state)
         self._written = spare  # where the next step's pages go; plain layers write into a second pool
         self._contexts = [
@@ -70,10 +71,16 @@ class TensorRTExecutor:
 
     @classmethod
     def open(
-        cls, engine_dir: EngineDir, config: RuntimeConfig, *, plugin_library: Path | None = None
+        cls,
+        engine_dir: EngineDir,
+        config: RuntimeConfig,
+        *,
+        draft_lens: Sequence[int] | None = None,
+        plugin_library: Path | None = None,
     ) -> TensorRTExecutor:
         """Rank 0 of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
 
+        Full verify blocks of every K in `draft_lens` are captured ahead; None: of the engine's largest.
         `plugin_library` defaults to where it was when the engine was built.
 
         Raises:
@@ -105,7 +112,22 @@ class TensorRTExecutor:
         executor = cls(engine, spec, limits, plugins=record.plugins, device=torch.device("cuda"))
         executor.page_plan = pages
         executor._owners = owners
+        executor.warm_up((limits.max_draft_len,) if draft_lens is None else draft_lens)
         return executor
+
+    @torch.inference_mode()
+    def warm_up(self, draft_lens: Iterable[int]) -> None:
+        """Capture the graphs of full verify blocks of these K, before serving.
+
+        The steps consist of padding alone, which touches the scratch page alone.
+        """
+        lens = {min(length, self.limits.max_draft_len) for length in draft_lens}
+        for length in sorted(lens - {0} if self._spec.has_drafts else {0}, reverse=True):
+            for shape in reversed(full_block_shapes(self.limits, num_draft_tokens=length)):
+                self._buffers.staging.stage(plan_of(StepBatch(requests=(), num_draft_tokens=length)), shape)
+                with self._on_stream():
+                    self._buffers.staging.upload()
+                    self.graphs.capture(shape, partial(self._enqueue, shape))
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StagedStep:
@@ -114,8 +136,7 @@ class TensorRTExecutor:
         An engine with a drafter drafts a token at least, whether or not it was asked for.
         """
         check_plan(plan, self.limits)
-        num_drafts = max(plan.num_draft_tokens, 1) if self._spec.has_drafts else 0
-        given = replace(plan, num_draft_tokens=num_drafts)
+        given = replace(plan, num_draft_tokens=self._drafted(plan.num_draft_tokens))
         shape = full_block_shape(given, self.limits)
         self._buffers.staging.stage(given, shape)
         with self._on_stream():
@@ -151,6 +172,10 @@ class TensorRTExecutor:
         for pages in (*self._buffers.state.values(), *self._written.values()):
             pages.fill_(value)
 
+    def _drafted(self, num_draft_tokens: int) -> int:
+        """K of the engine's step: an engine with a drafter drafts a token at least."""
+        return max(num_draft_tokens, 1) if self._spec.has_drafts else 0
+
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
         context = self._contexts[DECODE if shape.is_decode else MIXED]
@@ -159,11 +184,7 @@ class TensorRTExecutor:
         self._buffers.store(shape)
 
     def _run(self, shape: StepShape) -> None:
-        enqueue = partial(self._enqueue, shape)
-        if shape.has_graph:
-            self.graphs.run(shape, enqueue)
-        else:
-            enqueue()
+        self.graphs.run(shape, partial(self._enqueue, shape))
         if not self._is_in_place:
             self._buffers.state, self._written = self._written, self._buffers.state
 
