@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from dflash_trt.core.runtime_config import RuntimeConfig, option_of, value_type
 from dflash_trt.core.sampling import SAMPLING_FIELDS
@@ -66,7 +66,9 @@ def _sampling() -> str:
 
 
 def _type_name(kind: Any) -> str:
-    return " or ".join(f"`{word}`" for word in get_args(kind)) if get_origin(kind) else str(kind.__name__)
+    if get_origin(kind) is Literal:
+        return " or ".join(f"`{word}`" for word in get_args(kind))
+    return "mapping" if get_origin(kind) is dict else str(kind.__name__)
 
 
 def main() -> int:

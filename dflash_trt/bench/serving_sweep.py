@@ -104,7 +104,7 @@ def _loops(
     for index in range(num_rounds + 1):
         for overlaps, policy in policies.items():
             settings = config.replaced(enable_prefix_caching=False, overlap_scheduling=overlaps)
-            with LLM(engine_dir, settings, draft_length=policy) as engine:
+            with LLM(engine_dir, settings, draft_length_policy=policy) as engine:
                 runs[overlaps].append(run_in_flight(engine, work, concurrency=concurrency))
         speeds = {"plain loop": runs[False][-1].output_tok_per_s, "overlapped loop": runs[True][-1].output_tok_per_s}
         progress(_line(concurrency, index, speeds))

@@ -57,13 +57,13 @@ def compare(
     off: nothing may be cheaper for having been asked before.
     """
     drafted = config.replaced(enable_prefix_caching=False)
-    undrafted = drafted.replaced(use_drafter=False, num_draft_tokens=None, adaptive_draft_length=False)
+    undrafted = drafted.without_drafter()
     speeds: list[tuple[float, float]] = []
     for round_index in range(num_rounds + 1):
         with LLM(engine_dir, undrafted) as plain:
             expected, plain_speed = _run(plain, prompts, sampling, concurrency)
         with LLM(engine_dir, drafted) as speculative:
-            num_drafts = speculative.config.num_draft_tokens or 0
+            num_drafts = speculative.config.max_draft_tokens
             outputs, speculative_speed = _run(speculative, prompts, sampling, concurrency)
         progress(f"round {round_index}: {plain_speed:.0f} tok/s plain, {speculative_speed:.0f} tok/s speculative")
         if round_index:

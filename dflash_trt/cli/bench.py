@@ -10,9 +10,10 @@ import click
 
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
-from dflash_trt.core.runtime_config import KV_BUDGET
+from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.bench.lockstep import PolicyReport
@@ -27,6 +28,8 @@ _FIXED_BY_COMPARISONS = (
     "use_drafter",
     "num_draft_tokens",
     "adaptive_draft_length",
+    "draft_length",
+    "draft_length_by_context",
     "overlap_scheduling",
 )
 _FIXED_BY_SOAK = (*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
@@ -70,16 +73,17 @@ def speedup(
     """
     from dflash_trt.bench.speculation import compare
 
+    config = runtime_from_options(runtime)
     report = compare(
         engine_dir,
         _prompts(input_file),
         SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-        config=runtime_from_options(runtime),
+        config=config,
         concurrency=concurrency,
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
     )
-    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
+    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report, config)))
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -196,7 +200,8 @@ def draft_length(
 def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtime: Any) -> None:
     """Random arrivals, cancellations, slow and dead readers. Fails when a page or a request is lost.
 
-    The K/V memory is kept small, so that requests are preempted and prefixes evicted. Drafting is adaptive.
+    The K/V memory is kept small, so that requests are preempted and prefixes evicted. Drafting is adaptive unless
+    --draft-length says otherwise.
     """
     from dflash_trt.bench.soak import Traffic
     from dflash_trt.bench.soak import soak as run_soak
@@ -207,7 +212,7 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtim
         vocab_size, plan = probe.engine.manifest.target.vocab_size, probe.page_plan
     small = config.replaced(
         kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
-        adaptive_draft_length=config.use_drafter,
+        adaptive_draft_length=config.use_drafter and not (config.draft_length or config.draft_length_by_context),
         max_queue_len=_SOAK_QUEUE_LEN,
     )
     with LLM(engine_dir, small) as llm:
@@ -266,14 +271,15 @@ def _prompts(input_file: Path) -> "Sequence[Prompt]":
     return prompts
 
 
-def _lines(report: "SpeculationReport") -> list[str]:
+def _lines(report: "SpeculationReport", config: RuntimeConfig) -> list[str]:
+    drafts = lengths_text(config.draft_length) if config.draft_length else report.num_draft_tokens
     rates = "  ".join(f"{i}: {rate:.2f}" for i, rate in enumerate(report.accepted_fraction_by_position, start=1))
     length = "none" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
     return [
         f"{report.num_prompts} prompts, {report.max_new_tokens} new tokens each, {report.concurrency} at a time, "
         f"median of {report.num_rounds} rounds",
         f"autoregressive     {report.autoregressive_tok_per_s:8.1f} tok/s",
-        f"speculative, K = {report.num_draft_tokens} {report.speculative_tok_per_s:8.1f} tok/s",
+        f"speculative, K = {drafts} {report.speculative_tok_per_s:8.1f} tok/s",
         f"speedup            {report.speedup:8.2f} x  "
         f"(rounds: {', '.join(f'{ratio:.2f}' for ratio in report.speedup_by_round)})",
         f"acceptance length  {length:>8} tokens per verify step, bonus included",

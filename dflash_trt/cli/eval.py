@@ -145,7 +145,7 @@ def _logits_of(engine: "EngineDir", config: RuntimeConfig, stack: ExitStack) -> 
     """On the device that generated; the stack closes it."""
     from dflash_trt.executor.opening import open_executor
 
-    target_alone = config.replaced(use_drafter=False, num_draft_tokens=None, adaptive_draft_length=False)
+    target_alone = config.without_drafter()
     executor = open_executor(engine, target_alone)
     stack.callback(executor.close)
     target_logits = getattr(executor, "target_logits", None)

@@ -101,7 +101,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
             num_refused=sum(isinstance(row, Refusal) for row in rows),
             load_time_s=load_time_s,
             wall_time_s=time.monotonic() - started,
-            max_draft_tokens=llm.config.num_draft_tokens or 0,
+            max_draft_tokens=llm.config.max_draft_tokens,
         )
     if options.as_json:
         document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}

@@ -10,8 +10,17 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
+from dflash_trt.core.draft_lengths import lengths_by_batch_size, lengths_by_context
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
 
@@ -66,6 +75,22 @@ class RuntimeConfig(Frozen):
     adaptive_draft_length: Annotated[
         bool, Option(flag="--adaptive", help="Choose K for each step, from measured speed and acceptance.")
     ] = False
+    draft_length: Annotated[
+        dict[int, int] | None,
+        BeforeValidator(lengths_by_batch_size),
+        Option(
+            metavar="N:K,...",
+            help="K by the number of decoding requests: 1:7,16:5 is 7 for 1 to 15 requests, and 5 from 16 on.",
+        ),
+    ] = None
+    draft_length_by_context: Annotated[
+        dict[int, int] | None,
+        BeforeValidator(lengths_by_context),
+        Option(
+            metavar="N:K,...",
+            help="Maximum K by the median context of the decoding requests: 32768:3 is 3 from 32768 tokens on.",
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, Option(flag="--no-prefix-caching", help="Compute every prompt in full.")] = (
         True
     )
@@ -110,6 +135,17 @@ class RuntimeConfig(Frozen):
         raise_all(ConfigError, "options" if written_as else "settings", problems)
         return config
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """The maximum K of a resolved config."""
+        return max(self.draft_length.values()) if self.draft_length else self.num_draft_tokens or 0
+
+    def without_drafter(self) -> "RuntimeConfig":
+        """A copy that decodes autoregressively, without the settings that exclude it."""
+        excluded = {name for pair in _EXCLUSIVE if "use_drafter" in pair for name in pair}
+        fields = {name: type(self).model_fields[name].default for name in excluded}
+        return self.replaced(**fields | {"use_drafter": False})
+
     def replaced(self, **fields: Any) -> "RuntimeConfig":
         """A copy with these fields instead; raises ConfigError."""
         return RuntimeConfig(**(dict(self) | fields)) if fields else self
@@ -120,6 +156,11 @@ _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
     ("use_drafter", "num_draft_tokens"),
     ("use_drafter", "adaptive_draft_length"),
+    ("use_drafter", "draft_length"),
+    ("use_drafter", "draft_length_by_context"),
+    ("num_draft_tokens", "draft_length"),
+    ("adaptive_draft_length", "draft_length"),
+    ("adaptive_draft_length", "draft_length_by_context"),
 )
 
 
@@ -128,7 +169,7 @@ def option_of(name: str) -> Option:
 
 
 def value_type(name: str) -> Any:
-    """The type of a field's values: bool, int, float or a Literal."""
+    """The type of a field's values: bool, int, float, dict[int, int] or a Literal."""
     return without_none(RuntimeConfig.model_fields[name].annotation)
 
 
@@ -170,7 +211,9 @@ def _problem_of(details: Any, written_as: Mapping[str, str]) -> str:
         hint = f"Did you mean '{nearest}'?" if nearest else f"Known names: {', '.join(RuntimeConfig.model_fields)}."
         return f"'{name}' is not a setting of the engine. {hint}"
     found = f"{details['input']!r:.80}"
-    return problem(written_as.get(name, name), expected=_expected(name), found=found)
+    is_explained = details["type"] == "value_error"  # by the field's own reader
+    expected = details["msg"].removeprefix("Value error, ") if is_explained else _expected(name)
+    return problem(written_as.get(name, name), expected=expected, found=found)
 
 
 def _conflicts(fields: Mapping[str, Any], written_as: Mapping[str, str]) -> Iterator[str]:

@@ -62,7 +62,10 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         "device": _resolved_device(engine, config.device),
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
     }
-    if config.use_drafter:
+    for name in ("draft_length", "draft_length_by_context"):
+        for length in (getattr(config, name) or {}).values():
+            checked_draft_length(length, max_draft_len(engine), name=name)
+    if config.use_drafter and config.draft_length is None:
         resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
     return config.model_copy(update=resolved)
 

@@ -3,9 +3,9 @@
 K = 0 decodes autoregressively; the draft context is kept up to date, so that drafting can resume at any step.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Protocol
 
 from dflash_trt.core.errors import ConfigError
@@ -68,18 +68,38 @@ class BatchSizeDraftLength:
             )
         for batch_size, length in lengths.items():
             _check_length(f"draft length at batch size {batch_size}", length)
-        self._batch_sizes = sorted(lengths)
-        self._lengths = [lengths[batch_size] for batch_size in self._batch_sizes]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(sorted(set(self._lengths)))
+        self.lengths = tuple(sorted(set(lengths.values())))
+        self._table = lengths
 
     def choose(self, num_decoding: int) -> int:
-        return self._lengths[bisect_right(self._batch_sizes, max(1, num_decoding)) - 1]
+        length = _at(self._table, max(1, num_decoding))
+        assert length is not None, "the table begins at 1"
+        return length
 
     def observe(self, step: StepObservation) -> None:
         """Nothing to learn."""
+
+
+class ContextLimit:
+    """A maximum of K by context length: `{32768: 3}` means at most 3 drafts from 32768 tokens on.
+
+    The median of the decoding requests counts: K is a number of the step, so that one long context among short ones
+    costs them no drafts, and one short context among long ones saves none. For policies that do not measure.
+    """
+
+    def __init__(self, lengths: Mapping[int, int]) -> None:
+        self._table = lengths
+
+    def apply(self, num_draft_tokens: int, context_lens: Iterable[int]) -> int:
+        """K at most; `context_lens` are those of the requests that decode, and read if there is a table."""
+        lens = list(context_lens) if self._table else []
+        most = _at(self._table, median_low(lens)) if lens else None
+        return num_draft_tokens if most is None else min(num_draft_tokens, most)
+
+
+def _at(table: Mapping[int, int], size: int) -> int | None:
+    """The length that holds at a size: that of the largest key up to it."""
+    return table.get(max((key for key in table if key <= size), default=-1))
 
 
 def _check_length(subject: str, length: int) -> None:

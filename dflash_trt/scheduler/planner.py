@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import DraftLengthPolicy
+from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 
@@ -48,11 +48,12 @@ class StepPlanner:
         self._limits = limits
         self._config = config
         self._policy = policy
+        self._context_limit = ContextLimit(config.draft_length_by_context)
         self._num_steps = 0
 
     def plan(self, now: float) -> PlannedStep:
         """Plan the next step, whose rows are in flight then."""
-        num_draft_tokens = min(self._policy.choose(len(self._decoding())), self._limits.max_draft_len)
+        num_draft_tokens = self._choose_draft_length(self._decoding())
         if self._request_pool.waiting:
             self._admit(now, num_draft_tokens)
         slots, num_candidates = self._decode_rows(num_draft_tokens)
@@ -77,6 +78,12 @@ class StepPlanner:
         return self._planned(
             slots, num_tokens, num_candidates, context_lens, token_ids, is_emitting, num_draft_tokens=num_draft_tokens
         )
+
+    def _choose_draft_length(self, decoding: Array) -> int:
+        num_draft_tokens = min(self._policy.choose(len(decoding)), self._limits.max_draft_len)
+        if not self._config.draft_length_by_context:
+            return num_draft_tokens
+        return self._context_limit.apply(num_draft_tokens, self._table.max_context_len(decoding).tolist())
 
     def abandon(self, step: PlannedStep) -> None:
         """Take back a plan that did not run, the newest one."""

@@ -33,14 +33,14 @@ class LLM(Generator):
         config: RuntimeConfig | None = None,
         *,
         scheduler_config: SchedulerConfig | None = None,
-        draft_length: DraftLengthPolicy | None = None,
+        draft_length_policy: DraftLengthPolicy | None = None,
         **fields: Any,
     ) -> None:
         """`fields` are those of RuntimeConfig, and replace those of `config`.
 
         `num_draft_tokens` is K (default: the engine's max_draft_len). With `adaptive_draft_length` it is the maximum,
-        and each step takes the K with the best estimated throughput. `draft_length` and `scheduler_config` set the same
-        and more, in the scheduler's terms.
+        and each step takes the K with the best estimated throughput. `draft_length={1: 7, 16: 5}` is K by the number of
+        decoding requests. `draft_length_policy` and `scheduler_config` set the same and more, in the scheduler's terms.
 
         `overlap_scheduling` plans each step while the one before it runs: in float32 on a CPU the same tokens, and time
         gained where the device is not the CPU that plans.
@@ -60,12 +60,14 @@ class LLM(Generator):
             EngineDirError: the directory is not an engine this version can run.
             CapacityError: the engine does not fit into memory.
             RankError: a rank's process did not start.
-            ConfigError: see RuntimeConfig; or num_draft_tokens is beyond what the engine can draft, or the device is
+            ConfigError: see RuntimeConfig; or K is beyond what the engine can draft, or the device is
                 not there.
         """
         config = (RuntimeConfig() if config is None else config).replaced(**fields)
         self.engine = EngineDir.open(engine_dir)
-        local = open_local_engine(self.engine, config, scheduler_config=scheduler_config, draft_length=draft_length)
+        local = open_local_engine(
+            self.engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy
+        )
         with ExitStack() as stack:  # until everything is well
             stack.callback(local.close)
             target = self.engine.manifest.target

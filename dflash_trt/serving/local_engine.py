@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 
@@ -37,39 +37,49 @@ def open_local_engine(
     config: RuntimeConfig,
     *,
     scheduler_config: SchedulerConfig | None = None,
-    draft_length: DraftLengthPolicy | None = None,
+    draft_length_policy: DraftLengthPolicy | None = None,
 ) -> LocalEngine:
-    """An engine that is ready to start. `scheduler_config` and `draft_length` replace what `config` says of the same.
+    """An engine that is ready to start. `scheduler_config` and `draft_length_policy` replace their part of `config`.
 
     Raises:
         ConfigError: one of them stands beside a setting that it replaces; or see `open_executor`, as for other errors.
     """
     from dflash_trt.executor.opening import open_executor, resolved_config
 
-    _check_once_decided(config, scheduler_config, draft_length)
+    _check_once_decided(config, scheduler_config, draft_length_policy)
     config = resolved_config(engine, config)
-    if draft_length is None:
-        max_length = config.num_draft_tokens or 0
-        draft_length = AdaptiveDraftLength(max_length) if config.adaptive_draft_length else FixedDraftLength(max_length)
+    policy = draft_length_policy or _policy(config)
     if scheduler_config is None:
         scheduler_config = SchedulerConfig(
-            enable_prefix_caching=config.enable_prefix_caching, max_queue_len=config.max_queue_len
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_queue_len=config.max_queue_len,
+            draft_length_by_context=config.draft_length_by_context or {},
         )
-    executor = open_executor(engine, config, draft_lens=draft_length.lengths)
+    limits_of_context = scheduler_config.draft_length_by_context.values()
+    executor = open_executor(engine, config, draft_lens=tuple(sorted({*policy.lengths, *limits_of_context})))
     with ExitStack() as stack:  # until everything is well
         stack.callback(executor.close)
-        local = LocalEngine(executor, config, Scheduler(executor.limits, scheduler_config, draft_length))
+        local = LocalEngine(executor, config, Scheduler(executor.limits, scheduler_config, policy))
         stack.pop_all()
     return local
 
 
+def _policy(config: RuntimeConfig) -> DraftLengthPolicy:
+    """Of a resolved config."""
+    if config.draft_length:
+        return BatchSizeDraftLength(config.draft_length)
+    if config.adaptive_draft_length:
+        return AdaptiveDraftLength(config.max_draft_tokens)
+    return FixedDraftLength(config.max_draft_tokens)
+
+
 def _check_once_decided(
-    config: RuntimeConfig, scheduler_config: SchedulerConfig | None, draft_length: DraftLengthPolicy | None
+    config: RuntimeConfig, scheduler_config: SchedulerConfig | None, draft_length_policy: DraftLengthPolicy | None
 ) -> None:
     """A setting beside an object that decides the same would be ignored."""
     decided_by = (
-        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len")),
-        ("draft_length", draft_length, ("num_draft_tokens", "adaptive_draft_length")),
+        ("scheduler_config", scheduler_config, ("enable_prefix_caching", "max_queue_len", "draft_length_by_context")),
+        ("draft_length_policy", draft_length_policy, ("num_draft_tokens", "adaptive_draft_length", "draft_length")),
     )
     problems = [
         problem(name, expected=f"only in {owner}, which is given", found=repr(getattr(config, name)), hint="Drop one.")

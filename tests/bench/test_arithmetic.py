@@ -168,7 +168,7 @@ def test_the_two_loops_alternate_without_prefix_reuse_and_the_first_round_does_n
     assert [turn["overlap_scheduling"] for turn in turns] == [False, True, False, True]
     assert not any(turn["enable_prefix_caching"] for turn in turns)
     assert {(turn["num_threads"], turn["kv_cache_bytes"]) for turn in turns} == {(4, 5)}
-    policies = [turn["draft_length"] for turn in turns]
+    policies = [turn["draft_length_policy"] for turn in turns]
     assert policies[0] is policies[2] is not policies[1] is policies[3]
     assert {policy.lengths for policy in policies} == {AdaptiveDraftLength(3).lengths}
 

@@ -29,6 +29,8 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "use_drafter": (["--no-drafter"], False),
     "num_draft_tokens": (["--num-draft-tokens", "2"], 2),
     "adaptive_draft_length": (["--adaptive"], True),
+    "draft_length": (["--draft-length", "1:3,4:2"], {1: 3, 4: 2}),
+    "draft_length_by_context": (["--draft-length-by-context", "64:1"], {64: 1}),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "overlap_scheduling": (["--overlap"], True),
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
@@ -39,15 +41,15 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
 }
 SAMPLING = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75", "--min-p", "0.125"]
 SAMPLING += ["--seed", "6", "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--logprobs"]
-LLM_DEFAULTS = {"scheduler_config": None, "draft_length": None, "fields": {}}
+LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}}
 
 
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = {"use_drafter", "kv_cache_free_memory_fraction"}
+    apart = ({"use_drafter"}, {"kv_cache_free_memory_fraction"}, {"draft_length", "draft_length_by_context"})
     cases = []
-    for part in (set(RUNTIME) - apart, {"use_drafter"}, {"kv_cache_free_memory_fraction"}):
+    for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]
         if names:
             words = [word for name in names for word in RUNTIME[name][0]]
@@ -159,7 +161,7 @@ LOAD = ["--concurrency", "2", "--concurrency", "3", "--max-new-tokens", "9", "--
 LOAD += ["--rounds", "7"]
 LOAD_ARGUMENTS = {"concurrencies": (2, 3), "max_new_tokens": 9, "requests_per_client": 5, "num_rounds": 7}
 DECIDED = ("enable_prefix_caching", "max_queue_len", "seed", "use_drafter", "adaptive_draft_length")
-COMPARED = (*DECIDED, "num_draft_tokens", "overlap_scheduling")
+COMPARED = (*DECIDED, "num_draft_tokens", "draft_length", "draft_length_by_context", "overlap_scheduling")
 MEASUREMENTS = [
     (
         ("speedup", "dflash_trt.bench.speculation", "compare"),
@@ -209,7 +211,10 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
         assert llm.limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
         decided = {"kv_cache_bytes": llm.config.kv_cache_bytes, "max_queue_len": 64}
         resolved = {name: getattr(llm.config, name) for name in ("device", "num_threads")}
-        expected = config.replaced(**decided, **resolved, adaptive_draft_length=config.use_drafter)
+        adapts = config.use_drafter and config.draft_length is None
+        if adapts or not config.use_drafter:
+            resolved["num_draft_tokens"] = llm.config.num_draft_tokens
+        expected = config.replaced(**decided, **resolved, adaptive_draft_length=adapts)
         assert llm.config == expected
         assert all(getattr(config, name) in (value, None, "auto") for name, value in resolved.items())
         assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}

@@ -36,6 +36,31 @@ from dflash_trt.core.runtime_config import RuntimeConfig, option_of
             {"use_drafter": False, "adaptive_draft_length": True},
             "use_drafter=False and adaptive_draft_length are mutually exclusive",
         ),
+        ({"draft_length": {2: 3}}, "draft_length: expected batch sizes from 1 on with their drafts, such as 1:7,"),
+        ({"draft_length": {}}, "draft_length: expected batch sizes from 1 on"),
+        ({"draft_length": {0: 3, 1: 2}}, "draft_length: expected batch sizes from 1 on"),
+        ({"draft_length": {1: -1}}, "draft_length: expected pairs SIZE:LENGTH of integers of 0 or more, such as"),
+        ({"draft_length": {1: 2.0}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
+        ({"draft_length": {1: True}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
+        ({"draft_length": {1: 1 << 31}}, "draft_length: expected pairs SIZE:LENGTH of integers"),
+        ({"draft_length": 7}, "draft_length: expected pairs SIZE:LENGTH of integers"),
+        ({"draft_length": "1:7,x"}, "draft_length: expected pairs SIZE:LENGTH of integers"),
+        ({"draft_length": "1:7,1:5"}, "draft_length: expected each size once, found '1:7,1:5'."),
+        ({"draft_length_by_context": {0: 3}}, "draft_length_by_context: expected context lengths of 1 or more"),
+        ({"draft_length": {1: 3}, "num_draft_tokens": 3}, "num_draft_tokens and draft_length are mutually exclusive"),
+        (
+            {"draft_length": {1: 3}, "adaptive_draft_length": True},
+            "adaptive_draft_length and draft_length are mutually exclusive",
+        ),
+        (
+            {"draft_length_by_context": {9: 1}, "adaptive_draft_length": True},
+            "adaptive_draft_length and draft_length_by_context are mutually exclusive",
+        ),
+        ({"draft_length": {1: 3}, "use_drafter": False}, "use_drafter=False and draft_length are mutually exclusive"),
+        (
+            {"draft_length_by_context": {9: 1}, "use_drafter": False},
+            "use_drafter=False and draft_length_by_context are mutually exclusive",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_was_expected(fields, said) -> None:
@@ -66,6 +91,14 @@ def test_numbers_of_numpy_are_numbers() -> None:
     config = RuntimeConfig(num_threads=np.int64(3), kv_cache_free_memory_fraction=np.float32(0.5))
     assert (config.num_threads, type(config.num_threads)) == (3, int)
     assert (config.kv_cache_free_memory_fraction, type(config.kv_cache_free_memory_fraction)) == (0.5, float)
+
+
+@pytest.mark.parametrize("written", ["16:5,1:7,64:3", {1: 7, 64: 3, 16: 5}, {"1": "7", "16": "5", "64": "3"}])
+def test_draft_lengths_are_read_from_texts_and_mappings_of_python_and_json(written) -> None:
+    config = RuntimeConfig(draft_length=written, draft_length_by_context={np.int64(9): np.int32(2)})
+    assert list((config.draft_length or {}).items()) == [(1, 7), (16, 5), (64, 3)]
+    assert (config.draft_length_by_context, config.max_draft_tokens) == ({9: 2}, 7)
+    assert config.without_drafter() == RuntimeConfig(use_drafter=False)
 
 
 def test_a_config_cannot_be_changed() -> None:

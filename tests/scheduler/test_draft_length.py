@@ -9,7 +9,14 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.acceptance import AcceptanceCounts, expected_num_emitted
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength, default_lengths
-from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import (
+    BatchSizeDraftLength,
+    ContextLimit,
+    DraftLengthPolicy,
+    FixedDraftLength,
+    StepObservation,
+)
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.step_cost import StepCosts
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
@@ -25,6 +32,56 @@ def test_a_schedule_holds_from_its_batch_size_on() -> None:
 def test_a_schedule_with_a_gap_or_a_negative_length_is_refused(lengths: dict[int, int]) -> None:
     with pytest.raises(ConfigError):
         BatchSizeDraftLength(lengths)
+
+
+def test_a_context_limit_is_that_of_the_median_request() -> None:
+    limit = ContextLimit({100: 3, 1000: 0})
+    for context_lens, most in (
+        ([], 7),
+        ([99], 7),
+        ([100], 3),
+        ([999, 5000], 3),
+        ([50, 2000, 60], 7),
+        ([50, 2000, 3000], 0),
+    ):
+        assert limit.apply(7, context_lens) == most
+        assert limit.apply(2, context_lens) == min(2, most)
+    assert ContextLimit({}).apply(7, [5000]) == 7
+
+
+def test_a_negative_context_limit_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="scheduler draft_length_by_context: expected context lengths and drafts of 0"
+    ):
+        SchedulerConfig(draft_length_by_context={100: -1})
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_have_the_k_of_their_batch_size_and_median_context_and_the_same_tokens(ahead: bool) -> None:
+    limits = make_limits(max_batch_size=8, num_pages=200)
+    executor = FakeExecutor(limits, draft_rule=right_with_probability(0.6))
+    config = SchedulerConfig(draft_length_by_context={30: 2})
+    driver = Driver(Scheduler(limits, config, BatchSizeDraftLength({1: 5, 3: 4, 6: 1})), executor)
+    requests = [make_request(f"r{i}", range(i, i + 3), max_new_tokens=12 + 4 * i) for i in range(6)]
+    requests.append(make_request("late", range(8), max_new_tokens=6))
+    for request in requests[:-1]:
+        driver.add(request)
+    driver.run(ahead=ahead)
+    driver.add(requests[-1])
+    driver.run(ahead=ahead)
+    lengths = set()
+    for batch in executor.batches:
+        decoding = sorted(row.context_len for row in batch.requests if len(row.token_ids) == row.num_candidates + 1)
+        if not decoding or not batch.num_draft_tokens:  # drafts that nobody could use are not made
+            continue
+        by_batch_size = 1 if len(decoding) >= 6 else 4 if len(decoding) >= 3 else 5
+        median = decoding[(len(decoding) - 1) // 2]
+        if not ahead or median >= 30:  # planned ahead, drafts in flight count as accepted
+            assert batch.num_draft_tokens == (min(by_batch_size, 2) if median >= 30 else by_batch_size)
+        lengths.add(batch.num_draft_tokens)
+    assert lengths == {1, 2, 4, 5}
+    for request in requests:
+        assert driver.tokens[request.request_id] == expected_tokens(executor, request)
 
 
 def test_a_negative_fixed_length_is_refused() -> None:

@@ -73,8 +73,9 @@ def assert_same(outputs: list[GenerationOutput], others: list[GenerationOutput])
         {"use_drafter": False},
         {"num_draft_tokens": 0},
         {"num_draft_tokens": 1, "overlap_scheduling": True},
-        {"draft_length": BatchSizeDraftLength({1: 3, 2: 0, 3: 2})},
-        {"draft_length": AdaptiveDraftLength(3)},
+        {"draft_length": {1: 3, 2: 1, 3: 2}, "draft_length_by_context": {20: 1}},
+        {"draft_length_policy": BatchSizeDraftLength({1: 3, 2: 0, 3: 2})},
+        {"draft_length_policy": AdaptiveDraftLength(3)},
         {"scheduler_config": SchedulerConfig(max_prefill_tokens=3)},
         {"scheduler_config": SchedulerConfig(enable_prefix_caching=False)},
     ],
@@ -137,6 +138,21 @@ def test_a_bad_prompt_is_refused_and_the_others_are_served(llm: LLM) -> None:
 def test_too_many_drafts_are_refused(engine_dir: Path) -> None:
     with pytest.raises(ConfigError, match="expected 0 to 3, this engine's max_draft_len, found 4"):
         LLM(engine_dir, num_draft_tokens=4)
+    with pytest.raises(ConfigError, match="draft_length: expected 0 to 3, this engine's max_draft_len, found 5"):
+        LLM(engine_dir, draft_length={1: 3, 8: 5})
+    with pytest.raises(ConfigError, match="draft_length_by_context: expected 0 to 3, this engine's max_draft_len, f"):
+        LLM(engine_dir, draft_length_by_context={8: 5})
+
+
+def test_draft_lengths_follow_the_number_of_requests_and_their_context(engine_dir: Path) -> None:
+    prompt, sampling = list(range(4, 10)), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    with LLM(engine_dir, draft_length={1: 3, 2: 2}, draft_length_by_context={20: 1}) as llm:
+        assert (llm.config.draft_length, llm.config.num_draft_tokens) == ({1: 3, 2: 2}, None)
+        llm.generate([prompt], sampling)
+        alone = set(llm.statistics.scheduler.num_steps_by_draft_length)
+        llm.generate([prompt, prompt[1:]], sampling)
+        together = set(llm.statistics.scheduler.num_steps_by_draft_length)
+    assert (alone - {0}, together - {0}) == ({1, 3}, {1, 2, 3})
 
 
 @pytest.mark.parametrize(
@@ -144,8 +160,10 @@ def test_too_many_drafts_are_refused(engine_dir: Path) -> None:
     [
         ({"scheduler_config": SchedulerConfig(), "max_queue_len": 3}, ["max_queue_len"]),
         ({"scheduler_config": SchedulerConfig(), "enable_prefix_caching": False}, ["enable_prefix_caching"]),
-        ({"draft_length": AdaptiveDraftLength(3), "num_draft_tokens": 2}, ["num_draft_tokens"]),
-        ({"draft_length": AdaptiveDraftLength(3), "adaptive_draft_length": True}, ["adaptive_draft_length"]),
+        ({"scheduler_config": SchedulerConfig(), "draft_length_by_context": {9: 1}}, ["draft_length_by_context"]),
+        ({"draft_length_policy": AdaptiveDraftLength(3), "draft_length": {1: 2}}, ["draft_length"]),
+        ({"draft_length_policy": AdaptiveDraftLength(3), "num_draft_tokens": 2}, ["num_draft_tokens"]),
+        ({"draft_length_policy": AdaptiveDraftLength(3), "adaptive_draft_length": True}, ["adaptive_draft_length"]),
     ],
 )
 def test_a_setting_beside_an_object_that_replaces_it_is_refused(

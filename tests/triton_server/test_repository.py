@@ -137,8 +137,13 @@ def test_the_command_writes_and_checks(engine_dir, tmp_path, invoke) -> None:  #
     ran = invoke("deploy", "triton", engine_dir, "-o", models, "--check")
     assert (ran.exit_code, "model ensemble" in ran.stdout) == (0, True)
     assert check_model(models / "ensemble").runtime.adaptive_draft_length
+    words = ["--draft-length", "1:3,4:2", "--draft-length-by-context", "64:1"]
+    assert invoke("deploy", "triton", engine_dir, "-o", models, "--model-name", "scheduled", *words).exit_code == 0
+    runtime = check_model(models / "scheduled").runtime
+    assert (runtime.draft_length, runtime.draft_length_by_context) == ({1: 3, 4: 2}, {64: 1})
     for words, said in (
         (["-o", models], "expected an ENGINE_DIR"),
+        ([engine_dir, "-o", models, "--draft-length", "4"], "--draft-length: expected pairs SIZE:LENGTH of integers"),
         (["-o", tmp_path / "empty", "--check"], "expected a model of dflash-trt"),
         ([engine_dir, "-o", models, "--gpus", "a"], "expected indices"),
         ([engine_dir, "-o", models, "--gpus", "0,0"], "expected distinct indices"),
@@ -189,6 +194,7 @@ def test_settings_out_of_range_are_refused_all_at_once() -> None:
     ("name", "text", "said"),
     [
         ("use_drafter", "yes", "expected true or false, found 'yes'"),
+        ("draft_length", "1:3,2", "draft_length: expected pairs SIZE:LENGTH of integers of 0 or more"),
         ("drain_timeout_s", "soon", "expected a number, found 'soon'"),
         ("drain_timeout_s", "nan", "drain_timeout_s: expected 0 or more, found nan"),
         ("accepted_request_parameters", "a", "expected a JSON list of strings, found 'a'"),

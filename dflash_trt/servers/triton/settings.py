@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, get_origin, get_type_hints
 
+from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.errors import ConfigError, ErrorCollector, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.runtime_config import RuntimeConfig, value_type, without_none
@@ -109,7 +110,7 @@ def _parsed(text: str, expected: Any) -> Any:
             return expected(text)
         except ValueError:
             raise ValueError("an integer" if expected is int else "a number") from None
-    if expected is str:
+    if expected is str or get_origin(expected) is dict:  # RuntimeConfig reads its mappings itself
         return text
     names = json.loads(text) if text.startswith("[") else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -120,4 +121,6 @@ def _parsed(text: str, expected: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return _TRUE if value else _FALSE
+    if isinstance(value, dict):
+        return lengths_text(value)
     return json.dumps(list(value)) if isinstance(value, tuple) else str(value)
