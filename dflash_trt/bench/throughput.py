@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from functools import partial
 
 from dflash_trt.core.acceptance import acceptance_length
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.prompts import Prompt
-from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream_group import StreamGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +55,15 @@ def mixed_work(prompts: Sequence[Prompt], num_requests: int, max_new_tokens: int
 
 def run_in_flight(llm: Generator, work: Sequence[Work], *, concurrency: int) -> LoadReport:
     """A request that ends makes room for the next at once."""
-    finished: SimpleQueue[GenerationOutput] = SimpleQueue()
+    clients = StreamGroup()
     outputs: list[GenerationOutput] = []
-    streams: dict[str, RequestStream] = {}
     started_s = time.perf_counter()
-    for num_sent, item in enumerate(work):
-        if num_sent >= concurrency:
-            outputs.append(finished.get())
-            del streams[outputs[-1].request_id]
-        stream = llm.submit(item.prompt, item.sampling)
-        streams[stream.request_id] = stream  # a stream that is forgotten cancels its request
-        stream.call_when_done(finished.put)
-    outputs += [finished.get() for _ in range(len(work) - len(outputs))]
+    for number, item in enumerate(work):
+        if number >= concurrency:
+            outputs.append(clients.next_output()[1])
+        clients.start(number, partial(llm.submit, item.prompt, item.sampling))
+    while clients:
+        outputs.append(clients.next_output()[1])
     return _report(outputs, concurrency, time.perf_counter() - started_s)
 
 

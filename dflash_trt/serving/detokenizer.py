@@ -24,8 +24,10 @@ _MAX_HELD_TOKENS = 16
 class Detokenizer(Protocol):
     """One per request."""
 
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; empty while a character is incomplete. How tokens are grouped changes
+        nothing but its pieces.
+        """
         ...
 
     def held(self) -> str:
@@ -44,8 +46,8 @@ class ByteDetokenizer:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._bytes_of(token_id))
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
 
     def held(self) -> str:
         return ""
@@ -66,14 +68,19 @@ class ByteFallbackDetokenizer:
         """`piece_of` gives the byte of a byte token, the text of any other, None for a token without text."""
         self._piece_of = piece_of
         self._num_to_strip = num_stripped
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._begin_run()
 
-    def push(self, token_id: int) -> str:
-        piece = self._piece_of(token_id)
-        if piece is None:
-            return ""
-        text = self._of_byte(piece) if isinstance(piece, int) else self._end_run() + piece
-        text, self._num_to_strip = _without_spaces(text, self._num_to_strip)
+    def push(self, token_ids: Sequence[int]) -> str:
+        texts: list[str] = []
+        for piece in map(self._piece_of, token_ids):
+            if isinstance(piece, str):
+                if self._num_bytes:
+                    texts.append(self._end_run())
+                texts.append(piece)
+            elif piece is not None:
+                texts.append(self._of_byte(piece))
+        text, self._num_to_strip = _without_spaces("".join(texts), self._num_to_strip)
         return text
 
     def held(self) -> str:
@@ -83,9 +90,9 @@ class ByteFallbackDetokenizer:
         return _without_spaces(self._end_run(), self._num_to_strip)[0]
 
     def _begin_run(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder.reset()
         self._characters = ""  # of the run so far
-        self._num_bytes = 0  # of the run, as long as it is valid
+        self._num_bytes = 0  # of the run, up to the one that makes it invalid
         self._is_invalid = False
 
     def _of_byte(self, byte: int) -> str:
@@ -159,11 +166,19 @@ class WindowDetokenizer:
         self._emitted: list[int] = []  # the last piece's tokens
         self._held: list[int] = []  # tokens whose text is not complete
 
-    def push(self, token_id: int) -> str:
-        if not self._has_text(token_id):
+    def push(self, token_ids: Sequence[int]) -> str:
+        token_ids = [token_id for token_id in token_ids if self._has_text(token_id)]
+        if not token_ids:
             return ""
-        self._held.append(token_id)
-        return self._take(is_final=len(self._held) > _MAX_HELD_TOKENS)
+        num_held = len(self._held)
+        self._held += token_ids
+        if num_held + 1 == len(self._held):
+            return self._take(is_final=num_held >= _MAX_HELD_TOKENS)
+        text = self._take(is_final=False)
+        if not text:  # the last character is incomplete: where it begins shows token by token
+            del self._held[num_held:]
+            text = "".join(self.push((token_id,)) for token_id in token_ids)
+        return text
 
     def held(self) -> str:
         return ""
@@ -183,6 +198,8 @@ class WindowDetokenizer:
 
 def _without_spaces(text: str, num_spaces: int) -> tuple[str, int]:
     """`text` without up to so many leading spaces, and how many may still go from what follows."""
+    if not num_spaces:
+        return text, 0
     num_cut = min(len(text) - len(text.lstrip(" ")), num_spaces)
     return text[num_cut:], num_spaces - num_cut if num_cut == len(text) else 0
 

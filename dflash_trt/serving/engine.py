@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.request import Request
     from dflash_trt.serving.detokenizer import Detokenizer
     from dflash_trt.serving.statistics import EngineStatistics
-    from dflash_trt.serving.stream import RequestStream, StreamChunk
+    from dflash_trt.serving.stream import RequestStream
 
 
 class EngineLimits(Protocol):
@@ -33,8 +33,9 @@ class EngineLimits(Protocol):
 class Engine(Protocol):
     """Serves requests from `start` to `close`. Any thread may call any method.
 
-    An implementation makes each request an `OutputProcessor`, which turns TokenEvents into chunks and finds stop
-    strings, and a `Mailbox`, from which the RequestStream reads them.
+    An implementation makes each request a `Mailbox`, into which its thread puts TokenEvents, the last one with a
+    finish_reason. The RequestStream takes them, makes text of them by an `OutputProcessor`, and tells the engine when
+    it has found a stop string.
     """
 
     @property
@@ -50,12 +51,13 @@ class Engine(Protocol):
         detokenizer: Detokenizer | None = None,
         *,
         max_pending_tokens: int | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
-        """Take a request; its answer comes through the stream, or to `on_chunk`. No `detokenizer`: no text.
+        """Take a request; its answer comes through the stream. No `detokenizer`: no text.
 
         A request whose reader leaves `max_pending_tokens` untaken (None: any number) gives its place to others.
-        `on_chunk` is called in the engine's thread; it must be quick and not call back.
+        `on_ready` is called in the engine's thread when there is something to take again; it must be quick and neither
+        read nor call back.
 
         Raises:
             RequestError: it can never run, the queue is full, the engine is closed, or an option is of a wrong kind.

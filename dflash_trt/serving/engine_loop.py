@@ -1,8 +1,8 @@
 """The loop that serves: one thread owns scheduler and executor, any thread may submit and cancel.
 
-    schedule -> step -> commit -> streams, for as long as there is work.
+    schedule -> step -> commit -> mailboxes, for as long as there is work.
 
-The lock is held to plan and to commit, never while the device runs.
+The lock is held to plan and to commit, never while the device runs. Readers make text of the tokens, in their threads.
 """
 
 import logging
@@ -10,40 +10,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from weakref import finalize
 
 from dflash_trt.core.checked_values import checked, function, integer, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
-from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
+from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.detokenizer import Detokenizer
+from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
 from dflash_trt.serving.step_runner import StepReport, StepRunner
-from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk, merged
+from dflash_trt.serving.stream import RequestStream
 
 # How often an engine with nothing but paused requests looks for readers that have gone away.
 _PARKED_POLL_S = 0.2
 
 _MAX_PENDING_TOKENS = optional(integer("None, or an integer of 1 or more", 1))
-_ON_CHUNK = optional(function("None, or a function"))
+_ON_READY = optional(function("None, or a function"))
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """The caller of a request."""
-
-    output_processor: OutputProcessor
-    mailbox: Mailbox
-
-    @property
-    def request_id(self) -> str:
-        return self.output_processor.request.request_id
 
 
 class EngineLoop:
@@ -68,8 +57,8 @@ class EngineLoop:
         self._clock = clock
         self._records_steps = records_steps
         self._recorder = Recorder(clock())
-        self._clients: dict[str, _Client] = {}
-        self._forgotten: deque[_Client] = deque()  # their streams were garbage collected
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._forgotten: deque[Callable[[FinishReason], None]] = deque()  # ends of streams that were garbage collected
         self._lock = threading.RLock()  # of everything above
         self._changed = threading.Condition(self._lock)
         self._runner = StepRunner(
@@ -84,13 +73,13 @@ class EngineLoop:
         detokenizer: Detokenizer | None = None,
         *,
         max_pending_tokens: int | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
         """Take a request from any thread; it starts when it is its turn. No `detokenizer`: no text.
 
         The engine never waits for a reader. A request whose reader has not taken `max_pending_tokens` (None: any
-        number) gives its place to others until they are taken. `on_chunk` gets the chunk of each step in the engine's
-        thread, which holds a lock then: it must be quick and not call back. The stream has no chunks then.
+        number) gives its place to others until they are taken. `on_ready` is called when there is something to take
+        again, in the engine's thread, which holds a lock then: it must be quick and neither read nor call back.
 
         Raises:
             RequestError: it can never run, the queue is full, the engine is closed, or an option is of a wrong kind.
@@ -98,19 +87,20 @@ class EngineLoop:
         """
         self._own_process.check()
         max_pending_tokens = checked("max_pending_tokens", max_pending_tokens, _MAX_PENDING_TOKENS)
-        on_chunk = checked("on_chunk", on_chunk, _ON_CHUNK)
+        on_ready = checked("on_ready", on_ready, _ON_READY)
         with self._lock:
             self._check_open_for(request)
             now = self._clock()
             self._scheduler.add(request, now)
-            output_processor = OutputProcessor(request, detokenizer, arrived_s=now, records_steps=self._records_steps)
-            mailbox = Mailbox(
-                max_pending_tokens=max_pending_tokens, resume=lambda: self._resume(client), on_chunk=on_chunk
-            )
-            client = self._clients[request.request_id] = _Client(output_processor, mailbox)
+            mailbox = Mailbox(arrived_s=now, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
+            self._mailboxes[request.request_id] = mailbox
             self._changed.notify_all()
-        stream = RequestStream(request.request_id, client.mailbox, lambda: self._cancel(client))
-        note = finalize(stream, self._forgotten.append, client)  # may run in the middle of anything: a note only
+        output_processor = OutputProcessor(request, detokenizer, arrived_s=now, records_steps=self._records_steps)
+        end = partial(self._end, request.request_id, mailbox)
+        resume = partial(self._resume, request.request_id, mailbox)
+        stream = RequestStream(mailbox, output_processor, end=end, resume=resume)
+        # A note only, as it may run in the middle of anything.
+        note = finalize(stream, self._forgotten.append, end)
         note.atexit = False
         return stream
 
@@ -118,15 +108,15 @@ class EngineLoop:
         """End a request now, from any thread; nothing happens when there is none of that name."""
         self._own_process.check()
         with self._lock:
-            client = self._clients.get(request_id)
-            if client is not None:
-                self._cancel(client)
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                self._end(request_id, mailbox, "cancelled")
 
     def step(self) -> bool:
         """One turn of the loop; False when there is nothing to do. For use without `start`."""
         with self._lock:
             while self._forgotten:
-                self._cancel(self._forgotten.popleft())
+                self._forgotten.popleft()("cancelled")
             self._scheduler.expire(self._clock())
         return self._runner.advance()
 
@@ -148,12 +138,12 @@ class EngineLoop:
             self._is_closed = True
             self._changed.notify_all()
             if drains and self._thread is not None:
-                self._changed.wait_for(lambda: not self._clients, timeout_s)
+                self._changed.wait_for(lambda: not self._mailboxes, timeout_s)
         while drains and self._thread is None and self.step():
             pass
         with self._lock:
-            for client in list(self._clients.values()):
-                self._cancel(client)
+            for request_id, mailbox in list(self._mailboxes.items()):
+                self._end(request_id, mailbox, "cancelled")
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -170,14 +160,14 @@ class EngineLoop:
         self._own_process.check()
         with self._lock:
             self._scheduler.check_integrity()
-            assert self._scheduler.request_ids() == set(self._clients), "a request nobody waits for, or the reverse"
+            assert self._scheduler.request_ids() == set(self._mailboxes), "a request nobody waits for, or the reverse"
 
     # Inside
 
     def _check_open_for(self, request: Request) -> None:
         if self._is_closed:
             raise RequestError.about("engine", expected="an open engine", found="a closed one", hint="Open a new one.")
-        if request.request_id in self._clients:  # the scheduler may have ended it without its client knowing yet
+        if request.request_id in self._mailboxes:  # the scheduler may have ended it without its reader knowing yet
             raise RequestError.about(
                 "request id", expected="a new one", found=f"{request.request_id!r}, in use", hint="Choose another."
             )
@@ -188,7 +178,7 @@ class EngineLoop:
                 if self.step():
                     continue
                 with self._lock:
-                    if self._is_closed and not self._clients:
+                    if self._is_closed and not self._mailboxes:
                         return
                     if not self._scheduler.has_work:
                         self._scheduler.check_integrity()
@@ -197,67 +187,54 @@ class EngineLoop:
             _LOG.exception("the engine loop died")
             self._fail_everybody(f"the engine stopped: {type(error).__name__}: {error}")
 
-    def _resume(self, client: _Client) -> None:
+    def _resume(self, request_id: str, mailbox: Mailbox) -> None:
         with self._lock:
-            if self._clients.get(client.request_id) is client and self._scheduler.resume(client.request_id):
+            if self._mailboxes.get(request_id) is mailbox and self._scheduler.resume(request_id):
                 self._changed.notify_all()
 
-    def _cancel(self, client: _Client) -> None:
+    def _end(self, request_id: str, mailbox: Mailbox, reason: FinishReason, error: str | None = None) -> None:
+        """Implements EndRequest."""
         if not self._own_process.is_this:  # the request goes on there
             return
         with self._lock:
-            if self._clients.get(client.request_id) is client:
-                event = self._scheduler.cancel(client.request_id)
-                if event is not None:  # otherwise it has ended, and the next commit has its event
-                    self._deliver(StepReport(events=[event]))
+            if self._mailboxes.get(request_id) is not mailbox:
+                return
+            if reason == "stop":
+                event = self._scheduler.stop(request_id)
+            elif reason == "error":
+                event = self._scheduler.fail(request_id, error or "")
+            else:
+                event = self._scheduler.cancel(request_id)
+            if event is not None:  # otherwise it has ended, and the next commit has its event
+                self._deliver(StepReport(events=[event]))
 
     def _deliver(self, report: StepReport) -> None:
-        """Hand each event to its client; under the lock, so that a cancellation finds all tokens delivered."""
+        """Hand each event to its reader; under the lock, so that a cancellation finds all tokens delivered.
+
+        Stands between two steps: nothing here may depend on the number of tokens, and no text is made.
+        """
         now = self._clock()
         self._recorder.add_step(report.elapsed_s, has_failed=report.has_failed)
-        ended: list[_Client] = []
+        mailboxes = self._mailboxes
+        ended: list[Mailbox] = []
         for event in report.events:
-            client = self._clients[event.request_id]
-            try:
-                chunk = self._chunk_of(client, event, now)
-            except Exception as error:  # noqa: BLE001 - text that cannot be made of these tokens fails this request only
-                _LOG.exception("request %s: its tokens could not be turned into text", event.request_id)
-                chunk = self._failed_chunk(client, f"{type(error).__name__}: {error}", now)
-            client.mailbox.put(chunk)
-            if chunk.output is not None:
-                self._recorder.add(chunk.output)
-                ended.append(self._clients.pop(event.request_id))
-            elif client.mailbox.pause_if_full():
+            mailbox = mailboxes[event.request_id]
+            if mailbox.put(event, now):
                 self._scheduler.pause(event.request_id)
-        self._changed.notify_all()
-        for client in ended:  # last: a callback may submit and cancel
-            client.mailbox.run_callbacks()
-
-    def _chunk_of(self, client: _Client, event: TokenEvent, now: float) -> StreamChunk:
-        output_processor = client.output_processor
-        chunk = output_processor.add(event, now) if event.token_ids else None
-        reason: FinishReason | None = event.finish_reason
-        statistics: RequestStatistics | None = event.statistics
-        if output_processor.is_stopped:
-            stopped = self._scheduler.stop(event.request_id)
-            reason, statistics = "stop", stopped.statistics if stopped is not None else statistics
-        if reason is None:
-            assert chunk is not None, "an event has tokens, or ends its request"
-            return chunk
-        last = output_processor.finish(reason, now, statistics=statistics, error=event.error)
-        return last if chunk is None else merged((chunk, last))
-
-    def _failed_chunk(self, client: _Client, reason: str, now: float) -> StreamChunk:
-        event = self._scheduler.fail(client.request_id, reason)
-        statistics = event.statistics if event is not None else None
-        return client.output_processor.failed(reason, now, statistics=statistics)
+            if event.finish_reason is not None:
+                ended.append(mailboxes.pop(event.request_id))
+        if ended:
+            self._changed.notify_all()
+        for mailbox in ended:
+            self._recorder.add(mailbox)
+        for mailbox in ended:  # last: a callback may submit and cancel
+            mailbox.run_callbacks()
 
     def _fail_everybody(self, reason: str) -> None:
         with self._lock:
             self._is_closed = True
-            now = self._clock()
-            for client in self._clients.values():
-                client.mailbox.put(client.output_processor.failed(reason, now, statistics=None))
-                client.mailbox.run_callbacks()
-            self._clients.clear()
-            self._changed.notify_all()
+            ends = [
+                TokenEvent(request_id=request_id, token_ids=(), finish_reason="error", error=reason)
+                for request_id in self._mailboxes
+            ]
+            self._deliver(StepReport(events=ends))

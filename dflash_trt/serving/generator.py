@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
+from functools import partial
 from typing import TYPE_CHECKING, Self
 from weakref import finalize
 
@@ -22,7 +22,9 @@ from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
 from dflash_trt.serving.prompts import Prompt, PromptReader
 from dflash_trt.serving.statistics import EngineStatistics
-from dflash_trt.serving.stream import RequestStream, StreamChunk
+from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream_chunk import StreamChunk
+from dflash_trt.serving.stream_group import StreamGroup
 
 if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
     from dflash_trt.serving.engine import Engine, EngineLimits
@@ -93,7 +95,7 @@ class Generator:
             for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
                 self._submit_when_possible(batch, index, prompt, params)
             while batch.num_running:
-                batch.collect()
+                batch.wait_for_one()
         finally:  # an interrupt, or a callback that raised
             batch.cancel()
         return batch.outputs()
@@ -116,12 +118,13 @@ class Generator:
         queue_timeout_s: float | None = None,
         cache_salt: str = "",
         max_pending_tokens: int | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
         """Start a request and return its stream, for `for`, `async for`, `result` and `cancel`.
 
-        A reader that leaves `max_pending_tokens` untaken has its request set aside until it takes them. With `on_chunk`
-        each step's chunk goes there instead, from the engine's thread; it must be quick and not call back.
+        A reader that leaves `max_pending_tokens` untaken has its request set aside until it takes them. `on_ready` is
+        called in the engine's thread when there is something to take again; it must be quick and neither read nor call
+        back.
 
         Raises:
             RequestError: the prompt is refused, or the queue is full.
@@ -134,7 +137,7 @@ class Generator:
             seed=seed,
         )
         request = replace(request, priority=priority, queue_timeout_s=queue_timeout_s, cache_salt=cache_salt)
-        return self._start(request, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
+        return self._start(request, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -183,28 +186,25 @@ class Generator:
         )
 
     def _start(
-        self,
-        request: Request,
-        *,
-        max_pending_tokens: int | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
+        self, request: Request, *, max_pending_tokens: int | None = None, on_ready: Callable[[], None] | None = None
     ) -> RequestStream:
         detokenizer = self.codec.detokenizer() if self.codec else None
-        return self._engine.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
+        return self._engine.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
 
     def _submit_when_possible(self, batch: _Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Start one of many; waits while there are enough of them, or while the queue is full."""
         number, seed = self._draw()
+        batch.read_ready()
         while True:
             while batch.num_running >= self.limits.max_batch_size * _RUNNING_PER_PLACE:
-                batch.collect()
+                batch.wait_for_one()
             try:
                 request = self._request(prompt, sampling, request_id=_request_id(number), seed=seed)
-                batch.started(index, self._start(request))
+                batch.start(index, partial(self._start, request))
                 return
             except QueueFullError:
                 if batch.num_running:
-                    batch.collect()
+                    batch.wait_for_one()
                 else:
                     time.sleep(_QUEUE_POLL_S)  # others fill the queue
             except RequestError as error:
@@ -241,36 +241,36 @@ def output_without_tokens(
 
 
 class _Batch:
-    """The requests of one `generate` call."""
+    """The requests of one `generate` call, whose thread reads them."""
 
     def __init__(self, on_output: Callable[[int, GenerationOutput], None] | None) -> None:
         self._on_output = on_output
-        self._streams: dict[int, RequestStream] = {}
         self._outputs: dict[int, GenerationOutput] = {}
-        self._finished: SimpleQueue[tuple[int, GenerationOutput]] = SimpleQueue()
+        self._group = StreamGroup()
 
     @property
     def num_running(self) -> int:
-        return len(self._streams)
+        return len(self._group)
 
-    def started(self, index: int, stream: RequestStream) -> None:
-        self._streams[index] = stream
-        stream.call_when_done(lambda output: self._finished.put((index, output)))
+    def start(self, index: int, submit: Callable[..., RequestStream]) -> None:
+        self._group.start(index, submit)
 
     def ended(self, index: int, output: GenerationOutput) -> None:
         self._outputs[index] = output
         if self._on_output is not None:
             self._on_output(index, output)
 
-    def collect(self) -> None:
-        """Wait for one request to end."""
-        index, output = self._finished.get()
-        del self._streams[index]
-        self.ended(index, output)
+    def read_ready(self) -> None:
+        """Read what is there, so that stop strings end their requests while prompts are still tokenized."""
+        for index, output in self._group.read_ready():
+            self.ended(index, output)
+
+    def wait_for_one(self) -> None:
+        """Read until one request has ended."""
+        self.ended(*self._group.next_output())
 
     def cancel(self) -> None:
-        for stream in self._streams.values():
-            stream.cancel()
+        self._group.cancel()
 
     def outputs(self) -> list[GenerationOutput]:
         return [self._outputs[index] for index in sorted(self._outputs)]

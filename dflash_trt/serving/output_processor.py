@@ -1,88 +1,126 @@
-"""One request's token events made into text, chunks and, at the end, its output."""
+"""One request's token events made into text, chunks and, at the end, its output, in the thread of the reader."""
 
+import itertools
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, TypeVar
 
 from dflash_trt.core.request import FinishReason, GenerationOutput, Request, RequestStatistics, TokenEvent
 from dflash_trt.serving.detokenizer import Detokenizer
+from dflash_trt.serving.mailbox import Arrival
 from dflash_trt.serving.stop_strings import StopStrings
-from dflash_trt.serving.stream import StreamChunk
+from dflash_trt.serving.stream_chunk import StreamChunk, merged
+
+_T = TypeVar("_T")
+_LOG = logging.getLogger(__name__)
 
 
 class OutputProcessor:
     """`detokenizer` None gives token ids only. Stop strings cut the tokens, too: the last one completes the string.
 
-    So what comes out depends on the tokens alone, not on how steps grouped them.
+    Events after that are ignored but for their end, so what comes out depends on the tokens alone: not on how steps
+    grouped them, and not on when the engine learned of the stop string.
     """
 
     def __init__(
         self, request: Request, detokenizer: Detokenizer | None, *, arrived_s: float, records_steps: bool = True
     ) -> None:
         self.request = request
+        self.early_end: tuple[Literal["stop", "error"], str | None] | None = None  # with the error's text
+        self.output: GenerationOutput | None = None
         self._detokenizer = detokenizer
-        self._stop_strings = StopStrings(request.sampling.stop)
+        self._stop_strings = StopStrings(request.sampling.stop) if request.sampling.stop and detokenizer else None
         self._arrived_s = arrived_s
         self._records_steps = records_steps
+        self._held: list[StreamChunk] = []  # the chunk of a stop string comes with the end
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._steps: list[TokenEvent] = []
         self._first_token_s: float | None = None
+        self._ended_early_s = 0.0
         self._num_verify_steps = self._num_draft_tokens = self._num_accepted = 0
 
     @property
-    def is_stopped(self) -> bool:
-        """A stop string was found: nothing may be added, `finish` is to be called."""
-        return self._stop_strings.is_found
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
 
-    def add(self, event: TokenEvent, now: float) -> StreamChunk:
-        """Take in a step's tokens, whether or not it is the last; what they add to the stream."""
-        num_kept, text = self._read(event.token_ids)
-        event = replace(event, token_ids=event.token_ids[:num_kept], logprobs=event.logprobs[:num_kept])
-        if event.token_ids and self._first_token_s is None:
-            self._first_token_s = now
-        self._token_ids.extend(event.token_ids)
-        self._logprobs.extend(event.logprobs)
-        if event.num_candidates:
-            self._num_verify_steps += 1
-            self._num_draft_tokens += event.num_candidates
-            self._num_accepted += event.num_accepted
+    def read(self, arrivals: Sequence[Arrival]) -> StreamChunk | None:
+        """Take in the next events, at least one, as one chunk; None from an early end until the engine's end."""
+        event, now = arrivals[-1]
+        events = [event for event, _ in arrivals if event.token_ids]
+        if events and self.early_end is None:
+            chunk = self._read_tokens(events, arrivals)
+            if event.finish_reason is None and self.early_end is None:
+                return chunk
+            self._held.append(chunk)
+        if event.finish_reason is None:
+            return None
+        self._held.append(self._last_chunk(event, now))
+        return merged(self._held)
+
+    def _read_tokens(self, events: list[TokenEvent], arrivals: Sequence[Arrival]) -> StreamChunk:
+        """`events` are those of `arrivals` that have tokens."""
+        try:
+            events, text = self._decode(events)
+        except Exception as error:  # noqa: BLE001 - text that cannot be made of these tokens fails this request only
+            self._fail(error, arrivals[-1][1])
+            return StreamChunk(text="", token_ids=())
+        if self._first_token_s is None:
+            self._first_token_s = arrivals[0][1]
+        if self._stop_strings is not None and self._stop_strings.is_found:
+            self.early_end, self._ended_early_s = ("stop", None), arrivals[len(events) - 1][1]
+        return self._chunk_of(events, text)
+
+    def _decode(self, events: list[TokenEvent]) -> tuple[list[TokenEvent], str | None]:
+        """Those that count, cut at a stop string, and their text as far as it is decided."""
+        if self._detokenizer is None:
+            return events, None
+        if self._stop_strings is None:
+            return events, self._detokenizer.push(_joined([event.token_ids for event in events]))
+        texts: list[str] = []
+        for index, event in enumerate(events):
+            num_kept = _find_stop(self._detokenizer, self._stop_strings, event.token_ids, texts)
+            if self._stop_strings.is_found:
+                cut = replace(event, token_ids=event.token_ids[:num_kept], logprobs=event.logprobs[:num_kept])
+                return [*events[:index], cut], "".join(texts)
+        return events, "".join(texts)
+
+    def _chunk_of(self, events: Sequence[TokenEvent], text: str | None) -> StreamChunk:
+        num_draft_tokens = num_accepted = 0
+        for event in events:
+            self._token_ids += event.token_ids
+            self._logprobs += event.logprobs
+            if event.num_candidates:
+                self._num_verify_steps += 1
+                num_draft_tokens += event.num_candidates
+                num_accepted += event.num_accepted
+        self._num_draft_tokens += num_draft_tokens
+        self._num_accepted += num_accepted
         if self._records_steps:
-            self._steps.append(event)
+            self._steps += events
+        if text:
+            self._texts.append(text)
         return StreamChunk(
             text=text,
-            token_ids=event.token_ids,
-            logprobs=event.logprobs,
-            num_draft_tokens=event.num_candidates,
-            num_accepted_tokens=event.num_accepted,
+            token_ids=_joined([event.token_ids for event in events]),
+            logprobs=_joined([event.logprobs for event in events]),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted,
         )
 
-    def finish(
-        self, reason: FinishReason, now: float, *, statistics: RequestStatistics | None, error: str | None = None
-    ) -> StreamChunk:
-        """The last chunk: text that was held back, and the whole output."""
-        text = self._flush()
-        if self.is_stopped and reason == "length":
+    def _last_chunk(self, event: TokenEvent, now: float) -> StreamChunk:
+        """The text that was held back, and the whole output; `event` ends the request."""
+        assert event.finish_reason is not None
+        text = self._flush(now)
+        reason: FinishReason = event.finish_reason
+        error = event.error
+        if self.early_end is not None:
+            (reason, error), now = self.early_end, self._ended_early_s
+        elif reason == "length" and self._stop_strings is not None and self._stop_strings.is_found:
             reason = "stop"  # a stop string that only the end of the text decided
-        return StreamChunk(
-            text=text,
-            token_ids=(),
-            finish_reason=reason,
-            output=self._output(reason, now, statistics=statistics, error=error),
-        )
-
-    def failed(self, error: str, now: float, *, statistics: RequestStatistics | None) -> StreamChunk:
-        """The last chunk when even the text held back cannot be had."""
-        return StreamChunk(
-            text=None if self._detokenizer is None else "",
-            token_ids=(),
-            finish_reason="error",
-            output=self._output("error", now, statistics=statistics, error=error),
-        )
-
-    def _output(
-        self, reason: FinishReason, now: float, *, statistics: RequestStatistics | None, error: str | None
-    ) -> GenerationOutput:
-        return GenerationOutput(
+        self.output = GenerationOutput(
             request_id=self.request.request_id,
             text=None if self._detokenizer is None else "".join(self._texts),
             token_ids=tuple(self._token_ids),
@@ -96,31 +134,41 @@ class OutputProcessor:
             time_to_first_token_s=0.0 if self._first_token_s is None else self._first_token_s - self._arrived_s,
             total_s=now - self._arrived_s,
             error=error,
-            statistics=statistics or RequestStatistics(),
+            statistics=event.statistics or RequestStatistics(),
             steps=tuple(self._steps),
         )
+        return StreamChunk(text=text, token_ids=(), finish_reason=reason, output=self.output)
 
-    def _read(self, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
-        """How many of the tokens to keep, and their text as far as it is decided."""
-        if self._detokenizer is None:
-            return len(token_ids), None
-        pieces: list[str] = []
-        num_kept = 0
-        while num_kept < len(token_ids) and not self.is_stopped:
-            pieces.append(self._stop_strings.push(self._detokenizer.push(token_ids[num_kept])))
-            num_kept += 1
-            # Characters that later tokens may change end the text all the same, as long as they stand there.
-            if self._stop_strings.would_end(held := self._detokenizer.held()):
-                pieces.append(self._stop_strings.push(held))
-        text = "".join(pieces)
-        self._texts.append(text)
-        return num_kept, text
-
-    def _flush(self) -> str | None:
+    def _flush(self, now: float) -> str | None:
         if self._detokenizer is None:
             return None
         text = ""
-        if not self.is_stopped:
-            text = self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()
+        if self.early_end is None:
+            try:
+                text = self._detokenizer.flush()
+                if self._stop_strings is not None:
+                    text = self._stop_strings.push(text) + self._stop_strings.flush()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fail(error, now)
         self._texts.append(text)
         return text
+
+    def _fail(self, error: Exception, now: float) -> None:
+        _LOG.exception("request %s: its tokens could not be turned into text", self.request.request_id)
+        self.early_end, self._ended_early_s = ("error", f"{type(error).__name__}: {error}"), now
+
+
+def _joined(parts: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
+    return parts[0] if len(parts) == 1 else tuple(itertools.chain.from_iterable(parts))
+
+
+def _find_stop(detokenizer: Detokenizer, stop_strings: StopStrings, token_ids: Sequence[int], texts: list[str]) -> int:
+    """How many of the tokens to keep; adds their text to `texts`."""
+    for index in range(len(token_ids)):
+        texts.append(stop_strings.push(detokenizer.push(token_ids[index : index + 1])))
+        # Characters that later tokens may change end the text all the same, as long as they stand there.
+        if not stop_strings.is_found and (held := detokenizer.held()) and stop_strings.would_end(held):
+            texts.append(stop_strings.push(held))
+        if stop_strings.is_found:
+            return index + 1
+    return len(token_ids)

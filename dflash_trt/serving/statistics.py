@@ -7,10 +7,11 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_trt.core.request import FinishReason, GenerationOutput
+from dflash_trt.core.request import FinishReason
 
 if TYPE_CHECKING:
     from dflash_trt.scheduler.statistics import SchedulerStatistics
+    from dflash_trt.serving.mailbox import Mailbox
 
 _NUM_RECENT = 4096
 
@@ -39,7 +40,7 @@ class EngineStatistics:
     num_running_now: int
     num_requests: int  # that ended
     num_requests_by_finish_reason: dict[FinishReason, int]
-    num_emitted_tokens: int  # of requests that ended
+    num_emitted_tokens: int  # of requests that ended; without those after a stop string, unless the request ended first
     num_failed_steps: int
     queue_time_s: Distribution
     time_to_first_token_s: Distribution
@@ -103,16 +104,18 @@ class Recorder:
             self._step_time_s.add(elapsed_s)
         self._num_failed_steps += has_failed
 
-    def add(self, output: GenerationOutput) -> None:
-        """Take in a request that ended."""
-        self._finish_reasons[output.finish_reason] += 1
-        self._num_emitted_tokens += len(output.token_ids)
-        self._queue_time_s.add(output.statistics.queue_time_s)
-        self._request_time_s.add(output.total_s)
-        if output.token_ids:
-            self._time_to_first_token_s.add(output.time_to_first_token_s)
-        if output.inter_token_latency_s is not None:
-            self._inter_token_latency_s.add(output.inter_token_latency_s)
+    def add(self, mailbox: Mailbox) -> None:
+        """Take in a request that ended, as its engine sees it: without text."""
+        assert mailbox.last is not None and mailbox.last[0].finish_reason is not None
+        event, ended_s = mailbox.last
+        self._finish_reasons[event.finish_reason] += 1
+        self._num_emitted_tokens += mailbox.num_tokens
+        self._request_time_s.add(ended_s - mailbox.arrived_s)
+        self._queue_time_s.add(event.statistics.queue_time_s if event.statistics is not None else 0.0)
+        if mailbox.first_token_s is not None:
+            self._time_to_first_token_s.add(mailbox.first_token_s - mailbox.arrived_s)
+            if mailbox.num_tokens > 1:
+                self._inter_token_latency_s.add((ended_s - mailbox.first_token_s) / (mailbox.num_tokens - 1))
 
     def statistics(
         self,

@@ -53,11 +53,14 @@ class _Automaton:
         self.matched = [0]
         self._next: dict[tuple[int, str], int] = {}
         self._shorter = [0]  # the state of the next shorter such end
+        self._first = {string[:1] for string in stop}
         self._add(stop)
         self._link()
 
     def read(self, text: str, state: int) -> tuple[int | None, int]:
         """Where in `text` the first stop string ends (None: nowhere), and the state there."""
+        if not state and self._first.isdisjoint(text):
+            return None, 0
         for index, character in enumerate(text):
             state = self._after(state, character)
             if self.matched[state]:

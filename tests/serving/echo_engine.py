@@ -14,9 +14,10 @@ from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.engine import EngineLimits
+from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
-from dflash_trt.serving.stream import Mailbox, RequestStream, StreamChunk
+from dflash_trt.serving.stream import RequestStream
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,12 @@ class EchoLimits:
 
 @dataclass(eq=False)
 class _Running:
-    output_processor: OutputProcessor
+    request: Request
     mailbox: Mailbox
-    is_cancelled: bool = False
+    end: tuple[FinishReason, str | None] | None = None  # as the reader asked for
+
+    def end_soon(self, reason: FinishReason, error: str | None = None) -> None:
+        self.end = reason, error
 
 
 class EchoEngine:
@@ -44,6 +48,7 @@ class EchoEngine:
         self._requests: dict[str, _Running] = {}
         self._queue: SimpleQueue[_Running | None] = SimpleQueue()
         self._recorder = Recorder(time.monotonic())
+        self._lock = threading.Lock()  # whoever has read the end of a request finds it in the statistics
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._is_closed = False
 
@@ -56,22 +61,23 @@ class EchoEngine:
         detokenizer: Detokenizer | None = None,
         *,
         max_pending_tokens: int | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> RequestStream:
         if self._is_closed:
             raise RequestError("the engine is closed")
-        mailbox = Mailbox(max_pending_tokens=max_pending_tokens, on_chunk=on_chunk)
-        running = _Running(OutputProcessor(request, detokenizer, arrived_s=time.monotonic()), mailbox)
-        self._requests[request.request_id] = running
+        now = time.monotonic()
+        mailbox = Mailbox(arrived_s=now, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
+        running = self._requests[request.request_id] = _Running(request, mailbox)
         self._queue.put(running)
-        return RequestStream(request.request_id, mailbox, lambda: self.cancel(request.request_id))
+        return RequestStream(mailbox, OutputProcessor(request, detokenizer, arrived_s=now), end=running.end_soon)
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._requests:
-            self._requests[request_id].is_cancelled = True
+            self._requests[request_id].end_soon("cancelled")
 
     def statistics(self) -> EngineStatistics:
-        return self._recorder.statistics(time.monotonic(), num_waiting_now=len(self._requests))
+        with self._lock:
+            return self._recorder.statistics(time.monotonic(), num_waiting_now=len(self._requests))
 
     def check_integrity(self) -> None:
         assert self._thread.is_alive() or not self._requests
@@ -86,24 +92,22 @@ class EchoEngine:
 
     def _serve(self) -> None:
         while (running := self._queue.get()) is not None:
-            reason = self._echo(running)
-            now = time.monotonic()
-            chunk = running.output_processor.finish(reason, now, statistics=None)
-            assert chunk.output is not None
-            self._recorder.add(chunk.output)
-            del self._requests[running.output_processor.request.request_id]
-            running.mailbox.put(chunk)
+            reason, error = self._echo(running)
+            request_id = running.request.request_id
+            with self._lock:
+                del self._requests[request_id]
+                event = TokenEvent(request_id=request_id, token_ids=(), finish_reason=reason, error=error)
+                running.mailbox.put(event, time.monotonic())
+                self._recorder.add(running.mailbox)
             running.mailbox.run_callbacks()
 
-    def _echo(self, running: _Running) -> FinishReason:
-        request = running.output_processor.request
+    def _echo(self, running: _Running) -> tuple[FinishReason, str | None]:
+        request = running.request
         for token_id in request.prompt_token_ids[: request.sampling.max_new_tokens]:
-            while not self.may_go_on.wait(0.01) and not running.is_cancelled:
+            while not self.may_go_on.wait(0.01) and running.end is None:
                 pass
-            if running.is_cancelled:
-                return "cancelled"
+            if running.end is not None:
+                return running.end
             event = TokenEvent(request_id=request.request_id, token_ids=(token_id,), logprobs=(0.0,))
-            running.mailbox.put(running.output_processor.add(event, time.monotonic()))
-            if running.output_processor.is_stopped:
-                return "stop"
-        return "length"
+            running.mailbox.put(event, time.monotonic())
+        return "length", None

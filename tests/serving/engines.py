@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
+from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream_chunk import StreamChunk
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
@@ -83,12 +85,18 @@ def make_codec(path: Path) -> TextCodec:
     return TextCodec.open(write_byte_level(path, chat_template=CHAT_TEMPLATE))
 
 
-def run(loop: EngineLoop, *, max_steps: int = 2000) -> None:
-    """Step, without a thread, until nothing is left; invariants checked after every step."""
+def run(loop: EngineLoop, *, reads: Sequence[RequestStream] = (), max_steps: int = 2000) -> list[StreamChunk]:
+    """Step, without a thread, until nothing is left; invariants checked after every step.
+
+    Gives the chunks of `reads`, which are read after every step.
+    """
+    chunks: list[StreamChunk] = []
     for _ in range(max_steps):
-        if not loop.step():
-            return
+        has_work = loop.step()
         loop.check_integrity()
+        chunks += [chunk for stream in reads for chunk in stream.take_steps()]
+        if not has_work:
+            return chunks
     raise AssertionError("the requests do not come to an end")
 
 

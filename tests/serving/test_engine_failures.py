@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_a_failure_that_does_not_come_back_costs_nobody_anything(overlaps: bool)
 
 def test_tokens_that_cannot_be_made_text_fail_their_request_only() -> None:
     class Broken:
-        def push(self, token_id: int) -> str:
+        def push(self, token_ids: Sequence[int]) -> str:
             raise ValueError("no such piece")
 
         def held(self) -> str:
@@ -101,10 +102,11 @@ def test_tokens_that_cannot_be_made_text_fail_their_request_only() -> None:
     logging.disable(logging.CRITICAL)
     request = make_request("good")
     bad, good = loop.submit(make_request("bad"), Broken()), loop.submit(request)
-    run(loop)
+    run(loop, reads=[bad])
     logging.disable(logging.NOTSET)
     assert bad.result().finish_reason == "error"
     assert bad.result().error == "ValueError: no such piece"
+    assert loop.statistics().num_requests_by_finish_reason == {"error": 1, "length": 1}
     assert list(good.result().token_ids) == expected_tokens(executor, request)
 
 

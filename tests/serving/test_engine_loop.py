@@ -52,13 +52,30 @@ def test_a_stop_string_ends_the_request_and_frees_its_pages(codec: TextCodec, ov
     assert text is not None
     stop = next(text[i : i + 2] for i in range(8, len(text)) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 2])
     stream = loop.submit(make_request("r", max_new_tokens=40, stop=(stop,)), codec.detokenizer())
-    run(loop)
+    run(loop, reads=[stream])
     output = stream.result()
     assert output.text == text.split(stop)[0]
     assert output.finish_reason == "stop"
     assert output.token_ids == plain.result().token_ids[: len(output.token_ids)]
     assert len(output.token_ids) < 40
-    assert loop.statistics().scheduler.num_finished == {"length": 1, "stop": 1}
+    statistics = loop.statistics()
+    assert statistics.scheduler.num_finished == statistics.num_requests_by_finish_reason == {"length": 1, "stop": 1}
+    assert statistics.num_emitted_tokens == 40 + len(output.token_ids)
+    loop.close()
+
+
+def test_a_stop_string_that_nobody_reads_is_cut_all_the_same(codec: TextCodec, overlaps: bool) -> None:
+    """The engine has counted what it gave: it never saw the string."""
+    loop = make_loop(overlaps=overlaps)
+    read = loop.submit(make_request("read", max_new_tokens=40), codec.detokenizer())
+    run(loop)
+    text = str(read.result().text)
+    unread = loop.submit(make_request("unread", max_new_tokens=40, stop=(text[8:10],)), codec.detokenizer())
+    run(loop)
+    assert unread.is_done
+    assert unread.result().text == text.split(text[8:10])[0]
+    assert unread.result().finish_reason == "stop"
+    assert loop.statistics().scheduler.num_finished == {"length": 2}
     loop.close()
 
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving import engine_loop
 from dflash_trt.serving.engine_loop import EngineLoop
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.stream import RequestStream, StreamChunk, merged
+from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream_chunk import StreamChunk, merged
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits, make_request
 from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_loop, run
@@ -147,11 +149,17 @@ def test_shutdown_ends_every_thread_of_the_loop(overlaps: bool) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_callback_gets_each_chunk_of_its_request(codec: TextCodec) -> None:
+def test_a_listener_is_called_when_there_is_a_chunk_to_take(codec: TextCodec) -> None:
     loop = make_loop()
     chunks: list[StreamChunk] = []
-    stream = loop.submit(make_request("r", logprobs=True), codec.detokenizer(), on_chunk=chunks.append)
-    run(loop)
+    ready: list[bool] = []
+    stream = loop.submit(make_request("r", logprobs=True), codec.detokenizer(), on_ready=lambda: ready.append(True))
+    while loop.step():
+        if ready:
+            ready.clear()
+            chunks += stream.take_steps()
+        assert stream.take_steps() == []
+    assert not ready
     output = stream.result()
     assert sum((chunk.token_ids for chunk in chunks), ()) == output.token_ids
     assert sum((chunk.logprobs for chunk in chunks), ()) == output.logprobs
@@ -186,7 +194,7 @@ def test_a_stop_string_and_broken_text_are_counted_as_what_they_are(codec: TextC
     """With the scheduler's statistics of the request: here, what it found computed."""
 
     class Broken:
-        def push(self, token_id: int) -> str:
+        def push(self, token_ids: Sequence[int]) -> str:
             raise ValueError("no such piece")
 
         def flush(self) -> str:
@@ -201,7 +209,7 @@ def test_a_stop_string_and_broken_text_are_counted_as_what_they_are(codec: TextC
         make_request("stopped", range(12), max_new_tokens=9, stop=(str(first.result().text)[:1],)), codec.detokenizer()
     )
     failed = loop.submit(make_request("failed", range(12)), Broken())
-    run(loop)
+    run(loop, reads=[stopped, failed])
     logging.disable(logging.NOTSET)
     for stream, reason in ((stopped, "stop"), (failed, "error")):
         assert stream.result().finish_reason == reason
@@ -236,8 +244,8 @@ def test_submit_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "submit", spy)
     sampling = SamplingParams(max_new_tokens=3, temperature=0.5, top_k=7, stop_token_ids=(9,), logprobs=True, seed=12)
-    chunks: list[StreamChunk] = []
-    options: dict[str, Any] = {"max_pending_tokens": 77, "on_chunk": chunks.append}
+    ready = threading.Event()
+    options: dict[str, Any] = {"max_pending_tokens": 77, "on_ready": ready.set}
     with Generator(loop, vocab_size=VOCAB_SIZE, eos_token_ids=(2,)) as generator:
         stream = generator.submit(
             [4, 5], sampling, request_id="mine", priority=3, queue_timeout_s=8.5, cache_salt="tenant", **options
@@ -255,7 +263,38 @@ def test_submit_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
             cache_salt="tenant",
         )
     }
-    assert chunks
+    assert ready.is_set()
+
+
+def test_the_engines_thread_makes_no_text(codec: TextCodec, loops: list[EngineLoop], overlaps: bool) -> None:
+    class Watched:
+        def __init__(self) -> None:
+            self.threads: set[threading.Thread] = set()
+            self._detokenizer = codec.detokenizer()
+
+        def push(self, token_ids: Sequence[int]) -> str:
+            self.threads.add(threading.current_thread())
+            return self._detokenizer.push(token_ids)
+
+        def held(self) -> str:
+            self.threads.add(threading.current_thread())
+            return self._detokenizer.held()
+
+        def flush(self) -> str:
+            self.threads.add(threading.current_thread())
+            return self._detokenizer.flush()
+
+    loop = make_loop(overlaps=overlaps)
+    loops.append(loop)
+    watched = [Watched() for _ in range(3)]
+    streams = [
+        loop.submit(make_request(f"r{index}", max_new_tokens=20, stop=("no such text",)), detokenizer)
+        for index, detokenizer in enumerate(watched)
+    ]
+    loop.start()
+    for stream in streams:
+        assert stream.result(WAIT_S).finish_reason == "length"
+    assert [each.threads for each in watched] == [{threading.current_thread()}] * 3
 
 
 @pytest.mark.parametrize("drains", [False, True])

@@ -1,6 +1,7 @@
 """Outputs that do not depend on how steps grouped the tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_request
 from tests.serving.tokenizers import write_byte_fallback
 
+END = TokenEvent(request_id="r", token_ids=(), finish_reason="length")
+
 
 def process(
     codec: TextCodec, groups: Sequence[Sequence[int]], *, stop: tuple[str, ...] = ()
@@ -21,11 +24,12 @@ def process(
     texts = []
     for number, group in enumerate(groups):
         event = TokenEvent(request_id="r", token_ids=tuple(group), logprobs=tuple(float(token) for token in group))
-        texts.append(output_processor.add(event, 11.0 + number).text or "")
-        if output_processor.is_stopped:
+        chunk = output_processor.read([(event, 11.0 + number)])
+        texts.append(chunk.text or "" if chunk is not None else "")
+        if output_processor.early_end is not None:
             break
-    last = output_processor.finish("stop" if output_processor.is_stopped else "length", 20.0, statistics=None)
-    assert last.output is not None
+    last = output_processor.read([(END, 20.0)])
+    assert last is not None and last.output is not None
     return last.output, [*texts, last.text or ""]
 
 
@@ -91,11 +95,15 @@ def test_steps_are_kept_as_they_were_emitted_and_cut(codec: TextCodec) -> None:
 def test_counts_and_times_are_filled_in() -> None:
     request = make_request("r", prompt=(1, 2, 3, 4))
     output_processor = OutputProcessor(request, None, arrived_s=10.0)
-    output_processor.add(TokenEvent(request_id="r", token_ids=(5,)), 12.0)
-    output_processor.add(TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2), 13.0)
-    output_processor.add(TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3), 15.0)
+    output_processor.read([(TokenEvent(request_id="r", token_ids=(5,)), 12.0)])
+    event = TokenEvent(request_id="r", token_ids=(6, 7, 8), num_candidates=4, num_accepted=2)
+    last = TokenEvent(request_id="r", token_ids=(9,), num_candidates=3, num_accepted=3)
+    chunk = output_processor.read([(event, 13.0), (last, 15.0)])
+    assert chunk is not None
+    assert (chunk.token_ids, chunk.num_draft_tokens, chunk.num_accepted_tokens) == ((6, 7, 8, 9), 7, 5)
     statistics = RequestStatistics(queue_time_s=0.5, num_prefix_hit_tokens=2, num_preemptions=1)
-    output = output_processor.finish("length", 16.0, statistics=statistics).output
+    output_processor.read([(replace(END, statistics=statistics), 16.0)])
+    output = output_processor.output
     assert output is not None
     assert output.text is None
     assert output.token_ids == (5, 6, 7, 8, 9)
@@ -113,6 +121,6 @@ def test_counts_and_times_are_filled_in() -> None:
 
 def test_steps_can_be_left_out() -> None:
     output_processor = OutputProcessor(make_request("r"), None, arrived_s=0.0, records_steps=False)
-    output_processor.add(TokenEvent(request_id="r", token_ids=(5,)), 1.0)
-    output = output_processor.finish("length", 2.0, statistics=None).output
+    output_processor.read([(TokenEvent(request_id="r", token_ids=(5,)), 1.0), (END, 2.0)])
+    output = output_processor.output
     assert output is not None and output.steps == () and output.token_ids == (5,)

@@ -33,7 +33,8 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 def pieces(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
-    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+    """Token by token."""
+    return [*(detokenizer.push((token_id,)) for token_id in token_ids), detokenizer.flush()]
 
 
 def ends_inside_a_character(text: str) -> bool:
@@ -131,6 +132,33 @@ def other_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text
         "metaspace": TextCodec.open(write_metaspace(tmp_path_factory.mktemp("metaspace"))),
         "word pieces": TextCodec.open(write_word_pieces(tmp_path_factory.mktemp("word_pieces"))),
     }
+
+
+@FEW
+@given(st.lists(st.lists(st.integers(0, 420), max_size=30), max_size=6))
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "metaspace", "word pieces"])
+def test_tokens_pushed_in_groups_give_the_text_of_decoding_them_at_once(
+    byte_level: TextCodec,
+    byte_fallback: TextCodec,
+    other_tokenizers: dict[str, TextCodec],
+    kind: str,
+    groups: list[list[int]],
+) -> None:
+    codec = (other_tokenizers | {"byte level": byte_level, "byte fallback": byte_fallback})[kind]
+    detokenizer = codec.detokenizer()
+    text = "".join([*(detokenizer.push(group) for group in groups), detokenizer.flush()])
+    assert text == codec.decode([token_id for group in groups for token_id in group])
+
+
+def test_a_group_that_ends_inside_a_character_gives_all_text_before_it(byte_level: TextCodec) -> None:
+    """However long it is: the window would hold no more than 16 tokens back one by one."""
+    text = "one two three four five six seven eight nine ten 🙂"
+    token_ids = byte_level.encode(text)
+    assert byte_level.decode(token_ids[:-1])[-1] == "\N{REPLACEMENT CHARACTER}", "the last character is cut"
+    for detokenizer in (byte_level.detokenizer(), WindowDetokenizer(byte_level.decode)):
+        first = detokenizer.push(token_ids[:-1])
+        assert first.rstrip(" ") == "one two three four five six seven eight nine ten"
+        assert first + detokenizer.push(token_ids[-1:]) == text
 
 
 def test_byte_level_tokenizers_use_bytes(byte_level: TextCodec) -> None:

@@ -198,7 +198,7 @@ def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executo
 
     def submitting(*args: Any, **kwargs: Any) -> Any:
         stream = submit(*args, **kwargs)
-        return SimpleNamespace(cancel=lambda: (stream.cancel(), is_cancelled.set()))
+        return SimpleNamespace(cancel=lambda: (stream.cancel(), is_cancelled.set()), take_steps=stream.take_steps)
 
     def fail() -> None:
         raise OSError("no way back")
@@ -261,7 +261,7 @@ def test_what_a_request_asks_for_is_what_the_engine_is_asked_for(series, monkeyp
     for service, _ in serving(generator, series):
         assert ask(service, client_id="mine", cache_salt=b"tenant", **fields).ended.wait(30)
     (call,) = asked
-    assert callable(call.pop("on_chunk"))
+    assert callable(call.pop("on_ready"))
     assert call == {
         "prompt": {"prompt_token_ids": (5, 6)},
         "sampling": SamplingParams(max_new_tokens=3, seed=11),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from dflash_trt.core.request import FinishReason, GenerationOutput
 from dflash_trt.serving.statistics import EngineStatistics
-from dflash_trt.serving.stream import StreamChunk
+from dflash_trt.serving.stream_chunk import StreamChunk
 
 Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 Key = tuple[str, str]  # name and label value

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.tensors import OUTPUTS_BY_NAME
-from dflash_trt.serving.stream import StreamChunk
+from dflash_trt.serving.stream_chunk import StreamChunk
 
 Arrays = dict[str, NDArray[Any]]
 

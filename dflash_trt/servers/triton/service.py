@@ -2,8 +2,8 @@
 
     take (the server's thread) -> prompt lanes -> engine's thread -> queue -> delivery thread -> channel
 
-The engine never waits for the server. Cancellations are looked for whenever a response goes out, and now and then for
-requests that have none. Knows no Triton API: a request's way back is a Channel.
+The delivery thread makes the text; the engine never waits for the server. Cancellations are looked for whenever a
+response goes out, and now and then for requests that have none. Knows no Triton API: a request's way back is a Channel.
 """
 
 import logging
@@ -25,7 +25,8 @@ from dflash_trt.servers.triton.responses import Arrays, ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.generator import Generator, output_without_tokens
 from dflash_trt.serving.prompts import PromptReader
-from dflash_trt.serving.stream import RequestStream, StreamChunk
+from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.stream_chunk import StreamChunk
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 
@@ -65,7 +66,10 @@ class Watch(Protocol):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Open:
-    """A request that has not had its last response; its `stream` and `maker` are there once its prompt is read."""
+    """A request that has not had its last response; its `stream` and `maker` are there once its prompt is read.
+
+    `unread` is its answer when its prompt never is.
+    """
 
     client_id: str
     channel: Channel
@@ -74,6 +78,7 @@ class _Open:
     is_cancelled: bool = False
     maker: ResponseMaker | None = None
     stream: RequestStream | None = None
+    unread: StreamChunk | None = None
 
 
 class EngineService:
@@ -103,7 +108,7 @@ class EngineService:
         self._lock = threading.Lock()  # of the two below; the engine's own lock comes after it
         self._open: set[_Open] = set()
         self._is_draining = False
-        self._chunks: SimpleQueue[tuple[_Open, StreamChunk] | None] = SimpleQueue()
+        self._ready: SimpleQueue[_Open | None] = SimpleQueue()
         self._is_closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._deliver, name="dflash-responses", daemon=True),
@@ -159,7 +164,7 @@ class EngineService:
         while self.num_open and time.monotonic() < deadline:  # a step that runs tells with its end
             time.sleep(_SWEEP_S)
         self._lanes.close()
-        self._chunks.put(None)
+        self._ready.put(None)
         self._is_closed.set()
         for thread in self._threads:
             thread.join()
@@ -221,7 +226,7 @@ class EngineService:
             priority=order.priority,
             queue_timeout_s=order.queue_timeout_s,
             cache_salt=order.cache_salt,
-            on_chunk=lambda chunk: self._chunks.put((request, chunk)),
+            on_ready=lambda: self._ready.put(request),
         )
 
     def _maker(self, order: Order, token_ids: tuple[int, ...]) -> ResponseMaker:
@@ -240,7 +245,8 @@ class EngineService:
             request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None
         )  # long ones
         request.maker = self._maker(request.order, ())
-        self._chunks.put((request, StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)))
+        request.unread = StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)
+        self._ready.put(request)
 
     def _drop(self, request: _Open, message: str, code: ErrorCode) -> None:
         with self._lock:
@@ -272,13 +278,21 @@ class EngineService:
     # Delivery
 
     def _deliver(self) -> None:
-        while (item := self._chunks.get()) is not None:
-            request, chunk = item
+        while (request := self._ready.get()) is not None:
             try:
-                self._send(request, chunk)
+                for chunk in self._take(request):
+                    self._send(request, chunk)
             except Exception:  # noqa: BLE001 - a server that takes no response: the others go on
                 _LOG.exception("a response could not be sent")
                 self._forget(request)
+
+    def _take(self, request: _Open) -> list[StreamChunk]:
+        if request.unread is not None:
+            return [request.unread]
+        with self._lock:  # until `_begin` has put the stream in its place
+            stream = request.stream
+        assert stream is not None, "the engine has something for a request that it knows"
+        return stream.take_steps()
 
     def _send(self, request: _Open, chunk: StreamChunk) -> None:
         if self._book is not None:
