@@ -61,7 +61,7 @@ def run_in_flight(llm: Generator, work: Sequence[Work], *, concurrency: int) -> 
     for number, item in enumerate(work):
         if number >= concurrency:
             outputs.append(clients.next_output()[1])
-        clients.start(number, partial(llm.submit, item.prompt, item.sampling))
+        clients.start(number, partial(llm.submit, item.prompt, item.sampling), reads_as_it_comes=False)
     while clients:
         outputs.append(clients.next_output()[1])
     return _report(outputs, concurrency, time.perf_counter() - started_s)

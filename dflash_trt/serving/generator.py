@@ -200,7 +200,7 @@ class Generator:
                 batch.wait_for_one()
             try:
                 request = self._request(prompt, sampling, request_id=_request_id(number), seed=seed)
-                batch.start(index, partial(self._start, request))
+                batch.start(index, partial(self._start, request), reads_as_it_comes=bool(sampling.stop))
                 return
             except QueueFullError:
                 if batch.num_running:
@@ -252,8 +252,8 @@ class _Batch:
     def num_running(self) -> int:
         return len(self._group)
 
-    def start(self, index: int, submit: Callable[..., RequestStream]) -> None:
-        self._group.start(index, submit)
+    def start(self, index: int, submit: Callable[..., RequestStream], *, reads_as_it_comes: bool) -> None:
+        self._group.start(index, submit, reads_as_it_comes=reads_as_it_comes)
 
     def ended(self, index: int, output: GenerationOutput) -> None:
         self._outputs[index] = output

@@ -97,13 +97,14 @@ class Mailbox:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until something can be taken, or the request has ended; False after the time."""
-        has_come = threading.Event()
-        if not self.add_waiter(has_come.set):
+        gate = threading.Lock()  # a condition costs the engine more
+        gate.acquire()
+        if not self.add_waiter(gate.release):
             return True
         try:
-            return has_come.wait(timeout_s)
+            return gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
         finally:
-            self.remove_waiter(has_come.set)
+            self.remove_waiter(gate.release)
 
     def add_waiter(self, wake: Callable[[], None]) -> bool:
         """Have `wake` called once, when something comes; False if something is there, or nothing will come."""

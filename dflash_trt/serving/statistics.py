@@ -106,8 +106,9 @@ class Recorder:
 
     def add(self, mailbox: Mailbox) -> None:
         """Take in a request that ended, as its engine sees it: without text."""
-        assert mailbox.last is not None and mailbox.last[0].finish_reason is not None
+        assert mailbox.last is not None, "only requests that ended count"
         event, ended_s = mailbox.last
+        assert event.finish_reason is not None
         self._finish_reasons[event.finish_reason] += 1
         self._num_emitted_tokens += mailbox.num_tokens
         self._request_time_s.add(ended_s - mailbox.arrived_s)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
-from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator
+from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator, make_loop, until
 from tests.serving.tokenizers import write_panicking
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -187,6 +188,28 @@ def test_a_stop_string_is_cut_from_the_text(generator: Generator, executor: Fake
     (output,) = generator.generate([[1]], SamplingParams(max_new_tokens=60, stop=(stop,)))
     assert output.text == text[: text.index(stop)]
     assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_ends_its_request_in_the_midst_of_a_batch(codec: TextCodec) -> None:
+    """The calling thread reads while it waits, and while it submits: nothing runs to its length unread."""
+
+    class Patient(FakeExecutor):
+        """Steps when everything has been read."""
+
+        def step(self, batch: StepBatch) -> StepResult:
+            until(lambda: not any(mailbox._arrivals for mailbox in list(loop._mailboxes.values())))
+            return super().step(batch)
+
+    executor = Patient(make_limits(max_seq_len=200, num_pages=80), vocab_size=VOCAB_SIZE)
+    loop = make_loop(executor)
+    text = codec.decode(executor.target.generate([1], 60))
+    stop = next(text[i : i + 3] for i in range(20, 200) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 3])
+    with Generator(loop, vocab_size=VOCAB_SIZE, codec=codec) as generator:
+        outputs = generator.generate([[1]] * 20, SamplingParams(max_new_tokens=190, stop=(stop,)))
+        statistics = generator.statistics
+    assert {output.text for output in outputs} == {text[: text.index(stop)]}
+    assert statistics.scheduler.num_finished == statistics.num_requests_by_finish_reason == {"stop": 20}
+    assert statistics.num_emitted_tokens == sum(len(output.token_ids) for output in outputs)
 
 
 # Seeds

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,32 @@ def test_async_readers_are_woken_from_another_thread() -> None:
     thread.start()
     assert asyncio.run(asyncio.wait_for(read(), 30)) == [1, 2]
     thread.join()
+
+
+def test_all_readers_of_an_event_loop_are_woken_by_one_call_into_it() -> None:
+    """Each call costs the engine's thread as much as ten events."""
+    engines = [Engine() for _ in range(20)]
+    num_calls = 0
+
+    async def main() -> list[int]:
+        nonlocal num_calls
+        loop = asyncio.get_running_loop()
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return call_soon_threadsafe(*arguments)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+        reading = asyncio.gather(*(engine.stream.take_async() for engine in engines))
+        await asyncio.sleep(0.01)
+        for number, engine in enumerate(engines):
+            engine.put(number)
+        return [chunk.token_ids[0] for chunk in await reading if chunk is not None]
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == list(range(20))
+    assert num_calls == 1
 
 
 def test_an_async_reader_that_gave_up_does_not_disturb_the_engine() -> None:

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from dflash_trt.servers.triton.settings import ModelSettings
 # Asking for a model that is not there is the one question a model can always ask its server.
 _NO_MODEL = "dflash_trt_is_the_server_ready"
 _NOT_READY = "Server not ready"
+
+# The longest time for which the thread that makes text keeps the interpreter from the engine's (CPython's own: 5 ms, as
+# long as a step).
+_SWITCH_INTERVAL_S = 0.001
 
 
 class TritonPythonModel:
@@ -86,6 +91,7 @@ class TritonPythonModel:
             watch=ServerWatch(_is_server_ready),
             on_server_gone=lambda: os._exit(1),  # nothing ends an orphan of the server otherwise
         )
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         gc.freeze()  # what a load leaves stays: no collection walks it again, not even that of the interpreter's end
         self._name = args["model_instance_name"]
         pb_utils.Logger.log_info(f"{self._name} opened engine {self._llm.engine.path}: {self._llm.page_plan}")
