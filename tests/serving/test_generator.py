@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
-from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_executor, make_generator, make_loop, until
+from tests.serving.engines import VOCAB_SIZE, WAIT_S, GatedExecutor, make_executor, make_generator, make_loop
 from tests.serving.tokenizers import write_panicking
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -196,8 +197,13 @@ def test_a_stop_string_ends_its_request_in_the_midst_of_a_batch(codec: TextCodec
     class Patient(FakeExecutor):
         """Steps when everything has been read."""
 
+        deadline_s = time.monotonic() + WAIT_S
+
         def step(self, batch: StepBatch) -> StepResult:
-            until(lambda: not any(mailbox._arrivals for mailbox in list(loop._mailboxes.values())))
+            while any(mailbox._arrivals for mailbox in list(loop._mailboxes.values())):
+                time.sleep(0.001)
+                if time.monotonic() > self.deadline_s:
+                    break
             return super().step(batch)
 
     executor = Patient(make_limits(max_seq_len=200, num_pages=80), vocab_size=VOCAB_SIZE)
