@@ -68,9 +68,9 @@ def largest_shape(limits: ExecutorLimits) -> StepShape:
 def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
     """No padding: as many requests, tokens and pages per request as the plan has."""
     return StepShape(
-        num_requests=plan.num_requests,
-        num_tokens=plan.total_tokens,
-        num_draft_tokens=plan.num_draft_tokens,
+        num_requests=plan.rows.num_requests,
+        num_tokens=plan.rows.total_tokens,
+        num_draft_tokens=plan.rows.num_draft_tokens,
         is_decode=is_decode,
         has_graph=False,
         num_pages=plan.num_pages,
@@ -79,13 +79,13 @@ def exact_shape(plan: StepPlan, *, is_decode: bool = False) -> StepShape:
 
 def step_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     """The shape a plan runs in: that of the next bucket, its own size when that is large."""
-    num_requests, num_drafts = plan.num_requests, plan.num_draft_tokens
+    num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
     bucket = bucket_of(num_requests, limits)
-    if (plan.num_tokens <= num_drafts + 1).all():
+    if (plan.rows.num_tokens <= num_drafts + 1).all():
         return decode_shape(bucket, num_drafts)
-    return _mixed_shape(bucket, plan.total_tokens, num_drafts, limits) or StepShape(
+    return _mixed_shape(bucket, plan.rows.total_tokens, num_drafts, limits) or StepShape(
         num_requests=num_requests,
-        num_tokens=plan.total_tokens,
+        num_tokens=plan.rows.total_tokens,
         num_draft_tokens=num_drafts,
         is_decode=False,
         has_graph=False,
@@ -96,8 +96,8 @@ def full_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     """The shape of a plan where every request of a padded step has a verify block: one of `full_block_shapes` when
     the plan consists of full blocks, else its own size.
     """
-    if (plan.num_tokens == plan.num_draft_tokens + 1).all():
-        return _full_blocks(plan.num_requests, plan.num_draft_tokens, limits)
+    if (plan.rows.num_tokens == plan.rows.num_draft_tokens + 1).all():
+        return _full_blocks(plan.rows.num_requests, plan.rows.num_draft_tokens, limits)
     return exact_shape(plan)
 
 

@@ -16,7 +16,7 @@ from dflash_trt.backends.padding import StepShape, largest_shape
 from dflash_trt.backends.slots import DeviceSlots, PlanInputs
 from dflash_trt.backends.step_inputs import StepPacker, TensorBlock, bind_inputs, step_result, updated_entries
 from dflash_trt.core.dtype import torch_dtype
-from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult
+from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.network.ops import Acceptance, StepInputs
 from dflash_trt.network.step import StepOutputs
@@ -48,6 +48,8 @@ class InputStaging:
         self._entries = torch.zeros(self._host.entries.shape, dtype=torch.int64, device=device)
         self._page_ids = torch.zeros(self._host.page_ids.shape, dtype=torch.int32, device=device)
         self.slots = DeviceSlots(limits, device=device, scratch_page=scratch_page)
+        self._uploaded: tuple[StepRows, int] | None = None  # and the number of requests that they were padded to
+        self._is_new, self._num_updates = False, 0
 
     @property
     def device_tensors(self) -> Mapping[str, Tensor]:
@@ -55,25 +57,33 @@ class InputStaging:
         return self._plan.flat | self._assembled.flat
 
     def stage(self, plan: StepPlan, shape: StepShape) -> None:
-        """Fill the next host block, when the copy of the step that used it is over."""
-        self._host = next(self._hosts)
+        """Fill the next host block, when the copy of the step that used it is over.
+
+        Rows that repeat are on the device already.
+        """
+        updates, key = plan.page_updates, (plan.rows, shape.num_requests)
+        self._is_new, self._num_updates = key != self._uploaded, len(updates.slots)
+        if not self._is_new and not self._num_updates:
+            return
+        self._uploaded, self._host = key, next(self._hosts)
         self._host.wait()
-        self._host.packer.pack(plan, shape)
-        updates = plan.page_updates
-        self._host.num_updates = len(updates.slots)
-        self._host.entries.numpy()[: len(updates.slots)] = updated_entries(updates, self._limits)
-        self._host.page_ids.numpy()[: len(updates.slots)] = updates.page_ids
+        if self._is_new:
+            self._host.packer.pack(plan.rows, shape)
+        if self._num_updates:
+            self._host.entries.numpy()[: self._num_updates] = updated_entries(updates, self._limits)
+            self._host.page_ids.numpy()[: self._num_updates] = updates.page_ids
 
     def upload(self) -> None:
-        """Copy to the device and update its page table, on the current stream, without waiting."""
-        host, count = self._host, self._host.num_updates
-        self._plan.memory.copy_(host.packer.block.memory, non_blocking=True)
+        """Copy what is new to the device and update its page table, on the current stream, without waiting."""
+        host, count = self._host, self._num_updates
+        if self._is_new:
+            self._plan.memory.copy_(host.packer.block.memory, non_blocking=True)
         if count:
             entries, page_ids = self._entries[:count], self._page_ids[:count]
             entries.copy_(host.entries[:count], non_blocking=True)
             page_ids.copy_(host.page_ids[:count], non_blocking=True)
             self.slots.update_pages(entries, page_ids)
-        if host.copied is not None:
+        if host.copied is not None and (self._is_new or count):
             host.copied.record()
 
     def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
@@ -97,7 +107,6 @@ class _HostBlock:
         num_entries = limits.max_batch_size * limits.max_pages
         self.entries = torch.zeros(num_entries, dtype=torch.int64, pin_memory=is_pinned)
         self.page_ids = torch.zeros(num_entries, dtype=torch.int32, pin_memory=is_pinned)
-        self.num_updates = 0
         self.copied = _new_event(device)
 
     def wait(self) -> None:

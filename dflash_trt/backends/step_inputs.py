@@ -4,7 +4,7 @@ The packer writes arrays into memory that is allocated once. It knows `PLAN_INPU
 plan is padded to is `padding.py`'s business, and `slots.py` makes the step's own inputs of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from dflash_trt.backends.slots import DeviceSlots, PlanInputs
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, plan_of
 from dflash_trt.core.dtype import num_bytes_of, torch_dtype
 from dflash_trt.core.sampling import StepSampling
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, PageUpdates, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, PageUpdates, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, StepTensor
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import StepOutputs
@@ -27,16 +27,34 @@ _ALIGNMENT_BYTES = 256
 
 def check_plan(plan: StepPlan, limits: ExecutorLimits) -> None:
     """Assert what the scheduler guarantees."""
-    assert 0 < plan.num_requests <= limits.max_batch_size
-    assert plan.total_tokens == plan.num_tokens.sum() <= limits.max_num_tokens
-    assert plan.num_draft_tokens <= limits.max_draft_len
-    assert (plan.num_tokens > 0).all() and (plan.num_candidates < plan.num_tokens).all()
-    assert (plan.num_candidates <= plan.num_draft_tokens).all()
-    is_chained = plan.context_lens == CHAINED
-    assert (plan.num_tokens[is_chained] == plan.num_candidates[is_chained] + 1).all()
-    ends = (plan.context_lens + plan.num_tokens)[~is_chained]
+    rows = plan.rows
+    assert 0 < rows.num_requests <= limits.max_batch_size
+    assert rows.total_tokens == rows.num_tokens.sum() <= limits.max_num_tokens
+    assert rows.num_draft_tokens <= limits.max_draft_len
+    assert (rows.num_tokens > 0).all() and (rows.num_candidates < rows.num_tokens).all()
+    assert (rows.num_candidates <= rows.num_draft_tokens).all()
+    is_chained = rows.context_lens == CHAINED
+    assert (rows.num_tokens[is_chained] == rows.num_candidates[is_chained] + 1).all()
+    ends = (rows.context_lens + rows.num_tokens)[~is_chained]
     assert (ends <= min(limits.max_positions, plan.num_pages * limits.page_size)).all()
     assert plan.num_pages <= limits.max_pages
+
+
+class StepShapes:
+    """The shapes of plans; rows that repeat are checked and shaped once."""
+
+    def __init__(self, limits: ExecutorLimits, shape_of: Callable[[StepPlan, ExecutorLimits], StepShape]) -> None:
+        self._limits = limits
+        self._shape_of = shape_of
+        self._rows: StepRows | None = None
+        self._shape: StepShape | None = None
+
+    def of(self, plan: StepPlan) -> StepShape:
+        """Asserts what the scheduler guarantees."""
+        if self._shape is None or plan.rows is not self._rows:
+            check_plan(plan, self._limits)
+            self._rows, self._shape = plan.rows, self._shape_of(plan, self._limits)
+        return self._shape
 
 
 def sequence_batch(
@@ -57,11 +75,12 @@ def sequence_batch(
 def step_inputs(batch: StepBatch) -> StepInputs[Tensor]:
     """A batch in memory of its own, unpadded."""
     plan = plan_of(batch)
+    rows = plan.rows
     limits = ExecutorLimits(
-        max_batch_size=plan.num_requests,
+        max_batch_size=rows.num_requests,
         max_seq_len=plan.num_pages,
-        max_num_tokens=plan.total_tokens,
-        max_draft_len=plan.num_draft_tokens,
+        max_num_tokens=rows.total_tokens,
+        max_draft_len=rows.num_draft_tokens,
         page_size=1,
         num_pages=plan.num_pages,
     )
@@ -115,12 +134,17 @@ class StepPacker:
         self._padding = {tensor.name: tensor.padding for tensor in PLAN_INPUTS}
         self._scratch_slot = limits.max_batch_size
         self._pads_blocks = pads_blocks
+        self._packed: StepRows | None = None
+        self._num_requests = 0
 
-    def pack(self, plan: StepPlan, shape: StepShape) -> None:
-        """Overwrite the tensors of the plan before."""
-        num_requests, num_padding = shape.num_requests, shape.num_requests - plan.num_requests
+    def pack(self, rows: StepRows, shape: StepShape) -> None:
+        """Overwrite the tensors of the rows before; the same rows are there already."""
+        if rows is self._packed and shape.num_requests == self._num_requests:
+            return
+        self._packed, self._num_requests = rows, shape.num_requests
+        num_requests, num_padding = shape.num_requests, shape.num_requests - rows.num_requests
         block_len = shape.width if self._pads_blocks else 0
-        counts, num_candidates, offsets = plan.num_tokens, plan.num_candidates, plan.token_offsets
+        counts, num_candidates, offsets = rows.num_tokens, rows.num_candidates, rows.token_offsets
         if num_padding:
             counts = np.concatenate((counts, np.full(num_padding, block_len)))
             num_candidates = np.concatenate((num_candidates, np.full(num_padding, max(0, block_len - 1))))
@@ -128,15 +152,15 @@ class StepPacker:
         last = offsets[1:] - 1
         logit_rows = np.minimum((last - num_candidates)[:, None] + np.arange(shape.width), last[:, None])
         if num_padding and not block_len:
-            logit_rows[plan.num_requests :] = 0
-        self._write("slot_ids", plan.slot_ids, num_requests, padding=self._scratch_slot)
+            logit_rows[rows.num_requests :] = 0
+        self._write("slot_ids", rows.slot_ids, num_requests, padding=self._scratch_slot)
         self._write("token_rows", np.repeat(np.arange(num_requests), counts), shape.num_tokens, padding=num_requests)
-        self._write("token_ids", plan.token_ids, shape.num_tokens)
+        self._write("token_ids", rows.token_ids, shape.num_tokens)
         self._write("token_offsets", offsets, num_requests + 1)
-        self._write("context_lens", plan.context_lens, num_requests)
+        self._write("context_lens", rows.context_lens, num_requests)
         self._write("num_candidates", num_candidates, num_requests)
         self._write("logit_rows", logit_rows.ravel(), num_requests * shape.width)
-        for name, column in plan.sampling.items():
+        for name, column in rows.sampling.items():
             self._write(name, column, num_requests, padding=self._padding[name])
 
     def _write(self, name: str, values: Array, size: int, *, padding: float = 0) -> None:
@@ -167,7 +191,7 @@ class HostInputs:
         if len(updates.slots):
             entries = torch.from_numpy(updated_entries(updates, self._limits))
             slots.update_pages(entries, torch.from_numpy(updates.page_ids.astype(np.int32)))
-        self._packer.pack(plan, shape)
+        self._packer.pack(plan.rows, shape)
         packed = self._packer.block.views(shape)
         inputs = bind_inputs(packed, self._assembled.views(shape))
         slots.assemble(PlanInputs(**packed), inputs)

@@ -16,6 +16,7 @@ from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 if TYPE_CHECKING:
+    from dflash_trt.bench.host import HostReport
     from dflash_trt.bench.lockstep import PolicyReport
     from dflash_trt.bench.serving_sweep import ConcurrencyReport
     from dflash_trt.bench.speculation import SpeculationReport
@@ -191,6 +192,43 @@ def draft_length(
     _print_all(reports, _policies_line, as_json=as_json)
 
 
+@bench.command(short_help="What the host costs per step, without a device.")
+@click.option(
+    "--requests",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(1, 4096),
+    default=(1, 64, 256),
+    show_default=True,
+    metavar="N",
+    help="Requests that decode at the same time. May be given several times.",
+)
+@click.option("--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K")
+@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1))
+@_JSON
+def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
+    """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
+
+    Medians over steps of verify blocks: all of a step (planning, packing, reading, committing, delivering), and the
+    part between two dependent submissions, for which a device could wait.
+    """
+    from dflash_trt.bench.host import measure_host
+
+    reports = [
+        measure_host(
+            size,
+            num_steps=num_steps,
+            num_draft_tokens=num_draft_tokens,
+            num_prompt_tokens=prompt_tokens,
+            is_chained=is_chained,
+        )
+        for size in sizes
+        for is_chained in (True, False)
+    ]
+    _print_all(reports, _host_line, as_json=as_json)
+
+
 @bench.command(short_help="Random traffic; nothing may be lost.")
 @_ENGINE
 @click.option("--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS")
@@ -234,6 +272,14 @@ def _print_all(reports: Sequence[R], line: Callable[[R], str], *, as_json: bool)
         return
     for report in reports:
         click.echo(line(report))
+
+
+def _host_line(report: "HostReport") -> str:
+    loop = "chained loop" if report.is_chained else "plain loop  "
+    return (
+        f"{report.num_requests:4d} requests, {loop}  {report.step_ms:6.3f} ms per step, "
+        f"{report.between_ms:6.3f} ms of it between two submissions"
+    )
 
 
 def _serving_line(report: "ConcurrencyReport") -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.sampling import StepSampling as StepSampling
-from dflash_trt.core.step_plan import CHAINED, PageUpdates, StepExecutor, StepPlan, StepResult
+from dflash_trt.core.step_plan import CHAINED, PageUpdates, StepExecutor, StepPlan, StepResult, StepRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def plan_of(batch: StepBatch) -> StepPlan:
     """The plan of given rows, row r in slot r with all of its pages."""
     rows = batch.requests
     counts = [len(row.page_ids) for row in rows]
-    return StepPlan(
+    step_rows = StepRows(
         request_ids=tuple(row.request_id for row in rows),
         slot_ids=np.arange(len(rows)),
         num_tokens=_integers([len(row.token_ids) for row in rows]),
@@ -71,18 +71,20 @@ def plan_of(batch: StepBatch) -> StepPlan:
             field.name: np.array([getattr(row.sampling, field.name) for row in rows]) for field in STEP_SAMPLING_FIELDS
         },
         num_draft_tokens=batch.num_draft_tokens,
-        num_pages=max(counts, default=1),
-        page_updates=PageUpdates(
-            slots=np.repeat(np.arange(len(rows)), counts),
-            columns=_integers([column for count in counts for column in range(count)]),
-            page_ids=_integers([page_id for row in rows for page_id in row.page_ids]),
-        ),
     )
+    updates = PageUpdates(
+        slots=np.repeat(np.arange(len(rows)), counts),
+        columns=_integers([column for count in counts for column in range(count)]),
+        page_ids=_integers([page_id for row in rows for page_id in row.page_ids]),
+    )
+    return StepPlan(step_rows, max(counts, default=1), updates)
 
 
 def chained(plan: StepPlan) -> StepPlan:
     """The same layout, with every row filled from its slot, which the step before has stored."""
-    return replace(plan, context_lens=np.full_like(plan.context_lens, CHAINED), token_ids=np.zeros_like(plan.token_ids))
+    rows = plan.rows
+    chained_lens, no_tokens = np.full_like(rows.context_lens, CHAINED), np.zeros_like(rows.token_ids)
+    return replace(plan, rows=replace(rows, context_lens=chained_lens, token_ids=no_tokens))
 
 
 def run_batch(executor: StepExecutor, batch: StepBatch) -> tuple[RequestResult, ...]:
@@ -142,21 +144,27 @@ class SlotMirror:
         updates = plan.page_updates
         for slot, column, page_id in zip(updates.slots, updates.columns, updates.page_ids, strict=True):
             self._pages.setdefault(int(slot), {})[int(column)] = int(page_id)
-        rows = tuple(self._row(plan, r, page_size) for r in range(plan.num_requests))
-        return StepBatch(requests=rows, num_draft_tokens=plan.num_draft_tokens)
+        rows = tuple(self._row(plan, r, page_size) for r in range(plan.rows.num_requests))
+        return StepBatch(requests=rows, num_draft_tokens=plan.rows.num_draft_tokens)
 
     def store(self, plan: StepPlan, rows: tuple[RequestResult, ...]) -> None:
         """The last part of a step."""
-        for slot, row in zip(plan.slot_ids.tolist(), rows, strict=True):
+        for slot, row in zip(plan.rows.slot_ids.tolist(), rows, strict=True):
             has_bonus = row.non_finite_position is None
-            tokens = (*row.emitted_tokens[-1:], *row.draft_tokens) if has_bonus else (0,) * (plan.num_draft_tokens + 1)
+            tokens = (
+                (*row.emitted_tokens[-1:], *row.draft_tokens) if has_bonus else (0,) * (plan.rows.num_draft_tokens + 1)
+            )
             self._tokens[slot] = tokens
             self._context_lens[slot] = row.next_context_len
 
     def _row(self, plan: StepPlan, r: int, page_size: int) -> ScheduledRequest:
-        slot, num_tokens, context_len = int(plan.slot_ids[r]), int(plan.num_tokens[r]), int(plan.context_lens[r])
-        start = plan.token_offsets[r]
-        token_ids = tuple(plan.token_ids[start : start + num_tokens].tolist())
+        slot, num_tokens, context_len = (
+            int(plan.rows.slot_ids[r]),
+            int(plan.rows.num_tokens[r]),
+            int(plan.rows.context_lens[r]),
+        )
+        start = plan.rows.token_offsets[r]
+        token_ids = tuple(plan.rows.token_ids[start : start + num_tokens].tolist())
         if context_len == CHAINED:
             token_ids, context_len = self._tokens[slot][:num_tokens], self._context_lens[slot]
             assert len(token_ids) == num_tokens, "a chained row has as many drafts as its slot"
@@ -164,12 +172,12 @@ class SlotMirror:
         num_pages = -(-(context_len + num_tokens) // page_size)
         assert all(column in pages for column in range(num_pages)), "the pages do not cover the step"
         return ScheduledRequest(
-            request_id=plan.request_ids[r],
+            request_id=plan.rows.request_ids[r],
             token_ids=token_ids,
             context_len=context_len,
-            num_candidates=int(plan.num_candidates[r]),
+            num_candidates=int(plan.rows.num_candidates[r]),
             page_ids=tuple(pages[column] for column in range(num_pages)),
-            sampling=StepSampling(**{name: column[r].item() for name, column in plan.sampling.items()}),
+            sampling=StepSampling(**{name: column[r].item() for name, column in plan.rows.sampling.items()}),
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, text
 from dflash_trt.core.sampling import MAX_SEED as MAX_SEED
@@ -55,8 +55,7 @@ class RequestStatistics:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One request's outcome of one step.
 
     `token_ids` are the tokens emitted by this step, cut after a stop token and at max_new_tokens; empty when a request

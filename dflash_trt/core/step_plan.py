@@ -52,11 +52,12 @@ class PageUpdates:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepPlan:
+class StepRows:
     """R rows and T tokens; integers are int64. K as in `step_spec`: drafts made for every row.
 
     A chained row has `1 + num_candidates` tokens, the bonus and the first drafts of its slot, and a context length of
-    CHAINED. A given row has its tokens in `token_ids`, the last `num_candidates` of which are drafts.
+    CHAINED. A given row has its tokens in `token_ids`, the last `num_candidates` of which are drafts. Steps that repeat
+    share one object, which is then neither packed nor sent again.
     """
 
     request_ids: tuple[str, ...]
@@ -67,8 +68,6 @@ class StepPlan:
     token_ids: Array  # [T], 0 in chained rows
     sampling: Mapping[str, Array]  # [R] each, by the names of SamplingColumns
     num_draft_tokens: int  # K
-    num_pages: int  # most pages that a row has
-    page_updates: PageUpdates
 
     @property
     def num_requests(self) -> int:
@@ -85,21 +84,31 @@ class StepPlan:
     def total_tokens(self) -> int:
         return len(self.token_ids)
 
-    def part(self, rows: slice) -> "StepPlan":
-        """The plan of some rows. Applying the page updates again changes nothing."""
-        tokens = slice(*self.token_offsets[[rows.start, rows.stop]])
-        return StepPlan(
-            request_ids=self.request_ids[rows],
-            slot_ids=self.slot_ids[rows],
-            num_tokens=self.num_tokens[rows],
-            num_candidates=self.num_candidates[rows],
-            context_lens=self.context_lens[rows],
+    def part(self, part: slice) -> "StepRows":
+        tokens = slice(*self.token_offsets[[part.start, part.stop]])
+        return StepRows(
+            request_ids=self.request_ids[part],
+            slot_ids=self.slot_ids[part],
+            num_tokens=self.num_tokens[part],
+            num_candidates=self.num_candidates[part],
+            context_lens=self.context_lens[part],
             token_ids=self.token_ids[tokens],
-            sampling={name: column[rows] for name, column in self.sampling.items()},
+            sampling={name: column[part] for name, column in self.sampling.items()},
             num_draft_tokens=self.num_draft_tokens,
-            num_pages=self.num_pages,
-            page_updates=self.page_updates,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """The rows of a step, and what changes in the page table before it."""
+
+    rows: StepRows
+    num_pages: int  # most pages that a row has
+    page_updates: PageUpdates
+
+    def part(self, part: slice) -> "StepPlan":
+        """The plan of some rows. Applying the page updates again changes nothing."""
+        return StepPlan(self.rows.part(part), self.num_pages, self.page_updates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ def run_with_bisection(executor: StepExecutor, plan: StepPlan, error: Exception)
     """
     result = _zeros(plan)
     reasons: dict[int, str] = {}
-    _run_parts(executor, plan, slice(0, plan.num_requests), error, result, reasons)
+    _run_parts(executor, plan, slice(0, plan.rows.num_requests), error, result, reasons)
     return result, reasons
 
 
@@ -40,7 +40,7 @@ def _run_parts(
 
 
 def _zeros(plan: StepPlan) -> StepResult:
-    num_requests, width = plan.num_requests, plan.num_draft_tokens + 1
+    num_requests, width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
     return StepResult(
         emitted_tokens=np.zeros((num_requests, width), np.int32),
         emitted_logprobs=np.zeros((num_requests, width), np.float32),

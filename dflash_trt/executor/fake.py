@@ -109,7 +109,7 @@ class FakeExecutor:
         if self.fails_on is not None and self.fails_on(batch):
             raise RuntimeError("the device failed on command")
         self._slots.store(plan, results)
-        return result_of(results, num_draft_tokens=plan.num_draft_tokens)
+        return result_of(results, num_draft_tokens=plan.rows.num_draft_tokens)
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
         return tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests)

@@ -5,10 +5,6 @@ Position i (0-based) is reached when drafts 0 .. i - 1 were accepted and draft i
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from dflash_trt.core.step_plan import Array
-
 
 class AcceptanceCounts:
     """Counts per position. With `decay` below 1, counts decay by it with each verify block."""
@@ -18,28 +14,15 @@ class AcceptanceCounts:
         self.num_reached = [0.0] * max_draft_len
         self.num_accepted = [0.0] * max_draft_len
 
-    def add(self, num_candidates: int, num_accepted: int) -> None:
-        """Count one verify block."""
+    def add(self, num_candidates: int, num_accepted: int, *, weight: int = 1) -> None:
+        """Count one verify block, or `weight` of them."""
         if self._decay < 1.0:
             for position in range(num_candidates):
                 self.num_reached[position] *= self._decay
                 self.num_accepted[position] *= self._decay
         for position in range(min(num_accepted + 1, num_candidates)):
-            self.num_reached[position] += 1
-            self.num_accepted[position] += position < num_accepted
-
-    def add_all(self, num_candidates: Array, num_accepted: Array) -> None:
-        """Count verify blocks, int64 [N] each, without decay between them."""
-        width = len(self.num_reached)
-        if not width or not len(num_candidates):
-            return
-        for counts, lens in (
-            (self.num_reached, np.minimum(num_accepted + 1, num_candidates)),
-            (self.num_accepted, num_accepted),
-        ):
-            num_at_least = np.bincount(lens, minlength=width + 1)[::-1].cumsum()[::-1]  # len >= index
-            for position, number in enumerate(num_at_least[1 : width + 1].tolist()):
-                counts[position] += number
+            self.num_reached[position] += weight
+            self.num_accepted[position] += weight * (position < num_accepted)
 
     def rates(self) -> tuple[float | None, ...]:
         """Accepted / reached per position; None for positions never reached."""

@@ -6,6 +6,7 @@ Nothing of the second part stands between two steps.
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from math import isnan
 
 import numpy as np
 
@@ -48,16 +49,58 @@ class Committer:
         self._request_pool = request_pool
         self._table = request_pool.table
         self._num_finished = num_finished
+        self._columns = np.arange(self._table.token_ids.shape[1])
 
     def commit(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
         """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
+        return self._commit_steady(step, result) or self._commit_rows(step, result, now)
+
+    def _commit_steady(self, step: PlannedStep, result: StepResult) -> CommittedStep | None:
+        """The same for verify blocks that end no request, in as few operations as possible; None for other steps."""
+        planned, table = step.planned, self._table
+        if planned.steady is None or planned.version != self._request_pool.version:
+            return None
+        rows, slots = planned.rows, planned.rows.slot_ids
+        num_emitted = result.num_accepted + np.int64(1)
+        next_lens = table.context_len[slots] + num_emitted
+        is_ordinary = (
+            not isnan(result.emitted_logprobs.sum())
+            and not (result.num_accepted.view(np.uint32) > rows.num_draft_tokens).any()
+            and bool((next_lens == result.next_context_lens).all())
+        )
+        if not is_ordinary or (planned.has_stop_ids and self._has_stop_id(slots, result.emitted_tokens)):
+            return None
+        num_tokens = table.num_tokens[slots]
+        # Whole rows: those behind the last emitted one are overwritten by the next step.
+        starts = slots * table.token_ids.shape[1] + num_tokens
+        table.token_ids.reshape(-1)[starts[:, None] + self._columns[: result.emitted_tokens.shape[1]]] = (
+            result.emitted_tokens
+        )
+        table.num_tokens[slots] = num_tokens + num_emitted
+        table.context_len[slots] = next_lens
+        if table.flight_step[slots[0]] == step.number:
+            table.land(slots, step.number)
+        return CommittedStep(
+            step=step,
+            result=result,
+            num_emitted=num_emitted,
+            num_candidates=rows.num_candidates,
+            num_accepted=result.num_accepted,
+            is_finite=planned.is_emitting,  # all
+        )
+
+    def _has_stop_id(self, slots: Array, emitted: Array) -> bool:
+        """True if there may be one, also behind the last emitted token."""
+        return bool((emitted[:, :, None] == self._table.stop_ids[slots][:, None, :]).any())
+
+    def _commit_rows(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
         table, plan = self._table, step.plan
-        slots = plan.slot_ids
-        is_live = table.epoch[slots] == step.epochs
+        slots = plan.rows.slot_ids
+        is_live = table.epoch[slots] == step.planned.epochs
         table.land(slots[is_live], step.number)
         faults = self._faults(step, result, is_live)
         num_good, is_finite = _num_good(result)
-        emits = step.is_emitting & is_live
+        emits = step.planned.is_emitting & is_live
         if faults:
             emits[list(faults)] = False
         num_remaining = table.num_remaining(slots)
@@ -66,17 +109,17 @@ class Committer:
         self._append(slots, result.emitted_tokens, num_emitted)
         advances = is_live.copy()
         advances[list(faults)] = False
-        table.may_share[slots[is_live & ~is_finite]] = False
+        table.never_share(slots[is_live & ~is_finite])
         moved = slots[advances]
         table.context_len[moved] = np.minimum(result.next_context_lens[advances], table.num_tokens[moved])
         has_bonus = is_finite | is_stopped | (num_emitted == num_remaining)
-        num_candidates = np.where(emits & has_bonus, np.minimum(plan.num_candidates, num_remaining - 1), 0)
+        num_candidates = np.where(emits & has_bonus, np.minimum(plan.rows.num_candidates, num_remaining - 1), 0)
         committed = CommittedStep(
             step=step,
             result=result,
             num_emitted=num_emitted,
             num_candidates=num_candidates,
-            num_accepted=np.minimum(result.num_accepted, num_candidates),
+            num_accepted=np.clip(result.num_accepted, 0, num_candidates),
             is_finite=is_finite,
         )
         ends = emits & (is_stopped | (num_emitted == num_remaining) | ~is_finite)
@@ -101,7 +144,7 @@ class Committer:
         tokens = committed.result.emitted_tokens.tolist()
         candidates, accepted = committed.num_candidates.tolist(), committed.num_accepted.tolist()
         starts = _start(committed, slice(None)).tolist()
-        logprobs = committed.result.emitted_logprobs.tolist() if step.wants_logprobs else None
+        logprobs = committed.result.emitted_logprobs.tolist() if step.planned.wants_logprobs else None
         events = []
         for row, sequence in enumerate(step.sequences):
             count, ending = counts[row], endings.get(row)
@@ -109,19 +152,17 @@ class Committer:
                 continue
             request = sequence.request
             wants_logprobs = logprobs is not None and request.sampling.logprobs
-            events.append(
-                TokenEvent(
-                    request_id=request.request_id,
-                    token_ids=tuple(tokens[row][:count]),
-                    logprobs=tuple(logprobs[row][:count]) if logprobs is not None and wants_logprobs else (),
-                    context_len=starts[row],
-                    num_candidates=candidates[row],
-                    num_accepted=accepted[row],
-                    finish_reason=None if ending is None else ending.reason,
-                    error=None if ending is None else ending.error,
-                    statistics=None if ending is None else ending.statistics,
-                )
+            event = TokenEvent(
+                request.request_id,
+                tuple(tokens[row][:count]),
+                tuple(logprobs[row][:count]) if logprobs is not None and wants_logprobs else (),
+                starts[row],
+                candidates[row],
+                accepted[row],
             )
+            if ending is not None:
+                event = event._replace(finish_reason=ending.reason, error=ending.error, statistics=ending.statistics)
+            events.append(event)
         return events
 
     # Inside
@@ -129,16 +170,20 @@ class Committer:
     def _faults(self, step: PlannedStep, result: StepResult, is_live: Array) -> dict[int, str]:
         """Errors of live rows whose result breaks the step contract."""
         plan, num_accepted = step.plan, result.num_accepted
-        next_lens = self._table.context_len[plan.slot_ids] + plan.num_tokens - plan.num_candidates + num_accepted
-        is_sound = (num_accepted >= 0) & (num_accepted <= plan.num_candidates) & (result.next_context_lens == next_lens)
+        next_lens = (
+            self._table.context_len[plan.rows.slot_ids] + plan.rows.num_tokens - plan.rows.num_candidates + num_accepted
+        )
+        is_sound = (
+            (num_accepted >= 0) & (num_accepted <= plan.rows.num_candidates) & (result.next_context_lens == next_lens)
+        )
         is_sound |= ~is_live
         if is_sound.all():
             return {}
         return {
             row: problem(
-                f"request {plan.request_ids[row]!r} step",
+                f"request {plan.rows.request_ids[row]!r} step",
                 expected="a result that follows the step contract",
-                found=f"num_accepted {num_accepted[row]} of {plan.num_candidates[row]} candidates, "
+                found=f"num_accepted {num_accepted[row]} of {plan.rows.num_candidates[row]} candidates, "
                 f"next_context_len {result.next_context_lens[row]}",
                 hint="This is a bug of the executor: please report it.",
             )
@@ -167,7 +212,7 @@ class Committer:
             return
         if sequence.stale_step == step.number:
             sequence.stale_step = None
-        if not step.is_emitting[row]:
+        if not step.planned.is_emitting[row]:
             return
         num_remaining = sequence.max_len - len(sequence.token_ids)
         emitted = committed.result.emitted_tokens[row, : min(num_good, num_remaining)].tolist()
@@ -177,7 +222,7 @@ class Committer:
         committed.num_emitted[row] = len(emitted)
         has_bonus = bool(committed.is_finite[row] or stops or len(emitted) == num_remaining)
         if has_bonus:
-            committed.num_candidates[row] = min(step.plan.num_candidates[row], num_remaining - 1)
+            committed.num_candidates[row] = min(step.plan.rows.num_candidates[row], num_remaining - 1)
             committed.num_accepted[row] = min(committed.result.num_accepted[row], committed.num_candidates[row])
         if not has_bonus:
             self._end(committed, row, "error", now, error=self._non_finite(committed, row, num_good))
@@ -188,7 +233,8 @@ class Committer:
         self, committed: CommittedStep, row: int, reason: FinishReason, now: float, *, error: str | None = None
     ) -> None:
         sequence = committed.step.sequences[row]
-        if sequence.is_running and self._table.may_share[sequence.slot]:
+        slot = sequence.slot
+        if slot is not None and self._table.context_len[slot] >= self._table.fills_page_at[slot]:
             self._keep(sequence)
         sequence.finish_reason = reason
         self._request_pool.remove(sequence)
@@ -197,13 +243,14 @@ class Committer:
 
     def _keep_pages(self, committed: CommittedStep) -> None:
         """Cache the pages that these rows filled."""
-        table, slots = self._table, committed.step.plan.slot_ids
-        has_filled = table.may_share[slots] & (
-            table.context_len[slots] // self._request_pool.store.page_size > table.num_kept[slots]
-        )
-        is_live = table.epoch[slots] == committed.step.epochs
+        table, step = self._table, committed.step
+        slots = step.plan.rows.slot_ids
+        has_filled = table.context_len[slots] >= table.fills_page_at[slots]
+        if not has_filled.any():
+            return
+        is_live = table.epoch[slots] == step.planned.epochs
         for row in np.flatnonzero(has_filled & is_live).tolist():
-            self._keep(committed.step.sequences[row])
+            self._keep(step.sequences[row])
 
     def _keep(self, sequence: Sequence) -> None:
         try:
@@ -213,7 +260,7 @@ class Committer:
 
     def _non_finite(self, committed: CommittedStep, row: int, num_good: int) -> str:
         plan = committed.step.plan
-        position = _start(committed, row) + plan.num_tokens[row] - plan.num_candidates[row] + num_good - 1
+        position = _start(committed, row) + plan.rows.num_tokens[row] - plan.rows.num_candidates[row] + num_good - 1
         return problem(
             "target",
             expected="finite logits",
@@ -237,6 +284,6 @@ def _num_good(result: StepResult) -> tuple[Array, Array]:
 def _start(committed: CommittedStep, rows: int | slice) -> Array:
     """Context length at the first token of rows."""
     plan, result = committed.step.plan, committed.result
-    num_kept = plan.num_tokens[rows] - plan.num_candidates[rows] + result.num_accepted[rows]
+    num_kept = plan.rows.num_tokens[rows] - plan.rows.num_candidates[rows] + result.num_accepted[rows]
     start: Array = result.next_context_lens[rows] - num_kept
     return start

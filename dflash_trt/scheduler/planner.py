@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepRows
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
 from dflash_trt.scheduler.request_pool import RequestPool
@@ -21,20 +21,46 @@ PREFILL_SHARE = 4
 _NONE = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlannedStep:
-    """A plan, and what the scheduler needs to commit it, one entry a row."""
+_FLIGHT_STATE = ("is_decoding", "num_drafts", "flight_tokens", "flight_candidates", "flight_emits", "flight_step")
 
-    plan: StepPlan
-    number: int  # of the step
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedRows:
+    """Rows of a step, and what the scheduler needs to commit them, one entry a row."""
+
+    rows: StepRows
     sequences: list[Sequence]
     epochs: Array  # int64; a row of an earlier epoch wrote pages that are gone
     is_emitting: Array  # bool; False for a prefill chunk that is not the last
     wants_logprobs: bool  # any row
-    undo: dict[str, Array]  # the slots' flight state before
+    has_stop_ids: bool  # any row
+    version: int  # of the request pool
+    steady: "SteadyState | None"
 
 
-_FLIGHT_STATE = ("is_decoding", "num_drafts", "flight_tokens", "flight_candidates", "flight_emits", "flight_step")
+@dataclass(kw_only=True, slots=True, eq=False)
+class SteadyState:
+    """All running requests verify all K drafts, so the next steps have the same rows, until a request comes or nears
+    its end.
+    """
+
+    num_repeats: int  # left, until a row could reach its last token
+    room: Array  # int64 [R], positions that the pages of each row hold
+    num_pages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStep:
+    """A plan, and its rows. `undo` is the slots' state before; None: the step before has the same rows."""
+
+    plan: StepPlan
+    number: int
+    planned: PlannedRows
+    undo: dict[str, Array] | None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.planned.sequences
 
 
 class StepPlanner:
@@ -50,10 +76,17 @@ class StepPlanner:
         self._policy = policy
         self._context_limit = ContextLimit(config.draft_length_by_context)
         self._num_steps = 0
+        self._last: PlannedRows | None = None
 
     def plan(self, now: float) -> PlannedStep:
         """Plan the next step, whose rows are in flight then."""
-        num_draft_tokens = self._choose_draft_length(self._decoding())
+        last = self._steady_rows()
+        decoding = self._decoding() if last is None else last.rows.slot_ids
+        num_draft_tokens = self._choose_draft_length(decoding)
+        if last is not None and last.rows.num_draft_tokens == num_draft_tokens:
+            step = self._repeated(last)
+            if step is not None:
+                return step
         if self._request_pool.waiting:
             self._admit(now, num_draft_tokens)
         slots, num_candidates = self._decode_rows(num_draft_tokens)
@@ -87,14 +120,18 @@ class StepPlanner:
 
     def abandon(self, step: PlannedStep) -> None:
         """Take back a plan that did not run, the newest one."""
-        slots, table = step.plan.slot_ids, self._table
-        live = table.epoch[slots] == step.epochs
+        slots, table = step.plan.rows.slot_ids, self._table
+        live = table.epoch[slots] == step.planned.epochs
         for sequence in step.sequences:
             if sequence.stale_step == step.number:
                 sequence.stale_step = None
-        for name, before in step.undo.items():
-            getattr(table, name)[slots[live]] = before[live]
+        if step.undo is None:
+            table.flight_step[slots[live]] = step.number - 1
+        else:
+            for name, before in step.undo.items():
+                getattr(table, name)[slots[live]] = before[live]
         table.take_back_updates(step.plan.page_updates)
+        self._last = None
 
     def _planned(
         self,
@@ -110,32 +147,101 @@ class StepPlanner:
         table = self._table
         sequences = [sequence for slot in slots.tolist() if (sequence := table.sequences[slot]) is not None]
         assert len(sequences) == len(slots), "a row without a request"
-        step = PlannedStep(
-            plan=StepPlan(
-                request_ids=tuple([sequence.request.request_id for sequence in sequences]),
-                slot_ids=slots,
-                num_tokens=num_tokens,
-                num_candidates=num_candidates,
-                context_lens=context_lens,
-                token_ids=token_ids,
-                sampling={name: column[slots] for name, column in table.sampling.items()},
-                num_draft_tokens=num_draft_tokens,
-                num_pages=int(table.num_pages[slots].max(initial=1)),
-                page_updates=table.take_updates(),
-            ),
-            number=self._num_steps,
+        rows = StepRows(
+            request_ids=tuple([sequence.request.request_id for sequence in sequences]),
+            slot_ids=slots,
+            num_tokens=num_tokens,
+            num_candidates=num_candidates,
+            context_lens=context_lens,
+            token_ids=token_ids,
+            sampling={name: column[slots] for name, column in table.sampling.items()},
+            num_draft_tokens=num_draft_tokens,
+        )
+        self._last = PlannedRows(
+            rows=rows,
             sequences=sequences,
             epochs=table.epoch[slots],
             is_emitting=is_emitting,
             wants_logprobs=bool(table.wants_logprobs[slots].any()),
+            has_stop_ids=any(sequence.request.stop_token_ids for sequence in sequences),
+            version=self._request_pool.version,
+            steady=self._steady_state(rows),
+        )
+        num_pages = int(table.num_pages[slots].max(initial=1))
+        return self._in_flight(self._last, num_pages)
+
+    def _in_flight(self, planned: PlannedRows, num_pages: int) -> PlannedStep:
+        """A step of these rows, whose slots now have it in flight."""
+        table, rows, slots = self._table, planned.rows, planned.rows.slot_ids
+        step = PlannedStep(
+            plan=StepPlan(rows, num_pages, table.take_updates()),
+            number=self._num_steps,
+            planned=planned,
             undo={name: getattr(table, name)[slots] for name in _FLIGHT_STATE},
         )
-        table.flight_tokens[slots], table.flight_candidates[slots] = num_tokens, num_candidates
-        table.flight_emits[slots] = table.is_decoding[slots] = is_emitting
+        table.flight_tokens[slots], table.flight_candidates[slots] = rows.num_tokens, rows.num_candidates
+        table.flight_emits[slots] = table.is_decoding[slots] = planned.is_emitting
         table.flight_step[slots] = self._num_steps
-        table.num_drafts[slots] = num_draft_tokens
+        table.num_drafts[slots] = rows.num_draft_tokens
         self._num_steps += 1
         return step
+
+    # Steps that repeat
+
+    def _steady_state(self, rows: StepRows) -> SteadyState | None:
+        table, slots, k = self._table, rows.slot_ids, rows.num_draft_tokens
+        if len(slots) < len(self._request_pool.running) or not len(slots) or self._config.draft_length_by_context:
+            return None
+        if not ((rows.num_candidates == k) & (rows.context_lens == CHAINED)).all():
+            return None
+        # The step in flight emits at most so many tokens, this one and each repetition k + 1, and k + 2 must be left.
+        num_free = int(table.num_remaining(slots).min()) - (self._limits.max_draft_len + 1) - (k + 2)
+        if num_free < k + 1:
+            return None
+        num_pages = table.num_pages[slots]
+        return SteadyState(
+            num_repeats=num_free // (k + 1), room=num_pages * self._limits.page_size, num_pages=int(num_pages.max())
+        )
+
+    def _steady_rows(self) -> PlannedRows | None:
+        """The rows of the last step, if the next one can have no others unless K changes."""
+        last, pool = self._last, self._request_pool
+        if last is None or last.steady is None or last.version != pool.version or not last.steady.num_repeats:
+            return None
+        return None if pool.waiting and not self._is_full_for(next(iter(pool.waiting))) else last
+
+    def _is_full_for(self, sequence: Sequence) -> bool:
+        """True if there is no place for the first of those that wait."""
+        running = self._request_pool.running
+        if len(running) < self._limits.max_batch_size:
+            return False
+        may_preempt = self._config.preempts_for_priority
+        return not may_preempt or sequence.request.priority <= running[-1].request.priority
+
+    def _repeated(self, last: PlannedRows) -> PlannedStep | None:
+        """The last step again; None if pages are short."""
+        table, rows, steady = self._table, last.rows, last.steady
+        assert steady is not None
+        slots, width = rows.slot_ids, rows.num_draft_tokens + 1
+        is_chained = bool(table.flight_tokens[slots[0]])
+        margin = 2 * width if is_chained else width
+        context_lens = table.context_len[slots]
+        is_short = context_lens > steady.room - margin
+        if is_short.any():
+            short = np.flatnonzero(is_short)
+            page_size, of_short = self._limits.page_size, slots[short]
+            num_new = -(-(context_lens[short] + margin) // page_size) - table.num_pages[of_short]
+            if not self._request_pool.grow_all(of_short, num_new):
+                return None
+            steady.room[short] = table.num_pages[of_short] * page_size
+            steady.num_pages = max(steady.num_pages, int(table.num_pages[of_short].max()))
+        steady.num_repeats -= 1
+        if not is_chained:
+            return self._in_flight(last, steady.num_pages)
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        table.flight_step[slots] = number
+        plan = StepPlan(rows, steady.num_pages, table.take_updates())
+        return PlannedStep(plan=plan, number=number, planned=last, undo=None)
 
     def _wants_drafts(self, slots: Array, num_candidates: Array, is_emitting: Array) -> bool:
         """True if drafts are verified, or one of this step can still be accepted, with a bonus token after it."""

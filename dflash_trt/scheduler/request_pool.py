@@ -27,6 +27,7 @@ class RequestPool:
         self.num_admitted_prompt_tokens = 0
         self.num_prefix_hit_tokens = 0
         self._by_id: dict[str, Sequence] = {}
+        self.version = 0  # changes with `running`
         self._running_slots: Array | None = None
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class RequestPool:
             self.num_admitted_prompt_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += context_len
         insort(self.running, sequence, key=lambda running: running.priority_key)
-        self._running_slots = None
+        self._running_slots, self.version = None, self.version + 1
 
     def grow(self, slot: int, num_positions: int) -> bool:
         """Get pages for `num_positions` if that needs no preemption; return True on success."""
@@ -120,12 +121,13 @@ class RequestPool:
                 salt=sequence.request.cache_salt,
             )
             if node is None:
+                table.never_share(np.array([slot]))
                 return
             if node.page_id != page_id:
                 table.page_ids[slot, index] = node.page_id
                 table.note_pages(np.array([slot]), np.array([index]))
             sequence.prefix_path.append(node)
-            table.num_kept[slot] = index + 1
+            table.set_kept(slot, index + 1)
 
     def page_ids(self, sequence: Sequence) -> list[int]:
         """Pages of a running request."""
@@ -183,7 +185,7 @@ class RequestPool:
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.is_running:
             self.running.remove(sequence)
-            self._running_slots = None
+            self._running_slots, self.version = None, self.version + 1
             self.store.release(self.table.give_back(sequence))
             sequence.prefix_path = []
         elif sequence.request_id in self.paused:

@@ -8,13 +8,14 @@ deterministic: the same calls give the same plans.
 import logging
 from collections import deque
 
+import numpy as np
+
 from dflash_trt.core.errors import CapacityError, RequestError, problem
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepResult
-from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.commit import CommittedStep, Committer
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import DraftLengthPolicy, FixedDraftLength, StepObservation
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
 from dflash_trt.scheduler.request_pool import RequestPool
@@ -50,7 +51,7 @@ class Scheduler:
         self._planned: deque[PlannedStep] = deque()  # and uncommitted, the running one first
         self._ended: list[TokenEvent] = []  # for the next commit
         self._num_arrivals = 0
-        self._counts = StepCounts(acceptance=AcceptanceCounts(limits.max_draft_len))
+        self._counts = StepCounts(limits.max_draft_len)
         self._committer = Committer(self._request_pool, self._counts.num_finished)
         self._now = 0.0
 
@@ -146,6 +147,8 @@ class Scheduler:
     def statistics(self) -> SchedulerStatistics:
         """A copy of the counts so far."""
         request_pool, counts = self._request_pool, self._counts
+        blocks = counts.blocks
+        num_blocks, num_accepted = int(blocks.sum()), int((blocks * np.arange(blocks.shape[1])).sum())
         return SchedulerStatistics(
             num_arrivals=self._num_arrivals,
             num_finished=dict(counts.num_finished),
@@ -155,11 +158,11 @@ class Scheduler:
             num_steps=counts.num_steps,
             num_steps_by_draft_length=dict(sorted(counts.num_steps_by_draft_length.items())),
             num_computed_tokens=counts.num_computed_tokens,
-            num_verify_blocks=counts.num_verify_blocks,
-            num_draft_tokens=counts.num_draft_tokens,
-            num_accepted_tokens=counts.num_accepted_tokens,
-            num_emitted_by_verify=counts.num_accepted_tokens + counts.num_verify_blocks,
-            acceptance_by_position=counts.acceptance.rates(),
+            num_verify_blocks=num_blocks,
+            num_draft_tokens=int((blocks.sum(1) * np.arange(1, len(blocks) + 1)).sum()),
+            num_accepted_tokens=num_accepted,
+            num_emitted_by_verify=num_accepted + num_blocks,
+            acceptance_by_position=counts.acceptance().rates(),
             num_preemptions=request_pool.num_preemptions,
             num_admitted_prompt_tokens=request_pool.num_admitted_prompt_tokens,
             num_prefix_hit_tokens=request_pool.num_prefix_hit_tokens,
@@ -226,6 +229,8 @@ class Scheduler:
             return events
         events += self._committer.events(committed)
         self._counts.add(committed)
+        if isinstance(self._policy, FixedDraftLength | BatchSizeDraftLength):
+            return events  # nothing to learn
         try:
             self._policy.observe(_observation(committed, elapsed_s))
         except Exception:  # noqa: BLE001 - the step's events must not be lost
@@ -296,15 +301,15 @@ def check_fits(request: Request, limits: ExecutorLimits) -> None:
 
 def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObservation:
     plan = committed.step.plan
-    is_prompt = plan.num_tokens > plan.num_candidates + 1
+    is_prompt = plan.rows.num_tokens > plan.rows.num_candidates + 1
     has_block = committed.num_candidates > 0
     verified = zip(
         committed.num_candidates[has_block].tolist(), committed.num_accepted[has_block].tolist(), strict=True
     )
     return StepObservation(
-        num_draft_tokens=plan.num_draft_tokens,
+        num_draft_tokens=plan.rows.num_draft_tokens,
         num_decoding=int((~is_prompt).sum()),
-        num_prefill_tokens=int(plan.num_tokens[is_prompt].sum()),
+        num_prefill_tokens=int(plan.rows.num_tokens[is_prompt].sum()),
         verified=tuple(verified),
         elapsed_s=elapsed_s,
     )

@@ -13,6 +13,7 @@ from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.step_plan import Array, ExecutorLimits, PageUpdates
 from dflash_trt.scheduler.sequence import Sequence
 
+_NEVER = np.iinfo(np.int64).max
 NO_TOKEN = -1  # fills rows of stop_ids
 
 
@@ -20,18 +21,19 @@ class SlotTable:
     """Integers are int64 [S] unless they say otherwise."""
 
     def __init__(self, limits: ExecutorLimits) -> None:
-        size = limits.max_batch_size
+        size, self._page_size = limits.max_batch_size, limits.page_size
         self.sequences: list[Sequence | None] = [None] * size
-        self.token_ids = np.zeros((size, limits.max_seq_len), np.int64)  # prompt and emitted; memory as it is touched
+        # Prompt and emitted tokens, and room for a row of a step behind them; costs memory only as it is touched.
+        self.token_ids = np.zeros((size, limits.max_seq_len + limits.max_draft_len + 1), np.int64)
         self.page_ids = np.zeros((size, limits.max_pages), np.int64)
         self.num_tokens = np.zeros(size, np.int64)
         self.num_pages = np.zeros(size, np.int64)
         self.num_kept = np.zeros(size, np.int64)  # of the pages, in the prefix tree
+        self.fills_page_at = np.zeros(size, np.int64)  # the context length from which one more can be kept
         self.max_len = np.zeros(size, np.int64)
         self.context_len = np.zeros(size, np.int64)  # tokens whose K/V are committed
         self.epoch = np.full(size, -1)  # of the request's admission; -1: free
         self.stop_ids = np.full((size, 1), NO_TOKEN)  # int64 [S, any]
-        self.may_share = np.zeros(size, bool)  # its K/V; where logits were not finite, K/V may not be either
         self.wants_logprobs = np.zeros(size, bool)
         self.sampling: dict[str, Array] = {
             row.name: np.zeros(size, np.float64 if row.dtype == "float32" else np.int64) for row in STEP_SAMPLING_FIELDS
@@ -57,12 +59,11 @@ class SlotTable:
         self.num_tokens[slot] = num_tokens
         self.max_len[slot] = sequence.max_len
         self.num_pages[slot] = 0
-        self.num_kept[slot] = num_kept
+        self.set_kept(slot, num_kept)
         self.is_decoding[slot] = self.flight_emits[slot] = False
         self.num_drafts[slot] = self.flight_tokens[slot] = self.flight_candidates[slot] = 0
         self.epoch[slot] = self._num_epochs
         self._num_epochs += 1
-        self.may_share[slot] = True
         self.wants_logprobs[slot] = sequence.request.sampling.logprobs
         self._set_stop_ids(slot, sorted(sequence.request.stop_token_ids))
         for name, column in self.sampling.items():
@@ -82,6 +83,14 @@ class SlotTable:
         self.sequences[slot] = sequence.slot = None
         self._free.append(slot)
         return page_ids
+
+    def set_kept(self, slot: int, num_kept: int) -> None:
+        self.num_kept[slot] = num_kept
+        self.fills_page_at[slot] = (num_kept + 1) * self._page_size
+
+    def never_share(self, slots: Array) -> None:
+        """Keep none of their pages any more: their logits were not finite, so K/V may not be either; or nobody does."""
+        self.fills_page_at[slots] = _NEVER
 
     def add_pages(self, slot: int, page_ids: Items[int]) -> None:
         start = int(self.num_pages[slot])

@@ -1,9 +1,12 @@
 """Counts of a scheduler, for export."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from dflash_trt.core.request import FinishReason
+from dflash_trt.core.step_plan import Array
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.commit import CommittedStep
 
@@ -51,27 +54,35 @@ class SchedulerStatistics:
         return self.num_prefix_hit_tokens / self.num_admitted_prompt_tokens
 
 
-@dataclass(kw_only=True)
 class StepCounts:
     """Running counts of committed steps."""
 
-    acceptance: AcceptanceCounts
-    num_finished: Counter[FinishReason] = field(default_factory=Counter)
-    num_steps: int = 0
-    num_steps_by_draft_length: Counter[int] = field(default_factory=Counter)
-    num_computed_tokens: int = 0
-    num_verify_blocks: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    def __init__(self, max_draft_len: int) -> None:
+        self.num_finished: Counter[FinishReason] = Counter()
+        self.num_steps = 0
+        self.num_steps_by_draft_length: Counter[int] = Counter()
+        self.num_computed_tokens = 0
+        self._width = max_draft_len + 1
+        self._num_blocks = np.zeros(self._width**2, np.int64)  # by candidates and accepted drafts
 
     def add(self, committed: CommittedStep) -> None:
         """Count a committed step."""
-        plan, has_block = committed.step.plan, committed.num_candidates > 0
-        candidates, accepted = committed.num_candidates[has_block], committed.num_accepted[has_block]
+        rows = committed.step.plan.rows
         self.num_steps += 1
-        self.num_steps_by_draft_length[plan.num_draft_tokens] += 1
-        self.num_computed_tokens += plan.total_tokens
-        self.num_verify_blocks += len(candidates)
-        self.num_draft_tokens += int(candidates.sum())
-        self.num_accepted_tokens += int(accepted.sum())
-        self.acceptance.add_all(candidates, accepted)
+        self.num_steps_by_draft_length[rows.num_draft_tokens] += 1
+        self.num_computed_tokens += rows.total_tokens
+        outcomes = committed.num_candidates * self._width + committed.num_accepted
+        self._num_blocks += np.bincount(outcomes, minlength=len(self._num_blocks))
+
+    @property
+    def blocks(self) -> Array:
+        """Verify blocks by candidates [1 ..] and accepted drafts [0 ..]."""
+        blocks: Array = self._num_blocks.reshape(self._width, self._width)[1:]
+        return blocks
+
+    def acceptance(self) -> AcceptanceCounts:
+        counts = AcceptanceCounts(self._width - 1)
+        for num_candidates, num_accepted in zip(*np.nonzero(self.blocks), strict=True):
+            weight = int(self.blocks[num_candidates, num_accepted])
+            counts.add(int(num_candidates) + 1, int(num_accepted), weight=weight)
+        return counts

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, TypeVar
 
 from dflash_trt.core.request import FinishReason, GenerationOutput, Request, RequestStatistics, TokenEvent
@@ -83,7 +82,7 @@ class OutputProcessor:
         for index, event in enumerate(events):
             num_kept = _find_stop(self._detokenizer, self._stop_strings, event.token_ids, texts)
             if self._stop_strings.is_found:
-                cut = replace(event, token_ids=event.token_ids[:num_kept], logprobs=event.logprobs[:num_kept])
+                cut = event._replace(token_ids=event.token_ids[:num_kept], logprobs=event.logprobs[:num_kept])
                 return [*events[:index], cut], "".join(texts)
         return events, "".join(texts)
 

@@ -293,7 +293,7 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
 
         def submit(self, plan: Any) -> Any:
             half = int(plan.page_updates.page_ids[0]) // num_pages
-            running[half].append(frozenset(plan.request_ids))
+            running[half].append(frozenset(plan.rows.request_ids))
             return executor.submit(plan)
 
     policies = {"in flight": FixedDraftLength(0), "whole": FixedDraftLength(0)}

@@ -34,7 +34,7 @@ class TimedExecutor:
 
     def submit(self, plan: StepPlan) -> StepHandle:
         side = int(plan.page_updates.page_ids[0]) // (self.limits.num_pages // 2)
-        self.steps.append((side, plan.total_tokens))
+        self.steps.append((side, plan.rows.total_tokens))
         self._clock.now += STEP_S[side]
         return self._executor.submit(plan)
 

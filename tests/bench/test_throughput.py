@@ -23,7 +23,7 @@ def test_a_closed_load_never_has_more_requests_than_clients(monkeypatch) -> None
     sizes: list[int] = []
     executor = make_executor()
     submit = executor.submit
-    monkeypatch.setattr(executor, "submit", lambda plan: sizes.append(plan.num_requests) or submit(plan))
+    monkeypatch.setattr(executor, "submit", lambda plan: sizes.append(plan.rows.num_requests) or submit(plan))
     work = [Work(prompt=[5, i], sampling=SamplingParams(max_new_tokens=6)) for i in range(7)]
     with make_generator(executor) as engine:
         report = run_in_flight(engine, work, concurrency=2)

@@ -188,15 +188,16 @@ def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatc
         pages = tuple(range(-(-(row.context_len + len(tokens)) // 4)))
         rows.append(replace(row, token_ids=tokens, num_candidates=num_candidates, page_ids=pages))
     written_out = StepBatch(requests=tuple(rows), num_draft_tokens=k)
-    given = replace(plan_of(written_out), slot_ids=np.array(slot_ids))
-    updates = replace(given.page_updates, slots=given.slot_ids[given.page_updates.slots])
+    given = plan_of(written_out)
+    updates = replace(given.page_updates, slots=np.array(slot_ids)[given.page_updates.slots])
     chained_rows = np.array(is_chained)
-    plan = replace(
-        given,
-        page_updates=updates,
-        context_lens=np.where(chained_rows, CHAINED, given.context_lens),
-        token_ids=np.where(np.repeat(chained_rows, given.num_tokens), 0, given.token_ids),
+    rows_with_slots = replace(
+        given.rows,
+        slot_ids=np.array(slot_ids),
+        context_lens=np.where(chained_rows, CHAINED, given.rows.context_lens),
+        token_ids=np.where(np.repeat(chained_rows, given.rows.num_tokens), 0, given.rows.token_ids),
     )
+    plan = replace(given, rows=rows_with_slots, page_updates=updates)
     slots.store(
         torch.tensor(slot_ids),
         torch.full((len(rows),), 500, dtype=torch.int32),
@@ -234,7 +235,7 @@ def test_a_batch_of_full_blocks_is_padded_unless_it_would_pass_the_token_limit()
     plan = plan_of(StepBatch(requests=blocks, num_draft_tokens=2))
     assert full_block_shape(plan, limits) == decode_shape(4, 2)
     assert full_block_shape(plan, replace(limits, max_num_tokens=11)) == decode_shape(3, 2)
-    wider = replace(plan, num_draft_tokens=3)
+    wider = replace(plan, rows=replace(plan.rows, num_draft_tokens=3))
     assert full_block_shape(wider, limits) == exact_shape(wider)
 
 

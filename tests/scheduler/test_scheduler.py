@@ -1,5 +1,7 @@
 """What the scheduler decides: who runs, with how many tokens and drafts."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,3 +260,47 @@ def test_a_chained_row_may_verify_more_than_can_be_emitted_and_is_cut(max_new_to
         for event in driver.events:
             assert event.num_accepted <= event.num_candidates
             assert len(event.token_ids) <= event.num_accepted + 1, "no event counts drafts that could not be emitted"
+
+
+# Steps that repeat
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["plain", "chained"])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_steps_repeat_their_rows_until_somebody_comes_or_goes(right: float, is_ahead: bool) -> None:
+    """Then nothing is packed or sent anew; tokens are those of each request alone."""
+    limits = make_limits(max_seq_len=400, num_pages=600, max_num_tokens=64)
+    driver = make_driver(limits, draft_rule=right_with_probability(right), vocab_size=50)
+    requests = [
+        make_request(
+            f"r{i}", range(1, 5 + i), max_new_tokens=250 + 30 * i, stop_token_ids=(), seed=i, temperature=i % 2
+        )
+        for i in range(3)
+    ]
+    plans = []
+    submit = driver.executor.submit
+    driver.executor.submit = lambda plan: plans.append(plan) or submit(plan)  # type: ignore[method-assign]
+    driver.add(requests[0])
+    driver.add(requests[1])
+    for _ in range(9):
+        driver.step_ahead() if is_ahead else driver.step()
+    driver.add(requests[2])
+    driver.run(ahead=is_ahead)
+    for request in requests:
+        assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)
+    num_repeated = sum(after.rows is before.rows for before, after in itertools.pairwise(plans))
+    assert num_repeated > len(plans) // 2
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["plain", "chained"])
+def test_a_stop_token_ends_a_request_whose_steps_repeat(is_ahead: bool) -> None:
+    limits = make_limits(max_seq_len=400, num_pages=600, max_num_tokens=64)
+    driver = make_driver(limits, draft_rule=right_with_probability(0.6))
+    plain = driver.executor.target.generate((1, 2, 3), 150)
+    stop = next(token for index, token in enumerate(plain) if index > 90 and token not in plain[:index])
+    driver.add(make_request("stops", max_new_tokens=300, stop_token_ids=[stop]))
+    driver.add(make_request("goes on", max_new_tokens=300))
+    driver.run(ahead=is_ahead)
+    assert driver.tokens["stops"] == plain[: plain.index(stop) + 1]
+    assert driver.finish_reasons == {"stops": "stop", "goes on": "length"}
+    assert len(driver.tokens["goes on"]) == 300

@@ -114,7 +114,7 @@ class BrokenExecutor(FakeExecutor):
     """Answers with too few rows, which no executor may: a bug, not a failing device."""
 
     def submit(self, plan: StepPlan) -> FinishedStep:
-        return FinishedStep(lambda: result_of((), num_draft_tokens=plan.num_draft_tokens))
+        return FinishedStep(lambda: result_of((), num_draft_tokens=plan.rows.num_draft_tokens))
 
 
 def test_a_bug_that_kills_the_loop_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:

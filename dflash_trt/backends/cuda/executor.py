@@ -21,7 +21,7 @@ from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
-from dflash_trt.backends.step_inputs import check_plan, sequence_batch
+from dflash_trt.backends.step_inputs import StepShapes, sequence_batch
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -106,6 +106,7 @@ class TorchGpuExecutor:
         has_experts = network.target.num_expert_layers > 0
         self._asks_host = has_experts and not has_grouped_gemm(network.target_weights.embedding)
         self._device = device
+        self._shapes = StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
         self._results = ResultStaging(self.limits, device)
         self._stream = _new_stream(device)
@@ -158,14 +159,15 @@ class TorchGpuExecutor:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StagedStep:
         """Put one step on the stream. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""
-        check_plan(plan, self.limits)
-        shape = step_shape(plan, self.limits)
+        shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
         with self.on_stream():
             started = new_timer(self._device)
             self._staging.upload()
             self._run(shape)
-            result = self._results.download(shape, num_requests=plan.num_requests, has_drafts=plan.num_draft_tokens > 0)
+            result = self._results.download(
+                shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
+            )
         return StagedStep(result, started)
 
     @torch.inference_mode()
@@ -192,8 +194,7 @@ class TorchGpuExecutor:
         Waits for the copy of the inputs before, and for nothing else.
         """
         plan = plan_of(batch)
-        check_plan(plan, self.limits)
-        shape = step_shape(plan, self.limits)
+        shape = self._shapes.of(plan)
         self._staging.stage(plan, shape)
         with self.on_stream():
             self._staging.upload()

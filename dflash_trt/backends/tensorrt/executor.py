@@ -136,7 +136,7 @@ class TensorRTExecutor:
         An engine with a drafter drafts a token at least, whether or not it was asked for.
         """
         check_plan(plan, self.limits)
-        given = replace(plan, num_draft_tokens=self._drafted(plan.num_draft_tokens))
+        given = self._with_drafts(plan)
         shape = full_block_shape(given, self.limits)
         self._buffers.staging.stage(given, shape)
         with self._on_stream():
@@ -144,7 +144,7 @@ class TensorRTExecutor:
             self._buffers.staging.upload()
             self._run(shape)
             result = self._buffers.results.download(
-                shape, num_requests=plan.num_requests, has_drafts=plan.num_draft_tokens > 0
+                shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
         return StagedStep(result, started)
 
@@ -172,9 +172,12 @@ class TensorRTExecutor:
         for pages in (*self._buffers.state.values(), *self._written.values()):
             pages.fill_(value)
 
-    def _drafted(self, num_draft_tokens: int) -> int:
-        """K of the engine's step: an engine with a drafter drafts a token at least."""
-        return max(num_draft_tokens, 1) if self._spec.has_drafts else 0
+    def _with_drafts(self, plan: StepPlan) -> StepPlan:
+        """With the K of the engine's step: an engine with a drafter drafts a token at least."""
+        num_drafts = max(plan.rows.num_draft_tokens, 1) if self._spec.has_drafts else 0
+        if num_drafts == plan.rows.num_draft_tokens:
+            return plan
+        return replace(plan, rows=replace(plan.rows, num_draft_tokens=num_drafts))
 
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""

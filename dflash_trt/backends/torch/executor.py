@@ -115,11 +115,14 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         check_plan(plan, self.limits)
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
-        ops = self._ops(inputs, num_draft_tokens=plan.num_draft_tokens)
-        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=plan.num_draft_tokens)
+        ops = self._ops(inputs, num_draft_tokens=plan.rows.num_draft_tokens)
+        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens)
         acceptance = outputs.acceptance
         self._slots.store(
-            torch.from_numpy(plan.slot_ids), acceptance.bonus_tokens, outputs.draft_tokens, acceptance.next_context_lens
+            torch.from_numpy(plan.rows.slot_ids),
+            acceptance.bonus_tokens,
+            outputs.draft_tokens,
+            acceptance.next_context_lens,
         )
         return step_result(outputs)
 

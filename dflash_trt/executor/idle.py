@@ -1,0 +1,79 @@
+"""An executor without a device: it packs plans and gives made-up results, to measure what the host costs."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from dflash_trt.backends.padding import step_shape
+from dflash_trt.backends.step_inputs import StepPacker, StepShapes, updated_entries
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult
+
+
+class IdleStep:
+    """A step that has run at once."""
+
+    elapsed_s = 1e-3  # as a draft length policy may see it
+
+    def __init__(self, result: StepResult, when_read: Callable[[], None]) -> None:
+        self._result = result
+        self._when_read = when_read
+
+    def result(self) -> StepResult:
+        self._when_read()
+        return self._result
+
+
+class IdleExecutor:
+    """Implements StepExecutor. Tokens are zeros, and each draft is accepted with probability `acceptance`.
+
+    Of the calling thread's CPU time, `own_s` was spent on making results up, which no device would cost the host.
+    `between_s` has the times from the moment that a result is there to the end of the next submission.
+    """
+
+    has_queue = True
+    can_retry = False
+
+    def __init__(self, limits: ExecutorLimits, *, acceptance: float = 0.7, seed: int = 0) -> None:
+        self.limits = limits
+        self.own_s = 0.0
+        self.between_s: list[float] = []
+        self._acceptance = acceptance
+        self._random = np.random.default_rng(seed)
+        self._packer = StepPacker(limits)
+        self._shapes = StepShapes(limits, step_shape)
+        self._context_lens = np.zeros(limits.max_batch_size, np.int64)
+        self._page_table = np.zeros(limits.max_batch_size * limits.max_pages, np.int32)
+        self._read_s: float | None = None
+
+    def submit(self, plan: StepPlan) -> IdleStep:
+        self._packer.pack(plan.rows, self._shapes.of(plan))
+        updates = plan.page_updates
+        if len(updates.slots):
+            self._page_table[updated_entries(updates, self.limits)] = updates.page_ids
+        submitted_s = time.thread_time()
+        if self._read_s is not None:
+            self.between_s.append(submitted_s - self._read_s)
+            self._read_s = None
+        step = IdleStep(self._make_up(plan), self._note_read)
+        self.own_s += time.thread_time() - submitted_s
+        return step
+
+    def _note_read(self) -> None:
+        self._read_s = time.thread_time()
+
+    def _make_up(self, plan: StepPlan) -> StepResult:
+        rows, width = plan.rows, plan.rows.num_draft_tokens + 1
+        is_accepted = self._random.random((rows.num_requests, width)) < self._acceptance
+        is_accepted &= np.arange(width) < rows.num_candidates[:, None]
+        num_accepted = np.logical_and.accumulate(is_accepted, axis=1).sum(1)
+        starts = np.where(rows.context_lens == CHAINED, self._context_lens[rows.slot_ids], rows.context_lens)
+        next_lens = starts + rows.num_tokens - rows.num_candidates + num_accepted
+        self._context_lens[rows.slot_ids] = next_lens
+        return StepResult(
+            emitted_tokens=np.zeros((rows.num_requests, width), np.int32),
+            emitted_logprobs=np.zeros((rows.num_requests, width), np.float32),
+            num_accepted=num_accepted.astype(np.int32),
+            next_context_lens=next_lens.astype(np.int32),
+            draft_tokens=np.zeros((rows.num_requests, width - 1), np.int32),
+        )

@@ -1,0 +1,25 @@
+"""The cost of the host, measured without a device."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_trt.bench.host import measure_host
+from dflash_trt.cli.main import cli
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_every_measured_step_is_one_of_verify_blocks(is_chained):
+    report = measure_host(3, num_steps=12, num_draft_tokens=2, num_prompt_tokens=40, is_chained=is_chained)
+    assert (report.num_requests, report.num_steps, report.is_chained) == (3, 12, is_chained)
+    assert report.between_ms > 0 and report.step_ms > 0
+    assert not is_chained or report.between_ms < report.step_ms, "events are made after the next submission"
+
+
+def test_the_table_has_a_row_for_each_size_and_loop():
+    words = ["bench", "host", "--requests", "1", "--requests", "2", "--steps", "5", "--prompt-tokens", "9", "--json"]
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 0, result.output
+    rows = [(row["num_requests"], row["is_chained"]) for row in json.loads(result.stdout)]
+    assert rows == [(1, True), (1, False), (2, True), (2, False)]
