@@ -55,7 +55,11 @@ RULES: dict[str, Rule] = {
         knows="the artifact on disk",
         packages=_set("formats core"),
         libraries=_set("pydantic safetensors"),
-        file_libraries={"tokenizer_dir.py": _set("transformers"), "template_worker.py": _set("transformers")},
+        file_libraries={
+            "stored_tokenizer.py": _set("tokenizers"),
+            "template_worker.py": _set("jinja2"),
+            "tokenizer_dir.py": _set("transformers"),
+        },
     ),
     "checkpoint": Rule(
         knows="foreign configs and tensors; proves a pair before any work",

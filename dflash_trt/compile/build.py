@@ -47,7 +47,7 @@ from dflash_trt.engine_dir import (
     write_engine_dir,
 )
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
-from dflash_trt.engine_dir.tokenizer_dir import tokenizer_problems
+from dflash_trt.engine_dir.tokenizer_dir import resolve_tokenizer
 from dflash_trt.quantize.plan import QuantizationPlan
 
 BuildStage = Literal[
@@ -122,7 +122,7 @@ def _build(
     backend = backend_of(config.backend)
     paths = _checkpoint_paths(config, base_dir)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
-    compile_rank, pair, limits, plan, notes = _check(config, backend, mapping, paths, base_dir)
+    compile_rank, pair, limits, plan, tokenizer, notes = _check(config, backend, mapping, paths, base_dir)
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
@@ -135,9 +135,11 @@ def _build(
         mapping=mapping,
         quantization=engine_quantization(plan, calibration),
     )
-    num_bytes = needed_bytes_for(pretrained, pair.tokenizer_files)
+    num_bytes = needed_bytes_for(pretrained, tokenizer)
     with write_engine_dir(output, needed_bytes=num_bytes) as writer:
-        _add_files(writer, pair, plan, calibration, pretrained, progress)
+        _add_weights(writer, pair, plan, calibration, pretrained, progress)
+        for name, content in tokenizer.items():
+            writer.add_tokenizer_file(name, content)
         tensorrt = None if compile_rank is None else _add_plan(writer, compile_rank, pretrained, limits, progress)
         record = BuildRecord(
             command=tuple(command),
@@ -164,6 +166,7 @@ class _Checked(NamedTuple):
     pair: CheckpointPair
     limits: EngineLimits
     plan: QuantizationPlan
+    tokenizer: AbcMapping[str, bytes]  # contents by file name
     notes: Sequence[str]
 
 
@@ -180,22 +183,24 @@ def _check(
     assert opened is not None
     pair = opened
     cuts = mapping_problems(pair.target, pair.draft, mapping)
-    errors.run(lambda: _check_tokenizer(paths["target"], pair))
+    tokenizer = errors.run(lambda: _resolve_tokenizer(paths["target"], pair))
     errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
     plan = errors.run(lambda: plan_quantization(config, pair))
     unsupported = backend.unsupported(pair.target, pair.draft, None if plan is None else plan.spec(), mapping)
     errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
     errors.raise_all("build")
-    assert resolved is not None and plan is not None
+    assert resolved is not None and plan is not None and tokenizer is not None
     limits, notes = resolved
-    return _Checked(compile_rank, pair, limits, plan, notes)
+    return _Checked(compile_rank, pair, limits, plan, tokenizer, notes)
 
 
-def _check_tokenizer(directory: Path, pair: CheckpointPair) -> None:
+def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes]:
     """Before any work, not when the engine is first asked to serve a text."""
-    problems = tokenizer_problems(pair.tokenizer_files, vocab_size=pair.target.vocab_size)
+    problems: list[str] = []
+    files = resolve_tokenizer(pair.tokenizer_files, vocab_size=pair.target.vocab_size, problems=problems)
     raise_all(CheckpointError, f"tokenizer of target {directory}", problems)
+    return files
 
 
 def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: str | None) -> list[str]:
@@ -242,7 +247,7 @@ def _calibration(
     return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
 
 
-def _add_files(
+def _add_weights(
     writer: EngineDirWriter,
     pair: CheckpointPair,
     plan: QuantizationPlan,
@@ -250,7 +255,7 @@ def _add_files(
     config: PretrainedConfig,
     progress: ProgressCallback,
 ) -> None:
-    """The weights of all ranks, one file after the other and reported byte by byte, and the tokenizer."""
+    """The weights of all ranks, one file after the other and reported byte by byte."""
     dtype = torch_dtype(config.dtype)
     rank_bytes = sum(header.num_bytes for header in tensor_headers(config).values())
     total_bytes, done_bytes = rank_bytes * config.mapping.world_size, 0
@@ -266,8 +271,6 @@ def _add_files(
     progress(BuildProgress(stage="writing weights", total_bytes=total_bytes))
     for rank in range(config.mapping.world_size):
         writer.add_weights(rank, config, contents(config.mapping.of_rank(rank)))
-    for path in pair.tokenizer_files:
-        writer.add_tokenizer_file(path)
 
 
 def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, EngineFile]:

@@ -19,7 +19,7 @@ from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 
-ENGINE_VERSION: Final = 2
+ENGINE_VERSION: Final = 3
 MANIFEST_NAME = "config.json"
 TOKENIZER_DIR = "tokenizer"
 
@@ -94,7 +94,7 @@ class StepTables(Frozen):
 class EngineManifest(Frozen):
     """All of config.json. `files` names every other file but provenance.json, which holds the hash of this one."""
 
-    version: Literal[2]  # ENGINE_VERSION
+    version: Literal[3]  # ENGINE_VERSION
     backend: Literal["torch", "tensorrt"]
     pretrained_config: PretrainedConfig
     build_config: EngineLimits

@@ -1,6 +1,6 @@
 """Chat templates rendered in processes of their own, because a template may loop for ever or eat all memory.
 
-A process starts with the first conversation (in a second or two) and stays; one that broke a limit is replaced.
+A process starts with the first conversation and stays; one that broke a limit is replaced.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from weakref import finalize
 
 from dflash_trt.core.errors import RequestError, problem
+from dflash_trt.engine_dir import template_worker
+from dflash_trt.engine_dir.template_worker import MAX_MEMORY_BYTES, OUT_OF_MEMORY, TEXT, TOO_LONG
 
 TIME_LIMIT_S = 5.0
-MAX_MEMORY_BYTES = 512 * 1024**2  # beyond what a process has when it is ready
-TEXT, TOO_LONG, ERROR, OUT_OF_MEMORY = b"T", b"L", b"E", b"M"  # how an answer begins
 
 _NUM_PROCESSES = 2  # at most: a conversation that runs into the limit does not stop the others
 _START_LIMIT_S = 60.0
@@ -85,7 +85,7 @@ class _Process:
         self._pipe, theirs = Pipe()
         # The current import path, which may differ from the one at the start.
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        words = ["-P", "-m", "dflash_trt.engine_dir.template_worker", str(theirs.fileno()), str(time_limit_s)]
+        words = ["-P", template_worker.__file__, str(theirs.fileno()), str(time_limit_s)]
         self._process = subprocess.Popen(
             [_interpreter(), *words],
             pass_fds=(theirs.fileno(),),

@@ -1,7 +1,12 @@
-"""The tokenizer of an engine: loading, and the checks before a build. Imports transformers only when called."""
+"""The tokenizer of an engine at build: what transformers makes of a checkpoint's files, stored for `tokenizers`.
 
+Classes of transformers change what tokenizer.json says (special tokens of tokenizer_config.json, regular expressions,
+BOS and EOS). The stored file has it all, and is proven to give the same token ids. Imports transformers when called.
+"""
+
+import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,15 +14,20 @@ from typing import Any, TypeVar
 
 from dflash_trt.core.errors import problem
 from dflash_trt.core.json_object import read_json_object
+from dflash_trt.engine_dir.stored_tokenizer import (
+    CONFIG_NAME,
+    SPECIAL_TOKENS_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_NAME,
+    StoredTokenizer,
+)
 from dflash_trt.engine_dir.template_renderer import TemplateError, TemplateRenderer
 
 T = TypeVar("T")
 
-TOKENIZER_NAME = "tokenizer.json"
-_CONFIG_NAME = "tokenizer_config.json"
-_TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")  # else the template stands in tokenizer_config.json
-
 _TEXT = "Hello"
+# Texts of which the stored tokenizer must make the same tokens: white space, numbers, scripts, bytes, special tokens.
+_PROBES = (_TEXT, "  two  spaces\t\r\nand 12345 it's", "naïve Übermut — 你好 🙂\0")
 _CONVERSATIONS = (
     [{"role": "user", "content": _TEXT}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": _TEXT}],
@@ -48,49 +58,65 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def tokenizer_problems(files: Sequence[Path], *, vocab_size: int) -> list[str]:
-    """Problems that would keep an engine with these tokenizer files from serving text.
+def resolve_tokenizer(files: Sequence[Path], *, vocab_size: int, problems: list[str]) -> dict[str, bytes]:
+    """Contents of an engine's tokenizer directory by file name; empty without `files`, or with a problem.
 
-    A text is encoded and decoded, and the chat template, if there is one, renders a message.
+    A text is encoded and decoded, and the chat template, if there is one, renders a message: `problems` are those that
+    would keep an engine from serving text.
     """
     if not files:
-        return []
+        return {}
     hint = "Download the tokenizer again, or remove its files to build an engine of token ids."
-    problems = []
-    for path in files:
-        expected = "a JSON object" if path.suffix == ".json" else "UTF-8 text"
-        try:
-            if path.suffix == ".json":
-                read_json_object(path)
-            elif path.suffix == ".jinja":
-                path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            problems.append(problem(path.name, expected=expected, found=str(error), hint=hint))
-    if problems:
-        return problems
-    with TemporaryDirectory(prefix="dflash-trt-tokenizer-") as name:
-        for path in files:  # those files and no others: a config.json beside them would choose another class
-            (Path(name) / path.name).symlink_to(path.resolve())
-        return [
-            problem(file, expected=expected, found=found, hint=hint)
-            for file, expected, found in _prove(Path(name), vocab_size)
-        ]
+    found = [
+        problem(path.name, expected=expected, found=str(error), hint=hint)
+        for path in files
+        for expected, error in _unreadable(path)
+    ]
+    if not found:
+        with TemporaryDirectory(prefix="dflash-trt-tokenizer-") as name:
+            source, stored = Path(name) / "source", Path(name) / "stored"
+            source.mkdir()
+            for path in files:  # those files and no others: a config.json beside them would choose another class
+                (source / path.name).symlink_to(path.resolve())
+            failures = _prove(source, stored, vocab_size)
+            if not failures:
+                return {path.name: path.read_bytes() for path in sorted(stored.iterdir())}
+        found = [problem(file, expected=expected, found=text, hint=hint) for file, expected, text in failures]
+    problems += found
+    return {}
 
 
-def _prove(directory: Path, vocab_size: int) -> list[tuple[str, str, str]]:
-    """Run the stages; return the first failure as (file, expected, found)."""
+def _unreadable(path: Path) -> Iterator[tuple[str, Exception]]:
+    """(expected, error) of a file that is no JSON object or no text."""
+    try:
+        if path.suffix == ".json":
+            read_json_object(path)
+        elif path.suffix == ".jinja":
+            path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        yield ("a JSON object" if path.suffix == ".json" else "UTF-8 text"), error
+
+
+def _prove(source: Path, stored: Path, vocab_size: int) -> list[tuple[str, str, str]]:
+    """Run the stages, which write `stored`; return the first failure as (file, expected, found)."""
     blamed, expected = TOKENIZER_NAME, "a fast tokenizer that transformers can load"
     try:
-        if (directory / TOKENIZER_NAME).is_file():
-            _bounded(lambda: _load_alone(directory / TOKENIZER_NAME))
-            blamed = _CONFIG_NAME if (directory / _CONFIG_NAME).is_file() else blamed
-        tokenizer = _bounded(lambda: load_tokenizer(directory))
+        if (source / TOKENIZER_NAME).is_file():
+            _bounded(lambda: _load_alone(source / TOKENIZER_NAME))
+            blamed = CONFIG_NAME if (source / CONFIG_NAME).is_file() else blamed
+        tokenizer = _bounded(lambda: load_tokenizer(source))
+        template_name = TEMPLATE_NAME if (source / TEMPLATE_NAME).is_file() else CONFIG_NAME
+        blamed, expected = TOKENIZER_NAME, "a tokenizer that the tokenizers library can store"
+        _bounded(lambda: _store(tokenizer, source, stored))
+        blamed, expected = template_name, "a chat template, or templates by name"
+        ours = _bounded(lambda: StoredTokenizer.open(stored))
         blamed, expected = TOKENIZER_NAME, "a tokenizer that encodes and decodes a text"
-        _bounded(lambda: _prove_text(tokenizer, vocab_size))
-        if tokenizer.chat_template:
-            names = (name for name in _TEMPLATE_NAMES if (directory / name).is_file())
-            blamed, expected = next(names, _CONFIG_NAME), "a chat template that renders a message"
-            _prove_template(tokenizer, vocab_size)
+        _bounded(lambda: _prove_text(ours, vocab_size))
+        expected = "a tokenizer that gives the same tokens without transformers"
+        _bounded(lambda: _prove_same(ours, tokenizer))
+        if ours.chat_templates:
+            blamed, expected = template_name, "a chat template that renders a message"
+            _prove_template(ours, vocab_size)
     except _TokenizerError as error:
         return [(blamed, *error.args)]
     except BaseException as error:  # a panic of tokenizers is not an Exception
@@ -109,30 +135,55 @@ def _load_alone(path: Path) -> None:
     open_file(tokenizer_file=str(path))
 
 
-def _prove_text(tokenizer: Any, vocab_size: int) -> None:
-    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+def _store(tokenizer: Any, source: Path, stored: Path) -> None:
+    """Write the files of an engine: transformers' tokenizer and special tokens, the others as they are."""
+    stored.mkdir()
+    for path in source.iterdir():
+        (stored / path.name).write_bytes(path.read_bytes())
+    tokenizer.encode("")  # sets truncation, padding and the like, as transformers does with every call
+    tokenizer.backend_tokenizer.save(str(stored / TOKENIZER_NAME), pretty=False)
+    special_tokens = json.dumps(tokenizer.special_tokens_map, indent=2, ensure_ascii=False)
+    (stored / SPECIAL_TOKENS_NAME).write_text(special_tokens + "\n", encoding="utf-8")
+
+
+def _prove_text(tokenizer: StoredTokenizer, vocab_size: int) -> None:
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=False)
     token, token_id = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
     if token_id >= vocab_size:
         raise _TokenizerError(f"token ids below the target's vocab_size {vocab_size}", f"{token!r} with id {token_id}")
-    token_ids = _checked(tokenizer.encode(_TEXT), vocab_size)
-    decoded = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    token_ids = _checked(tokenizer.backend.encode(_TEXT).ids, vocab_size)
+    decoded = tokenizer.backend.decode(token_ids)
     if decoded.strip() != _TEXT:
         raise _TokenizerError(f"{_TEXT!r} after encoding and decoding it", f"{decoded!r:.80}")
 
 
-def _prove_template(tokenizer: Any, vocab_size: int) -> None:
+def _prove_same(ours: StoredTokenizer, theirs: Any) -> None:
+    """Compare with transformers."""
+    special_tokens = " ".join(token for token in ours.special_tokens.values() if isinstance(token, str))
+    for text in (*_PROBES, special_tokens):
+        expected, found = theirs.encode(text), ours.backend.encode(text).ids
+        if found != expected:
+            raise _TokenizerError(f"the tokens of transformers for {text!r}, {expected}", str(found))
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        expected, found = theirs.decode(expected, **options), ours.backend.decode(found)
+        if found != expected:
+            raise _TokenizerError(f"the text of transformers for those tokens, {expected!r}", repr(found))
+
+
+def _prove_template(tokenizer: StoredTokenizer, vocab_size: int) -> None:
     """Render a conversation with a system message, or one without: some templates need one."""
     renderer = TemplateRenderer()
+    template = tokenizer.chat_template(has_tools=False)
     first_error: TemplateError | None = None
     for messages in _CONVERSATIONS:
         try:
-            text = renderer.render(tokenizer.get_chat_template(), messages, tokenizer.special_tokens_map)
+            text = renderer.render(template, messages, tokenizer.special_tokens)
         except TemplateError as error:
             first_error = first_error or error
             continue
         if _TEXT not in text:
             raise _TokenizerError("a chat template that renders what a message says", f"{text!r:.80}")
-        _checked(tokenizer.encode(text, add_special_tokens=False), vocab_size)
+        _checked(tokenizer.backend.encode(text, add_special_tokens=False).ids, vocab_size)
         return
     assert first_error is not None
     raise _TokenizerError("a chat template that renders a message", first_error.found)

@@ -34,7 +34,6 @@ from dflash_trt.engine_dir.tensor_file import tensor_file_num_bytes, write_tenso
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
 SLACK_BYTES = 2**20  # config.json, provenance.json, directory entries
-_COPY_CHUNK_BYTES = 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -105,10 +104,9 @@ class EngineDirWriter:
         with self._new_file(weights_name(rank)) as sink:
             write_tensor_file(sink, tensor_headers(config), tensors)
 
-    def add_tokenizer_file(self, source: Path) -> None:
-        with source.open("rb") as stream, self._new_file(f"{TOKENIZER_DIR}/{source.name}") as sink:
-            while chunk := stream.read(_COPY_CHUNK_BYTES):
-                sink.write(chunk)
+    def add_tokenizer_file(self, name: str, content: bytes) -> None:
+        with self._new_file(f"{TOKENIZER_DIR}/{name}") as sink:
+            sink.write(content)
 
     def add_plan(self, rank: int, content: memoryview) -> None:
         """Write rank{rank}.engine."""
@@ -238,10 +236,10 @@ def json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Iterable[Path]) -> int:
+def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Mapping[str, bytes]) -> int:
     """Upper bound of the engine directory's size."""
     weights = tensor_file_num_bytes(tensor_headers(config)) * config.mapping.world_size
-    return weights + sum(path.stat().st_size for path in tokenizer_files) + SLACK_BYTES
+    return weights + sum(map(len, tokenizer_files.values())) + SLACK_BYTES
 
 
 def _publish(temporary: Path, reserved: ReservedOutput) -> None:

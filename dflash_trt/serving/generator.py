@@ -26,7 +26,7 @@ from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
 from dflash_trt.serving.stream_group import StreamGroup
 
-if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
+if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.engine import Engine, EngineLimits
     from dflash_trt.serving.text import TextCodec
 

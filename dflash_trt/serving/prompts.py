@@ -11,7 +11,7 @@ from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.frozen import nearest_name
 
-if TYPE_CHECKING:  # transformers is loaded only when there is a tokenizer
+if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.text import TextCodec
 
 # Text, token ids (a list, or an array of numpy), or one of {"prompt": text}, {"messages": [...]},

@@ -6,11 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema
-
 from dflash_trt.core.errors import EngineDirError, RequestError
+from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer, text_too_long
-from dflash_trt.engine_dir.tokenizer_dir import load_tokenizer
 from dflash_trt.serving.detokenizer import (
     ByteDetokenizer,
     ByteFallbackDecoder,
@@ -36,11 +34,9 @@ _DOUBTFUL_FACTOR = 16
 class TextCodec:
     """A tokenizer as requests see it. Thread-safe once constructed: nothing in it changes."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a fast Hugging Face tokenizer."""
-        tokenizer.encode("")  # sets truncation, padding and the like, as transformers does with every call
+    def __init__(self, tokenizer: StoredTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
+        self._backend = tokenizer.backend
         self._renderer = TemplateRenderer()
         description = json.loads(self._backend.to_str())
         normalizer = self._backend.normalizer
@@ -53,12 +49,12 @@ class TextCodec:
         """Load the tokenizer files in `path`; nothing is fetched and no code of theirs is run.
 
         Raises:
-            EngineDirError: the directory holds no tokenizer that transformers can load.
+            EngineDirError: the directory holds no tokenizer that can be loaded.
         """
         path = Path(path)
         try:
-            return cls(load_tokenizer(path))
-        except Exception as error:  # transformers raises whatever its parsers raise
+            return cls(StoredTokenizer.open(path))
+        except Exception as error:  # the library of tokenizers raises whatever its parsers raise
             raise EngineDirError.about(
                 f"tokenizer {path}",
                 expected="tokenizer.json and tokenizer_config.json that transformers can load",
@@ -68,7 +64,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._tokenizer.chat_templates)
 
     def start_renderer(self) -> None:
         """Save the first conversation the start of the process that renders it."""
@@ -118,9 +114,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
 
     def detokenizer(self) -> Detokenizer:
         """For one request's tokens, as they come."""
@@ -129,10 +123,10 @@ class TextCodec:
     def _render(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any], max_tokens: int | None) -> str:
         """Render a conversation, as transformers' `apply_chat_template` does."""
         try:
-            template = self._tokenizer.get_chat_template(tools=kwargs.get("tools"))
-            variables = self._tokenizer.special_tokens_map | dict(kwargs)
-            if variables.get("tools") is not None:
-                variables["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in variables["tools"]]
+            template = self._tokenizer.chat_template(has_tools=kwargs.get("tools") is not None)
+            variables = {**self._tokenizer.special_tokens, **kwargs}
+            if any(map(callable, variables.get("tools") or ())):
+                variables["tools"] = list(map(_schema, variables["tools"]))
         except Exception as error:  # transformers raises whatever its parsers raise
             found = f"{type(error).__name__}: {error}"
             expected, hint = "template options that transformers takes", "Correct them."
@@ -154,6 +148,15 @@ class TextCodec:
         if max_tokens is not None and len(encoding) > max_tokens:
             raise too_many_tokens(len(encoding), max_tokens)
         return list(encoding.ids)
+
+
+def _schema(tool: Any) -> Any:
+    """The JSON schema of a Python function, which only a caller in this process can pass, by transformers."""
+    if not callable(tool):
+        return tool
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return get_json_schema(tool)
 
 
 def _make_detokenizers(

@@ -89,7 +89,7 @@ def test_an_engine_without_a_drafter_is_described(target, tmp_path, invoke) -> N
     result = invoke("inspect", tmp_path / "engine[1]")
     assert result.exit_code == 0
     assert "drafter" not in result.stdout
-    assert f"engine {tmp_path}/engine[1]: version 2" in result.stdout
+    assert f"engine {tmp_path}/engine[1]: version 3" in result.stdout
 
 
 def test_a_missing_engine_is_one_clear_error(tmp_path, invoke) -> None:

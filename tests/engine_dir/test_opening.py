@@ -53,7 +53,7 @@ def test_what_is_no_engine_directory_is_refused(checkpoints: Path, tmp_path: Pat
 def test_another_version_is_refused_before_anything_else(engine: Path) -> None:
     edit_json(engine / "config.json", version=1, nonsense=True)
     _assert_refused(
-        engine, "expected engine version 2, found version 1", "dflash-trt build pair.yaml -o engine --overwrite"
+        engine, "expected engine version 3, found version 1", "dflash-trt build pair.yaml -o engine --overwrite"
     )
 
 

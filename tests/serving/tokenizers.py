@@ -70,9 +70,9 @@ def write_panicking(path: Path) -> Path:
     return save(tokenizer, path, None)
 
 
-def write_metaspace(path: Path) -> Path:
+def write_metaspace(path: Path, *, more_pieces: tuple[str, ...] = ()) -> Path:
     """Unigram, as T5 has: "▁" begins a word."""
-    pieces = ["<unk>", "</s>", *("▁" + letter for letter in "abcde"), *"abcde.,", "▁", "▁▁"]
+    pieces = ["<unk>", "</s>", *("▁" + letter for letter in "abcde"), *"abcde.,", "▁", "▁▁", *more_pieces]
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -80,11 +80,11 @@ def write_metaspace(path: Path) -> Path:
     return save(tokenizer, path, None)
 
 
-def write_word_pieces(path: Path) -> Path:
+def write_word_pieces(path: Path, *, lowercase: bool = True, more_pieces: tuple[str, ...] = ()) -> Path:
     """As BERT has: "##" continues a word, and white space is dropped."""
-    pieces = ["[UNK]", "[SEP]", *"abcde.,'", *("##" + letter for letter in "abcde"), "n't", "' ve"]
+    pieces = ["[UNK]", "[SEP]", *"abcde.,'", *("##" + letter for letter in "abcde"), "n't", "' ve", *more_pieces]
     tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[SEP]"])
