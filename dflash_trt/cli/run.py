@@ -3,6 +3,7 @@
 Knows options, files and the terminal; everything about generation is LLM's.
 """
 
+import gc
 import hashlib
 import json
 import sys
@@ -180,6 +181,7 @@ def _open_engine(options: RunOptions) -> "LLM":
     from dflash_trt.serving.llm import LLM
 
     llm = LLM(options.engine_dir, options.runtime)
+    gc.freeze()  # modules and weights stay: no later collection, nor the one at exit, looks at them
     if not options.as_json:
         click.echo(settings_line(llm.config), err=True)
         click.echo(f"K/V: {llm.page_plan}", err=True)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.garbage import paused_collection
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength
@@ -44,9 +45,19 @@ def open_local_engine(
     Raises:
         ConfigError: one of them stands beside a setting that it replaces; or see `open_executor`, as for other errors.
     """
+    _check_once_decided(config, scheduler_config, draft_length_policy)
+    with paused_collection():
+        return _open(engine, config, scheduler_config, draft_length_policy)
+
+
+def _open(
+    engine: EngineDir,
+    config: RuntimeConfig,
+    scheduler_config: SchedulerConfig | None,
+    draft_length_policy: DraftLengthPolicy | None,
+) -> LocalEngine:
     from dflash_trt.executor.opening import open_executor, resolved_config
 
-    _check_once_decided(config, scheduler_config, draft_length_policy)
     config = resolved_config(engine, config)
     policy = draft_length_policy or _policy(config)
     if scheduler_config is None:
