@@ -3,6 +3,8 @@
 A user's mistake is one red message and an exit code, never a traceback: 2 for usage, 1 for failure, 130 for Ctrl-C.
 """
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -67,6 +69,7 @@ cli.add_command(run)
 
 def main() -> NoReturn:
     """The console script."""
+    atexit.register(gc.freeze)  # the collection at exit would look at all of PyTorch once more
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_EXIT_CODE))  # so that temporary files are removed
     cli.main()
 

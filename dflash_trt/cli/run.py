@@ -3,7 +3,6 @@
 Knows options, files and the terminal; everything about generation is LLM's.
 """
 
-import gc
 import hashlib
 import json
 import sys
@@ -23,6 +22,7 @@ from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, outp
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options, settings_line
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
+from dflash_trt.cli.status_line import status_line
 from dflash_trt.core.errors import ErrorCollector
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -178,10 +178,10 @@ def _engine_sha256(path: Path) -> str:
 
 
 def _open_engine(options: RunOptions) -> "LLM":
-    from dflash_trt.serving.llm import LLM
+    with status_line(f"opening {options.engine_dir} ..."):
+        from dflash_trt.serving.llm import LLM
 
-    llm = LLM(options.engine_dir, options.runtime)
-    gc.freeze()  # modules and weights stay: no later collection, nor the one at exit, looks at them
+        llm = LLM(options.engine_dir, options.runtime)
     if not options.as_json:
         click.echo(settings_line(llm.config), err=True)
         click.echo(f"K/V: {llm.page_plan}", err=True)

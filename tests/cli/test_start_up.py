@@ -1,4 +1,4 @@
-"""A running engine starts fast: it imports nothing that it does not use, and costs little more than PyTorch's import."""
+"""An engine starts fast: it imports nothing that it does not use, and costs little more than PyTorch's import."""
 
 import json
 import os
