@@ -22,6 +22,7 @@ from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.core.runtime_config import SettingError
 
 INTERRUPTED_EXIT_CODE = 130
@@ -69,6 +70,7 @@ cli.add_command(run)
 
 def main() -> NoReturn:
     """The console script."""
+    let_threads_sleep()
     atexit.register(gc.freeze)  # the collection at exit would look at all of PyTorch once more
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_EXIT_CODE))  # so that temporary files are removed
     cli.main()

@@ -43,8 +43,9 @@ def open_executor(
         return open_ranks(engine, config, draft_lens=draft_lens)
     if config.device == "cuda":
         return backend.open(engine, config, draft_lens=draft_lens)
-    from dflash_trt.executor.threads import run_in_thread
+    from dflash_trt.executor.threads import keep_waits_short, run_in_thread
 
+    keep_waits_short(config.num_threads)
     return run_in_thread(lambda: backend.open(engine, config, draft_lens=draft_lens))
 
 

@@ -10,13 +10,40 @@ from typing import TypeVar
 import torch
 
 from dflash_trt.core.host_resources import available_cores
+from dflash_trt.core.omp_waiting import is_waiting_chosen
 
 _Result = TypeVar("_Result")
+
+_PARALLEL_ELEMENTS = 2**20  # PyTorch computes so many in parallel
+
+_has_idle_team = False
 
 
 def default_num_threads(num_ranks: int = 1) -> int:
     """The available cores divided by the ranks, but at most PyTorch's own setting (OMP_NUM_THREADS)."""
     return max(1, min(torch.get_num_threads(), available_cores() // num_ranks))
+
+
+def keep_waits_short(num_threads: int | None) -> None:
+    """Let OpenMP's threads sleep soon between two regions where PyTorch was imported before anyone chose so.
+
+    GNU's runtime then spins for 300,000 rounds, but for 100 once it has more threads than there are cores
+    (GOMP_SPINCOUNT in its manual). So an idle thread keeps a team, of as many threads as PyTorch computes with, while
+    the process lives.
+    """
+    global _has_idle_team  # a property of the process, as the runtime's threads are
+    if num_threads == 1 or is_waiting_chosen() or _has_idle_team:
+        return
+    _has_idle_team = True
+    has_team = threading.Event()
+
+    def idle() -> None:
+        torch.ones(_PARALLEL_ELEMENTS).add_(1.0)
+        has_team.set()
+        threading.Event().wait()
+
+    threading.Thread(target=idle, name="dflash-idle-team", daemon=True).start()
+    has_team.wait()
 
 
 def run_in_thread(function: Callable[[], _Result]) -> _Result:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.garbage import paused_collection
+from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.scheduler.adaptive_draft_length import AdaptiveDraftLength
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength
@@ -46,6 +47,7 @@ def open_local_engine(
         ConfigError: one of them stands beside a setting that it replaces; or see `open_executor`, as for other errors.
     """
     _check_once_decided(config, scheduler_config, draft_length_policy)
+    let_threads_sleep()
     with paused_collection():
         return _open(engine, config, scheduler_config, draft_length_policy)
 
