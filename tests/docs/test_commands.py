@@ -53,6 +53,7 @@ NOT_RUN = {
     "scripts/train_demo/train": "hours",
     "scripts/soak": "a minute; tests/bench/test_soak.py runs a short one",
     "scripts/gpu_visit": "minutes; tests/kernels/test_gpu_visit.py runs parts of a dry run",
+    "scripts/bench_peers": "minutes; tests/bench/test_peers.py plays the sides",
     "scripts/build_plugin": "minutes; tests/plugins builds a small library",
     "TENSORRT_INCLUDE_DIR=": "minutes; tests/plugins builds a small library",
     "python -m plugins.aot": "minutes; tests/kernels/test_aot.py compiles a few kernels",
