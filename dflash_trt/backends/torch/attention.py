@@ -31,6 +31,17 @@ class QueryGroup:
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
     biases: dict[tuple[AttentionMask, int], Tensor | None] = field(default_factory=dict)
+    gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Where a group's pages are copied to, the same for all layers whose pages have one shape."""
+
+    rows: Tensor  # int64 [2 * G * P] of the pool's [(page, k or v), ...]: those of K, then those of V
+    into: Tensor  # [2 * G * P, page_size * kv_heads * D]
+    kv: tuple[Tensor, Tensor]  # views of it: [G, kv_heads, S, D]
+    foreign: Tensor  # view of it: [2, G * P * page_size, kv_heads * D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +56,15 @@ class Scratch:
     """Memory for gathered K/V, used by one call after the other: fresh memory for each costs more than the copy."""
 
     def __init__(self) -> None:
-        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def take(self, like: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Two of [num_rows, like's row size], overwritten by the next call."""
-        size = num_rows * like.shape[1]
-        buffers = self._buffers.get(like.dtype)
-        if buffers is None or len(buffers[0]) < size:
-            buffers = self._buffers[like.dtype] = [like.new_empty(size), like.new_empty(size)]
-        k, v = (buffer[:size].view(num_rows, like.shape[1]) for buffer in buffers)
-        return k, v
+    def take(self, like: Tensor, num_rows: int) -> Tensor:
+        """[2, num_rows, like's row size], overwritten by the next call."""
+        size = 2 * num_rows * like.shape[1]
+        buffer = self._buffers.get(like.dtype)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[like.dtype] = like.new_empty(size)
+        return buffer[:size].view(2, num_rows, like.shape[1])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -246,20 +256,28 @@ def read_pages(cache: Cache[Tensor], group: QueryGroup, dtype: torch.dtype, scra
 
 
 def _gathered(pages: Tensor, group: QueryGroup, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    key = (pages.dtype, pages.shape[2:])
+    gather = group.gathers.get(key)
+    if gather is None:
+        gather = group.gathers[key] = _gather(pages, group, scratch)
+    torch.index_select(pages.view(-1, gather.into.shape[1]), 0, gather.rows, out=gather.into)
+    if group.foreign_rows is not None:
+        gather.foreign.index_fill_(1, group.foreign_rows, 0)
+    return gather.kv
+
+
+def _gather(pages: Tensor, group: QueryGroup, scratch: Scratch) -> Gather:
     num_requests, num_pages = group.page_ids.shape
     _, _, page_size, kv_heads, head_dim = pages.shape
-    halves = pages.view(-1, page_size * kv_heads * head_dim)  # [(page, k or v), ...]
     k_rows = group.page_ids.reshape(-1) * 2
-
-    def read(rows: Tensor, into: Tensor) -> Tensor:
-        torch.index_select(halves, 0, rows, out=into)
-        gathered = into.view(num_requests, num_pages * page_size, kv_heads, head_dim)
-        if group.foreign_rows is not None:
-            into.view(-1, kv_heads * head_dim).index_fill_(0, group.foreign_rows, 0)
-        return gathered[:, : group.num_keys].transpose(1, 2)
-
-    k, v = scratch.take(halves, len(k_rows))
-    return read(k_rows, k), read(k_rows + 1, v)
+    into = scratch.take(pages.view(-1, page_size * kv_heads * head_dim), len(k_rows))
+    k, v = into.view(2, num_requests, num_pages * page_size, kv_heads, head_dim)[:, :, : group.num_keys].transpose(2, 3)
+    return Gather(
+        rows=torch.cat((k_rows, k_rows + 1)),
+        into=into.view(2 * len(k_rows), -1),
+        kv=(k, v),
+        foreign=into.view(2, -1, kv_heads * head_dim),
+    )
 
 
 def _attend(
@@ -273,12 +291,17 @@ def _attend(
     """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
     num_requests, width, num_heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+    if width == 1:  # in order as it is
+        stacked = q.view(num_requests, kv_heads, -1, head_dim)
+    else:
+        grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
     if sinks is None:
         attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scale)
     else:
         attended = _attend_with_sinks(stacked, keys, values, bias, sinks.float().repeat_interleave(width), scale)
+    if width == 1:
+        return attended.reshape(num_requests, 1, num_heads, head_dim)
     unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
     return unstacked.reshape(num_requests, width, num_heads, head_dim)
 

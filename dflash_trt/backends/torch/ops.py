@@ -4,6 +4,7 @@ One `TorchOps` lives for one step and holds that step's inputs and attention pla
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache as cached
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def make_rope_table(rotary: Rotary, *, num_positions: int, dtype: torch.dtype) -
     return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
 
 
+@cached
+def _constant(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)
+
+
 class TorchOps:
     """Implements `Ops[Tensor]` for one step."""
 
@@ -65,7 +72,11 @@ class TorchOps:
         return apply_linear(x, linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)  # fp32 inside for bfloat16 too
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, weight.shape, weight, eps)  # fp32 inside
+        # F.rms_norm takes a dozen operators on a CPU.
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return (x * torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -75,7 +86,7 @@ class TorchOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
@@ -93,13 +104,15 @@ class TorchOps:
         return x.index_select(0, rows.flatten())
 
     def rope_table(self, rotary: Rotary, positions: Tensor) -> RopeTable:
-        cos, sin = self._rope_tables[rotary]
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        """Rows of the table, sin with the sign that rotate-half gives the other half of x."""
+        cos, sin = (values.index_select(0, positions) for values in self._rope_tables[rotary])
+        sin[..., : sin.shape[-1] // 2].neg_()
+        return cos, sin
 
     def rope(self, x: Tensor, table: RopeTable) -> Tensor:
         cos, sin = table
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-second, first), dim=-1) * sin
+        swapped = torch.roll(x, x.shape[-1] // 2, -1)
+        return (x * cos).add_(swapped.mul_(sin))
 
     def token_rows(self) -> Rows[Tensor]:
         inputs = self._inputs
