@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.network.feed_forward import Mlp, bind_feed_forward, run_feed_forward
@@ -13,9 +13,10 @@ from dflash_trt.network.rank_tensors import RankTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer(Generic[T]):
-    """One layer of one rank: `spec` has the sizes of the rank's own part."""
+    """One layer of one rank: `spec` has the sizes of the rank's own part. `rope_index` counts distinct embeddings."""
 
     spec: LayerSpec
+    rope_index: int
     attention_norm: T
     mixer: GqaWeights[T]
     mlp_norm: T
@@ -30,10 +31,12 @@ class TargetWeights(Generic[T]):
     lm_head: Linear[T]
 
 
-def bind_layer(tensors: RankTensors[T], prefix: str, spec: LayerSpec, *, kv: Linear[T] | None = None) -> Layer[T]:
+def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv: Linear[T] | None = None) -> Layer[T]:
     """`kv`: see `bind_gqa`."""
+    spec, prefix = decoder.layers[index], f"{decoder.role}.layers.{index}"
     return Layer(
         spec=spec.shard(tensors.mapping),
+        rope_index=decoder.rotaries.index(spec.mixer.rotary),
         attention_norm=tensors[f"{prefix}.attention_norm"],
         mixer=bind_gqa(tensors, prefix, kv=kv),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
@@ -46,7 +49,7 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.quantized
     return TargetWeights(
         embedding=tensors["target.embedding"],
-        layers=tuple(bind_layer(tensors, f"target.layers.{i}", layer) for i, layer in enumerate(spec.layers)),
+        layers=tuple(bind_layer(tensors, spec, i) for i in range(spec.num_layers)),
         norm=tensors["target.norm"],
         lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
     )
@@ -65,15 +68,24 @@ def run_layers(
 ) -> Iterator[T]:
     """Outputs [N, H] of one layer after the other: norm, mixer, residual, norm, feed-forward, residual."""
     eps = spec.rms_norm_eps
-    ropes = {rotary: ops.rope_table(rotary, rows.positions) for rotary in spec.rotaries}
+    ropes = rope_tables(ops, layers, rows)
     for layer, cache in zip(layers, caches, strict=True):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        mixed = run_gqa(ops, layer.spec.mixer, layer.mixer, x, rows, cache, ropes=ropes, eps=eps)
+        mixed = run_gqa(ops, layer.spec.mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
         hidden = ops.add(hidden, ops.all_reduce(mixed))
         x = ops.rms_norm(hidden, layer.mlp_norm, eps)
         fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
         hidden = ops.add(hidden, ops.all_reduce(fed))
         yield hidden
+
+
+def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[Any]:
+    """One for each distinct rotary embedding, by `Layer.rope_index`."""
+    tables: list[Any] = []
+    for layer in layers:
+        if layer.rope_index == len(tables):
+            tables.append(ops.rope_table(layer.spec.mixer.rotary, rows.positions))
+    return tables
 
 
 def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:

@@ -36,7 +36,7 @@ def test_no_rows_give_no_rows() -> None:
     assert apply_linear(torch.empty(0, 40), pack_for_cpu(Linear(weight=BFLOAT16))).shape == (0, 24)
 
 
-@pytest.mark.parametrize("factor", [2.0**-130, 2.0**-100, 2.0**-10, 1.0, 2.0**100])
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**-10, 1.0, 2.0**100])
 def test_the_size_of_a_layers_weights_does_not_matter(factor: float) -> None:
     layer = pack_for_cpu(Linear(weight=BFLOAT16 * factor))
     assert isinstance(layer, HalfLinear)

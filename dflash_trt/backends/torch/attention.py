@@ -30,7 +30,7 @@ class QueryGroup:
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    biases: dict[tuple[AttentionMask, int], Tensor | None] = field(default_factory=dict)
+    biases: dict[tuple[int | None, bool, bool, int], Tensor | None] = field(default_factory=dict)
     gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
 
 
@@ -329,7 +329,7 @@ def _attend_with_sinks(
 def _causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
     """None when nothing needs hiding: one request, one query, no window."""
     assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
-    key = (mask, heads_per_kv)
+    key = _bias_key(mask, heads_per_kv)
     if key not in group.biases:
         num_requests, width = group.positions.shape
         if num_requests == 1 and width == 1 and mask.window is None:
@@ -344,12 +344,17 @@ def _causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtyp
     return group.biases[key]
 
 
+def _bias_key(mask: AttentionMask, heads_per_kv: int) -> tuple[int | None, bool, bool, int]:
+    """The mask's fields, whose hash costs a tenth of the model's own."""
+    return mask.window, mask.is_causal, mask.is_window_anchored, heads_per_kv
+
+
 def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
     """Context rows below the context length, then the block; the window is counted in true positions.
 
     An anchored window starts that many positions before the block, whichever slot asks, and covers all of the block.
     """
-    group, key = plan.group, (mask, heads_per_kv)
+    group, key = plan.group, _bias_key(mask, heads_per_kv)
     if (known := group.biases.get(key)) is not None:
         return known
     num_requests, width = group.positions.shape

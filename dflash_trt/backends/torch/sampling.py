@@ -20,16 +20,9 @@ def sample_and_accept(
     num_requests, width = inputs.logit_rows.shape
     scores = logits.float()
     sampled = sample_rows(scores, inputs)  # int64 [R*(K+1)]
-    log_sum = scores.logsumexp(dim=1)
-    logprobs = scores.gather(1, sampled[:, None])[:, 0] - torch.where(log_sum.isfinite(), log_sum, torch.nan)
+    logprobs = scores.log_softmax(dim=1).gather(1, sampled[:, None])  # NaN all along a row that is not finite
     tokens = sampled.view(num_requests, width)
-
-    slots = torch.arange(width - 1, device=tokens.device)
-    is_candidate = slots < inputs.num_candidates[:, None]  # [R, K]
-    next_rows = (inputs.logit_rows[:, :-1] + 1).clamp(max=inputs.token_ids.numel() - 1)
-    candidates = inputs.token_ids[next_rows.long()]  # [R, K]; meaningless where is_candidate is false
-    agrees = is_candidate & (candidates == tokens[:, :-1])
-    num_accepted = agrees.long().cumprod(dim=1).sum(dim=1)  # [R]
+    num_accepted = _num_accepted(tokens, inputs)  # [R]
 
     num_given = inputs.token_offsets[1:] - inputs.token_offsets[:-1]
     return Acceptance(
@@ -39,6 +32,18 @@ def sample_and_accept(
         bonus_tokens=tokens.gather(1, num_accepted[:, None])[:, 0].int(),
         next_context_lens=(inputs.context_lens + num_given - inputs.num_candidates + num_accepted).int(),
     )
+
+
+def _num_accepted(tokens: Tensor, inputs: StepInputs[Tensor]) -> Tensor:  # int64 [R, K+1] -> int64 [R]
+    num_requests, width = tokens.shape
+    if width == 1:
+        return tokens.new_zeros(num_requests)
+    slots = torch.arange(width - 1, device=tokens.device)
+    is_candidate = slots < inputs.num_candidates[:, None]  # [R, K]
+    next_rows = (inputs.logit_rows[:, :-1] + 1).clamp(max=inputs.token_ids.numel() - 1)
+    candidates = inputs.token_ids[next_rows.long()]  # [R, K]; meaningless where is_candidate is false
+    agrees = is_candidate & (candidates == tokens[:, :-1])
+    return agrees.long().cumprod(dim=1).sum(dim=1)
 
 
 def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, run_layers
+from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables, run_layers
 from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Ops, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
 
@@ -39,9 +39,9 @@ class DFlashDrafter(Generic[T]):
         """Write the context K/V of the accepted tokens, of all layers. No input layernorm."""
         eps = self.spec.rms_norm_eps
         fused = ops.rms_norm(ops.linear(ops.concat(taps), self.fc), self.context_norm, eps)
-        ropes = {rotary: ops.rope_table(rotary, rows.positions) for rotary in self.spec.rotaries}
+        ropes = rope_tables(ops, self.layers, rows)
         destinations = [
-            KvDestination(cache=cache, k_norm=layer.mixer.k_norm, eps=eps, rope=ropes[layer.spec.mixer.rotary])
+            KvDestination(cache=cache, k_norm=layer.mixer.k_norm, eps=eps, rope=ropes[layer.rope_index])
             for layer, cache in zip(self.layers, caches, strict=True)
         ]
         ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
@@ -66,8 +66,8 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
     context_kv = tensors.linear("draft.kv")
     ends = list(accumulate(2 * layer.mixer.kv_size // tensors.mapping.tp_size for layer in spec.layers))
     layers = tuple(
-        bind_layer(tensors, f"draft.layers.{i}", layer, kv=tensors.rows_of(context_kv, start, stop))
-        for i, (layer, start, stop) in enumerate(zip(spec.layers, [0, *ends], ends, strict=False))
+        bind_layer(tensors, spec, i, kv=tensors.rows_of(context_kv, start, stop))
+        for i, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
     )
     has_own_vocabulary = spec.draft_vocab_size is not None
     has_own_head = has_own_vocabulary or "draft.lm_head" in tensors.quantized

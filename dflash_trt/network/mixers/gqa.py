@@ -1,11 +1,10 @@
 """Grouped-query attention with rotary embedding, over paged K/V."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.core.model.rope import Rotary
 from dflash_trt.network.ops import Cache, KvDestination, Linear, Ops, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
 
@@ -41,11 +40,10 @@ def run_gqa(
     rows: Rows[T],
     cache: Cache[T],
     *,
-    ropes: Mapping[Rotary, Any],
+    rope: Any,  # of `Ops.rope_table`
     eps: float,
 ) -> T:  # [N, H], of one rank: to be summed
     q, k, v = _projected(ops, gqa, weights, x)
-    rope = ropes[gqa.rotary]
     attended = ops.attend(
         rotated_heads(ops, q, gqa.head_dim, weights.q_norm, eps, rope),
         rotated_heads(ops, k, gqa.head_dim, weights.k_norm, eps, rope),
