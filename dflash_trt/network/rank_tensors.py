@@ -10,6 +10,7 @@ from dflash_trt.formats.base import QuantizedWeight, slice_quantized
 from dflash_trt.network.ops import Linear, T
 
 _Weights = TypeVar("_Weights")
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +53,20 @@ class RankTensors(Generic[T]):
 
 def map_linears(weights: _Weights, change: Callable[[Linear[T]], Linear[T]]) -> _Weights:
     """The same weights with every Linear, however deep, replaced by `change` of it; tensors stay as they are."""
-    return cast(_Weights, _mapped(weights, change))
+    return map_parts(weights, Linear, change)
 
 
-def _mapped(value: Any, change: Callable[[Linear[T]], Linear[T]]) -> Any:
-    if isinstance(value, Linear):
+def map_parts(weights: _Weights, kind: type[_Part], change: Callable[[_Part], _Part]) -> _Weights:
+    """The same for parts of any kind, outermost first."""
+    return cast(_Weights, _mapped(weights, kind, change))
+
+
+def _mapped(value: Any, kind: type[_Part], change: Callable[[_Part], _Part]) -> Any:
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(_mapped(item, change) for item in value)
+        return tuple(_mapped(item, kind, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {item.name: _mapped(getattr(value, item.name), change) for item in fields(value)}
+        changes = {item.name: _mapped(getattr(value, item.name), kind, change) for item in fields(value)}
         return replace(value, **changes)
     return value

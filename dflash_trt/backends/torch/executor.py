@@ -13,6 +13,7 @@ from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.torch.layers import prepared
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -20,13 +21,9 @@ from dflash_trt.backends.torch.loading import (
     load_network,
     rotaries_of,
     states_of,
-    with_experts,
-    with_linears,
 )
-from dflash_trt.backends.torch.moe import separated
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
 from dflash_trt.network.ops import StepInputs
@@ -61,7 +58,7 @@ class TorchExecutor:
         assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
         self.page_plan = page_plan
-        self.network = with_linears(with_experts(network, separated), prepare_linear)
+        self.network = prepared(network)
         self.limits = limits_of(
             network,
             page_plan,

@@ -71,7 +71,7 @@ def _half_linear(linear: Linear[Tensor], weight: Tensor) -> HalfLinear | None:
         return None
     exponent = min(math.floor(math.log2(_FLOAT16_MAX / largest)), _MAX_EXPONENT) if largest else 0
     scaled, scale = weight * 2.0**exponent, 2.0**-exponent
-    parts = zip(scaled.split(_ROWS_AT_ONCE), weight.split(_ROWS_AT_ONCE), strict=True)
+    parts = zip(torch.split(scaled, _ROWS_AT_ONCE), torch.split(weight, _ROWS_AT_ONCE), strict=True)
     if not all(torch.equal(part.half().float().mul_(scale), rows) for part, rows in parts):
         return None
     return HalfLinear(

@@ -92,7 +92,7 @@ class TorchOps:
         return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return torch.split(x, list(sizes), dim=-1)
+        return x.split_with_sizes(tuple(sizes), -1)
 
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(xs), dim=-1)

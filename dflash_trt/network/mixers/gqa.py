@@ -11,13 +11,22 @@ from dflash_trt.network.rank_tensors import RankTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GqaWeights(Generic[T]):
-    """`projections` are [q; k; v] as one matrix, or q and [k; v]."""
+    """`projections` are [q; k; v] as one matrix, or q and [k; v]. A backend may hold them in a form of its own."""
 
     projections: tuple[Linear[T], ...]
     q_norm: T | None  # [D]
     k_norm: T | None
     sinks: T | None  # [heads]
     o: Linear[T]
+
+    def qkv(self, ops: Ops[T], gqa: Gqa, x: T, rope: Any, eps: float) -> tuple[T, T, T]:
+        """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D]; q and k normed (where the model does) and rotated."""
+        q, k, v = _projected(ops, gqa, self, x)
+        return (
+            rotated_heads(ops, q, gqa.head_dim, self.q_norm, eps, rope),
+            rotated_heads(ops, k, gqa.head_dim, self.k_norm, eps, rope),
+            ops.split_heads(v, gqa.head_dim),
+        )
 
 
 def bind_gqa(tensors: RankTensors[T], prefix: str, *, kv: Linear[T] | None = None) -> GqaWeights[T]:
@@ -43,16 +52,8 @@ def run_gqa(
     rope: Any,  # of `Ops.rope_table`
     eps: float,
 ) -> T:  # [N, H], of one rank: to be summed
-    q, k, v = _projected(ops, gqa, weights, x)
-    attended = ops.attend(
-        rotated_heads(ops, q, gqa.head_dim, weights.q_norm, eps, rope),
-        rotated_heads(ops, k, gqa.head_dim, weights.k_norm, eps, rope),
-        ops.split_heads(v, gqa.head_dim),
-        rows,
-        cache,
-        gqa,
-        weights.sinks,
-    )
+    q, k, v = weights.qkv(ops, gqa, x, rope, eps)
+    attended = ops.attend(q, k, v, rows, cache, gqa, weights.sinks)
     return ops.linear(attended, weights.o)
 
 

@@ -1,0 +1,91 @@
+"""Decoder layers in the form that a CPU runs with the fewest operators: an operator on a few rows costs its dispatch.
+
+Q, K and V of a layer are one GEMM, also in a drafter, whose K and V are slices of another matrix. Q and K are normed
+and rotated together. The scale of a layer kept in float16 is multiplied into the norm before it.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.torch.linear import HalfLinear
+from dflash_trt.backends.torch.loading import with_experts, with_linears
+from dflash_trt.backends.torch.moe import separated
+from dflash_trt.backends.torch.quantized_linear import prepare_linear
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.network.decoder import Layer
+from dflash_trt.network.feed_forward import Mlp
+from dflash_trt.network.mixers.gqa import GqaWeights
+from dflash_trt.network.ops import Linear, Ops
+from dflash_trt.network.rank_tensors import map_parts
+from dflash_trt.network.step import Network
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedGqa(GqaWeights[Tensor]):
+    """One projection [q; k; v]."""
+
+    qk_norm: Tensor | None  # [heads + kv_heads, D]
+
+    def qkv(
+        self, ops: Ops[Tensor], gqa: Gqa, x: Tensor, rope: Any, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:  # views of two tensors
+        heads = ops.split_heads(ops.linear(x, self.projections[0]), gqa.head_dim)
+        num_rotated = gqa.num_heads + gqa.num_kv_heads
+        qk, v = heads.split_with_sizes((num_rotated, gqa.num_kv_heads), 1)
+        qk = ops.rope(qk if self.qk_norm is None else ops.rms_norm(qk, self.qk_norm, eps), rope)
+        q, k = qk.split_with_sizes((gqa.num_heads, gqa.num_kv_heads), 1)
+        return q, k, v
+
+
+def prepared(network: Network[Tensor]) -> Network[Tensor]:
+    """The network as `TorchOps` computes it."""
+    joined = map_parts(with_experts(network, separated), Layer, _joined)
+    return map_parts(with_linears(joined, prepare_linear), Layer, _with_scaled_norms)
+
+
+def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
+    mixer, gqa = layer.mixer, layer.spec.mixer
+    qkv = _joined_rows(mixer.projections)
+    norms = (mixer.q_norm, mixer.k_norm)
+    if qkv is None or any(norm is not None and norm.dtype != torch.float32 for norm in norms):
+        return layer  # PyTorch's norm, for other dtypes, takes one weight for all heads
+    qk_norm = None
+    if mixer.q_norm is not None and mixer.k_norm is not None:
+        qk_norm = torch.cat((mixer.q_norm.expand(gqa.num_heads, -1), mixer.k_norm.expand(gqa.num_kv_heads, -1)))
+    parts = {item.name: getattr(mixer, item.name) for item in fields(mixer)} | {"projections": (qkv,)}
+    return replace(layer, mixer=JoinedGqa(**parts, qk_norm=qk_norm))
+
+
+def _joined_rows(linears: tuple[Linear[Tensor], ...]) -> Linear[Tensor] | None:
+    """One layer with the rows of all; None where they cannot be one."""
+    if len(linears) == 1:
+        return linears[0]
+    weights = [linear.weight for linear in linears if not isinstance(linear.weight, QuantizedWeight)]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len(weights) < len(linears) or len(biases) not in (0, len(linears)):
+        return None
+    return Linear(weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
+
+
+def _with_scaled_norms(layer: Layer[Tensor]) -> Layer[Tensor]:
+    if isinstance(layer.mixer, JoinedGqa):
+        norm, qkv = _scaled(layer.attention_norm, layer.mixer.projections[0])
+        layer = replace(layer, attention_norm=norm, mixer=replace(layer.mixer, projections=(qkv,)))
+    if isinstance(layer.feed_forward, Mlp):
+        norm, gate_up = _scaled(layer.mlp_norm, layer.feed_forward.gate_up)
+        layer = replace(layer, mlp_norm=norm, feed_forward=replace(layer.feed_forward, gate_up=gate_up))
+    return layer
+
+
+def _scaled(norm: Tensor, linear: Linear[Tensor]) -> tuple[Tensor, Linear[Tensor]]:
+    """The scale is a power of two, so that no product changes, where none of the norm's weights leaves float32."""
+    if not isinstance(linear, HalfLinear):
+        return norm, linear
+    scaled = norm * linear.scale
+    if not torch.equal(scaled / linear.scale, norm):
+        return norm, linear
+    return scaled, replace(linear, scale=1.0)
