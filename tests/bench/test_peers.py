@@ -21,16 +21,19 @@ def test_other_tokens_than_those_of_transformers_end_the_run():
 
 
 def test_a_speedup_is_the_median_of_the_ratios_within_a_prompt():
-    seconds = {
+    wall_s = {
         "transformers": [4.0, 40.0, 8.0],
         "dflash": [2.0, 20.0, 2.0],
         "autoregressive": [2.0, 10.0, 8.0],
         "speculative": [1.0, 20.0, 4.0],
     }
+    cpu_s = {"transformers": 3.0, "dflash": 2.0, "autoregressive": 2.0, "speculative": 1.0}
+    seconds = {name: [(wall, cpu_s[name]) for wall in times] for name, times in wall_s.items()}
     report = _report(seconds, max_new_tokens=16)
     assert report["speedup"] == {
         "autoregressive": {"transformers": 2.0, "dflash": 1.0},
         "speculative": {"transformers": 2.0, "dflash": 1.0},
     }
+    assert report["cpu_time_speedup"]["speculative"] == {"transformers": 3.0, "dflash": 2.0}
     assert report["tok_per_s"]["transformers"] == 2.0
-    assert "| speculative | 4 | 2.00 | 1.00 |" in bench_peers._table(report)
+    assert "| speculative | 4 | 2.00 | 1.00 | 3.00 | 2.00 |" in bench_peers._table(report)
