@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.network.ops import Linear
 
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
-# Beyond this, packing takes seconds per billion weights and long prompts are slower than in oneDNN's layout.
+# Packing takes tens of seconds per billion weights, and in larger layers long prompts are slower than in oneDNN's.
 _MAX_HALF_WEIGHTS: Final = 1 << 22
 _MAX_EXPONENT: Final = 126  # its negative is a normal float32, too
 _ROWS_AT_ONCE: Final = 64  # to stay in the CPU's cache
