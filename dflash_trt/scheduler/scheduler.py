@@ -241,6 +241,14 @@ class Scheduler:
         """Drop the newest planned step, which did not run."""
         self._planner.abandon(self._planned.pop())
 
+    def lose_device(self, reason: str) -> list[TokenEvent]:
+        """Fail the running requests with `reason`: the device's state is gone. Those that wait keep their place."""
+        while self._planned:
+            self.abandon()
+        failed = [self.fail(sequence.request_id, reason) for sequence in list(self._request_pool.running)]
+        self._request_pool.store.drop_idle()
+        return [event for event in failed if event is not None]
+
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two calls: pages, places, progress."""
         self._request_pool.check_integrity()

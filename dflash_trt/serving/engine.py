@@ -72,6 +72,11 @@ class Engine(Protocol):
         """Everything measured so far; a copy."""
         ...
 
+    @property
+    def failure(self) -> str | None:
+        """Reason why the engine serves no more, though it is not closed; None while it does."""
+        ...
+
     def check_integrity(self) -> None:
         """Assert the engine's own invariants, as far as it has any: nothing is lost."""
         ...

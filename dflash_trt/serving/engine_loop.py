@@ -23,7 +23,7 @@ from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
-from dflash_trt.serving.step_runner import StepReport, StepRunner
+from dflash_trt.serving.step_runner import DeviceLostError, StepReport, StepRunner
 from dflash_trt.serving.stream import RequestStream
 
 # How often an engine with nothing but paused requests looks for readers that have gone away.
@@ -39,7 +39,8 @@ class EngineLoop:
     """Implements Engine over an executor. `start` gives it its thread; without one, call `step` until it returns False.
 
     `overlaps` plans each step while the one before it runs. `clock` gives seconds and never goes back.
-    `records_steps` keeps each request's events in its output.
+    `records_steps` keeps each request's events in its output. `reopen` gives a new executor, with the same limits, in
+    the place of one that is lost; requests that ran on that one fail, those that wait are served.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineLoop:
         overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
         records_steps: bool = True,
+        reopen: Callable[[], StepExecutor] | None = None,
     ) -> None:
         self.limits: ExecutorLimits = executor.limits
         self._own_process = OwnProcess()
@@ -61,9 +63,12 @@ class EngineLoop:
         self._forgotten: deque[Callable[[FinishReason], None]] = deque()  # ends of streams that were garbage collected
         self._lock = threading.RLock()  # of everything above
         self._changed = threading.Condition(self._lock)
-        self._runner = StepRunner(
-            self._scheduler, executor, is_chained=overlaps, lock=self._lock, clock=clock, deliver=self._deliver
+        self._reopen = reopen
+        self._make_runner = partial(
+            StepRunner, self._scheduler, is_chained=overlaps, lock=self._lock, clock=clock, deliver=self._deliver
         )
+        self._runner = self._make_runner(executor)
+        self._failure: str | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -118,7 +123,11 @@ class EngineLoop:
             while self._forgotten:
                 self._forgotten.popleft()("cancelled")
             self._scheduler.expire(self._clock())
-        return self._runner.advance()
+        try:
+            return self._runner.advance()
+        except DeviceLostError as error:
+            self._reopen_after(error)
+            return True
 
     def start(self) -> None:
         """Serve from a thread of its own, until `close`."""
@@ -155,6 +164,11 @@ class EngineLoop:
         with self._lock:
             return self._recorder.statistics(self._clock(), self._scheduler.statistics())
 
+    @property
+    def failure(self) -> str | None:
+        """Reason why the engine serves no more; None while it does. Another process may."""
+        return self._failure
+
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that each of its requests has somebody waiting for it."""
         self._own_process.check()
@@ -165,12 +179,33 @@ class EngineLoop:
     # Inside
 
     def _check_open_for(self, request: Request) -> None:
+        if self._failure is not None:
+            hint = "Open the engine again, in a new process if it ran on a GPU."
+            raise RequestError.about("engine", expected="one that runs", found=self._failure, hint=hint)
         if self._is_closed:
             raise RequestError.about("engine", expected="an open engine", found="a closed one", hint="Open a new one.")
         if request.request_id in self._mailboxes:  # the scheduler may have ended it without its reader knowing yet
             raise RequestError.about(
                 "request id", expected="a new one", found=f"{request.request_id!r}, in use", hint="Choose another."
             )
+
+    def _reopen_after(self, error: DeviceLostError) -> None:
+        """Fail the running requests and go on with a new executor; without one, fail everybody and close."""
+        _LOG.error("the device is lost: %s", error)
+        with self._lock:
+            self._deliver(StepReport(events=self._scheduler.lose_device(str(error)), has_failed=True))
+        self._runner.close()
+        try:
+            executor = None if self._reopen is None else self._reopen()
+        except Exception as failure:  # noqa: BLE001 - whatever a broken device raises
+            _LOG.exception("the engine could not be opened again")
+            error = DeviceLostError(f"{error}; and it could not be opened again: {type(failure).__name__}: {failure}")
+            executor = None
+        if executor is None or executor.limits != self.limits:
+            self._failure = f"the device is lost: {error}"
+            self._fail_everybody(str(error))
+        else:
+            self._runner = self._make_runner(executor)
 
     def _serve(self) -> None:
         try:
@@ -233,6 +268,8 @@ class EngineLoop:
     def _fail_everybody(self, reason: str) -> None:
         with self._lock:
             self._is_closed = True
+            for request_id in self._scheduler.request_ids():
+                self._scheduler.cancel(request_id)
             ends = [
                 TokenEvent(request_id=request_id, token_ids=(), finish_reason="error", error=reason)
                 for request_id in self._mailboxes

@@ -72,6 +72,11 @@ class Generator:
     def limits(self) -> EngineLimits:
         return self._engine.limits
 
+    @property
+    def failure(self) -> str | None:
+        """See `Engine.failure`."""
+        return self._engine.failure
+
     def generate(
         self,
         prompts: Sequence[Prompt],

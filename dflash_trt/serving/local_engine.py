@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import ConfigError, problem, raise_all
@@ -23,8 +25,17 @@ if TYPE_CHECKING:
 class LocalEngine(EngineLoop):
     """Implements Engine; owns its executor. `config` is resolved: what the engine was opened with."""
 
-    def __init__(self, executor: EngineExecutor, config: RuntimeConfig, scheduler: Scheduler) -> None:
-        super().__init__(executor, scheduler, overlaps=config.overlap_scheduling)
+    def __init__(
+        self,
+        executor: EngineExecutor,
+        config: RuntimeConfig,
+        scheduler: Scheduler,
+        *,
+        open_executor: Callable[[], EngineExecutor],
+    ) -> None:
+        """`open_executor` opens another one like `executor`, in the place of one that is lost."""
+        super().__init__(executor, scheduler, overlaps=config.overlap_scheduling, reopen=self._replace_executor)
+        self._open_executor = open_executor
         self.config = config
         self.page_plan = executor.page_plan
         self._executor = executor
@@ -32,6 +43,12 @@ class LocalEngine(EngineLoop):
     def close(self, *, drains: bool = False, timeout_s: float | None = None) -> None:
         super().close(drains=drains, timeout_s=timeout_s)
         self._executor.close()
+
+    def _replace_executor(self) -> EngineExecutor:
+        with suppress(Exception):  # of a broken device
+            self._executor.close()
+        self._executor = self._open_executor()
+        return self._executor
 
 
 def open_local_engine(
@@ -69,10 +86,13 @@ def _open(
             draft_length_by_context=config.draft_length_by_context or {},
         )
     limits_of_context = scheduler_config.draft_length_by_context.values()
-    executor = open_executor(engine, config, draft_lens=tuple(sorted({*policy.lengths, *limits_of_context})))
+    draft_lens = tuple(sorted({*policy.lengths, *limits_of_context}))
+    open_one = partial(open_executor, engine, config, draft_lens=draft_lens)
+    executor = open_one()
     with ExitStack() as stack:  # until everything is well
         stack.callback(executor.close)
-        local = LocalEngine(executor, config, Scheduler(executor.limits, scheduler_config, policy))
+        scheduler = Scheduler(executor.limits, scheduler_config, policy)
+        local = LocalEngine(executor, config, scheduler, open_executor=open_one)
         stack.pop_all()
     return local
 

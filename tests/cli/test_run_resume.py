@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from dflash_trt.cli.main import cli
 from dflash_trt.cli.partial_results import PartialResults, partial_results
+from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.serving.llm import LLM
 
 DFLASH_TRT = [sys.executable, "-m", "dflash_trt.cli.main"]
@@ -193,14 +195,17 @@ def test_rows_that_failed_in_the_engine_are_kept_apart_and_run_again(case: Case,
     from dflash_trt.backends.torch.executor import TorchExecutor
 
     expected = case.expected()
-    step = TorchExecutor.step
+    submit = TorchExecutor.submit
 
-    def failing(self: TorchExecutor, batch: Any) -> Any:
-        if any(row.context_len > 20 for row in batch.requests):
+    def failing(self: TorchExecutor, plan: StepPlan) -> Any:
+        rows = plan.rows
+        stored = self._slots.context_lens.numpy()[rows.slot_ids]
+        lens = np.where(rows.context_lens < 0, stored, rows.context_lens)
+        if (lens > 20).any():
             raise RuntimeError("the device failed on command")
-        return step(self, batch)
+        return submit(self, plan)
 
-    monkeypatch.setattr(TorchExecutor, "step", failing)
+    monkeypatch.setattr(TorchExecutor, "submit", failing)
     failed = case.run()
     assert failed.exit_code == 1
     assert "repeat the command with --resume to retry 1 row" in failed.stderr
@@ -212,7 +217,7 @@ def test_rows_that_failed_in_the_engine_are_kept_apart_and_run_again(case: Case,
         "length",
         "length",
     ]
-    monkeypatch.setattr(TorchExecutor, "step", step)
+    monkeypatch.setattr(TorchExecutor, "submit", submit)
     assert "4 of 6 rows have a result" in case.run("--resume").stderr
     assert case.results() == expected
     assert case.names() == {"in.jsonl", "out.jsonl"}

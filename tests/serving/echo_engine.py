@@ -79,6 +79,10 @@ class EchoEngine:
         with self._lock:
             return self._recorder.statistics(time.monotonic(), num_waiting_now=len(self._requests))
 
+    @property
+    def failure(self) -> str | None:
+        return None
+
     def check_integrity(self) -> None:
         assert self._thread.is_alive() or not self._requests
 

@@ -223,3 +223,70 @@ def test_a_callback_that_raises_does_not_stop_the_engine(caplog: pytest.LogCaptu
     run(loop)
     assert stream.result().finish_reason == "length"
     assert "a callback of request r failed" in caplog.text
+
+
+# A device that is lost
+
+ROOMY = make_limits(num_pages=200)  # so that nobody is preempted
+
+
+class Mortal(FakeExecutor):
+    """A GPU: it fails on command, and nothing runs after that."""
+
+    can_retry = False
+
+    def __init__(self, *, num_steps: int) -> None:
+        super().__init__(ROOMY, vocab_size=420)
+        self._num_steps = num_steps
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        self._num_steps -= 1
+        if self._num_steps < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().submit(plan)
+
+
+def test_a_lost_device_fails_what_ran_and_the_engine_reopens_for_those_that_wait(overlaps: bool) -> None:
+    opened = []
+
+    def reopen() -> FakeExecutor:
+        opened.append(make_executor(ROOMY))
+        return opened[-1]
+
+    loop = EngineLoop(Mortal(num_steps=4), overlaps=overlaps, reopen=reopen)
+    requests = [make_request(f"r{i}", range(i, i + 5), max_new_tokens=40) for i in range(6)]  # 4 run, 2 wait
+    streams = [loop.submit(request) for request in requests]
+    run(loop)
+    for request, stream in zip(requests, streams, strict=True):
+        output, right = stream.result(), expected_tokens(make_executor(ROOMY), request)
+        is_lost = request.request_id in ("r0", "r1", "r2", "r3")
+        assert output.finish_reason == ("error" if is_lost else "length")
+        assert list(output.token_ids) == right[: len(output.token_ids)]
+        assert not is_lost or "CUDA error: an illegal memory access" in str(output.error)
+    assert len(opened) == 1 and loop.failure is None
+    assert loop.statistics().num_failed_steps == 1
+    later = make_request("later", range(9))
+    stream = loop.submit(later)
+    run(loop)
+    assert list(stream.result().token_ids) == expected_tokens(make_executor(ROOMY), later)
+    assert loop.statistics().scheduler.num_pages_in_use_now == 0
+    loop.close()
+
+
+@pytest.mark.parametrize("can_reopen", [False, True])
+def test_an_engine_that_cannot_be_opened_again_says_why_to_everybody(overlaps: bool, can_reopen: bool) -> None:
+    def reopen() -> FakeExecutor:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    loop = EngineLoop(Mortal(num_steps=3), overlaps=overlaps, reopen=reopen if can_reopen else None)
+    streams = [loop.submit(make_request(f"r{i}", max_new_tokens=40)) for i in range(6)]
+    logging.disable(logging.CRITICAL)
+    run(loop)
+    logging.disable(logging.NOTSET)
+    for stream in streams:
+        assert stream.result().finish_reason == "error"
+        assert "an illegal memory access" in str(stream.result().error)
+    assert loop.failure is not None and ("unspecified launch failure" in loop.failure) == can_reopen
+    with pytest.raises(RequestError, match="expected one that runs, found the device is lost: .*illegal"):
+        loop.submit(make_request("next"))
+    loop.close()

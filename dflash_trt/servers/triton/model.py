@@ -34,6 +34,9 @@ _NOT_READY = "Server not ready"
 _SWITCH_INTERVAL_S = 0.001
 
 
+ENGINE_FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+
+
 class TritonPythonModel:
     """Triton calls initialize once, execute for each batch of requests, finalize once all of them are answered."""
 
@@ -60,6 +63,11 @@ class TritonPythonModel:
         self._service.close()
         self._llm.close()
         self._book.close()
+
+    def _end_process(self, failure: str) -> None:
+        """A GPU that failed works again in a new process only, so whoever runs the server has to restart it."""
+        pb_utils.Logger.log_error(f"{self._name} ends: {failure}")
+        os._exit(ENGINE_FAILED_EXIT_CODE)
 
     def _open(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
@@ -90,6 +98,7 @@ class TritonPythonModel:
             book=self._book,
             watch=ServerWatch(_is_server_ready),
             on_server_gone=lambda: os._exit(1),  # nothing ends an orphan of the server otherwise
+            on_engine_failed=self._end_process,
         )
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         gc.freeze()  # what a load leaves stays: no collection walks it again, not even that of the interpreter's end

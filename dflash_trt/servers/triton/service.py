@@ -82,7 +82,11 @@ class _Open:
 
 
 class EngineService:
-    """Owns its threads, not the engine. `on_server_gone` is called when `watch` says that nobody is left to serve."""
+    """Owns its threads, not the engine.
+
+    `on_server_gone` is called when `watch` says that nobody is left to serve; `on_engine_failed`, with the reason, when
+    the engine cannot be opened again.
+    """
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class EngineService:
         book: MetricBook | None = None,
         watch: Watch | None = None,
         on_server_gone: Callable[[], None] | None = None,
+        on_engine_failed: Callable[[str], None] | None = None,
     ) -> None:
         self._generator = generator
         self._settings = settings
@@ -104,6 +109,7 @@ class EngineService:
         self._book = book
         self._watch = watch
         self._on_server_gone = on_server_gone
+        self._on_engine_failed = on_engine_failed
         self._has_requests = False
         self._lock = threading.Lock()  # of the two below; the engine's own lock comes after it
         self._open: set[_Open] = set()
@@ -343,6 +349,7 @@ class EngineService:
                     next_sweep = now + max(_SWEEP_S, took_s / _MAX_SWEEP_FRACTION)
                 if now >= next_publish:
                     self._publish()
+                    self._look_after_engine()
                     next_publish = now + _PUBLISH_S
             except Exception:  # noqa: BLE001 - metrics or a sweep that fails once must not end the service
                 _LOG.exception("housekeeping failed")
@@ -359,6 +366,12 @@ class EngineService:
                 self._on_server_gone()
             elif self.num_open and not self._is_draining and self._watch.is_stopping():
                 self.drain()
+
+    def _look_after_engine(self) -> None:
+        """Report an engine that serves no more, when its requests have their answers."""
+        failure = self._generator.failure
+        if failure is not None and not self.num_open and self._on_engine_failed is not None:
+            self._on_engine_failed(failure)
 
     def _publish(self) -> None:
         if self._book is not None:
