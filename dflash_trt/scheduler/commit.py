@@ -18,6 +18,7 @@ from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
+_ONE = np.int64(1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +51,7 @@ class Committer:
         self._table = request_pool.table
         self._num_finished = num_finished
         self._columns = np.arange(self._table.token_ids.shape[1])
+        self._flat_tokens = self._table.token_ids.reshape(-1)
 
     def commit(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
         """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
@@ -57,25 +59,25 @@ class Committer:
 
     def _commit_steady(self, step: PlannedStep, result: StepResult) -> CommittedStep | None:
         """The same for verify blocks that end no request, in as few operations as possible; None for other steps."""
-        planned, table = step.planned, self._table
-        if planned.steady is None or planned.version != self._request_pool.version:
+        planned, table, emitted = step.planned, self._table, result.emitted_tokens
+        steady = planned.steady
+        if steady is None or planned.version != self._request_pool.version:
             return None
         rows, slots = planned.rows, planned.rows.slot_ids
-        num_emitted = result.num_accepted + np.int64(1)
-        next_lens = table.context_len[slots] + num_emitted
+        num_emitted = result.num_accepted + _ONE
+        next_lens, accepted = table.context_len[slots] + num_emitted, result.num_accepted.tolist()
         is_ordinary = (
-            not isnan(result.emitted_logprobs.sum())
-            and not (result.num_accepted.view(np.uint32) > rows.num_draft_tokens).any()
-            and bool((next_lens == result.next_context_lens).all())
+            min(accepted) >= 0
+            and max(accepted) <= rows.num_draft_tokens
+            and next_lens.tolist() == result.next_context_lens.tolist()
+            and not isnan(result.emitted_logprobs.sum())
         )
-        if not is_ordinary or (planned.has_stop_ids and self._has_stop_id(slots, result.emitted_tokens)):
-            return None
+        if not is_ordinary or (steady.stop_ids is not None and (emitted[:, :, None] == steady.stop_ids).any()):
+            return None  # perhaps a stop token, also one behind the last emitted token
         num_tokens = table.num_tokens[slots]
-        # Whole rows: those behind the last emitted one are overwritten by the next step.
-        starts = slots * table.token_ids.shape[1] + num_tokens
-        table.token_ids.reshape(-1)[starts[:, None] + self._columns[: result.emitted_tokens.shape[1]]] = (
-            result.emitted_tokens
-        )
+        # Whole rows: tokens behind the last emitted one are overwritten by the next step.
+        places = (steady.token_rows + num_tokens)[:, None] + self._columns[: emitted.shape[1]]
+        self._flat_tokens[places] = emitted
         table.num_tokens[slots] = num_tokens + num_emitted
         table.context_len[slots] = next_lens
         if table.flight_step[slots[0]] == step.number:
@@ -88,10 +90,6 @@ class Committer:
             num_accepted=result.num_accepted,
             is_finite=planned.is_emitting,  # all
         )
-
-    def _has_stop_id(self, slots: Array, emitted: Array) -> bool:
-        """True if there may be one, also behind the last emitted token."""
-        return bool((emitted[:, :, None] == self._table.stop_ids[slots][:, None, :]).any())
 
     def _commit_rows(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
         table, plan = self._table, step.plan

@@ -13,6 +13,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
+from dflash_trt.scheduler.slots import NO_TOKEN
 
 # Part of max_num_tokens that drafts leave to waiting prompts. Otherwise a full batch of verify blocks could keep new
 # requests from starting.
@@ -33,7 +34,6 @@ class PlannedRows:
     epochs: Array  # int64; a row of an earlier epoch wrote pages that are gone
     is_emitting: Array  # bool; False for a prefill chunk that is not the last
     wants_logprobs: bool  # any row
-    has_stop_ids: bool  # any row
     version: int  # of the request pool
     steady: "SteadyState | None"
 
@@ -47,6 +47,8 @@ class SteadyState:
     num_repeats: int  # left, until a row could reach its last token
     room: Array  # int64 [R], positions that the pages of each row hold
     num_pages: int
+    token_rows: Array  # int64 [R], where the slots' tokens begin in the flat table
+    stop_ids: Array | None  # int64 [R, 1, any]; None: no request has any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -163,7 +165,6 @@ class StepPlanner:
             epochs=table.epoch[slots],
             is_emitting=is_emitting,
             wants_logprobs=bool(table.wants_logprobs[slots].any()),
-            has_stop_ids=any(sequence.request.stop_token_ids for sequence in sequences),
             version=self._request_pool.version,
             steady=self._steady_state(rows),
         )
@@ -199,8 +200,13 @@ class StepPlanner:
         if num_free < k + 1:
             return None
         num_pages = table.num_pages[slots]
+        stop_ids = table.stop_ids[slots][:, None, :]
         return SteadyState(
-            num_repeats=num_free // (k + 1), room=num_pages * self._limits.page_size, num_pages=int(num_pages.max())
+            num_repeats=num_free // (k + 1),
+            room=num_pages * self._limits.page_size,
+            num_pages=int(num_pages.max()),
+            token_rows=slots * table.token_ids.shape[1],
+            stop_ids=stop_ids if (stop_ids != NO_TOKEN).any() else None,
         )
 
     def _steady_rows(self) -> PlannedRows | None:

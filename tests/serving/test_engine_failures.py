@@ -287,6 +287,6 @@ def test_an_engine_that_cannot_be_opened_again_says_why_to_everybody(overlaps: b
         assert stream.result().finish_reason == "error"
         assert "an illegal memory access" in str(stream.result().error)
     assert loop.failure is not None and ("unspecified launch failure" in loop.failure) == can_reopen
-    with pytest.raises(RequestError, match="expected one that runs, found the device is lost: .*illegal"):
+    with pytest.raises(RequestError, match=r"expected one that runs, found the device is lost: .*illegal"):
         loop.submit(make_request("next"))
     loop.close()
