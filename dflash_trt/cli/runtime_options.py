@@ -29,9 +29,10 @@ def runtime_from_options(options: dict[str, Any]) -> RuntimeConfig:
     fields: dict[str, Any] = {}
     for name, field in RuntimeConfig.model_fields.items():
         given = options.pop(_parameter(name), None)
-        if given is None or given is False:
+        is_switch = isinstance(field.default, bool)
+        if given is None or (is_switch and not given):
             continue
-        fields[name] = not field.default if isinstance(field.default, bool) else given
+        fields[name] = not field.default if is_switch else given
     return RuntimeConfig.model_validate(fields, context={name: flag_of(name) for name in RuntimeConfig.model_fields})
 
 
@@ -55,7 +56,10 @@ def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], C
     kinds: Mapping[Any, Any] = {int: click.IntRange, float: click.FloatRange}
     kind = value_type(name)
     if kind is bool:
-        return click.option(flag_of(name), is_flag=True, help=option.help)
+        flag = flag_of(name)
+        if default is None:
+            return click.option(f"{flag}/--no-{flag.removeprefix('--')}", default=None, help=option.help)
+        return click.option(flag, is_flag=True, help=option.help)
     if get_origin(kind) is Literal:
         choice = click.Choice(get_args(kind))
         return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)

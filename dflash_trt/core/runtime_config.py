@@ -29,7 +29,11 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A field's command-line option; `flag` defaults to --its-name. A boolean's flag negates its default."""
+    """A field's command-line option; `flag` defaults to --its-name.
+
+    A boolean's flag negates its default;
+    without one there are two, --flag and --no-flag.
+    """
 
     help: str
     flag: str | None = None
@@ -95,8 +99,12 @@ class RuntimeConfig(Frozen):
         True
     )
     overlap_scheduling: Annotated[
-        bool, Option(flag="--overlap", help="Plan each step while the previous one runs.")
-    ] = False
+        bool | None,
+        Option(
+            flag="--overlap",
+            help="Submit each step before the results of the running one are read (default: on a GPU).",
+        ),
+    ] = None
     kv_cache_bytes: Annotated[
         int | None, Field(ge=1), Option(help="Memory for the K/V pages of target and drafter, per rank.")
     ] = None

@@ -50,7 +50,7 @@ def open_executor(
 
 
 def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
-    """Resolve device, threads and K of `config` for this engine on this machine.
+    """Resolve device, loop, threads and K of `config` for this engine on this machine.
 
     Raises:
         SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
@@ -59,8 +59,10 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     from dflash_trt.executor.threads import default_num_threads
 
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    device = _resolved_device(engine, config.device)
     resolved: dict[str, object] = {
-        "device": _resolved_device(engine, config.device),
+        "device": device,
+        "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
     }
     for name in ("draft_length", "draft_length_by_context"):

@@ -42,8 +42,8 @@ class LLM(Generator):
         and each step takes the K with the best estimated throughput. `draft_length={1: 7, 16: 5}` is K by the number of
         decoding requests. `draft_length_policy` and `scheduler_config` set the same and more, in the scheduler's terms.
 
-        `overlap_scheduling` plans each step while the one before it runs: in float32 on a CPU the same tokens, and time
-        gained where the device is not the CPU that plans.
+        `overlap_scheduling` submits each step before the results of the one that runs are read, by default on a GPU: in
+        float32 on a CPU the same tokens, and time gained where the device is not the CPU that plans.
 
         K/V pages of target and drafter share one budget: `kv_cache_bytes`, or a fraction of the free memory (by
         default half on a CPU).

@@ -34,7 +34,7 @@ class LocalEngine(EngineLoop):
         open_executor: Callable[[], EngineExecutor],
     ) -> None:
         """`open_executor` opens another one like `executor`, in the place of one that is lost."""
-        super().__init__(executor, scheduler, overlaps=config.overlap_scheduling, reopen=self._replace_executor)
+        super().__init__(executor, scheduler, overlaps=bool(config.overlap_scheduling), reopen=self._replace_executor)
         self._open_executor = open_executor
         self.config = config
         self.page_plan = executor.page_plan

@@ -127,9 +127,14 @@ def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
     lines = invoke("run", "dir", "--prompt", "x").stderr.splitlines()
     assert lines[1:] == ["K/V: no pages", "error: recorded"]
     assert lines[0] == (
-        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True, "
-        "overlap_scheduling=False"
+        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True"
     )
+
+
+@pytest.mark.parametrize(("words", "value"), [([], None), (["--overlap"], True), (["--no-overlap"], False)])
+def test_a_setting_that_the_engine_may_choose_has_a_flag_for_each_value(llm, invoke, words, value) -> None:
+    invoke("run", "dir", "--prompt", "x", *words)
+    assert opened(llm)["config"].overlap_scheduling is value
 
 
 def test_no_option_of_run_is_left_out_here() -> None:
@@ -210,7 +215,7 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
         llm = soak.arguments.pop("llm")
         assert llm.limits.num_pages * 32 <= 2 * 96 + 32, "memory for two requests at most"
         decided = {"kv_cache_bytes": llm.config.kv_cache_bytes, "max_queue_len": 64}
-        resolved = {name: getattr(llm.config, name) for name in ("device", "num_threads")}
+        resolved = {name: getattr(llm.config, name) for name in ("device", "num_threads", "overlap_scheduling")}
         adapts = config.use_drafter and config.draft_length is None
         if adapts or not config.use_drafter:
             resolved["num_draft_tokens"] = llm.config.num_draft_tokens
@@ -220,6 +225,15 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
         assert soak.arguments == {"vocab_size": 272, "traffic": Traffic(duration_s=2.5, seed=7)}
     never_set = options_never_set(bench.commands["soak"], ["dir"], *(["dir", *words, *runtime] for runtime, _ in cases))
     assert never_set == {"engine_dir", "as_json"}
+
+
+def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
+    measure = recorded(monkeypatch, "dflash_trt.bench.host", "measure_host")
+    words = ["--requests", "3", "--steps", "5", "--num-draft-tokens", "2", "--prompt-tokens", "9"]
+    assert invoke("bench", "host", *words).stderr == "error: recorded\n"
+    expected = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "is_chained": True}
+    assert measure.arguments == expected
+    assert options_never_set(bench.commands["host"], [], words) == {"as_json"}
 
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
@@ -336,7 +350,7 @@ def test_every_command_with_options_is_here() -> None:
     from dflash_trt.cli.main import cli
 
     assert set(cli.commands) == {"bench", "build", "deploy", "eval", "inspect", "run"}
-    assert set(bench.commands) == {"draft-length", "serving", "soak", "speedup"}
+    assert set(bench.commands) == {"draft-length", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"triton"}
 

@@ -10,7 +10,7 @@ from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.executor import opening
-from dflash_trt.executor.opening import _runs_on_gpu, open_executor
+from dflash_trt.executor.opening import _runs_on_gpu, open_executor, resolved_config
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.serving.llm import LLM
 from tests.engine_dir.building import build
@@ -139,3 +139,15 @@ def open_quantized(root, quantization):
     engine = build(root, root / "engine")
     config = engine.manifest.pretrained_config.model_copy(update={"quantization": quantization})
     return replace(engine, manifest=engine.manifest.model_copy(update={"pretrained_config": config}))
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "overlaps"),
+    [("cpu", None, False), ("cuda", None, True), ("cuda", False, False), ("cpu", True, True)],
+)
+def test_steps_are_chained_on_a_gpu_unless_told_otherwise(tmp_path, monkeypatch, device, asked, overlaps):
+    target = make_target(tmp_path / "target")
+    engine = build(tmp_path, tmp_path / "engine", target=str(target), max_draft_len=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = resolved_config(engine, RuntimeConfig(device=device, overlap_scheduling=asked))
+    assert config.overlap_scheduling is overlaps
