@@ -1,7 +1,6 @@
 """Outputs that do not depend on how steps grouped the tokens."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -102,7 +101,7 @@ def test_counts_and_times_are_filled_in() -> None:
     assert chunk is not None
     assert (chunk.token_ids, chunk.num_draft_tokens, chunk.num_accepted_tokens) == ((6, 7, 8, 9), 7, 5)
     statistics = RequestStatistics(queue_time_s=0.5, num_prefix_hit_tokens=2, num_preemptions=1)
-    output_processor.read([(replace(END, statistics=statistics), 16.0)])
+    output_processor.read([(END._replace(statistics=statistics), 16.0)])
     output = output_processor.output
     assert output is not None
     assert output.text is None
