@@ -71,9 +71,15 @@ cli.add_command(run)
 def main() -> NoReturn:
     """The console script."""
     let_threads_sleep()
-    atexit.register(gc.freeze)  # the collection at exit would look at all of PyTorch once more
+    atexit.register(_skip_last_collection)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_EXIT_CODE))  # so that temporary files are removed
     cli.main()
+
+
+def _skip_last_collection() -> None:
+    """The collection at exit would look at all of PyTorch once more. Triton's bindings complain without it."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _fail(message: str, code: int) -> int:

@@ -79,3 +79,9 @@ def _loaded_after(code: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)
     loaded: list[str] = json.loads(done.stdout.splitlines()[-1])
     return loaded
+
+
+def test_a_command_that_imported_triton_ends_without_complaints_of_its_bindings() -> None:
+    code = "import sys, triton; from dflash_trt.cli.main import main; sys.argv = ['dflash-trt', '--version']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
