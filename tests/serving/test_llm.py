@@ -177,7 +177,7 @@ def test_a_setting_beside_an_object_that_replaces_it_is_refused(
 def test_fields_replace_those_of_a_config_and_what_was_opened_is_resolved(engine_dir: Path) -> None:
     config = RuntimeConfig(device="cpu", num_threads=1, num_draft_tokens=1, kv_cache_bytes=1 << 22)
     with LLM(engine_dir, config, num_draft_tokens=2) as llm:
-        assert llm.config == config.replaced(num_draft_tokens=2)
+        assert llm.config == config.replaced(num_draft_tokens=2, overlap_scheduling=False)
         assert llm.page_plan.total_bytes <= 1 << 22
     with LLM(engine_dir) as llm:
         assert (llm.config.device, llm.config.num_draft_tokens) == ("cpu", 3)
