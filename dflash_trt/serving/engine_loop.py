@@ -196,16 +196,17 @@ class EngineLoop:
             self._deliver(StepReport(events=self._scheduler.lose_device(str(error)), has_failed=True))
         self._runner.close()
         try:
-            executor = None if self._reopen is None else self._reopen()
+            if self._reopen is None:
+                raise error
+            executor = self._reopen()
+            if executor.limits != self.limits:
+                raise DeviceLostError(f"{error}; opened again, its limits are {executor.limits}")
+            self._runner = self._make_runner(executor)
         except Exception as failure:  # noqa: BLE001 - whatever a broken device raises
             _LOG.exception("the engine could not be opened again")
-            error = DeviceLostError(f"{error}; and it could not be opened again: {type(failure).__name__}: {failure}")
-            executor = None
-        if executor is None or executor.limits != self.limits:
-            self._failure = f"the device is lost: {error}"
-            self._fail_everybody(str(error))
-        else:
-            self._runner = self._make_runner(executor)
+            reason = str(failure if isinstance(failure, DeviceLostError) else f"{error}; not opened again: {failure}")
+            self._failure = f"the device is lost: {reason}"
+            self._fail_everybody(reason)
 
     def _serve(self) -> None:
         try:
