@@ -53,6 +53,11 @@ class ConfigReader:
         self._known.add(name)
         return self._fields.get(name) is not None
 
+    def is_given(self, name: str) -> bool:
+        """True if the key is there, null or not: for a default that null takes away."""
+        self._known.add(name)
+        return name in self._fields
+
     def value(self, name: str) -> Any:
         self._known.add(name)
         return self._fields.get(name)
