@@ -101,6 +101,17 @@ def full_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
     return exact_shape(plan)
 
 
+def verify_block_shape(plan: StepPlan, limits: ExecutorLimits) -> StepShape:
+    """The shape of a plan where padding needs no tokens: one of `full_block_shapes` for verify blocks, full or not,
+    when max_num_tokens has room for full ones, else its own size.
+    """
+    num_requests, num_drafts = plan.rows.num_requests, plan.rows.num_draft_tokens
+    is_decode = bool((plan.rows.num_tokens <= num_drafts + 1).all())
+    if is_decode and num_requests * (num_drafts + 1) <= limits.max_num_tokens:
+        return _full_blocks(num_requests, num_drafts, limits)
+    return exact_shape(plan)
+
+
 def full_block_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepShape]:
     """Full verify blocks of every bucket."""
     most = min(limits.max_batch_size, limits.max_num_tokens // (num_draft_tokens + 1))
@@ -131,7 +142,7 @@ def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepS
     mixed = [shape for length in lens for shape in mixed_shapes(limits, num_draft_tokens=length)]
     mixed.sort(key=lambda shape: shape.num_tokens)
     captured += mixed[: max(0, MAX_GRAPHS - len(captured))]
-    compiled = (shape for length in lens for shape in _kernel_shapes(limits, length))
+    compiled = (shape for length in lens for shape in prefill_kernel_shapes(limits, length))
     return sorted([*captured, *compiled], key=lambda shape: (shape.num_tokens, shape.num_requests), reverse=True)
 
 
@@ -161,7 +172,7 @@ def _full_blocks(num_requests: int, num_draft_tokens: int, limits: ExecutorLimit
     return decode_shape(min(bucket_of(num_requests, limits), most), num_draft_tokens)
 
 
-def _kernel_shapes(limits: ExecutorLimits, num_draft_tokens: int) -> Iterator[StepShape]:
+def prefill_kernel_shapes(limits: ExecutorLimits, num_draft_tokens: int) -> Iterator[StepShape]:
     """Steps with a prefill chunk that together run every kernel: a kernel depends on the step's size by the capacity
     for its requests, and by the tile of the chunk, which the shortest and the longest step have.
     """

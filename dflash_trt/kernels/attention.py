@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import ceil_div, locate, request_lengths, splits_of, tiles_and_blocks
+from dflash_trt.kernels.state_pools import pooled
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -152,6 +153,7 @@ def absorb_own_block(
         "kv_heads",
         "heads_per_kv",
         "page_shift",
+        "state",
         "max_lag",
         "max_lead",
         "window_step",
@@ -163,7 +165,8 @@ def absorb_own_block(
 )
 def attention_kernel(
     q,  # F [N, heads, D]
-    pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]
+    pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]; its type alone is read with POOLED
+    state_pools,  # int64 [states], addresses of pages; read only with POOLED
     block_k,  # F, N rows of [kv_heads, D], block_k_stride apart; read only with HAS_BLOCK
     block_v,
     attended,  # out, F [N, heads, D]
@@ -185,6 +188,7 @@ def attention_kernel(
     kv_heads,
     heads_per_kv,
     page_shift,  # page_size == 1 << page_shift
+    state,  # index in state_pools
     max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
     max_lead,
     window_step,  # 1; 0: max_lag counts from the first query row of the request, for all of its rows
@@ -200,8 +204,13 @@ def attention_kernel(
     HAS_BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_FULL_LOOP: tl.constexpr,
+    POOLED: tl.constexpr,
 ):
     """Grid: (kv_heads, row_capacity + work_slots)."""
+    if POOLED:
+        pages = pooled(state_pools, state, pages.dtype)
+        if pages.to(tl.int64) == 0:  # no state
+            return
     kv_head = tl.program_id(0)
     rows_per_tile = TILE // heads_per_kv
     request, item, first_slot, blocks_per_split = locate(

@@ -274,6 +274,7 @@ class _Launch:
         attention_kernel[(kv_heads, part.row_capacity + part.num_slots)](
             self.q,
             self.pages,
+            requests.page_table,  # not read: pages are given
             *block,
             self.attended,
             partials,
@@ -294,6 +295,7 @@ class _Launch:
             kv_heads,
             self.q.shape[1] // kv_heads,
             page_size.bit_length() - 1,
+            0,
             options.max_lag,
             options.max_lead,
             options.window_step,
@@ -304,6 +306,7 @@ class _Launch:
             **part.constants,
             HAS_SOFTCAP=options.softcap is not None,
             HAS_FULL_LOOP=part.tile >= MIN_FULL_LOOP_TILE,
+            POOLED=False,
             **attention_options(tile=part.tile, head_dim=head_dim, dtype=self.q.dtype),
             enable_fp_fusion=True,
         )

@@ -10,6 +10,8 @@ kept. Which rows may touch a page is decided on the device.
 import triton
 import triton.language as tl
 
+from dflash_trt.kernels.state_pools import pooled
+
 HALF_PI_INVERSE = tl.constexpr(0.6366197723675814)
 # pi / 2 in three parts, the first two of 8 bits: a multiple of them taken off an angle below MAX_POSITIONS in one fused
 # operation leaves no rounding error.
@@ -115,7 +117,7 @@ def page_slot(request, position, page_table, pages_per_request, page_shift):
 
 
 # As in attention.py: one build serves steps and models of all sizes.
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state"])
 def rotate_and_store_kernel(
     q,  # F, N rows of [q_heads, D], q_stride apart
     k,  # F, N rows of [kv_heads, D], k_stride apart
@@ -123,6 +125,7 @@ def rotate_and_store_kernel(
     q_out,  # F [N, q_heads, D]
     k_out,  # F [N, kv_heads, D]; written only without STORES_PAGES
     pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]; written only with STORES_PAGES
+    state_pools,  # int64 [states]; with POOLED, pages are where its `state` says, and only the type of `pages` is read
     q_norm,  # F [D]; read only with HAS_NORM
     k_norm,
     inv_freq,  # float32 [D / 2]; read only with HAS_ROPE
@@ -142,6 +145,7 @@ def rotate_and_store_kernel(
     num_requests,
     pages_per_request,
     page_shift,
+    state,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # HEAD_DIM / 2 padded to a power of two
     HEADS: tl.constexpr,  # of one program
@@ -150,8 +154,13 @@ def rotate_and_store_kernel(
     HAS_ROPE: tl.constexpr,
     STORES_PAGES: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
+    POOLED: tl.constexpr,
 ):
     """Grid: (N, blocks of HEADS query heads + of K heads + of V heads), the last only with STORES_PAGES."""
+    if POOLED:
+        pages = pooled(state_pools, state, pages.dtype)
+        if pages.to(tl.int64) == 0:  # no state
+            return
     row = tl.program_id(0)
     block = tl.program_id(1)
     q_blocks = (q_heads + HEADS - 1) // HEADS

@@ -222,10 +222,12 @@ def _launch(
         "HAS_ROPE": rotation.inv_freq is not None,
         "STORES_PAGES": placement is not None,
         "HAS_LIMITS": limits is not token_offsets and placement is not None,
+        "POOLED": False,
     }
     grid = (num_rows, _head_blocks(q_heads) + kv_roles * _head_blocks(kv_heads))
     rotate_and_store_kernel[grid](
         *rows,
+        positions,  # not read: pages are given
         k if rotation.q_norm is None else rotation.q_norm,
         k if rotation.k_norm is None else rotation.k_norm,
         positions if rotation.inv_freq is None else rotation.inv_freq,
@@ -244,6 +246,7 @@ def _launch(
         num_requests,
         1 if placement is None else page_table.shape[1],
         0 if placement is None else _page_shift(pages),
+        0,
         **rotation_constants(head_dim, num_requests),
         **flags,
         num_warps=NUM_WARPS,

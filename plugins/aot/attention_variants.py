@@ -49,21 +49,22 @@ def _attention_variant(
     suffix: str, dtype: torch.dtype, page_dtype: torch.dtype, constants: dict[str, int | bool], has_softcap: bool
 ) -> KernelVariant:
     tile = constants["TILE"]
-    signature = {name: pointer(dtype) for name in ("q", "pages", "block_k", "block_v", "attended")}
-    signature["pages"] = pointer(page_dtype)
+    signature = {"q": pointer(dtype), "pages": pointer(page_dtype), "state_pools": pointer(torch.int64)}
+    signature |= dict.fromkeys(("block_k", "block_v", "attended"), pointer(dtype))
     signature |= dict.fromkeys(("partials", "partial_stats"), _FLOAT)
     signature |= dict.fromkeys(("token_offsets", "context_lens", "page_table"), _INT)
     signature |= {"sinks": _FLOAT}
     signature |= dict.fromkeys(("score_scale", "k_scale", "v_scale", "softcap"), "fp32")
     signature |= {"num_requests": "i32", "block_rows": "i32", "block_k_stride": "i32:16", "block_v_stride": "i32:16"}
-    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "page_shift"), "i32")
+    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "page_shift", "state"), "i32")
     signature |= dict.fromkeys(("max_lag", "max_lead", "window_step"), "i32")
     signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "has_sinks"), "i32")
     return KernelVariant(
         name=f"attention_{suffix}",
         kernel=attention_kernel,
         signature=signature,
-        constexprs=constants | {"HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": tile >= MIN_FULL_LOOP_TILE},
+        constexprs=constants
+        | {"HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": tile >= MIN_FULL_LOOP_TILE, "POOLED": True},
         grid=("kv_heads", f"{_ROW_CAPACITY.format(tile=tile)} + work_slots", "1"),
         **attention_options(tile=int(tile), head_dim=int(constants["HEAD_DIM"]), dtype=dtype),
     )

@@ -22,12 +22,13 @@ def rotate_and_store_variant(
     uses = (("norm", has_norm), ("rope", has_rope), ("pages", stores_pages), ("limits", has_limits))
     constants = rotation_constants(head_dim, max_requests)
     tensors = dict.fromkeys(("q", "k", "v", "q_out", "k_out"), pointer(dtype))
-    tensors |= {"pages": pointer(page_dtype), "q_norm": pointer(dtype), "k_norm": pointer(dtype)}
+    tensors |= {"pages": pointer(page_dtype), "state_pools": pointer(torch.int64)}
+    tensors |= {"q_norm": pointer(dtype), "k_norm": pointer(dtype)}
     tensors |= {"inv_freq": pointer(torch.float32)}
     tensors |= dict.fromkeys(("positions", "token_offsets", "page_table", "limits"), pointer(torch.int32))
     scalars = dict.fromkeys(("amplitude", "eps", "k_scale", "v_scale"), "fp32")
     scalars |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    scalars |= dict.fromkeys(("q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift"), "i32")
+    scalars |= dict.fromkeys(("q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state"), "i32")
     heads = HEADS_PER_PROGRAM
     blocks = [f"(q_heads + {heads - 1}) / {heads}", f"(kv_heads + {heads - 1}) / {heads}"]
     return KernelVariant(
@@ -35,7 +36,8 @@ def rotate_and_store_variant(
         kernel=rotate_and_store_kernel,
         signature=tensors | scalars,
         constexprs=constants
-        | {"HAS_NORM": has_norm, "HAS_ROPE": has_rope, "STORES_PAGES": stores_pages, "HAS_LIMITS": has_limits},
+        | {"HAS_NORM": has_norm, "HAS_ROPE": has_rope, "STORES_PAGES": stores_pages, "HAS_LIMITS": has_limits}
+        | {"POOLED": stores_pages},
         num_warps=NUM_WARPS,
         num_stages=1,
         grid=("num_rows", " + ".join([*blocks, blocks[1]] if stores_pages else blocks), "1"),

@@ -56,6 +56,7 @@ extern "C"
         int32_t num_requests;
         int32_t block_rows;        /* S, of dflash_trt_attend_draft */
         int32_t pages_per_request; /* P */
+        int32_t state;             /* index in state_pools */
     } dflash_trt_attention_shape;
 
     typedef struct
@@ -63,7 +64,7 @@ extern "C"
         void const* q;
         void const* k;
         void const* v;
-        void* pages;
+        int64_t const* state_pools; /* device addresses of pages, of which the shape's `state` is used */
         int32_t const* positions;
         int32_t const* token_offsets;
         int32_t const* context_lens;
@@ -78,7 +79,7 @@ extern "C"
         void const* q; /* this, the block and attended are not read by dflash_trt_write_draft_context */
         void const* block_k;
         void const* block_v;
-        void* pages;
+        int64_t const* state_pools; /* device addresses of pages, of which the shape's `state` is used */
         int32_t const* positions;
         int32_t const* token_offsets;
         int32_t const* page_table;
@@ -128,7 +129,7 @@ extern "C"
     DFLASH_TRT_API char const* dflash_trt_architectures(void);
     DFLASH_TRT_API char const* dflash_trt_manifest_sha256(void);
 
-    /* The contract of plugins/README.md as the library knows it, in JSON: names, orders, types, aliases and fields. */
+    /* The contract of plugins/README.md as the library knows it, in JSON: names, orders, types and fields. */
     DFLASH_TRT_API char const* dflash_trt_contract(void);
 
 #ifdef __cplusplus

@@ -76,9 +76,9 @@ SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
     return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
 }
 
-DraftContextBuffers context_of(dflash_trt_draft_buffers const& buffers)
+DraftContextBuffers context_of(dflash_trt_attention_shape const& shape, dflash_trt_draft_buffers const& buffers)
 {
-    return {buffers.context_k, buffers.context_v, buffers.pages, buffers.positions, buffers.token_offsets,
+    return {buffers.context_k, buffers.context_v, {buffers.state_pools, shape.state}, buffers.positions, buffers.token_offsets,
         buffers.page_table, buffers.next_context_lens};
 }
 
@@ -110,7 +110,7 @@ int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& given = required(buffers);
-            AttendPagesBuffers const used{given.q, given.k, given.v, given.pages, given.positions, given.token_offsets,
+            AttendPagesBuffers const used{given.q, given.k, given.v, {given.state_pools, sizes.state}, given.positions, given.token_offsets,
                 given.context_lens, given.page_table, given.attended, workspace};
             attend_pages(
                 geometry_of(sizes), sizes.heads, sizes.window, step_of(sizes), used, Device::current(), stream);
@@ -127,7 +127,7 @@ int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_
             auto const& given = required(buffers);
             DraftBlockBuffers const block{given.q, given.block_k, given.block_v, given.attended, workspace};
             AttentionMask const mask{sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0};
-            attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), context_of(given), block,
+            attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), context_of(sizes, given), block,
                 Device::current(), stream);
         });
 }
@@ -140,7 +140,7 @@ int32_t dflash_trt_write_draft_context(
         {
             auto const& sizes = required(shape);
             write_draft_context(
-                geometry_of(sizes), step_of(sizes), context_of(required(buffers)), Device::current(), stream);
+                geometry_of(sizes), step_of(sizes), context_of(sizes, required(buffers)), Device::current(), stream);
         });
 }
 

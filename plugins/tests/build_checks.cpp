@@ -128,14 +128,8 @@ void check_interfaces(Plugin const& plugin, Node const& node)
     expect(core(plugin)->getPluginName() == node.name, node.name + ": name");
     expect(std::string(core(plugin)->getPluginNamespace()) == "dflash_trt", node.name + ": plugin's namespace");
     nvinfer1::InterfaceInfo const info = build(plugin)->getInterfaceInfo();
-    expect(std::string(info.kind) == "PLUGIN_V3ONE_BUILD" && info.major == 2, node.name + ": build interface 2");
+    expect(std::string(info.kind) == "PLUGIN_V3ONE_BUILD" && info.major == 1, node.name + ": build interface 1");
     expect(build(plugin)->getNbOutputs() == count(node.outputs), node.name + ": number of outputs");
-    for (int32_t i = -1; i <= count(node.outputs); ++i)
-    {
-        bool const is_output = i >= 0 && i < count(node.outputs);
-        int32_t const alias = is_output ? node.aliases[static_cast<size_t>(i)] : -1;
-        expect(build(plugin)->getAliasedInput(i) == alias, node.name + ": alias of output " + std::to_string(i));
-    }
 }
 
 void check_shapes(Plugin const& plugin, Node const& node)
@@ -203,10 +197,7 @@ void check_formats(Plugin const& plugin, Node const& node)
             bool const is_free = position == 0; // the first tensor decides what F is
             bool const is_float =
                 desc.type == DataType::kFLOAT || desc.type == DataType::kHALF || desc.type == DataType::kBF16;
-            bool const is_pages = all[static_cast<size_t>(position)].name == "pages"; // of F or FP8, as they like
-            bool const is_right = is_free ? is_float
-                : is_pages                ? desc.type == all[0].type || desc.type == DataType::kFP8
-                                          : desc.type == right;
+            bool const is_right = is_free ? is_float : desc.type == right;
             for (int32_t format = 0; format < kNumFormats; ++format)
             {
                 desc.format = static_cast<TensorFormat>(format);
@@ -245,18 +236,29 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("logit_rows", 1, 1000, "WIDTH");
         return;
     }
-    if (node.input("pages").type == DataType::kFP8)
+    bool const is_target = node.name == "AttendPages";
+    refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
+    refuses("page_table", 0, 100000, "REQUESTS");
+    refuses(is_target ? "v" : "context_v", 1, 3, is_target ? "v" : "context_v");
+}
+
+void check_scales(nvinfer1::IPluginCreatorV3One& creator, Node node)
+{
+    bool has_scales = false;
+    for (auto& [name, value] : node.fields)
     {
-        Node scaled = node;
-        scaled.input("pages").type = node.inputs[0].type;
-        expect(configure(plugin, scaled) != 0, node.name + ": refuses scales of pages that are not FP8");
+        has_scales = has_scales || (name == "k_scale" && std::get<float>(value) != 1.0F);
+        if (name == "page_type")
+        {
+            value = 0;
+        }
+    }
+    if (has_scales)
+    {
+        expect(configure(made(creator, node, TensorRTPhase::kBUILD), node) != 0,
+            node.name + ": refuses scales of pages that are not FP8");
         expect_logged("k_scale: expected 1", node.name);
     }
-    refuses("pages", 2, 8, "page_size");
-    refuses("pages", 1, 3, "pages");
-    refuses("pages", 4, 24, "head_dim");
-    refuses("page_table", 0, 100000, "REQUESTS");
-    refuses(node.inputs[0].name.c_str(), 1, 3, node.inputs[0].name.c_str());
 }
 
 } // namespace host

@@ -47,7 +47,7 @@ inline auto* core(Plugin const& plugin)
 
 inline auto* build(Plugin const& plugin)
 {
-    return capability<nvinfer1::IPluginV3OneBuildV2>(*plugin, nvinfer1::PluginCapabilityType::kBUILD);
+    return capability<nvinfer1::IPluginV3OneBuild>(*plugin, nvinfer1::PluginCapabilityType::kBUILD);
 }
 
 inline auto* runtime(Plugin const& plugin)
@@ -93,6 +93,7 @@ void check_types(Plugin const& plugin, Node const& node);
 /// Exactly the contract's combinations: each tensor with every type and every format there is.
 void check_formats(Plugin const& plugin, Node const& node);
 void check_configuration(Plugin const& plugin, Node node);
+void check_scales(nvinfer1::IPluginCreatorV3One& creator, Node node);
 
 // run_checks.cpp
 

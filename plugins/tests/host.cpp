@@ -51,7 +51,7 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
         if (creator->getPluginName() == name)
         {
             expect(std::string(creator->getPluginNamespace()) == "dflash_trt", name + ": namespace");
-            expect(std::string(creator->getPluginVersion()) == "1", name + ": version");
+            expect(std::string(creator->getPluginVersion()) == "2", name + ": version");
             return creator;
         }
     }
@@ -81,6 +81,7 @@ void check_node(void* library, Node const& node, bool has_driver, bool has_kerne
         return;
     }
     check_configuration(plugin, node);
+    check_scales(*creator, node);
     check_while_building(made(*creator, node, nvinfer1::TensorRTPhase::kBUILD), node);
     (has_driver ? check_with_driver : check_without_driver)(plugin, node);
 }
@@ -99,9 +100,9 @@ int check_library(char const* path, bool has_driver)
     for (nvinfer1::DataType const type :
         {nvinfer1::DataType::kFLOAT, nvinfer1::DataType::kHALF, nvinfer1::DataType::kBF16})
     {
-        for (nvinfer1::DataType const page_type : {type, nvinfer1::DataType::kFP8})
+        for (bool const has_fp8_pages : {false, true})
         {
-            for (Node const& node : make_nodes(type, page_type))
+            for (Node const& node : make_nodes(type, has_fp8_pages))
             {
                 // The library of the tests has kernels of float32 alone.
                 check_node(library, node, has_driver, type == nvinfer1::DataType::kFLOAT);

@@ -19,7 +19,6 @@ struct Node
     std::vector<Field> fields;
     std::vector<Tensor> inputs;
     std::vector<Tensor> outputs;
-    std::vector<int32_t> aliases; // of the outputs: an input's index, or -1
     size_t num_launches;
 
     [[nodiscard]] Tensor& input(std::string const& wanted)
@@ -36,19 +35,20 @@ struct Node
 };
 
 // Sizes of a step; all different where they could be confused.
-constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kPages = 20, kPageSize = 4;
+constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
 
-inline std::vector<Node> make_nodes(nvinfer1::DataType f, nvinfer1::DataType page_type)
+/// `has_fp8_pages`: of scaled FP8; else of `f`.
+inline std::vector<Node> make_nodes(nvinfer1::DataType f, bool has_fp8_pages)
 {
     auto const i32 = nvinfer1::DataType::kINT32;
     auto const i64 = nvinfer1::DataType::kINT64;
     auto const f32 = nvinfer1::DataType::kFLOAT;
-    Tensor const pages{"pages", {kPages, 2, kPageSize, kKvHeads, kHeadDim}, page_type};
-    Tensor const next_pages{"next_pages", pages.sizes, page_type};
-    bool const is_fp8 = page_type == nvinfer1::DataType::kFP8;
-    Field const k_scale{"k_scale", is_fp8 ? 0.02F : 1.0F};
-    Field const v_scale{"v_scale", is_fp8 ? 0.3F : 1.0F};
+    Tensor const pools{"state_pools", {kStates}, i64};
+    Field const state{"state", 3};
+    Field const page_type{"page_type", has_fp8_pages ? 1 : 0};
+    Field const k_scale{"k_scale", has_fp8_pages ? 0.02F : 1.0F};
+    Field const v_scale{"v_scale", has_fp8_pages ? 0.3F : 1.0F};
     Tensor const positions{"positions", {kTokens}, i32};
     Tensor const token_offsets{"token_offsets", {kRequests + 1}, i32};
     Tensor const page_table{"page_table", {kRequests, kPagesPerRequest}, i32};
@@ -59,20 +59,21 @@ inline std::vector<Node> make_nodes(nvinfer1::DataType f, nvinfer1::DataType pag
     auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
     int64_t const block = kRequests * kWidth;
     return {
-        {"AttendPages", {{"page_size", 4}, {"window", 0}, k_scale, v_scale},
-            {rows("q", kTokens, kHeads), rows("k", kTokens, kKvHeads), rows("v", kTokens, kKvHeads), pages, positions,
+        {"AttendPages", {state, page_type, {"page_size", 4}, {"window", 0}, k_scale, v_scale},
+            {rows("q", kTokens, kHeads), rows("k", kTokens, kKvHeads), rows("v", kTokens, kKvHeads), pools, positions,
                 token_offsets, per_request("context_lens", i32), page_table},
-            {attended(kTokens), next_pages}, {-1, 3}, 3},
+            {attended(kTokens)}, 3},
         {"AttendDraft",
-            {{"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale, v_scale},
+            {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale,
+                v_scale},
             {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), rows("q", block, kHeads),
-                rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pages, positions, token_offsets,
+                rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pools, positions, token_offsets,
                 page_table, next_context_lens},
-            {attended(block), next_pages}, {-1, 5}, 3},
-        {"WriteDraftContext", {{"page_size", 4}, k_scale, v_scale},
-            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), pages, positions,
+            {attended(block)}, 3},
+        {"WriteDraftContext", {state, page_type, {"page_size", 4}, k_scale, v_scale},
+            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), pools, positions,
                 token_offsets, page_table, next_context_lens},
-            {next_pages}, {2}, 1},
+            {{"written", {1}, i32}}, 1},
         {"SampleAndAccept", {},
             {{"logits", {block, kVocabulary}, f}, {"token_ids", {kTokens}, i32}, positions, token_offsets,
                 per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
@@ -80,7 +81,7 @@ inline std::vector<Node> make_nodes(nvinfer1::DataType f, nvinfer1::DataType pag
                 per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64)},
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
-            {-1, -1, -1, -1, -1}, 7},
+            7},
     };
 }
 

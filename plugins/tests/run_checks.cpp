@@ -25,11 +25,7 @@ struct Execution
     {
         size_t next = 0;
         std::generate_n(std::back_inserter(input_addresses), node.inputs.size(), [&] { return memory[next++]; });
-        for (int32_t alias : node.aliases)
-        {
-            void const* const shared = alias < 0 ? memory[next++] : input_addresses[static_cast<size_t>(alias)];
-            output_addresses.push_back(const_cast<void*>(shared));
-        }
+        std::generate_n(std::back_inserter(output_addresses), node.outputs.size(), [&] { return memory[next++]; });
     }
 
     int32_t prepare(Plugin const& plugin)
@@ -76,16 +72,6 @@ void check_with_driver(Plugin const& plugin, Node const& node)
     execution.input_addresses[0] = execution.memory[0] + 2;
     expect(execution.enqueue(plugin) != 0, node.name + ": refuses an odd address");
     expect_logged("multiple of 16", node.name);
-    Execution moved(node);
-    for (size_t i = 0; i < node.aliases.size(); ++i)
-    {
-        if (node.aliases[i] >= 0)
-        {
-            moved.output_addresses[i] = moved.memory[30];
-            expect(moved.enqueue(plugin) != 0, node.name + ": refuses pages that are not shared");
-            expect_logged("ALIASED_PLUGIN_IO_10_03", node.name);
-        }
-    }
     set_device(7, 5, 68);
     expect(execution.prepare(plugin) != 0, node.name + ": refuses a GPU it has no kernels for");
     expect_logged("compute capability 7.5", node.name);

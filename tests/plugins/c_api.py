@@ -13,10 +13,12 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (
     "heads kv_heads head_dim page_size window is_causal is_window_anchored"
-    " num_tokens num_requests block_rows pages_per_request"
+    " num_tokens num_requests block_rows pages_per_request state"
 )
-_PAGES = "q k v pages positions token_offsets context_lens page_table attended"
-_DRAFT = "context_k context_v q block_k block_v pages positions token_offsets page_table next_context_lens attended"
+_PAGES = "q k v state_pools positions token_offsets context_lens page_table attended"
+_DRAFT = (
+    "context_k context_v q block_k block_v state_pools positions token_offsets page_table next_context_lens attended"
+)
 
 
 def _structure(name: str, fields: str, type_: Any) -> Any:
@@ -77,7 +79,7 @@ class PluginLibrary:
         attended = torch.empty_like(x["q"])
         workspace = self._workspace("attend_pages", shape, x["q"].device)
         self._call("attend_pages", shape, _buffers(PagesBuffers, x | {"attended": attended}), _address(workspace))
-        return [attended.flatten(1), x["pages"]]
+        return [attended.flatten(1)]
 
     def sample_and_accept(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         num_requests, width = x["logit_rows"].shape
@@ -103,12 +105,12 @@ class PluginLibrary:
         if "q" not in x:
             shape = _attention_shape(x, fields, None)
             self._call("write_draft_context", shape, _buffers(DraftBuffers, x))
-            return [x["pages"]]
+            return []
         shape = _attention_shape(x, fields, x["q"])
         attended = torch.empty_like(x["q"])
         workspace = self._workspace("attend_draft", shape, x["q"].device)
         self._call("attend_draft", shape, _buffers(DraftBuffers, x | {"attended": attended}), _address(workspace))
-        return [attended.flatten(1), x["pages"]]
+        return [attended.flatten(1)]
 
     def _workspace(self, name: str, shape: Any, device: torch.device) -> Tensor:
         num_bytes = ctypes.c_size_t()
@@ -133,17 +135,16 @@ class PluginLibrary:
 
 def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor | None) -> Any:
     num_requests, pages_per_request = x["page_table"].shape
-    _, _, page_size, kv_heads, head_dim = x["pages"].shape
-    assert fields["page_size"] == page_size
+    _, kv_heads, head_dim = x["k" if "k" in x else "context_k"].shape
     return AttentionShape(
         float_type=FLOAT_TYPES[next(iter(x.values())).dtype],  # by contract the first input is of F
-        page_type=int(x["pages"].dtype == torch.float8_e4m3fn),
+        page_type=int(fields["page_type"]),
         k_scale=fields["k_scale"],
         v_scale=fields["v_scale"],
         heads=kv_heads if q is None else q.shape[1],
         kv_heads=kv_heads,
         head_dim=head_dim,
-        page_size=page_size,
+        page_size=int(fields["page_size"]),
         window=int(fields.get("window", 0)),
         is_causal=int(fields.get("is_causal", 1)),
         is_window_anchored=int(fields.get("is_window_anchored", 0)),
@@ -151,6 +152,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         num_requests=num_requests,
         block_rows=0 if q is None else len(q) // num_requests,
         pages_per_request=pages_per_request,
+        state=int(fields["state"]),
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tests.logit_rows import columns_off
 
 PAGE_SIZE = 4
+STATE, NUM_STATES = 1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +65,37 @@ PAIRS = [(node, case) for case in CASES for node in NODES if node != "SampleAndA
 
 
 class NodeInputs:
-    """`attend_pages()` and the others give the named inputs and the fields of one node, new tensors each time."""
+    """`attend_pages()` and the others give the named inputs and the fields of one node, new tensors each time.
+
+    `pages` are those of the last node made.
+    """
 
     def __init__(self, case: StepCase, device: torch.device, *, seed: int = 0) -> None:
         self.case, self._device = case, device
         self._random = torch.Generator().manual_seed(seed)
+        self.pages: Tensor | None = None
         total = max(a + b for a, b in zip(case.num_tokens, case.context_lens, strict=True))
         self._pages_per_request = -(-(total + case.width) // case.page_size)
         self._num_pages = len(case.num_tokens) * self._pages_per_request + 3
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The pages of the last node made, if it has any."""
+        return [] if self.pages is None else [self.pages]
 
     def attend_pages(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
         kv = (rows, case.kv_heads, case.head_dim)
         inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
-        inputs |= {"pages": self._pages(), "context_lens": self._integers(case.context_lens)}
-        return inputs | self._layout(), {"page_size": case.page_size, "window": case.window} | case.scales
+        inputs |= {"state_pools": self._pools(), "context_lens": self._integers(case.context_lens)}
+        return inputs | self._layout(), self._page_fields() | {"window": case.window}
 
     def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
         kv = (rows, case.kv_heads, case.head_dim)
-        inputs = {"context_k": self._floats(*kv), "context_v": self._floats(*kv), "pages": self._pages()}
+        inputs = {"context_k": self._floats(*kv), "context_v": self._floats(*kv), "state_pools": self._pools()}
         inputs |= self._layout() | {"next_context_lens": self._next()}
-        return inputs, {"page_size": case.page_size} | case.scales
+        return inputs, self._page_fields()
 
     def attend_draft(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, len(self.case.num_tokens) * self.case.width
@@ -149,6 +159,21 @@ class NodeInputs:
         case = self.case
         given = zip(case.context_lens, case.num_tokens, strict=True)
         return self._integers([start + int(torch.randint(1, n + 1, (), generator=self._random)) for start, n in given])
+
+    def _pools(self) -> Tensor:  # int64 [states]
+        """Addresses of `pages`, and of nothing before and after it."""
+        self.pages = self._pages()
+        pools = torch.zeros(NUM_STATES, dtype=torch.int64, device=self._device)
+        pools[STATE] = self.pages.data_ptr()
+        return pools
+
+    def _page_fields(self) -> dict[str, float]:
+        case = self.case
+        return {
+            "state": STATE,
+            "page_type": int(case.page_dtype is not None),
+            "page_size": case.page_size,
+        } | case.scales
 
     def _pages(self) -> Tensor:
         case = self.case

@@ -1,20 +1,20 @@
 """An ICudaEngine on the host: real addresses, real profiles, the interpreter instead of a GPU."""
 
-import ctypes
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash_trt.backends.tensorrt.engine import expected_io
 from dflash_trt.backends.tensorrt.network import IoTensor
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.engine_dir import EngineLimits
 from tests.trt.interpreter import NetworkInterpreter, Plugins
-from tests.trt.networks import DefinedStep
+from tests.trt.networks import DefinedStep, view_at
 
+USER_MANAGED = "USER_MANAGED"
+ACTIVATION_BYTES = (1 << 12, 1 << 14)  # of the profiles
 _NAMES = {
     "float32": "FLOAT",
     "bfloat16": "BF16",
@@ -38,7 +38,6 @@ class FakeEngine:
         self.profiles = step_profiles(defined.spec, limits)
         self.inputs = profile_inputs(defined.spec)
         self.contexts: list[FakeContext] = []
-        self.moved: dict[str, int] = {}
 
     @property
     def num_io_tensors(self) -> int:
@@ -59,8 +58,12 @@ class FakeEngine:
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
-    def create_execution_context(self) -> "FakeContext":
-        self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles, moved=self.moved))
+    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
+        return ACTIVATION_BYTES[profile_index]
+
+    def create_execution_context(self, strategy: str) -> "FakeContext":
+        assert strategy == USER_MANAGED
+        self.contexts.append(FakeContext(self.interpreter, self.inputs, self.profiles))
         return self.contexts[-1]
 
 
@@ -75,7 +78,8 @@ class FakeContext:
     num_runs: int = 0
     addresses: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)  # bytes by which a tensor is not where it was bound
+    memory: tuple[int, int] = (0, 0)  # address and size of what it computes in
+    ran: set[tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=set)  # the shapes it ever had
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self.profile = index
@@ -85,8 +89,8 @@ class FakeContext:
         self.addresses[name] = address
         return True
 
-    def get_tensor_address(self, name: str) -> int:
-        return self.addresses[name] + self.moved.get(name, 0)
+    def set_device_memory(self, memory: int, size: int) -> None:
+        self.memory = (memory, size)
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Refuses what the profile does not allow, as TensorRT does."""
@@ -97,22 +101,21 @@ class FakeContext:
         return all(low <= size <= high for low, size, high in sizes)
 
     def execute_async_v3(self, stream: int) -> bool:
+        """Refuses to run without the memory its profile asks for: TensorRT would write somewhere."""
+        address, size = self.memory
+        if not address or address % 256 or size < ACTIVATION_BYTES[self.profile]:
+            return False
         self.num_runs += 1
+        self.ran.add(tuple(sorted(self.shapes.items())))
         given = {
-            tensor.name: _view(self.addresses[tensor.name], self.shapes[tensor.name], tensor.dtype).clone()
+            tensor.name: view_at(
+                self.addresses[tensor.name], self.shapes.get(tensor.name, tensor.shape), getattr(torch, tensor.dtype)
+            ).clone()
             for tensor in self.inputs
         }
         for name, value in self.interpreter.run(given).items():
-            target = _view(self.addresses[name], tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            target.copy_(value)
+            view_at(self.addresses[name], tuple(value.shape), value.dtype).copy_(value)
         return True
-
-
-def _view(address: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    torch_dtype = getattr(torch, dtype)
-    num_bytes = torch.Size(shape).numel() * torch_dtype.itemsize
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=torch_dtype).view(shape)
 
 
 def _named(name: str) -> Any:

@@ -1,5 +1,6 @@
 """TensorRT networks over tiny checkpoints, and an executor that runs one in the interpreter."""
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -9,15 +10,16 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs, step_result
+from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.network import (
-    NEXT_PREFIX,
     StepNetworkSpec,
     define_step_network,
-    state_of,
+    state_inputs_of,
+    state_outputs_of,
     step_outputs_of,
 )
 from dflash_trt.backends.tensorrt.ops import PluginMode
@@ -69,7 +71,7 @@ def define_pair(
     which are FP8.
     """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
-    spec = replace(spec, quantization=pages)
+    spec = replace(spec, quantization=pages, plugins=plugins)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
     logger = make_logger(trt)
@@ -78,9 +80,7 @@ def define_pair(
     layers = Layers(wrap(trt), wrap(network), logger)
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     hosts = host_tensors(tensors)
-    define_step_network(
-        layers, spec, hosts, quantized=host_quantized(quantized or {}), rope_tables=rope_tables, plugins=plugins
-    )
+    define_step_network(layers, spec, hosts, quantized=host_quantized(quantized or {}), rope_tables=rope_tables)
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return DefinedStep(
         trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants
@@ -106,16 +106,21 @@ def open_spec(
 
 def tensor_of(host: HostTensor) -> Tensor:
     """A copy of the memory that a HostTensor points at."""
-    import ctypes
-
     dtype = getattr(torch, host.dtype)
     size = host.num_elements * dtype.itemsize
     raw = (ctypes.c_uint8 * size).from_address(host.address)
     return torch.frombuffer(raw, dtype=torch.uint8).clone().view(dtype).reshape(host.shape)
 
 
+def view_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Host memory as a tensor."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class InterpretedExecutor:
-    """Implements `core.batch.StepExecutor` over an interpreted network; K = 0 runs as K = 1 without its drafts."""
+    """Implements `core.step_plan.StepExecutor` over an interpreted network; K = 0 runs as K = 1 without its drafts."""
 
     def __init__(
         self,
@@ -137,10 +142,12 @@ class InterpretedExecutor:
         self._spec = spec
         self._slots = SlotMirror()
         self._interpreter = defined.interpreter(plugins)
-        self.state = {
-            tensor.name: torch.zeros(num_pages, *tensor.shape[1:], dtype=getattr(torch, tensor.dtype))
-            for tensor in state_of(spec)
-        }
+        self._state = EngineState(spec, num_pages=num_pages, device=torch.device("cpu"))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The pages, by name of the state."""
+        return {name: pages[: self.limits.num_pages] for name, pages in self._state.pages.items()}
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         return FinishedStep(lambda: self._step(plan))
@@ -152,11 +159,13 @@ class InterpretedExecutor:
         num_draft_tokens = max(batch.num_draft_tokens, least)
         inputs = step_inputs(StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens))
         named = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
-        outputs = self._interpreter.run(named | self.state)
-        self.state = {name: outputs[NEXT_PREFIX + name] for name in self.state}
-        assert set(outputs) == {tensor.name for tensor in step_outputs_of(self._spec)} | {
-            NEXT_PREFIX + name for name in self.state
-        }
+        given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
+        outputs = self._interpreter.run(named | given)
+        written = {tensor.name for tensor in state_outputs_of(self._spec)}
+        assert set(outputs) == {tensor.name for tensor in step_outputs_of(self._spec)} | written
+        for name in written:
+            self._state.tensors[name].copy_(outputs[name])
+        self._state.finish_step()
         acceptance = Acceptance(
             emitted_tokens=outputs["emitted_tokens"],
             emitted_logprobs=outputs["emitted_logprobs"],

@@ -105,7 +105,7 @@ class FakePlugins:
         self.nodes: list[PluginNode] = []
 
     def get_creator(self, name: str, version: str, namespace: str) -> Any:
-        assert (version, namespace) == ("1", "dflash_trt")
+        assert (version, namespace) == ("2", "dflash_trt")
         return None if name in self.missing else _Creator(name)
 
     def add(self, network: Any, inputs: list[Any], plugin: PluginNode) -> "_PluginLayer":
@@ -119,14 +119,11 @@ class FakePlugins:
 
 def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
     """What plugins/README.md promises about the outputs of each plugin."""
-    if name == "AttendPages":
-        q, _, _, pages = inputs[:4]
-        return [(q.dtype, (-1, q.shape[1] * q.shape[2])), (pages.dtype, tuple(pages.shape))]
-    if name == "AttendDraft":
-        q, pages = inputs[2], inputs[5]
-        return [(q.dtype, (-1, q.shape[1] * q.shape[2])), (pages.dtype, tuple(pages.shape))]
+    if name in ("AttendPages", "AttendDraft"):
+        q = inputs[0 if name == "AttendPages" else 2]
+        return [(q.dtype, (-1, q.shape[1] * q.shape[2]))]
     if name == "WriteDraftContext":
-        return [(inputs[2].dtype, tuple(inputs[2].shape))]
+        return [(inputs[3].dtype, (1,))]
     token_ids, logit_rows, temperature = inputs[1], inputs[5], inputs[7]
     rows = tuple(logit_rows.shape)
     return [

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.network import pages_of
 from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.cli.main import cli
@@ -72,12 +73,12 @@ def test_the_network_of_one_of_two_ranks_sums_and_gathers_where_it_must(trt, tmp
     collectives = [layer for layer in layers if layer.type.name == "DIST_COLLECTIVE"]
     assert len(collectives) == 2 * (4 + 2) + 2
     assert {layer.num_ranks for layer in collectives} == {2}
-    pages = next(tensor for tensor in profile_inputs(defined.spec) if tensor.name == "target_kv.0")
+    pages = next(tensor for tensor in pages_of(defined.spec) if tensor.name == "target_kv.0")
     assert pages.shape == (-1, 2, PAGE_SIZE, 1, 16)
 
 
 def test_profiles_cover_what_the_limits_allow_and_nothing_more(tmp_path):
-    spec, _ = open_spec(*make_pair(tmp_path), dtype="float32")
+    spec = replace(open_spec(*make_pair(tmp_path), dtype="float32")[0], plugins="layers")
     decode, mixed = step_profiles(spec, LIMITS)
     shapes = {tensor.name: decode.shapes_of(tensor) for tensor in profile_inputs(spec)}
     assert shapes["token_ids"] == ((1,), (16,), (16,))  # 4 requests of 3 drafts and an anchor
@@ -86,6 +87,8 @@ def test_profiles_cover_what_the_limits_allow_and_nothing_more(tmp_path):
     assert shapes["page_table"][2] == (4, num_pages)
     assert shapes["target_kv.0"][2] == (4 * num_pages + 1, 2, PAGE_SIZE, 2, 16)
     assert mixed.axes["T"].max == LIMITS.max_num_tokens
+    for profile in step_profiles(replace(spec, plugins="plugin"), LIMITS):
+        assert "pages" not in profile.axes  # pages are no tensor of the network
 
 
 def test_an_unknown_builder_flag_is_refused(trt, tmp_path):

@@ -20,7 +20,7 @@ from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.traces import GREEDY, integers, trace
-from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair, view_at
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
 from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
@@ -51,14 +51,23 @@ class PluginReference:
         return getattr(self, f"_{re.sub('(?<!^)(?=[A-Z])', '_', node.name).lower()}")(named, node.fields)
 
     def _attend_pages(self, x, settings):
+        num_rows = int(x["token_offsets"][-1])  # rows and requests that pad a step come last, and have no tokens
+        num_requests = int((x["token_offsets"].diff() > 0).sum())
+        padding = torch.zeros(len(x["q"]) - num_rows, x["q"].shape[1:].numel(), dtype=x["q"].dtype)
+        if num_requests == 0:
+            return [padding]
+        x = x | {name: x[name][:num_rows] for name in ("q", "k", "v", "positions")}
+        x |= {name: x[name][:num_requests] for name in ("context_lens", "page_table")}
+        x["token_offsets"] = x["token_offsets"][: num_requests + 1]
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
-        pages = x["pages"].clone()
+        pages = _pages(x, settings, like=x["k"])
         attention = AttentionMask(window=_window(settings))
         given = (x["q"], x["k"], x["v"], _scaled(pages, settings))
-        return [torch_attention.attend_rows(plan, *given, attention), pages]
+        return [torch.cat([torch_attention.attend_rows(plan, *given, attention), padding])]
 
     def _attend_draft(self, x, settings):
-        [pages] = self._write_draft_context(x, settings)
+        self._write_draft_context(x, settings)
+        pages = _pages(x, settings, like=x["context_k"])
         context_lens = x["next_context_lens"]
         width = len(x["q"]) // len(context_lens)
         page_size = settings["page_size"]
@@ -66,10 +75,10 @@ class PluginReference:
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
         attention = AttentionMask(window=_window(settings), **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
-        return [torch_attention.attend_blocks(plan, *given, attention), pages]
+        return [torch_attention.attend_blocks(plan, *given, attention)]
 
     def _write_draft_context(self, x, settings):
-        page_size, pages = settings["page_size"], x["pages"].clone()
+        page_size, pages = settings["page_size"], _pages(x, settings, like=x["context_k"])
         context_k, context_v = x["context_k"], x["context_v"]
         if pages.dtype == torch.float8_e4m3fn:
             scaled = ((context_k, settings["k_scale"]), (context_v, settings["v_scale"]))
@@ -81,7 +90,7 @@ class PluginReference:
                     page = int(x["page_table"][r, position // page_size])
                     pages[page, 0, position % page_size] = context_k[t]
                     pages[page, 1, position % page_size] = context_v[t]
-        return [pages]
+        return [torch.zeros(1, dtype=torch.int32)]
 
     def _sample_and_accept(self, x, settings):
         acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
@@ -90,6 +99,13 @@ class PluginReference:
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+
+
+def _pages(x, settings, *, like):
+    """The pages at the node's address, as many as the page table needs."""
+    dtype = torch.float8_e4m3fn if settings["page_type"] else like.dtype
+    shape = (int(x["page_table"].max()) + 1, 2, settings["page_size"], *like.shape[1:])
+    return view_at(int(x["state_pools"][settings["state"]]), shape, dtype)
 
 
 def _scaled(pages, settings):
@@ -182,13 +198,14 @@ def test_an_engine_that_never_drafts_only_writes_the_draft_context(trt, tmp_path
     target, drafter = make_pair(tmp_path)
     _, nodes = define_with_plugins(trt, target, drafter, max_draft_len=0)
     assert [node.name for node in nodes if "Draft" in node.name] == ["WriteDraftContext"] * 2
-    fields = {"page_size": PAGE_SIZE, "k_scale": 1.0, "v_scale": 1.0}
-    assert all(node.fields == fields for node in nodes if node.name == "WriteDraftContext")
+    fields = {"page_type": 0, "page_size": PAGE_SIZE, "k_scale": 1.0, "v_scale": 1.0}
+    writers = [node.fields for node in nodes if node.name == "WriteDraftContext"]
+    assert writers == [fields | {"state": 4 + layer} for layer in range(2)]
 
 
 def test_a_plugin_that_no_library_has_is_named(trt, tmp_path):
     target, drafter = make_pair(tmp_path)
-    with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 1, found no loaded library"):
+    with pytest.raises(BuildError, match="expected dflash_trt::AttendDraft version 2, found no loaded library"):
         define_with_plugins(trt, target, drafter, missing=("AttendDraft",))
 
 

@@ -3,15 +3,16 @@
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dflash_trt.backends.graphs import GraphCache
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt.compatibility import library_mismatches, mismatches
+from dflash_trt.backends.tensorrt.context import DECODE, MIXED, StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
-from dflash_trt.backends.tensorrt.executor import DECODE, MIXED, TensorRTExecutor
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.backends.tensorrt.module import load_tensorrt
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.self_test import qualify
@@ -22,7 +23,7 @@ from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from tests.engines import PAGE_SIZE, Decoding, make_executor
 from tests.traces import GREEDY, SAMPLED, integers, trace
-from tests.trt.fake_engine import FakeEngine
+from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN, define_pair
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import FP8_PAGES, make_pair
@@ -44,6 +45,9 @@ RECORD = TensorRTRecord(
 )
 
 
+CPU, HOST_STREAM = torch.device("cpu"), SimpleNamespace(cuda_stream=0)
+
+
 @pytest.fixture
 def pair(tmp_path):
     return make_pair(tmp_path)
@@ -56,7 +60,7 @@ def make_engine(trt, pair, plugins, pages=None):
     return FakeEngine(defined, LIMITS, plugins=(nodes, PluginReference())), defined.spec
 
 
-def make_ours(trt, pair, plugins="layers", pages=None):
+def make_ours(trt, pair, plugins="layers", pages=None, *, captured=lambda spec, limits: (), capture=None):
     engine, spec = make_engine(trt, pair, plugins, pages)
     limits = ExecutorLimits(
         max_batch_size=8,
@@ -66,7 +70,9 @@ def make_ours(trt, pair, plugins="layers", pages=None):
         page_size=PAGE_SIZE,
         num_pages=256,
     )
-    return TensorRTExecutor(engine, spec, limits, plugins=plugins, device=torch.device("cpu")), engine
+    contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=captured(spec, limits), device=CPU)
+    ours = TensorRTExecutor(contexts, spec, limits, stream=HOST_STREAM, capture=capture, device=CPU)
+    return ours, engine
 
 
 @pytest.mark.parametrize("pages", [None, FP8_PAGES], ids=["pages of float32", "FP8 pages"])
@@ -80,19 +86,13 @@ def test_the_executor_gives_torchs_tokens_with_pages_swapped_or_in_place(trt, pa
         found, _ = trace(ours, samplings, num_draft_tokens=ks)
         assert integers(found) == integers(expected)
     assert min(engine.contexts[DECODE].num_runs, engine.contexts[MIXED].num_runs) > 0
-    shared = {
-        name
-        for name in ours._buffers.state
-        if engine.contexts[MIXED].addresses[name] == engine.contexts[MIXED].addresses[f"next_{name}"]
-    }
-    assert shared == (set(ours._buffers.state) if plugins == "plugin" else set())
 
 
 @pytest.mark.parametrize("plugins", ["layers", "plugin"])
 def test_a_closed_executor_gives_engine_and_pages_back_though_it_is_still_held(trt, pair, plugins):
     ours, engine = make_ours(trt, pair, plugins)
     trace(ours, GREEDY, num_draft_tokens=(3,))
-    held = [*ours._buffers.state.values(), *ours._written.values(), *ours._contexts, engine]
+    held = [*ours.pages().values(), ours._contexts, ours._contexts.activations, ours._buffers, engine]
     freed = [weakref.ref(item) for item in held]
     del engine, held
     ours.close()
@@ -128,27 +128,63 @@ def test_a_step_fed_on_the_device_equals_one_fed_by_the_host(trt, pair):
     assert results[0] == results[1]
 
 
-def test_full_blocks_are_captured_ahead_with_padding_alone_and_nothing_later(trt, pair):
-    ours, _ = make_ours(trt, pair, "plugin")
-    replays = []
+class RecordedGraphs:
+    """A Capture that says which contexts a graph ran in."""
 
-    def capture(enqueue):
-        return lambda: (replays.append(enqueue), enqueue())
+    def __init__(self, engine):
+        self.engine = engine
+        self.contexts = []  # of each graph
+        self.num_replays = 0
 
-    ours.graphs = GraphCache(capture)
-    for pages in ours._buffers.state.values():
+    def __call__(self, enqueue):
+        before = [context.num_runs for context in self.engine.contexts]
+        enqueue()
+        ran = [c for c, n in zip(self.engine.contexts, before, strict=True) if c.num_runs > n]
+        self.contexts.append(ran)
+
+        def replay():
+            self.num_replays += 1
+            enqueue()
+
+        return replay
+
+
+def make_captured(trt, pair, draft_lens):
+    graphs = RecordedGraphs(None)
+    ours, graphs.engine = make_ours(
+        trt, pair, "plugin", captured=lambda spec, limits: captured_shapes(spec, limits, draft_lens), capture=graphs
+    )
+    return ours, graphs
+
+
+def test_every_bucket_and_k_is_captured_ahead_in_a_context_of_its_own(trt, pair):
+    ours, graphs = make_captured(trt, pair, (3, 9, 2))  # at most the engine's 3
+    for pages in ours.pages().values():
         pages.fill_(42.0)
-    ours.warm_up((3, 9, 0))  # at most the engine's 3; K = 0 has no full blocks
-    assert ours.graphs.num_graphs == len([1, 2, 4, 8])
-    assert all((pages[:-1] == 42.0).all() for pages in ours._buffers.state.values())
-    for pages in ours._buffers.state.values():
+    ours.warm_up()
+    assert all((pages == 42.0).all() for pages in ours.pages().values())  # padding writes nothing
+    num_graphs = 3 * len([1, 2, 4, 8])  # K = 3, 2, and 1 for steps without drafts
+    assert ours.graphs.num_graphs == num_graphs
+    [*contexts] = [context for ran in graphs.contexts for context in ran]
+    assert len({id(context) for context in contexts}) == len(contexts) == num_graphs
+    sizes = [dict(next(iter(context.ran)))["token_ids"][0] for context in contexts]
+    assert sizes == sorted(sizes, reverse=True)  # the largest first: they share a pool
+    for pages in ours.pages().values():
         pages.zero_()
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
     ks = (3, 3, 0, 2)
-    assert integers(trace(ours, GREEDY, num_draft_tokens=ks)[0]) == integers(
-        trace(theirs, GREEDY, num_draft_tokens=ks)[0]
-    )
-    assert ours.graphs.num_graphs == 4 and replays
+    expected = integers(trace(theirs, GREEDY, num_draft_tokens=ks)[0])
+    assert integers(trace(ours, GREEDY, num_draft_tokens=ks)[0]) == expected
+    assert ours.graphs.num_graphs == num_graphs and graphs.num_replays > 0
+    assert {len(context.ran) for context in contexts} == {1}  # never another shape
+
+
+def test_contexts_share_one_block_of_the_size_tensorrt_asks_for(trt, pair):
+    ours, graphs = make_captured(trt, pair, (3,))
+    memories = {context.memory[0] for context in graphs.engine.contexts}
+    assert len(memories) == 1
+    assert {(c.profile, c.memory[1]) for c in graphs.engine.contexts} == {(0, 1 << 12), (1, 1 << 14)}
+    assert ours._contexts.activations.num_bytes >= 1 << 14
 
 
 def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
@@ -157,12 +193,12 @@ def test_padding_requests_write_nothing_but_the_scratch_page(trt, pair):
     run = Decoding(ours, [5, 9, 2], tuple(range(12)))
     part = run.prefill_part(8)
     run.take(part, run_batch(ours, StepBatch(requests=(part,), num_draft_tokens=3))[0])
-    for pages in ours._buffers.state.values():
+    for pages in ours.pages().values():
         pages[12:] = 42.0
     block = run.verify_part(3)
     run_batch(ours, StepBatch(requests=(block, block, block), num_draft_tokens=3))
     assert engine.contexts[DECODE].shapes["context_lens"] == (4,)
-    for pages in ours._buffers.state.values():
+    for pages in ours.pages().values():
         assert (pages[12:-1] == 42.0).all()
         assert not (pages[-1] == 42.0).all()
 
@@ -199,11 +235,11 @@ def _rename_tensor(engine):
 
 
 def _change_dtype(engine):
-    engine.dtypes["target_kv.0"] = "BF16"
+    engine.dtypes["state_pools"] = "INT32"
 
 
 def _change_shape(engine):
-    engine.shapes["draft_kv.1"] = (-1, 2, 8, 4, 8)
+    engine.shapes["state_pools"] = (5,)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +247,8 @@ def _change_shape(engine):
     [
         (_drop_tensor, ["tensor seed: expected in the engine, found none"]),
         (_rename_tensor, ["tensor seed: expected in the engine", "tensor seeds: expected no such tensor, found one"]),
-        (_change_dtype, ["tensor target_kv.0 dtype: expected FLOAT, found BF16"]),
-        (_change_shape, ["tensor draft_kv.1 shape: expected [-1, 2, 4, 4, 8], found [-1, 2, 8, 4, 8]"]),
+        (_change_dtype, ["tensor state_pools dtype: expected INT64, found INT32"]),
+        (_change_shape, ["tensor state_pools shape: expected [6], found [5]"]),
     ],
 )
 def test_an_engine_of_another_contract_is_refused_with_the_mismatch_named(trt, pair, change, messages):
@@ -223,16 +259,6 @@ def test_an_engine_of_another_contract_is_refused_with_the_mismatch_named(trt, p
         check_engine_io(engine, spec)
     for message in messages:
         assert message in str(error.value)
-
-
-def test_pages_that_do_not_leave_where_they_came_from_are_refused_at_load(trt, pair):
-    engine, spec = make_engine(trt, pair, "plugin")
-    engine.moved = {"next_draft_kv.0": 256}
-    limits = ExecutorLimits(
-        max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_num_tokens=64, max_draft_len=3, page_size=PAGE_SIZE, num_pages=64
-    )
-    with pytest.raises(EngineDirError, match=r"address of next_draft_kv\.0: expected 0x"):
-        TensorRTExecutor(engine, spec, limits, plugins="plugin", device=torch.device("cpu"))
 
 
 def test_an_engine_of_another_gpu_or_tensorrt_is_refused_with_both_named():

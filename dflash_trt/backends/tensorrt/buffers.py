@@ -1,13 +1,23 @@
-"""The device memory of a TensorRT step: its staged inputs and results, and the pages, allocated once.
+"""The device memory of TensorRT steps: staged inputs and results, and the state, allocated once.
 
-Addresses never change after construction, so that they are bound once and CUDA graphs stay valid.
+Addresses never change, so that they are bound once and CUDA graphs stay valid; plain layers alone write into a second
+pool, which takes turns with the first.
 """
 
 import torch
+from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.staging import InputStaging, ResultStaging
-from dflash_trt.backends.tensorrt.network import StepNetworkSpec, state_of, step_inputs_of, step_outputs_of
+from dflash_trt.backends.tensorrt.network import (
+    STATE_POOLS,
+    StepNetworkSpec,
+    pages_of,
+    state_outputs_of,
+    step_inputs_of,
+    step_outputs_of,
+)
+from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.step_spec import STEP_INPUTS
@@ -15,37 +25,74 @@ from dflash_trt.core.step_spec import STEP_INPUTS
 Shapes = dict[str, tuple[int, ...]]
 
 
+class EngineState:
+    """Pages of every state, as the network takes them: by address, or as tensors that leave as others."""
+
+    def __init__(self, spec: StepNetworkSpec, *, num_pages: int, device: torch.device) -> None:
+        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write."""
+        self._is_in_place = spec.plugins == "plugin"
+        size = num_pages if self._is_in_place else num_pages + 1
+        self.pages = {
+            tensor.name: torch.zeros((size, *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device)
+            for tensor in pages_of(spec)
+        }
+        self._spare = {} if self._is_in_place else {name: torch.zeros_like(x) for name, x in self.pages.items()}
+        addresses = [pages.data_ptr() for pages in self.pages.values()]
+        self._pools = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._unread = {
+            tensor.name: torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
+            for tensor in (state_outputs_of(spec) if self._is_in_place else ())
+        }
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next step is bound to, by name of the engine's tensor."""
+        if self._is_in_place:
+            return {STATE_POOLS: self._pools} | self._unread
+        return self.pages | {NEXT_PREFIX + name: tensor for name, tensor in self._spare.items()}
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of the inputs among them whose size is not the engine's own."""
+        return {} if self._is_in_place else {name: tuple(pages.shape) for name, pages in self.pages.items()}
+
+    @property
+    def is_moving(self) -> bool:
+        """True if a step leaves the pages elsewhere: no graph can hold its addresses."""
+        return not self._is_in_place
+
+    def finish_step(self) -> None:
+        if self.is_moving:
+            self.pages, self._spare = self._spare, self.pages
+
+    def fill(self, value: float) -> None:
+        """Overwrite everything: for canaries, never while requests are alive."""
+        for tensor in (*self.pages.values(), *self._spare.values()):
+            tensor.fill_(value)
+
+
 class StepBuffers:
-    """`inputs` and `outputs` are flat; a step uses the first elements of each. `state` are the pages."""
+    """Inputs and results of a step, flat; a step uses the first elements of each."""
 
     def __init__(self, spec: StepNetworkSpec, limits: ExecutorLimits, *, device: torch.device) -> None:
         """`limits` are those of the engine's steps, with the K that it always drafts."""
         self.device = device
-        self.staging = InputStaging(limits, device, scratch_page=limits.num_pages)
+        scratch_page = limits.num_pages if spec.plugins == "layers" else None
+        self.staging = InputStaging(limits, device, scratch_page=scratch_page)
         self.results = ResultStaging(limits, device)
-        self.state = {
-            tensor.name: torch.zeros(
-                (limits.num_pages + 1, *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device
-            )  # the last page takes what padding rows write
-            for tensor in state_of(spec)
-        }
         self._max_pages = limits.max_pages
         self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
         self._outputs = tuple(tensor.name for tensor in step_outputs_of(spec))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # zeroed, before another stream writes into them
 
-    def addresses(self) -> dict[str, int]:
-        """Of every input and output but the state."""
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name of the engine's tensor."""
         inputs, outputs = self.staging.device_tensors, self.results.device_tensors
-        given = {name: inputs[name].data_ptr() for name in self._inputs}
-        return given | {name: outputs[name].data_ptr() for name in self._outputs}
+        return {name: inputs[name] for name in self._inputs} | {name: outputs[name] for name in self._outputs}
 
     def shapes(self, shape: StepShape) -> Shapes:
-        """Of all inputs of a step, state included."""
         sizes = shape.sizes(max_pages=self._max_pages)
-        shapes: Shapes = {name: tuple(pages.shape) for name, pages in self.state.items()}
-        return shapes | {tensor.name: tuple(tensor.extents(sizes)) for tensor in STEP_INPUTS}
+        return {tensor.name: tuple(tensor.extents(sizes)) for tensor in STEP_INPUTS}
 
     def store(self, shape: StepShape) -> None:
         """The last part of a step on the device, from its outputs."""

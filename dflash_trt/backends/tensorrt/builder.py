@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ def build_plan(
     builder = _make_builder(trt, logger, options)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables, plugins=options.plugins)
+    spec = replace(spec, plugins=options.plugins)
+    define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables)
     profiles = step_profiles(spec, limits)
     config, flags = _configure(trt, builder, options)
     for profile in profiles:
@@ -141,8 +142,6 @@ def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple
     if options.compute_capability is not None:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, options.compute_capability), 0)
-    if options.plugins == "plugin":
-        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     flags = [name for name, flag in trt.BuilderFlag.__members__.items() if config.get_flag(flag)]
     previews = [name for name, feature in trt.PreviewFeature.__members__.items() if config.get_preview_feature(feature)]
     return config, (*flags, *previews)

@@ -1,12 +1,22 @@
-"""One TensorRT execution context: bound to one optimization profile and to fixed buffers."""
+"""TensorRT execution contexts: one per optimization profile, and one per captured graph.
 
-from typing import Any, Protocol
+A captured graph belongs to the context it was captured from, whose shapes must not change afterwards: later steps of
+another shape could resize what its kernels read (TensorRT's developer guide, "CUDA graphs"). All contexts share one
+block of activation memory, since steps follow each other on one stream.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, Protocol
 
 import torch
+from torch import Tensor
 
-from dflash_trt.backends.tensorrt.buffers import Shapes, StepBuffers
-from dflash_trt.backends.tensorrt.network import NEXT_PREFIX
-from dflash_trt.core.errors import CapacityError, EngineDirError
+from dflash_trt.backends.padding import StepShape
+from dflash_trt.backends.tensorrt.buffers import Shapes
+from dflash_trt.core.errors import CapacityError
+
+DECODE, MIXED = 0, 1  # profile indices, in the order the builder adds them
+_ALIGNMENT: Final = 256  # bytes
 
 
 class Stream(Protocol):
@@ -16,56 +26,89 @@ class Stream(Protocol):
     def cuda_stream(self) -> int: ...
 
 
-class ProfileContext:
-    """Runs steps of one profile. `is_in_place`: pages are written where they are, not into the other of two pools."""
+class Activations:
+    """The memory that contexts compute in: as much as the largest profile asks for."""
+
+    def __init__(self, engine: Any, *, device: torch.device) -> None:
+        """Raises CapacityError when the device has not so much left."""
+        self._sizes = [engine.get_device_memory_size_for_profile_v2(index) for index in (DECODE, MIXED)]
+        try:
+            self._memory = torch.empty(max(self._sizes) + _ALIGNMENT, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError.about(
+                "TensorRT context",
+                expected=f"{max(self._sizes)} bytes of activations",
+                found=str(error),
+                hint="Build with a smaller max_num_tokens, or free the GPU.",
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel()
+
+    def give(self, context: Any, profile_index: int) -> None:
+        start = self._memory.data_ptr()
+        context.set_device_memory(start + -start % _ALIGNMENT, self._sizes[profile_index])
+
+
+class StepContext:
+    """One execution context: of one profile, with its addresses bound."""
 
     def __init__(
-        self, engine: Any, profile_index: int, buffers: StepBuffers, stream: Stream, *, is_in_place: bool
+        self,
+        engine: Any,
+        strategy: Any,  # ExecutionContextAllocationStrategy.USER_MANAGED of the engine's module
+        profile_index: int,
+        activations: Activations,
+        stream: Stream,
     ) -> None:
-        self._context = engine.create_execution_context()
+        """Raises CapacityError when TensorRT makes no context."""
+        self._context = engine.create_execution_context(strategy)
         if self._context is None:
-            hint = "Give the K/V pages less memory (--kv-cache-gib)."
-            raise CapacityError.about(
-                "TensorRT context", expected="its activation memory", found="not enough on the GPU", hint=hint
-            )
+            hint = "Free memory of the GPU, or build with a smaller max_batch_size: every bucket of it has a context."
+            raise CapacityError.about("TensorRT context", expected="one more", found="none", hint=hint)
         self._stream = stream
-        self._buffers = buffers
         if profile_index != 0:
             self._must(self._context.set_optimization_profile_async(profile_index, stream.cuda_stream), "profile")
-        for name, address in buffers.addresses().items():
-            self._bind(name, address)
-        if is_in_place:
-            self._check_addresses()
+        activations.give(self._context, profile_index)
 
-    def enqueue(self, shapes: Shapes, *, written: dict[str, torch.Tensor]) -> None:
-        """One step, on the stream. `written` are the pages' new homes by state name."""
-        for name, pages in self._buffers.state.items():
-            self._bind(name, pages.data_ptr())
-            self._bind(NEXT_PREFIX + name, written[name].data_ptr())
+    def bind(self, tensors: dict[str, Tensor]) -> None:
+        """Addresses by name of the engine's tensor; they hold until they are bound anew."""
+        for name, tensor in tensors.items():
+            self._must(self._context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
+
+    def enqueue(self, shapes: Shapes) -> None:
+        """One step, on the stream."""
         for name, shape in shapes.items():
             self._must(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")
         self._must(self._context.execute_async_v3(self._stream.cuda_stream), "enqueue")
 
-    def _check_addresses(self) -> None:
-        """Pages must leave where they came from, whatever the engine says about aliases.
-
-        Raises:
-            EngineDirError: TensorRT keeps another address for an output than it was given.
-        """
-        for name, pages in self._buffers.state.items():
-            self._bind(name, pages.data_ptr())
-            self._bind(NEXT_PREFIX + name, pages.data_ptr())
-        for name in self._buffers.state:
-            addresses = [self._context.get_tensor_address(tensor) for tensor in (name, NEXT_PREFIX + name)]
-            if addresses[0] != addresses[1]:
-                hint = "Build with plugins: layers, which writes into a second pool, and report it with this message."
-                found = f"{addresses[1]:#x}"
-                raise EngineDirError.about(
-                    f"address of {NEXT_PREFIX}{name}", expected=f"{addresses[0]:#x}", found=found, hint=hint
-                )
-
-    def _bind(self, name: str, address: int) -> None:
-        self._must(self._context.set_tensor_address(name, address), f"address of {name}")
-
     def _must(self, is_done: bool, what: str) -> None:
         assert is_done, f"TensorRT refused the {what}, which the limits of the engine allow"
+
+
+class StepContexts:
+    """Contexts of an engine: one for each shape of `captured`, and one per profile for steps without a graph."""
+
+    def __init__(
+        self, engine: Any, strategy: Any, stream: Stream, *, captured: Iterable[StepShape], device: torch.device
+    ) -> None:
+        """Raises CapacityError when the device has no room for them."""
+        self.activations = Activations(engine, device=device)
+
+        def make(profile_index: int) -> StepContext:
+            return StepContext(engine, strategy, profile_index, self.activations, stream)
+
+        self._by_profile = {index: make(index) for index in (DECODE, MIXED)}
+        self._by_shape = {shape: make(DECODE) for shape in captured}
+
+    def of(self, shape: StepShape) -> StepContext:
+        return self._by_shape.get(shape) or self._by_profile[DECODE if shape.is_decode else MIXED]
+
+    @property
+    def captured(self) -> list[StepShape]:
+        return list(self._by_shape)
+
+    def bind(self, tensors: dict[str, Tensor]) -> None:
+        for context in (*self._by_profile.values(), *self._by_shape.values()):
+            context.bind(tensors)

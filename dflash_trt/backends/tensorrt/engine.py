@@ -10,8 +10,14 @@ from typing import Any
 import torch
 
 from dflash_trt.backends.tensorrt.module import load_tensorrt, make_logger
-from dflash_trt.backends.tensorrt.network import NEXT_PREFIX, IoTensor, StepNetworkSpec, state_of, step_inputs_of
-from dflash_trt.backends.tensorrt.network import step_outputs_of as outputs_of
+from dflash_trt.backends.tensorrt.network import (
+    IoTensor,
+    StepNetworkSpec,
+    state_inputs_of,
+    state_outputs_of,
+    step_inputs_of,
+    step_outputs_of,
+)
 from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.core.dtype import tensorrt_dtype
@@ -60,8 +66,7 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
 def check_engine_io(engine: Any, spec: StepNetworkSpec) -> None:
     """Names, directions, dtypes and shapes against the step table.
 
-    Aliases are not asked for: TensorRT need not report those of plugins. In-place pages are proven by the addresses
-    that a context keeps, by the plugins at every call and by the canary of `scripts/gpu_check`.
+    That pages are written where they are is no matter of I/O: `canary` looks.
 
     Raises:
         EngineDirError: every mismatch.
@@ -77,13 +82,8 @@ def check_engine_io(engine: Any, spec: StepNetworkSpec) -> None:
 
 
 def expected_io(spec: StepNetworkSpec) -> tuple[tuple[IoTensor, ...], tuple[IoTensor, ...]]:
-    """All inputs and all outputs, state included."""
-    state = state_of(spec)
-    written = tuple(
-        IoTensor(name=NEXT_PREFIX + tensor.name, dtype=tensor.dtype, shape=tensor.shape, axes=tensor.axes)
-        for tensor in state
-    )
-    return (*step_inputs_of(spec), *state), (*outputs_of(spec), *written)
+    """All inputs and all outputs, the state's included."""
+    return (*step_inputs_of(spec), *state_inputs_of(spec)), (*step_outputs_of(spec), *state_outputs_of(spec))
 
 
 def _name_problems(expected: set[str], found: Iterable[str]) -> Iterator[str]:

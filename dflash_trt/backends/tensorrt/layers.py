@@ -41,9 +41,9 @@ class Layers:
                 tensor.set_dimension_name(i, axis)
         return tensor
 
-    def mark_output(self, tensor: ITensor, name: str, *, is_aliased: bool = False) -> None:
-        """Through an identity, so that one tensor may leave under two names; an aliased one must stay itself."""
-        named = tensor if is_aliased else self._add("add_identity", tensor)
+    def mark_output(self, tensor: ITensor, name: str) -> None:
+        """Through an identity, so that one tensor may leave under two names."""
+        named = self._add("add_identity", tensor)
         named.name = name
         self.network.mark_output(named)
 

@@ -1,38 +1,47 @@
 """The whole step as one TensorRT network: its inputs, state and outputs, and the ops between them.
 
-Input and output tensors are those of `core/step_spec.py`. State tensors are `target_kv.{i}` and `draft_kv.{i}`,
-[pages, 2, page_size, kv_heads, D]; the written pages leave as `next_target_kv.{i}` and `next_draft_kv.{i}`, at the
-same address (plugins) or at another (plain layers).
+Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
+network: one input, `state_pools`, has the addresses of all pages. With plain layers each state is an input,
+`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], and the written pages leave as
+`next_target_kv.{i}` and `next_draft_kv.{i}`.
 """
 
 from collections.abc import Mapping as AbcMapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.backends.tensorrt.ops import LayersLowering, PluginMode, RopeTables, TrtOps
-from dflash_trt.backends.tensorrt.plugins import PluginLowering
+from dflash_trt.backends.tensorrt.ops import (
+    NEXT_PREFIX,
+    LayersLowering,
+    PluginMode,
+    RopeTables,
+    StatefulLowering,
+    TrtOps,
+)
+from dflash_trt.backends.tensorrt.plugins import CONTEXT_WRITTEN, PluginLowering
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.state_spec import EngineStates, PagedKv
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
-NEXT_PREFIX = "next_"  # of a state tensor's output
+STATE_POOLS: Final = "state_pools"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepNetworkSpec:
     """Parameters of the network apart from its weights. `max_draft_len` 0 drops the drafter's block.
 
-    `quantization` decides which pages are FP8; the weights show which linear layers are quantized.
+    `quantization` decides which pages are FP8; the weights show which linear layers are quantized. `plugins` says what
+    attention and sampling are, and with it how the state enters.
     """
 
     target: TargetSpec
@@ -42,6 +51,7 @@ class StepNetworkSpec:
     max_draft_len: int
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantizationSpec | None = None
+    plugins: PluginMode = "plugin"
 
     @property
     def has_drafts(self) -> bool:
@@ -75,8 +85,8 @@ def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     )
 
 
-def state_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Inputs; each has an output of the same dtype and shape, named with NEXT_PREFIX."""
+def pages_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Every state, whether or not it is a tensor of the engine."""
     return tuple(
         IoTensor(
             name=state.name,
@@ -88,6 +98,22 @@ def state_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     )
 
 
+def state_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Addresses of all states, int64 [states]; of plain layers the states."""
+    if spec.plugins == "layers":
+        return pages_of(spec)
+    return (IoTensor(name=STATE_POOLS, dtype="int64", shape=(len(pages_of(spec)),), axes=("states",)),)
+
+
+def state_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Of plain layers the written states. Else one only where draft K/V are written and nobody reads them."""
+    if spec.plugins == "layers":
+        return tuple(replace(tensor, name=NEXT_PREFIX + tensor.name) for tensor in pages_of(spec))
+    if spec.draft is None or spec.has_drafts:
+        return ()
+    return (IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(spec.states.draft),), axes=("draft layers",)),)
+
+
 def define_step_network(
     layers: Layers,
     spec: StepNetworkSpec,
@@ -95,7 +121,6 @@ def define_step_network(
     *,
     quantized: AbcMapping[str, QuantizedWeight[HostTensor]] | None = None,
     rope_tables: RopeTables,
-    plugins: PluginMode,
 ) -> None:
     """Fill the empty network of `layers`. The host tensors must live as long as `layers`, which keeps them.
 
@@ -105,29 +130,33 @@ def define_step_network(
     inputs: StepInputs[ITensor] = StepInputs(
         **{tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
     )
-    state = {tensor.name: _add_input(layers, tensor) for tensor in state_of(spec)}
-    lowering = (
-        PluginLowering(layers, inputs, page_size=spec.page_size)
-        if plugins == "plugin"
-        else LayersLowering(layers, inputs, page_size=spec.page_size)
-    )
-    ops = TrtOps(layers, lowering, inputs, rope_tables, tp_size=spec.mapping.tp_size)
+    state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
+    ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, tp_size=spec.mapping.tp_size)
+
+    def cache(kv: PagedKv) -> Cache[ITensor]:
+        return Cache(state[STATE_POOLS if spec.plugins == "plugin" else kv.name], kv)
+
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(
-            target_kv=[Cache(state[kv.name], kv) for kv in spec.states.target],
-            draft_kv=[Cache(state[kv.name], kv) for kv in spec.states.draft],
-        ),
+        StepState(target_kv=[cache(kv) for kv in spec.states.target], draft_kv=[cache(kv) for kv in spec.states.draft]),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):
         source = outputs if tensor.name == "draft_tokens" else outputs.acceptance
         layers.mark_output(getattr(source, tensor.name), tensor.name)
-    written = ops.written_pages()
-    for name in state:
-        layers.mark_output(written[name], NEXT_PREFIX + name, is_aliased=plugins == "plugin")
+    state_outputs = ops.state_outputs()
+    for tensor in state_outputs_of(spec):
+        layers.mark_output(state_outputs[tensor.name], tensor.name)
+
+
+def _lowering(
+    layers: Layers, inputs: StepInputs[ITensor], state: AbcMapping[str, ITensor], spec: StepNetworkSpec
+) -> StatefulLowering:
+    if spec.plugins == "layers":
+        return LayersLowering(layers, inputs, page_size=spec.page_size)
+    return PluginLowering(layers, inputs, state[STATE_POOLS], spec.states, page_size=spec.page_size)
 
 
 def _bind(

@@ -1,13 +1,13 @@
 """The TensorRT backend of the op façade: emits `INetworkDefinition` layers, strongly typed.
 
 One `TrtOps` lives for one network definition. Weights are HostTensors and become constants when an op first uses
-them; pages are values, and the op that writes them hands the written ones to the step's outputs. Attention and
-sampling are plugin nodes or plain layers, as `lowering` says; both have the same inputs and outputs.
+them. Attention and sampling are plugin nodes, which write pages where they are, or plain layers, for which pages are
+values: the written ones become outputs.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
@@ -23,70 +23,81 @@ from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 
 PluginMode = Literal["plugin", "layers"]
+NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
 
 class StatefulLowering(Protocol):
-    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute.
-
-    Those that write pages give the written ones back, last.
-    """
+    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
-    ) -> tuple[ITensor, ITensor]: ...
+        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+    ) -> ITensor: ...
 
     def attend_draft(
         self,
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: Pages,
+        cache: Cache[ITensor],
         limits: ITensor,
         mask: AttentionMask,
-    ) -> tuple[ITensor, ITensor]: ...
+    ) -> ITensor: ...
 
-    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor: ...
+    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
 
+    def state_outputs(self) -> Mapping[str, ITensor]:
+        """Outputs of the engine besides those of the step, by name."""
+        ...
+
 
 class LayersLowering:
-    """Plain layers: slow and exact, buildable without the plugin library."""
+    """Plain layers: slow and exact, buildable without the plugin library. Pages are inputs and outputs."""
 
     def __init__(self, layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -> None:
         self._layers = layers
         self._inputs = inputs
         self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
+        self._written: dict[str, ITensor] = {}
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
-    ) -> tuple[ITensor, ITensor]:
-        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, pages, mask)
-        return attended, written.tensor
+        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+    ) -> ITensor:
+        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, _pages(cache), mask)
+        self._take(cache, written)
+        return attended
 
     def attend_draft(
         self,
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: Pages,
+        cache: Cache[ITensor],
         limits: ITensor,
         mask: AttentionMask,
-    ) -> tuple[ITensor, ITensor]:
+    ) -> ITensor:
         """`limits` are where the blocks begin, too."""
-        written = trt_attention.write_draft_context(self._layers, self._index, context, pages, limits)
+        written = trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits)
+        self._take(cache, written)
         width = self._layers.dim(self._inputs.logit_rows, 1)
-        attended = trt_attention.attend_draft(
-            self._layers, self._index, q, block, written, limits, mask, block_width=width
-        )
-        return attended, written.tensor
+        return trt_attention.attend_draft(self._layers, self._index, q, block, written, limits, mask, block_width=width)
 
-    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor:
-        return trt_attention.write_draft_context(self._layers, self._index, context, pages, limits).tensor
+    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
+        self._take(cache, trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
+
+    def state_outputs(self) -> dict[str, ITensor]:
+        """The written pages."""
+        return self._written
+
+    def _take(self, cache: Cache[ITensor], written: Pages) -> None:
+        name = NEXT_PREFIX + cache.spec.name
+        assert name not in self._written, f"{cache.spec.name} has two writers in one step"
+        self._written[name] = written.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class _Store:
 
     kv: tuple[ITensor, ITensor]
     limits: ITensor
-    pages: Pages
+    cache: Cache[ITensor]
 
 
 class TrtOps:
@@ -115,8 +126,7 @@ class TrtOps:
         self._inputs = inputs
         self._rope_tables = rope_tables
         self._tp_size = tp_size
-        self._written_pages: dict[str, ITensor] = {}  # by name of the state
-        self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, likewise
+        self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
 
     def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
         return self._layers.gather(self._layers.tensor(table), token_ids)
@@ -208,27 +218,22 @@ class TrtOps:
     ) -> ITensor:
         assert sinks is None and gqa.scale is None, "backends/tensorrt/support refuses sinks and other scales"
         if rows.keeps_kv:
-            attended, written = self._lowering.attend_pages(q, (k, v), _pages(cache), gqa.mask)
-        else:
-            store = self._stores.pop(cache.spec.name)
-            attended, written = self._lowering.attend_draft(
-                store.kv, q, (k, v), store.pages, rows.context_lens, gqa.mask
-            )
-        self._take_written(cache.spec.name, written)
-        return attended
+            return self._lowering.attend_pages(q, (k, v), cache, gqa.mask)
+        store = self._stores.pop(cache.spec.name)
+        return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa.mask)
 
     def store_kv(
         self, kv: ITensor, layers: Sequence[KvDestination[ITensor]], rows: Rows[ITensor], limits: ITensor
     ) -> None:
         for layer, pair in zip(layers, rotated_kv(self, kv, layers), strict=True):
-            self._stores[layer.cache.spec.name] = _Store(pair, limits, _pages(layer.cache))
+            self._stores[layer.cache.spec.name] = _Store(pair, limits, layer.cache)
 
-    def written_pages(self) -> Mapping[str, ITensor]:
-        """Every state after the step, by name; what no attention has stored along the way is stored now."""
-        for name, store in self._stores.items():
-            self._take_written(name, self._lowering.write_draft_context(store.kv, store.pages, store.limits))
+    def state_outputs(self) -> Mapping[str, ITensor]:
+        """Outputs of the lowering, after what no attention has stored along the way is stored."""
+        for store in self._stores.values():
+            self._lowering.write_draft_context(store.kv, store.cache, store.limits)
         self._stores.clear()
-        return self._written_pages
+        return self._lowering.state_outputs()
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return self._lowering.sample_and_accept(logits)
@@ -288,10 +293,6 @@ class TrtOps:
     def _num_drafts(self) -> Dim:
         width = self._layers.dim(self._inputs.logit_rows, 1)
         return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
-
-    def _take_written(self, name: str, written: ITensor) -> None:
-        assert name not in self._written_pages, f"{name} has two writers in one step"
-        self._written_pages[name] = written
 
 
 def _pages(cache: Cache[ITensor]) -> Pages:

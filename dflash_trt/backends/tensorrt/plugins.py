@@ -10,40 +10,37 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
+from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.launch_rules import NO_WINDOW
-from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
-PLUGIN_VERSION: Final = "1"
+PLUGIN_VERSION: Final = "2"
+PAGE_FIELDS: Final = ("state", "page_type", "page_size")  # an index in `state_pools`; 0: pages of F, 1: of FP8
 PAGE_SCALES: Final = ("k_scale", "v_scale")  # 1 for pages that are not FP8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginContract:
-    """One plugin. `fields` are int32 scalars, `real_fields` float32; `aliased` pairs an output with the input whose
-    memory it shares.
-    """
+    """One plugin. `fields` are int32 scalars, `real_fields` float32."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     fields: tuple[str, ...]
     real_fields: tuple[str, ...] = ()
-    aliased: tuple[tuple[str, str], ...] = ()
 
 
 ATTEND_PAGES: Final = PluginContract(
     name="AttendPages",
-    inputs=("q", "k", "v", "pages", "positions", "token_offsets", "context_lens", "page_table"),
-    outputs=("attended", "next_pages"),
-    fields=("page_size", "window"),
+    inputs=("q", "k", "v", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    outputs=("attended",),
+    fields=(*PAGE_FIELDS, "window"),
     real_fields=PAGE_SCALES,
-    aliased=(("next_pages", "pages"),),
 )
 ATTEND_DRAFT: Final = PluginContract(
     name="AttendDraft",
@@ -53,25 +50,25 @@ ATTEND_DRAFT: Final = PluginContract(
         "q",
         "block_k",
         "block_v",
-        "pages",
+        "state_pools",
         "positions",
         "token_offsets",
         "page_table",
         "next_context_lens",
     ),
-    outputs=("attended", "next_pages"),
-    fields=("page_size", "window", "is_causal", "is_window_anchored"),
+    outputs=("attended",),
+    fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored"),
     real_fields=PAGE_SCALES,
-    aliased=(("next_pages", "pages"),),
 )
 WRITE_DRAFT_CONTEXT: Final = PluginContract(
     name="WriteDraftContext",
-    inputs=("context_k", "context_v", "pages", "positions", "token_offsets", "page_table", "next_context_lens"),
-    outputs=("next_pages",),
-    fields=("page_size",),
+    inputs=("context_k", "context_v", "state_pools", "positions", "token_offsets", "page_table", "next_context_lens"),
+    outputs=("written",),  # [1], for who reads the pages later in the step; its value means nothing
+    fields=PAGE_FIELDS,
     real_fields=PAGE_SCALES,
-    aliased=(("next_pages", "pages"),),
 )
+CONTEXT_WRITTEN: Final = "context_written"  # an engine output: the tokens of WriteDraftContext
+
 SAMPLE_AND_ACCEPT: Final = PluginContract(
     name="SampleAndAccept",
     inputs=(
@@ -91,50 +88,72 @@ PLUGINS: Final = (ATTEND_PAGES, ATTEND_DRAFT, WRITE_DRAFT_CONTEXT, SAMPLE_AND_AC
 
 
 class PluginLowering:
-    """The stateful ops as nodes of the plugin library; see `StatefulLowering`."""
+    """The stateful ops as nodes of the plugin library; see `StatefulLowering`.
 
-    def __init__(self, layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -> None:
+    Pages are no tensors of the network: nodes find them at the addresses in `state_pools`, by the index of their state.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        inputs: StepInputs[ITensor],
+        state_pools: ITensor,  # int64 [states]
+        states: EngineStates,
+        *,
+        page_size: int,
+    ) -> None:
         self._layers = layers
         self._inputs = inputs
+        self._state_pools = state_pools
+        self._indices = {state.name: index for index, state in enumerate(states)}
         self._page_size = page_size
         self._num_nodes = 0
+        self._written: list[ITensor] = []
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], pages: Pages, mask: AttentionMask
-    ) -> tuple[ITensor, ITensor]:
+        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+    ) -> ITensor:
         assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
         given = {"q": q, "k": kv[0], "v": kv[1]}
-        attended, written = self._page_node(ATTEND_PAGES, given, pages, {"window": _window(mask)})
-        return attended, written
+        return self._page_node(ATTEND_PAGES, given, cache, {"window": _window(mask)})
 
     def attend_draft(
         self,
         context: tuple[ITensor, ITensor],
         q: ITensor,
         block: tuple[ITensor, ITensor],
-        pages: Pages,
+        cache: Cache[ITensor],
         limits: ITensor,
         mask: AttentionMask,
-    ) -> tuple[ITensor, ITensor]:
+    ) -> ITensor:
         given = _context(context, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
         flags = {name: int(getattr(mask, name)) for name in ("is_causal", "is_window_anchored")}
-        fields = {"window": _window(mask), **flags}
-        attended, written = self._page_node(ATTEND_DRAFT, given, pages, fields)
-        return attended, written
+        return self._page_node(ATTEND_DRAFT, given, cache, {"window": _window(mask), **flags})
 
-    def write_draft_context(self, context: tuple[ITensor, ITensor], pages: Pages, limits: ITensor) -> ITensor:
-        return self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), pages, {})[0]
+    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
+        self._written.append(self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), cache, {}))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         outputs = self._node(SAMPLE_AND_ACCEPT, {"logits": logits}, {})
         return Acceptance(**dict(zip(SAMPLE_AND_ACCEPT.outputs, outputs, strict=True)))
 
+    def state_outputs(self) -> dict[str, ITensor]:
+        """What keeps writers alive that nobody reads: TensorRT removes a node without a way to an output."""
+        return {CONTEXT_WRITTEN: self._layers.concat(self._written, 0)} if self._written else {}
+
     def _page_node(
-        self, contract: PluginContract, given: dict[str, ITensor], pages: Pages, fields: dict[str, int]
-    ) -> list[ITensor]:
-        scales = pages.scales or LayerKvScales()
-        own = {"page_size": self._page_size, "k_scale": scales.k, "v_scale": scales.v}
-        return self._node(contract, given | {"pages": pages.tensor}, own | fields)
+        self, contract: PluginContract, given: dict[str, ITensor], cache: Cache[ITensor], fields: dict[str, int]
+    ) -> ITensor:
+        state = cache.spec
+        scales = state.scales or LayerKvScales()
+        own = {
+            "state": self._indices[state.name],
+            "page_type": int(state.scales is not None),
+            "page_size": self._page_size,
+            "k_scale": scales.k,
+            "v_scale": scales.v,
+        }
+        return self._node(contract, given | {"state_pools": self._state_pools}, own | fields)[0]
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:
         """Inputs that are not `given` are the step's, by name."""

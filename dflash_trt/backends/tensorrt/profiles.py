@@ -5,7 +5,7 @@ Pure arithmetic over the build limits; knows no TensorRT.
 
 from dataclasses import dataclass
 
-from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_of, step_inputs_of
+from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_inputs_of, step_inputs_of
 from dflash_trt.engine_dir import EngineLimits
 
 
@@ -23,7 +23,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1, P and pages."""
+    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers pages, too."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -51,8 +51,9 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
         "R+1": AxisRange(min=2, opt=batch + 1, max=batch + 1),
         "K+1": AxisRange(min=2 if spec.has_drafts else 1, opt=width, max=width),
         "P": AxisRange(min=1, opt=max(1, pages // 4), max=pages),
-        "pages": AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits)),
     }
+    if spec.plugins == "layers":
+        shared["pages"] = AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits))
     decode_tokens = min(batch * width, limits.max_num_tokens)
     tokens = {
         "decode": AxisRange(min=1, opt=decode_tokens, max=decode_tokens),
@@ -64,7 +65,7 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
 
 def profile_inputs(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Every network input: the step's tensors, then the state."""
-    return (*step_inputs_of(spec), *state_of(spec))
+    return (*step_inputs_of(spec), *state_inputs_of(spec))
 
 
 def max_pages_per_sequence(limits: EngineLimits) -> int:

@@ -7,9 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
+from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.core.batch import (
     RequestResult,
@@ -23,7 +21,6 @@ from dflash_trt.core.batch import (
 )
 from dflash_trt.core.step_plan import StepExecutor
 
-CANARY = 40.0  # exact in every type that pages have
 _NUM_STEPS = 12
 _PAGES_PER_REQUEST = 8
 
@@ -79,7 +76,7 @@ def qualify(reference: StepExecutor, engine: TensorRTExecutor, *, vocab_size: in
         ("sampled tokens, every filter", lambda: _compare(reference, engine, vocab_size, SAMPLED)),
         ("repeated decode shapes (CUDA graphs)", lambda: _repeat(reference, engine, vocab_size)),
         ("chained steps", lambda: _chain(reference, engine, vocab_size)),
-        ("pages of others stay untouched (canary)", lambda: _canary(engine, vocab_size)),
+        ("pages of others stay untouched (canary)", lambda: check_pages(engine)),
     ]
     for name, check in checks:
         try:
@@ -157,29 +154,6 @@ def _chain(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> st
     handles = [engine.submit(chained(given)) for _ in range(2)]
     found += [request_results(handle.result()) for handle in handles]
     return _must_be_equal(expected, found)
-
-
-def _canary(engine: TensorRTExecutor, vocab_size: int) -> str:
-    """Fill every page, run a request in some of them, and look at the others; its own must have changed."""
-    own = range(_PAGES_PER_REQUEST, 2 * _PAGES_PER_REQUEST)
-    engine.fill_pages(CANARY)
-    _run(engine, _drives(vocab_size, GREEDY[:1], first_page=own.start), vocab_size, spoils=True, num_steps=4)
-    num_pages = engine.limits.num_pages
-    others = torch.tensor([page for page in range(num_pages) if page not in own])
-    for name, pages in engine.pages().items():
-        is_intact = _is_intact(pages)
-        if not bool(is_intact[others.to(pages.device)].all()):
-            raise AssertionError(f"{name}: a page of nobody was written")
-        if bool(is_intact[own.start]):
-            raise AssertionError(f"{name}: the request's own first page was not written")
-    engine.fill_pages(0.0)
-    return f"{num_pages - len(own)} pages intact in each of {len(engine.pages())} pools"
-
-
-def _is_intact(pages: Tensor) -> Tensor:  # bool [pages]
-    """True if a page is full of canaries; by bytes, since PyTorch compares no float8."""
-    canary = torch.full_like(pages[:1], CANARY).view(torch.uint8)
-    return (pages.view(torch.uint8) == canary).flatten(1).all(1)
 
 
 def _must_be_equal(expected: list[tuple[RequestResult, ...]], found: list[tuple[RequestResult, ...]]) -> str:

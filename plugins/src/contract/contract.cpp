@@ -10,10 +10,12 @@ namespace
 {
 
 constexpr TensorType kF = TensorType::kFloat;
-constexpr TensorType kPagesType = TensorType::kPages;
 constexpr TensorType kInt = TensorType::kInt32;
+constexpr TensorType kLong = TensorType::kInt64;
 constexpr TensorType kReal = TensorType::kFloat32;
 
+constexpr FieldRule kState{"state", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
+constexpr FieldRule kPageType{"page_type", FieldType::kInt32, 0, 1}; // a PageType
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
 constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
@@ -27,14 +29,14 @@ constexpr InputRule kAttendPagesInputs[] = {
     {"q", kF, 3},
     {"k", kF, 3},
     {"v", kF, 3},
-    {"pages", kPagesType, 5},
+    {"state_pools", kLong, 1},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"context_lens", kInt, 1},
     {"page_table", kInt, 2},
 };
-constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kPagesType, 3}};
-constexpr FieldRule kAttendPagesFields[] = {kPageSize, kWindow, kKScale, kVScale};
+constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF}};
+constexpr FieldRule kAttendPagesFields[] = {kState, kPageType, kPageSize, kWindow, kKScale, kVScale};
 
 constexpr InputRule kAttendDraftInputs[] = {
     {"context_k", kF, 3},
@@ -42,26 +44,27 @@ constexpr InputRule kAttendDraftInputs[] = {
     {"q", kF, 3},
     {"block_k", kF, 3},
     {"block_v", kF, 3},
-    {"pages", kPagesType, 5},
+    {"state_pools", kLong, 1},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"page_table", kInt, 2},
     {"next_context_lens", kInt, 1},
 };
-constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF, kNotAliased}, {"next_pages", kPagesType, 5}};
-constexpr FieldRule kAttendDraftFields[] = {kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale};
+constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF}};
+constexpr FieldRule kAttendDraftFields[] = {
+    kState, kPageType, kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale};
 
 constexpr InputRule kWriteDraftContextInputs[] = {
     {"context_k", kF, 3},
     {"context_v", kF, 3},
-    {"pages", kPagesType, 5},
+    {"state_pools", kLong, 1},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"page_table", kInt, 2},
     {"next_context_lens", kInt, 1},
 };
-constexpr OutputRule kWriteDraftContextOutputs[] = {{"next_pages", kPagesType, 2}};
-constexpr FieldRule kWriteDraftContextFields[] = {kPageSize, kKScale, kVScale};
+constexpr OutputRule kWriteDraftContextOutputs[] = {{"written", kInt}};
+constexpr FieldRule kWriteDraftContextFields[] = {kState, kPageType, kPageSize, kKScale, kVScale};
 
 constexpr InputRule kSampleAndAcceptInputs[] = {
     {"logits", kF, 2},
@@ -74,11 +77,11 @@ constexpr InputRule kSampleAndAcceptInputs[] = {
     DFLASH_TRT_SAMPLING_INPUTS, // the step inputs of core/sampling.py, in its order
 };
 constexpr OutputRule kSampleAndAcceptOutputs[] = {
-    {"emitted_tokens", kInt, kNotAliased},
-    {"emitted_logprobs", kReal, kNotAliased},
-    {"num_accepted", kInt, kNotAliased},
-    {"bonus_tokens", kInt, kNotAliased},
-    {"next_context_lens", kInt, kNotAliased},
+    {"emitted_tokens", kInt},
+    {"emitted_logprobs", kReal},
+    {"num_accepted", kInt},
+    {"bonus_tokens", kInt},
+    {"next_context_lens", kInt},
 };
 
 char const* type_name(TensorType type)
@@ -86,7 +89,6 @@ char const* type_name(TensorType type)
     switch (type)
     {
     case TensorType::kFloat: return "F";
-    case TensorType::kPages: return "pages";
     case TensorType::kInt32: return "int32";
     case TensorType::kInt64: return "int64";
     case TensorType::kFloat32: return "float32";
@@ -130,12 +132,9 @@ std::string describe_plugin(PluginContract const& plugin)
     auto const named = [](auto const& rule) { return quoted(rule.name); };
     auto const typed = [](auto const& rule) { return quoted(type_name(rule.type)); };
     auto const ranked = [](InputRule const& rule) { return std::to_string(rule.rank); };
-    auto const aliased = [&](OutputRule const& rule)
-    { return rule.aliased_input == kNotAliased ? "null" : quoted(plugin.inputs[rule.aliased_input].name); };
     return "{\"name\": " + quoted(plugin.name) + ", \"inputs\": " + list(plugin.inputs, named)
         + ", \"input_types\": " + list(plugin.inputs, typed) + ", \"input_ranks\": " + list(plugin.inputs, ranked)
         + ", \"outputs\": " + list(plugin.outputs, named) + ", \"output_types\": " + list(plugin.outputs, typed)
-        + ", \"aliased\": " + list(plugin.outputs, aliased)
         + ", \"fields\": " + fields_of(plugin.fields, FieldType::kInt32)
         + ", \"real_fields\": " + fields_of(plugin.fields, FieldType::kFloat32) + "}";
 }

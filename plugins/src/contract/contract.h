@@ -10,13 +10,11 @@ namespace dflash_trt
 {
 
 constexpr char kNamespace[] = "dflash_trt";
-constexpr char kVersion[] = "1";
-constexpr int32_t kNotAliased = -1;
+constexpr char kVersion[] = "2";
 
 enum class TensorType : int32_t
 {
     kFloat, // F: float32, float16 or bfloat16, the same for all of a node
-    kPages, // F or float8_e4m3fn
     kInt32,
     kInt64,
     kFloat32,
@@ -32,8 +30,7 @@ struct InputRule
 struct OutputRule
 {
     char const* name;
-    TensorType type;       // of an aliased output: its input's
-    int32_t aliased_input; // whose memory it shares, or kNotAliased
+    TensorType type;
 };
 
 enum class FieldType : int32_t

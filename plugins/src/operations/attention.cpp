@@ -41,7 +41,7 @@ KernelChoice choice(char const* kernel, PageGeometry const& geometry, bool has_b
         .at_least("REQUESTS", num_requests);
     if (kernel == kKernels.front())
     {
-        chosen.type("pages", page_pointer_type(geometry.types)).equal("HAS_SOFTCAP", 0);
+        chosen.type("pages", page_pointer_type(geometry.types)).equal("HAS_SOFTCAP", 0).equal("POOLED", 1);
     }
     return chosen;
 }
@@ -74,7 +74,8 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
     bool const has_block = attention.block_k != nullptr;
     Values values;
     values.pointer("q", attention.q)
-        .pointer("pages", attention.pages)
+        .pointer("pages", nullptr) // of it only the type
+        .pointer("state_pools", attention.pages.state_pools)
         .pointer("block_k", has_block ? attention.block_k : attention.q)
         .pointer("block_v", has_block ? attention.block_v : attention.q)
         .pointer("attended", attention.attended)
@@ -91,6 +92,7 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
         .integer("page_shift", geometry.page_shift())
+        .integer("state", attention.pages.state)
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
         .integer("window_step", mask.is_window_anchored ? 0 : 1)

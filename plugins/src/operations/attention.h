@@ -28,7 +28,7 @@ struct Attention
     void const* q;       // F [num_rows, heads, D]
     void const* block_k; // F [num_rows, kv_heads, D], num_rows / num_requests slots of each request; null: no block
     void const* block_v;
-    void const* pages;
+    PagePool pages;
     void* attended;            // F [num_rows, heads, D]
     void const* token_offsets; // int32 [num_requests + 1]; not read with a block
     void const* context_lens;  // int32 [num_requests]: positions stored before the first query row

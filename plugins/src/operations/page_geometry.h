@@ -8,6 +8,13 @@
 namespace dflash_trt
 {
 
+/// Where the pages of one layer are: at the address in `state_pools`, which the kernels read on the device.
+struct PagePool
+{
+    void const* state_pools; // int64 [states]
+    int64_t state;
+};
+
 /// Pages are [pages, 2, page_size, kv_heads, head_dim], of F or of FP8 codes: K / k_scale and V / v_scale.
 struct PageGeometry
 {

@@ -20,6 +20,7 @@ KernelChoice choice(PageGeometry const& geometry, bool has_limits, int64_t num_r
         .equal("HAS_ROPE", 0)
         .equal("STORES_PAGES", 1)
         .equal("HAS_LIMITS", has_limits ? 1 : 0)
+        .equal("POOLED", 1)
         .at_least("REQUESTS", num_requests);
 }
 
@@ -45,7 +46,7 @@ void write_pages(PageGeometry const& geometry, PageWrite const& write, Device co
 {
     geometry.check();
     Values values;
-    values.pointer("k", write.k).pointer("v", write.v).pointer("pages", write.pages);
+    values.pointer("k", write.k).pointer("v", write.v).pointer("state_pools", write.pages.state_pools);
     values.pointer("positions", write.positions)
         .pointer("token_offsets", write.token_offsets)
         .pointer("page_table", write.page_table)
@@ -56,10 +57,11 @@ void write_pages(PageGeometry const& geometry, PageWrite const& write, Device co
         .integer("kv_heads", geometry.kv_heads)
         .integer("k_stride", geometry.row_size())
         .integer("v_stride", geometry.row_size())
-        .integer("page_shift", geometry.page_shift());
+        .integer("page_shift", geometry.page_shift())
+        .integer("state", write.pages.state);
     values.real("k_scale", geometry.k_scale).real("v_scale", geometry.v_scale);
-    // Not part of a plain write: no query heads, no norm, no rotation.
-    for (char const* unused : {"q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})
+    // Not part of a plain write: no query heads, no norm, no rotation; of `pages` only the type.
+    for (char const* unused : {"pages", "q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})
     {
         values.pointer(unused, nullptr);
     }

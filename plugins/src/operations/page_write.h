@@ -14,7 +14,7 @@ struct PageWrite
     int64_t pages_per_request;
     void const* k; // F [num_rows, kv_heads, D]
     void const* v;
-    void* pages;
+    PagePool pages;
     void const* positions;     // int32 [num_rows]
     void const* token_offsets; // int32 [num_requests + 1]
     void const* page_table;    // int32 [num_requests, pages_per_request]

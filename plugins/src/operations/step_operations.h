@@ -25,7 +25,7 @@ struct AttendPagesBuffers
     void const* q;
     void const* k;
     void const* v;
-    void* pages;
+    PagePool pages;
     void const* positions;
     void const* token_offsets;
     void const* context_lens;
@@ -38,7 +38,7 @@ struct DraftContextBuffers
 {
     void const* context_k;
     void const* context_v;
-    void* pages;
+    PagePool pages;
     void const* positions;
     void const* token_offsets;
     void const* page_table;

@@ -26,7 +26,7 @@ int64_t block_rows(int64_t num_rows, int64_t num_requests)
 } // namespace
 
 AttendDraftPlugin::AttendDraftPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
-    : PagePlugin(kAttendDraft, std::move(fields), phase)
+    : PagePlugin(kAttendDraft, std::move(fields), phase, "context_k")
 {
 }
 
@@ -39,12 +39,11 @@ void AttendDraftPlugin::set_output_shapes(
     nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
 {
     outputs[0] = attended_shape(inputs[input_index("q")], builder);
-    outputs[1] = inputs[input_index("pages")];
 }
 
-void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, ElementTypes types) const
+void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
 {
-    PageGeometry const pages = geometry(max, types);
+    PageGeometry const pages = geometry(max, type);
     check_rows(max, "q", pages, 0);
     for (char const* name : {"context_k", "context_v", "block_k", "block_v"})
     {
@@ -55,27 +54,27 @@ void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, ElementTypes type
     require_attention(pages, true, max_requests);
 }
 
-size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const
+size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return attention_workspace_bytes(geometry(max, types), true);
+    return attention_workspace_bytes(geometry(max, type), true);
 }
 
-void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const
+void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
-    PageGeometry const pages = geometry(inputs, types);
+    PageGeometry const pages = geometry(inputs, type);
     int64_t const num_requests = step_shape(inputs).num_requests;
     prepare_page_write(pages, true, num_requests, device);
     prepare_attention(pages, true, num_requests, device);
 }
 
-void AttendDraftPlugin::run(Call const& call, ElementTypes types, Device const& device) const
+void AttendDraftPlugin::run(Call const& call, FloatType type, Device const& device) const
 {
     InputDims const dims(contract(), call.descs);
-    PageGeometry const pages = geometry(dims.data(), types);
+    PageGeometry const pages = geometry(dims.data(), type);
     int64_t const heads = check_rows(dims.data(), "q", pages, 0);
     StepShape shape = step_shape(dims.data());
     shape.block_rows = block_rows(dims.data()[input_index("q")].d[0], shape.num_requests);
-    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), call.output("next_pages"),
+    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), pool(call),
         call.input("positions"), call.input("token_offsets"), call.input("page_table"),
         call.input("next_context_lens")};
     DraftBlockBuffers const block{

@@ -15,10 +15,10 @@ private:
     [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
     void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
         nvinfer1::IExprBuilder& builder) const override;
-    void check_build(nvinfer1::Dims const* max, ElementTypes types) const override;
-    [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const override;
-    void prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const override;
-    void run(Call const& call, ElementTypes types, Device const& device) const override;
+    void check_build(nvinfer1::Dims const* max, FloatType type) const override;
+    [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
+    void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
+    void run(Call const& call, FloatType type, Device const& device) const override;
 };
 
 } // namespace dflash_trt

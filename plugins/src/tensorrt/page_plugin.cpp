@@ -3,6 +3,7 @@
 #include "runtime/problem.h"
 
 #include <string>
+#include <utility>
 
 namespace dflash_trt
 {
@@ -21,19 +22,25 @@ std::string shape_of(nvinfer1::Dims const& dims)
 
 } // namespace
 
-PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, ElementTypes types) const
+PagePlugin::PagePlugin(
+    PluginContract const& contract, PluginFields fields, nvinfer1::TensorRTPhase phase, char const* stored)
+    : StepPlugin(contract, std::move(fields), phase), mStored(stored)
 {
-    nvinfer1::Dims const& pages = inputs[input_index("pages")];
-    int32_t const page_size = fields().integer("page_size");
-    if (pages.nbDims != 5 || pages.d[1] != 2 || pages.d[2] != page_size)
-    {
-        throw Problem("pages", "[pages, 2, " + std::to_string(page_size) + ", kv_heads, D]", shape_of(pages),
-            "The field page_size and the pages must agree.");
-    }
-    PageGeometry const found{
-        types, pages.d[3], pages.d[4], page_size, fields().real("k_scale"), fields().real("v_scale")};
+}
+
+PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, FloatType type) const
+{
+    nvinfer1::Dims const& rows = inputs[input_index(mStored)];
+    ElementTypes const types{type, static_cast<PageType>(fields().integer("page_type"))};
+    PageGeometry const found{types, rows.d[1], rows.d[2], fields().integer("page_size"), fields().real("k_scale"),
+        fields().real("v_scale")};
     found.check();
     return found;
+}
+
+PagePool PagePlugin::pool(Call const& call) const
+{
+    return {call.input("state_pools"), fields().integer("state")};
 }
 
 StepShape PagePlugin::step_shape(nvinfer1::Dims const* inputs) const

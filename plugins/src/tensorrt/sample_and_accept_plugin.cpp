@@ -48,27 +48,27 @@ void SampleAndAcceptPlugin::set_output_shapes(
     outputs[2] = outputs[3] = outputs[4] = inputs[input_index("num_candidates")];
 }
 
-void SampleAndAcceptPlugin::check_build(nvinfer1::Dims const* max, ElementTypes types) const
+void SampleAndAcceptPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
 {
-    static_cast<void>(workspace_bytes(max, types)); // throws where there are no kernels
+    static_cast<void>(workspace_bytes(max, type)); // throws where there are no kernels
 }
 
-size_t SampleAndAcceptPlugin::workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const
+size_t SampleAndAcceptPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
     return sampling_workspace_bytes(
-        largest_shape(max[input_index("logits")], max[input_index("logit_rows")], types.network));
+        largest_shape(max[input_index("logits")], max[input_index("logit_rows")], type));
 }
 
-void SampleAndAcceptPlugin::prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const
+void SampleAndAcceptPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
-    prepare_sampling(shape_of(inputs[input_index("logits")], inputs[input_index("logit_rows")], types.network), device);
+    prepare_sampling(shape_of(inputs[input_index("logits")], inputs[input_index("logit_rows")], type), device);
 }
 
-void SampleAndAcceptPlugin::run(Call const& call, ElementTypes types, Device const& device) const
+void SampleAndAcceptPlugin::run(Call const& call, FloatType type, Device const& device) const
 {
     InputDims const dims(contract(), call.descs);
     SamplingShape const shape =
-        shape_of(dims.data()[input_index("logits")], dims.data()[input_index("logit_rows")], types.network);
+        shape_of(dims.data()[input_index("logits")], dims.data()[input_index("logit_rows")], type);
     SamplingBuffers const buffers{call.inputs, call.outputs, call.workspace};
     sample_and_accept(shape, buffers, device, call.stream);
 }

@@ -32,31 +32,6 @@ int32_t index_in(Rules<T> const& rules, char const* name)
     return 0;
 }
 
-nvinfer1::DataType type_of(nvinfer1::PluginTensorDesc const& desc) noexcept
-{
-    return desc.type;
-}
-
-nvinfer1::DataType type_of(nvinfer1::DynamicPluginTensorDesc const& desc) noexcept
-{
-    return desc.desc.type;
-}
-
-/// By contract the first input is of F.
-template <typename Desc>
-ElementTypes element_types(PluginContract const& contract, Desc const* inputs)
-{
-    ElementTypes types{float_type_of(type_of(inputs[0])), PageType::kNetwork};
-    for (int32_t i = 0; i < contract.inputs.count; ++i)
-    {
-        if (contract.inputs[i].type == TensorType::kPages)
-        {
-            types.pages = page_type_of(type_of(inputs[i]));
-        }
-    }
-    return types;
-}
-
 void check_rank(InputRule const& rule, int32_t rank)
 {
     if (rank != rule.rank)
@@ -77,21 +52,6 @@ void warn_once_that_building_does_not_run() noexcept
     }
 }
 
-/// An aliased output that TensorRT gave memory of its own has no pages in it.
-void check_aliases(PluginContract const& contract, void const* const* inputs, void* const* outputs)
-{
-    for (int32_t i = 0; i < contract.outputs.count; ++i)
-    {
-        OutputRule const& rule = contract.outputs[i];
-        if (rule.aliased_input != kNotAliased && outputs[i] != inputs[rule.aliased_input])
-        {
-            throw Problem(rule.name, std::string("the address of ") + contract.inputs[rule.aliased_input].name,
-                "another",
-                "Build with the preview feature ALIASED_PLUGIN_IO_10_03 and bind both names to one address.");
-        }
-    }
-}
-
 } // namespace
 
 StepPlugin::StepPlugin(PluginContract const& contract, PluginFields fields, nvinfer1::TensorRTPhase phase)
@@ -104,7 +64,7 @@ nvinfer1::IPluginCapability* StepPlugin::getCapabilityInterface(nvinfer1::Plugin
     switch (type)
     {
     case nvinfer1::PluginCapabilityType::kCORE: return static_cast<nvinfer1::IPluginV3OneCore*>(this);
-    case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuildV2*>(this);
+    case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
     case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
     }
     return nullptr;
@@ -149,9 +109,7 @@ int32_t StepPlugin::getOutputDataTypes(nvinfer1::DataType* types, int32_t num_ou
             }
             for (int32_t i = 0; i < num_outputs; ++i)
             {
-                OutputRule const& rule = mContract->outputs[i];
-                types[i] = rule.aliased_input == kNotAliased ? data_type(rule.type, float_type)
-                                                             : input_types[rule.aliased_input];
+                types[i] = data_type(mContract->outputs[i].type, float_type);
             }
             return kSuccess;
         });
@@ -186,13 +144,9 @@ bool StepPlugin::supportsFormatCombination(int32_t position, nvinfer1::DynamicPl
     {
         return false;
     }
-    if (position < num_inputs)
-    {
-        return has_type(mContract->inputs[position].type, tensor.type, tensors[0].desc.type);
-    }
-    OutputRule const& rule = mContract->outputs[position - num_inputs];
-    return rule.aliased_input == kNotAliased ? has_type(rule.type, tensor.type, tensors[0].desc.type)
-                                             : tensor.type == tensors[rule.aliased_input].desc.type;
+    TensorType const rule =
+        position < num_inputs ? mContract->inputs[position].type : mContract->outputs[position - num_inputs].type;
+    return has_type(rule, tensor.type, tensors[0].desc.type);
 }
 
 int32_t StepPlugin::configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
@@ -202,7 +156,7 @@ int32_t StepPlugin::configurePlugin(nvinfer1::DynamicPluginTensorDesc const* inp
         [&]
         {
             auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            check_build(dims.data(), element_types(*mContract, inputs));
+            check_build(dims.data(), float_type_of(inputs[0].desc.type));
             return kSuccess;
         });
 }
@@ -215,13 +169,8 @@ size_t StepPlugin::getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inp
         [&]
         {
             auto const dims = max_dims(inputs, num_inputs, num_outputs);
-            return workspace_bytes(dims.data(), element_types(*mContract, inputs));
+            return workspace_bytes(dims.data(), float_type_of(inputs[0].desc.type));
         });
-}
-
-int32_t StepPlugin::getAliasedInput(int32_t output) noexcept
-{
-    return output >= 0 && output < mContract->outputs.count ? mContract->outputs[output].aliased_input : kNotAliased;
 }
 
 int32_t StepPlugin::onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
@@ -236,7 +185,7 @@ int32_t StepPlugin::onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int3
             {
                 dims.push_back(inputs[i].dims);
             }
-            prepare(dims.data(), element_types(*mContract, inputs), Device::current());
+            prepare(dims.data(), float_type_of(inputs[0].type), Device::current());
             return kSuccess;
         });
 }
@@ -252,9 +201,8 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
     return logged(mContract->name, kFailure,
         [&]
         {
-            check_aliases(*mContract, inputs, outputs);
             Call const call{*mContract, input_descs, inputs, outputs, workspace, stream};
-            run(call, element_types(*mContract, input_descs), Device::current());
+            run(call, float_type_of(input_descs[0].type), Device::current());
             return kSuccess;
         });
 }

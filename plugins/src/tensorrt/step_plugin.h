@@ -14,14 +14,14 @@
 namespace dflash_trt
 {
 
-/// Types, formats, aliases, fields and errors come from the contract. A subclass knows its shapes and what it runs; it
+/// Types, formats, fields and errors come from the contract. A subclass knows its shapes and what it runs; it
 /// may throw, and every interface function turns that into a log line and TensorRT's own kind of failure.
 ///
 /// A plugin made for building never launches anything. TensorRT may time it, with whatever the memory holds: page
 /// numbers and lengths that lead anywhere.
 class StepPlugin : public nvinfer1::IPluginV3,
                    public nvinfer1::IPluginV3OneCore,
-                   public nvinfer1::IPluginV3OneBuildV2,
+                   public nvinfer1::IPluginV3OneBuild,
                    public nvinfer1::IPluginV3OneRuntime
 {
 public:
@@ -36,7 +36,7 @@ public:
     nvinfer1::AsciiChar const* getPluginVersion() const noexcept override;
     nvinfer1::AsciiChar const* getPluginNamespace() const noexcept override;
 
-    // IPluginV3OneBuildV2
+    // IPluginV3OneBuild
     int32_t getNbOutputs() const noexcept override;
     int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t num_outputs, nvinfer1::DataType const* input_types,
         int32_t num_inputs) const noexcept override;
@@ -49,7 +49,6 @@ public:
         nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) noexcept override;
     size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs, int32_t num_inputs,
         nvinfer1::DynamicPluginTensorDesc const* outputs, int32_t num_outputs) const noexcept override;
-    int32_t getAliasedInput(int32_t output) noexcept override;
 
     // IPluginV3OneRuntime
     int32_t onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int32_t num_inputs,
@@ -78,12 +77,12 @@ protected:
     virtual void set_output_shapes(
         nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const = 0;
     /// Throws Problem for sizes that contradict each other, or that no kernel serves. `max` are the largest shapes,
-    /// `types` the inputs' own.
-    virtual void check_build(nvinfer1::Dims const* max, ElementTypes types) const = 0;
-    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, ElementTypes types) const = 0;
+    /// `type` the network's own.
+    virtual void check_build(nvinfer1::Dims const* max, FloatType type) const = 0;
+    [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const = 0;
     /// Make ready the kernels that steps of such shapes need.
-    virtual void prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const = 0;
-    virtual void run(Call const& call, ElementTypes types, Device const& device) const = 0;
+    virtual void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
+    virtual void run(Call const& call, FloatType type, Device const& device) const = 0;
 
     [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
     [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }

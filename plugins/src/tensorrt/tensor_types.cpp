@@ -18,7 +18,6 @@ std::string name_of(nvinfer1::DataType type)
     case nvinfer1::DataType::kBF16: return "bfloat16";
     case nvinfer1::DataType::kINT32: return "int32";
     case nvinfer1::DataType::kINT64: return "int64";
-    case nvinfer1::DataType::kFP8: return "float8";
     default: return "data type " + std::to_string(static_cast<int32_t>(type));
     }
 }
@@ -42,17 +41,8 @@ FloatType float_type_of(nvinfer1::DataType type)
     throw Problem("network type", "float32, float16 or bfloat16", name_of(type), "Build the engine in one of these.");
 }
 
-PageType page_type_of(nvinfer1::DataType type) noexcept
-{
-    return type == nvinfer1::DataType::kFP8 ? PageType::kFloat8 : PageType::kNetwork;
-}
-
 bool has_type(TensorType rule, nvinfer1::DataType type, nvinfer1::DataType float_type) noexcept
 {
-    if (rule == TensorType::kPages)
-    {
-        return type == nvinfer1::DataType::kFP8 || has_type(TensorType::kFloat, type, float_type);
-    }
     return type == data_type(rule, float_type) && (rule != TensorType::kFloat || is_float(type));
 }
 
@@ -60,8 +50,7 @@ nvinfer1::DataType data_type(TensorType rule, nvinfer1::DataType float_type) noe
 {
     switch (rule)
     {
-    case TensorType::kFloat:
-    case TensorType::kPages: return float_type;
+    case TensorType::kFloat: return float_type;
     case TensorType::kInt32: return nvinfer1::DataType::kINT32;
     case TensorType::kInt64: return nvinfer1::DataType::kINT64;
     case TensorType::kFloat32: return nvinfer1::DataType::kFLOAT;
@@ -74,10 +63,9 @@ void check_type(char const* tensor, TensorType rule, nvinfer1::DataType type, nv
     if (!has_type(rule, type, float_type))
     {
         std::string expected = name_of(data_type(rule, float_type));
-        if (rule == TensorType::kFloat || rule == TensorType::kPages)
+        if (rule == TensorType::kFloat)
         {
             expected = "float32, float16 or bfloat16, as the first input";
-            expected += rule == TensorType::kPages ? ", or float8" : "";
         }
         throw Problem(tensor, expected, name_of(type), "Types stand in plugins/README.md.");
     }

@@ -12,13 +12,9 @@ namespace dflash_trt
 /// Throws Problem when it is not one of F.
 FloatType float_type_of(nvinfer1::DataType type);
 
-/// Of pages that `has_type` accepts.
-PageType page_type_of(nvinfer1::DataType type) noexcept;
-
 /// `float_type` is what F is in this node.
 bool has_type(TensorType rule, nvinfer1::DataType type, nvinfer1::DataType float_type) noexcept;
 
-/// Of a tensor that is not pages.
 nvinfer1::DataType data_type(TensorType rule, nvinfer1::DataType float_type) noexcept;
 
 /// Throws Problem when `has_type` is false.

@@ -9,7 +9,7 @@ namespace dflash_trt
 {
 
 WriteDraftContextPlugin::WriteDraftContextPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
-    : PagePlugin(kWriteDraftContext, std::move(fields), phase)
+    : PagePlugin(kWriteDraftContext, std::move(fields), phase, "context_k")
 {
 }
 
@@ -19,36 +19,37 @@ std::unique_ptr<StepPlugin> WriteDraftContextPlugin::copy() const
 }
 
 void WriteDraftContextPlugin::set_output_shapes(
-    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder&) const
+    nvinfer1::DimsExprs const*, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
 {
-    outputs[0] = inputs[input_index("pages")];
+    outputs[0].nbDims = 1;
+    outputs[0].d[0] = builder.constant(1);
 }
 
-void WriteDraftContextPlugin::check_build(nvinfer1::Dims const* max, ElementTypes types) const
+void WriteDraftContextPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
 {
-    PageGeometry const pages = geometry(max, types);
+    PageGeometry const pages = geometry(max, type);
     check_rows(max, "context_k", pages, pages.kv_heads);
     check_rows(max, "context_v", pages, pages.kv_heads);
     require_page_write(pages, true, step_shape(max).num_requests);
 }
 
-size_t WriteDraftContextPlugin::workspace_bytes(nvinfer1::Dims const*, ElementTypes) const
+size_t WriteDraftContextPlugin::workspace_bytes(nvinfer1::Dims const*, FloatType) const
 {
     return 0;
 }
 
-void WriteDraftContextPlugin::prepare(nvinfer1::Dims const* inputs, ElementTypes types, Device const& device) const
+void WriteDraftContextPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
-    prepare_page_write(geometry(inputs, types), true, step_shape(inputs).num_requests, device);
+    prepare_page_write(geometry(inputs, type), true, step_shape(inputs).num_requests, device);
 }
 
-void WriteDraftContextPlugin::run(Call const& call, ElementTypes types, Device const& device) const
+void WriteDraftContextPlugin::run(Call const& call, FloatType type, Device const& device) const
 {
     InputDims const dims(contract(), call.descs);
-    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), call.output("next_pages"),
+    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), pool(call),
         call.input("positions"), call.input("token_offsets"), call.input("page_table"),
         call.input("next_context_lens")};
-    write_draft_context(geometry(dims.data(), types), step_shape(dims.data()), context, device, call.stream);
+    write_draft_context(geometry(dims.data(), type), step_shape(dims.data()), context, device, call.stream);
 }
 
 } // namespace dflash_trt
