@@ -82,7 +82,7 @@ def _rows_of(name: str, pages: Tensor, place: range, num_tokens: int) -> Tensor:
 def _is_written(pages: Tensor) -> Tensor:  # bool [pages, 2, page_size]
     """Rows that are no longer full of canaries; by bytes, since PyTorch compares no float8."""
     canary = torch.full_like(pages[:1, :1, :1], CANARY).view(torch.uint8)
-    chunks = pages.view(torch.uint8).split(max(1, _CHUNK_BYTES // pages[0].nbytes))
+    chunks = torch.split(pages.view(torch.uint8), max(1, _CHUNK_BYTES // pages[0].nbytes))
     return torch.cat([(chunk != canary).flatten(3).any(3) for chunk in chunks])
 
 
