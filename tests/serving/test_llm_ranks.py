@@ -49,7 +49,8 @@ def test_a_worker_lost_in_the_middle_fails_what_ran_and_the_engine_reopens(engin
     with _open(engines[0], num_draft_tokens=0) as one:
         expected = [output.token_ids for output in one.generate(PROMPTS, [long] * 4)]
     with _open(engines[1], num_draft_tokens=0) as llm:
-        (process_id,) = llm._engine._executor.worker_process_ids
+        lost = llm._engine._executor
+        (process_id,) = lost.worker_process_ids
         stream = llm.submit(PROMPTS[0], long)
         next(iter(stream))  # it runs
         os.kill(process_id, signal.SIGKILL)
@@ -58,6 +59,7 @@ def test_a_worker_lost_in_the_middle_fails_what_ran_and_the_engine_reopens(engin
         assert time.monotonic() - started < 15
         assert "rank 1 of 2" in error and "SIGKILL" in error
         assert [output.token_ids for output in llm.generate(PROMPTS, [long] * 4)] == expected
+        assert "network" not in vars(lost._local), "its weights were freed before others were loaded"
         assert llm.failure is None and llm._engine._executor.worker_process_ids != (process_id,)
 
 

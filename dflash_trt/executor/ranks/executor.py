@@ -104,7 +104,7 @@ class RankedExecutor:
         has_failed = self._failure is not None
         self._failure = self._failure or "The engine is closed. Open it again."
         self._workers.close()
-        if not has_failed:  # a GPU may still wait for a rank that has ended
+        if not has_failed or self._ranks.device.type == "cpu":  # a GPU may still wait for a rank that has ended
             self._local.close()
 
     def _run(self, order: Order, run: Callable[[], _Outcome]) -> _Outcome:

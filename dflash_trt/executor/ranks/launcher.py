@@ -22,7 +22,7 @@ Reports = Sequence[Report | RankGoneError]  # of ranks 1, 2, ...
 _END_TIMEOUT_S = 5.0
 _LOOK_S = 1.0  # polling interval of watched workers
 _MAX_STOPPED_LOOKS = 3  # in a row; a terminal that stops and continues all ranks causes fewer
-_OPEN_AGAIN = "All ranks were ended: open the engine again."
+_OPEN_AGAIN = "All ranks were ended. LLM and servers open the engine again by themselves: send the request again."
 
 _LOG = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ def main() -> None:
     """Arguments: the file descriptor of the pipe to rank 0, and rank 0's process id."""
     pipe: Connection[object, Order] = Connection(int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 says what follows
+    for each in (signal.SIGINT, signal.SIGTERM):  # a terminal and a supervisor send them to all processes at once
+        signal.signal(each, signal.SIG_IGN)  # rank 0 decides: a server lets running requests end
     exit_code = 1
     try:
         _serve(pipe)
