@@ -27,6 +27,7 @@ _SETTINGS = (
         metavar="NAME",
         help="A request parameter to let through unread, such as a header the server forwards; repeatable.",
     ),
+    click.option("--keep-server", is_flag=True, help="Do not stop the server when the engine has failed for good."),
     click.option("--accept-numpy-2", is_flag=True, help="The server's Python backend is known to take numpy 2."),
 )
 
@@ -54,8 +55,18 @@ def deploy() -> None:
     help="Virtual environment the model runs in (default: that of the first python3 on the server's PATH).",
 )
 @click.option("--copy-engine", is_flag=True, help="Copy the engine into the repository instead of naming its path.")
-@click.option("--instances", type=int, default=1, show_default=True, help="Engine loops on a CPU, a process each.")
-@click.option("--gpus", metavar="0,1,...", help="One instance on each of these GPUs.")
+@click.option(
+    "--instances",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Engine loops on a CPU, a process each and for each rank.",
+)
+@click.option(
+    "--gpus",
+    metavar="0,1,...",
+    help="One instance on each of these GPUs, or on each N of them for an engine of N ranks.",
+)
 @click.option("--batch-dimension", is_flag=True, help="For clients that send [1, 1] where others send [1].")
 @click.option("--check", "check_only", is_flag=True, help="Only check a repository that stands.")
 @_settings_options
@@ -125,6 +136,7 @@ def _deployment(engine_dir: Path, options: dict[str, Any]) -> "Deployment":
         system=options["system"],
         drain_timeout_s=options["drain_timeout"],
         accepted_request_parameters=options["accept_parameters"],
+        keeps_server=options["keep_server"],
         accepts_numpy_2=options["accept_numpy_2"],
     )
     return Deployment(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,16 @@ RUNTIME = runtime_cases("device")  # which the instance group says
 (ALL, CONFIG), *OTHERS = RUNTIME
 DRAFTING = [*ALL]
 DRAFTING += ["--default-max-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]
-DRAFTING += ["--accept-parameter", "a", "--accept-parameter", "b", "--accept-numpy-2", "--model-name", "other"]
+DRAFTING += [
+    "--keep-server",
+    "--accept-parameter",
+    "a",
+    "--accept-parameter",
+    "b",
+    "--accept-numpy-2",
+    "--model-name",
+    "other",
+]
 DRAFTING += ["--environment", sys.prefix, "--copy-engine", "--instances", "2", "--batch-dimension"]
 ON_GPUS = ["--no-drafter", "--gpus", "3,1", "--accept-numpy-2"]
 
@@ -41,6 +50,7 @@ SETTINGS = ModelSettings(
     drain_timeout_s=2.5,
     accepted_request_parameters=("a", "b"),
     accepts_numpy_2=True,
+    keeps_server=True,
 )
 
 
@@ -166,7 +176,33 @@ def test_no_option_and_no_setting_is_left_out_here() -> None:
     assert never_set == {"engine_dir", "repository", "check_only"}
     default = ModelSettings(engine_dir="")
     alike = {field.name for field in fields(default) if getattr(SETTINGS, field.name) == getattr(default, field.name)}
-    assert not alike
+    assert alike == {"gpu_device_ids"}, "of engines of several ranks alone: see test_repository.py"
+
+
+class FailedLLM:
+    failure = "the device is lost"
+
+
+@pytest.mark.parametrize(
+    ("keeps_server", "is_own_server", "exits"), [(False, True, []), (False, False, [70]), (True, True, [70])]
+)
+def test_a_failed_engine_stops_its_server_once_or_ends_the_process(
+    model, pb_utils, monkeypatch, capsys, keeps_server, is_own_server, exits
+) -> None:
+    said: list[str] = []
+    found: list[int] = []
+    stops: list[bool] = []
+    pb_utils.Logger = SimpleNamespace(log_error=said.append)
+    monkeypatch.setattr("dflash_trt.servers.triton.model.stop_server", lambda: stops.append(True) or is_own_server)
+    monkeypatch.setattr(os, "_exit", found.append)
+    model._llm, model._name, model._has_ended, model._keeps_server = FailedLLM(), "dflash_0_0", False, keeps_server
+    assert not model.is_ready()
+    for _ in range(2):
+        model._end("the device is lost")
+    assert found == exits
+    assert stops == [True] * (not keeps_server)
+    assert said[0] == "dflash_0_0 ends: the device is lost"
+    assert ("exits with 70: the device is lost" in capsys.readouterr().err) == bool(exits)
 
 
 class Request:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.triton import repository
-from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
+from dflash_trt.servers.triton.environment import check_numpy, explained, gpus_of_instance, select_gpus
 from dflash_trt.servers.triton.pbtxt import Message, Word, read, write
 from dflash_trt.servers.triton.repository import Deployment, check_model, config_text, write_model
 from dflash_trt.servers.triton.settings import ModelSettings
@@ -266,16 +266,36 @@ def test_another_libpython_explains_a_failed_import(tmp_path) -> None:
     assert "found 3.11.2, and undefined symbol: x" in said
 
 
-def test_an_instance_sees_its_gpu_alone() -> None:
-    for inherited, device, expected in ((None, "2", "2"), ("4,5", "1", "5"), ("GPU-a, GPU-b", "1", "GPU-b")):
+def test_an_instance_sees_its_gpus_alone() -> None:
+    for inherited, gpus, expected in (
+        (None, [2], "2"),
+        ("4,5", [1], "5"),
+        ("GPU-a, GPU-b", [1], "GPU-b"),
+        (None, [2, 0], "2,0"),
+        ("4,5,6", [2, 1], "6,5"),
+    ):
         environment = {} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited}
-        select_gpu("GPU", device, environment)
+        select_gpus(gpus, environment)
         assert environment["CUDA_VISIBLE_DEVICES"] == expected
     untouched: dict[str, str] = {}
-    select_gpu("CPU", "0", untouched)
+    select_gpus([], untouched)
     assert not untouched
-    with pytest.raises(ConfigError, match="expected GPUs 0 to 0"):
-        select_gpu("GPU", "1", {"CUDA_VISIBLE_DEVICES": "4"})
+    for gpus in ([1], [0, 1]):
+        with pytest.raises(ConfigError, match="expected GPUs 0 to 0"):
+            select_gpus(gpus, {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+def test_the_gpus_of_an_instance_are_those_that_triton_or_the_deployment_says() -> None:
+    def gpus(kind: str, name: str = "dflash_0_0") -> tuple[int, ...]:
+        arguments = {"model_instance_kind": kind, "model_instance_name": name, "model_instance_device_id": "5"}
+        return gpus_of_instance(arguments, instance_gpus)
+
+    instance_gpus = ModelSettings(engine_dir="/e", gpu_device_ids="0,1;2,3").instance_gpus
+    assert (gpus("CPU"), gpus("GPU"), gpus("MODEL"), gpus("MODEL", "dflash_0_1")) == ((), (5,), (0, 1), (2, 3))
+    with pytest.raises(ConfigError, match="expected count 2"):
+        gpus("MODEL", "dflash_0_2")
+    instance_gpus = ()
+    assert gpus("MODEL") == (), "a config of another hand: all that the server sees"
 
 
 def test_the_documentation_lists_the_tensors_of_the_model() -> None:
@@ -284,9 +304,41 @@ def test_the_documentation_lists_the_tensors_of_the_model() -> None:
         assert table in page, "replace the table in docs/deployment.md by documentation_tables()"
 
 
-def test_an_engine_of_several_ranks_is_not_deployed(tmp_path) -> None:
-    target = make_target(tmp_path / "target")
-    engine = build(tmp_path, tmp_path / "engine", target=str(target), tp_size=2).path
-    with pytest.raises(EngineDirError, match=r"expected an engine of one rank.*found world_size 2"):
-        write_model(tmp_path / "models", deployment(engine))
-    assert not (tmp_path / "models" / "dflash" / "config.pbtxt").exists()
+@pytest.fixture(scope="module")
+def engine_of_two(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("two_ranks")
+    return build(path, path / "engine", target=str(make_target(path / "target")), tp_size=2).path
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "gpu_device_ids"),
+    [
+        ({}, [("count", 1), ("kind", "KIND_CPU")], None),
+        ({"gpus": (2, 3)}, [("count", 1), ("kind", "KIND_MODEL")], "2,3"),
+        ({"gpus": (0, 1, 3, 2)}, [("count", 2), ("kind", "KIND_MODEL")], "0,1;3,2"),
+    ],
+)
+def test_the_ranks_of_an_engine_are_one_instance(engine_of_two, tmp_path, options, group, gpu_device_ids) -> None:
+    model = write_model(tmp_path, deployment(engine_of_two, **options))
+    config = read((model / "config.pbtxt").read_text(), subject="test")
+    found = config.one("instance_group")
+    assert isinstance(found, Message) and found.fields == group
+    assert check_model(model).gpu_device_ids == gpu_device_ids
+
+
+def test_gpus_that_do_not_divide_among_the_ranks_are_refused(engine_of_two, tmp_path) -> None:
+    for gpus in ((0,), (0, 1, 2)):
+        with pytest.raises(ConfigError, match=r"gpus: expected 2 for each instance, one for each rank of the engine"):
+            write_model(tmp_path, deployment(engine_of_two, gpus=gpus))
+    model = write_model(tmp_path, deployment(engine_of_two, gpus=(0, 1)))
+    config = model / "config.pbtxt"
+    text = config.read_text()
+    for old, new in (("kind: KIND_MODEL", "kind: KIND_GPU\n  gpus: [0, 1]"), ('"0,1"', '"0"'), ('"0,1"', '"0,1;2"')):
+        parameter = 'parameters {\n  key: "gpu_device_ids"\n  value {\n    string_value: "0,1"\n  }\n}\n'
+        changed = text.replace(parameter, "") if "GPU" in new else text
+        config.write_text(changed.replace(old, new))
+        with pytest.raises(ConfigError, match="GPUs of an instance: expected 2 for each instance"):
+            check_model(model)
+    config.write_text(text.replace('"0,1"', '"0-1"'))
+    with pytest.raises(ConfigError, match=r"gpu_device_ids: expected indices of GPUs such as 0,1;2,3, .* found '0-1'"):
+        check_model(model)

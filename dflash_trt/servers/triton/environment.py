@@ -3,7 +3,7 @@
 import os
 import platform
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from dflash_trt.core.errors import ConfigError
@@ -52,22 +52,48 @@ def _version_of_environment(prefix: Path) -> str | None:
     return next((value.strip() for name, value in entries.items() if name.strip() == "version"), None)
 
 
-def select_gpu(kind: str, device_id: str, environment: MutableMapping[str, str] | None = None) -> None:
-    """Leave this process only the GPU of its instance; to be called before anything looks for GPUs.
+def gpus_of_instance(arguments: Mapping[str, str], instance_gpus: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """GPUs of an instance by its `arguments` of `initialize`; none on a CPU, or where it may use all.
+
+    Triton gives an instance of KIND_GPU its GPU. One of KIND_MODEL, for several ranks, takes its place of
+    `instance_gpus`, by the number that ends its name.
+    """
+    if arguments["model_instance_kind"] == "GPU":
+        return (int(arguments["model_instance_device_id"]),)
+    if arguments["model_instance_kind"] != "MODEL" or not instance_gpus:
+        return ()
+    index = int(arguments["model_instance_name"].rpartition("_")[2])
+    if index >= len(instance_gpus):
+        expected = f"count {len(instance_gpus)}, the groups of gpu_device_ids"
+        raise ConfigError.about("instance_group", expected=expected, found="more", hint="Deploy the model again.")
+    return instance_gpus[index]
+
+
+def check_gpus_of_ranks(gpus: Sequence[int], num_ranks: int) -> None:
+    """Raises ConfigError unless an instance that has `gpus` has one for each rank."""
+    if len(gpus) not in (0, num_ranks):
+        hint = "Deploy the engine again, with --gpus naming one for each rank."
+        expected = f"{num_ranks} for each instance, as the engine has {num_ranks} ranks"
+        raise ConfigError.about("GPUs of an instance", expected=expected, found=str(len(gpus)), hint=hint)
+
+
+def select_gpus(gpus: Sequence[int], environment: MutableMapping[str, str] | None = None) -> None:
+    """Leave this process and its children only the GPUs of its instance; called before anything looks for GPUs.
 
     Triton counts the devices it can see itself, so an inherited CUDA_VISIBLE_DEVICES is indexed, not replaced.
     """
     environment = os.environ if environment is None else environment
-    if kind != "GPU":
+    if not gpus:
         return
     inherited = environment.get("CUDA_VISIBLE_DEVICES")
     visible = inherited.split(",") if inherited else None
-    index = int(device_id)
-    if visible is not None and index >= len(visible):
+    if visible is not None and max(gpus) >= len(visible):
         raise ConfigError.about(
             "instance_group",
             expected=f"GPUs 0 to {len(visible) - 1}, for CUDA_VISIBLE_DEVICES is {inherited}",
-            found=device_id,
+            found=",".join(map(str, gpus)),
             hint="Deploy with --gpus naming GPUs that the server sees.",
         )
-    environment["CUDA_VISIBLE_DEVICES"] = device_id if visible is None else visible[index].strip()
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+        str(gpu) if visible is None else visible[gpu].strip() for gpu in gpus
+    )

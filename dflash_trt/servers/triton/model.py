@@ -18,10 +18,16 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from dflash_trt.core.errors import DFlashError, RequestError
-from dflash_trt.servers.triton.environment import check_numpy, explained, select_gpu
+from dflash_trt.servers.triton.environment import (
+    check_gpus_of_ranks,
+    check_numpy,
+    explained,
+    gpus_of_instance,
+    select_gpus,
+)
 from dflash_trt.servers.triton.metrics import MetricBook, Series
 from dflash_trt.servers.triton.responses import Arrays
-from dflash_trt.servers.triton.server_watch import ServerWatch
+from dflash_trt.servers.triton.server_watch import ServerWatch, stop_server
 from dflash_trt.servers.triton.service import EngineService, ErrorCode
 from dflash_trt.servers.triton.settings import ModelSettings
 
@@ -39,6 +45,8 @@ ENGINE_FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 class TritonPythonModel:
     """Triton calls initialize once, execute for each batch of requests, finalize once all of them are answered."""
+
+    _has_ended = False
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engine; its errors are those of the model's load."""
@@ -64,9 +72,21 @@ class TritonPythonModel:
         self._llm.close()
         self._book.close()
 
-    def _end_process(self, failure: str) -> None:
-        """A GPU that failed works again in a new process only, so whoever runs the server has to restart it."""
+    def is_ready(self) -> bool:
+        """For servers of 2026; older ones call a model ready whatever happens to it."""
+        return self._llm.failure is None
+
+    def _end(self, failure: str) -> None:
+        """Stop the server, which restarts no model and would call this one ready; or end with our own exit code."""
+        if self._has_ended:  # called again until the process ends
+            return
+        self._has_ended = True
         pb_utils.Logger.log_error(f"{self._name} ends: {failure}")
+        if not self._keeps_server and stop_server():
+            pb_utils.Logger.log_error(f"{self._name} stops the server, which would call it ready")
+            return
+        sys.stderr.write(f"{self._name} exits with {ENGINE_FAILED_EXIT_CODE}: {failure}\n")
+        sys.stderr.flush()
         os._exit(ENGINE_FAILED_EXIT_CODE)
 
     def _open(self, args: dict[str, str]) -> None:
@@ -74,14 +94,18 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         settings = ModelSettings.from_parameters(parameters)
         check_numpy(np.__version__, accepts_numpy_2=settings.accepts_numpy_2)
-        select_gpu(args["model_instance_kind"], args["model_instance_device_id"])
+        gpus = gpus_of_instance(args, settings.instance_gpus)
+        select_gpus(gpus)
         logging.getLogger("dflash_trt").addHandler(_ServerLog())
         self._has_batch_dimension = config["max_batch_size"] > 0
+        self._name = args["model_instance_name"]
+        self._keeps_server = settings.keeps_server
         try:
             self._llm = _open_llm(
                 settings,
                 Path(args["model_repository"]) / args["model_version"],
-                is_on_gpu=args["model_instance_kind"] == "GPU",
+                gpus=gpus,
+                is_on_gpu=args["model_instance_kind"] != "CPU",
             )
         except ImportError as error:
             raise explained(error) from error
@@ -98,19 +122,20 @@ class TritonPythonModel:
             book=self._book,
             watch=ServerWatch(_is_server_ready),
             on_server_gone=lambda: os._exit(1),  # nothing ends an orphan of the server otherwise
-            on_engine_failed=self._end_process,
+            on_engine_failed=self._end,
         )
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         gc.freeze()  # what a load leaves stays: no collection walks it again, not even that of the interpreter's end
-        self._name = args["model_instance_name"]
         pb_utils.Logger.log_info(f"{self._name} opened engine {self._llm.engine.path}: {self._llm.page_plan}")
 
 
-def _open_llm(settings: ModelSettings, version_dir: Path, *, is_on_gpu: bool) -> Any:
-    from dflash_trt.servers.triton.served_engine import open_served_engine
+def _open_llm(settings: ModelSettings, version_dir: Path, *, gpus: Sequence[int], is_on_gpu: bool) -> Any:
+    from dflash_trt.engine_dir import EngineDir
 
     path = settings.engine_path(version_dir)
-    has_choice = open_served_engine(path).manifest.backend == "torch"  # TensorRT runs on a GPU whatever the group says
+    manifest = EngineDir.open(path).manifest
+    check_gpus_of_ranks(gpus, manifest.pretrained_config.mapping.world_size)
+    has_choice = manifest.backend == "torch"  # TensorRT runs on a GPU whatever the group says
     from dflash_trt.serving.llm import LLM
 
     device = "cuda" if is_on_gpu else "cpu"

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from dflash_trt.core.errors import ConfigError, DFlashError, EngineDirError, problem, raise_all
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.servers.triton.environment import check_numpy
+from dflash_trt.servers.triton.environment import check_gpus_of_ranks, check_numpy
 from dflash_trt.servers.triton.pbtxt import Message, Value, Word, read, write
-from dflash_trt.servers.triton.served_engine import open_served_engine
 from dflash_trt.servers.triton.settings import ENVIRONMENT_PARAMETER, ModelSettings
 from dflash_trt.servers.triton.tensors import INPUTS, OUTPUTS, InputTensor, OutputTensor
 
@@ -49,7 +48,9 @@ _PROBE_TIMEOUT_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """The model to write. Each of `gpus` gets an instance; without them `num_instances` run on the CPU."""
+    """The model to write. Each of `gpus` gets an instance, or each N of them for an engine of N ranks; without them
+    `num_instances` run on the CPU.
+    """
 
     model_name: str
     settings: ModelSettings
@@ -67,7 +68,9 @@ def write_model(repository: Path, deployment: Deployment) -> Path:
         EngineDirError: the engine cannot be opened.
         ConfigError: another model stands there, or the deployment cannot work.
     """
-    _check(repository, deployment)
+    engine_dir = Path(deployment.settings.engine_dir)
+    num_ranks = EngineDir.open(engine_dir).manifest.pretrained_config.mapping.world_size
+    _check(repository, deployment, num_ranks)
     model_dir = repository / deployment.model_name
     config_path = model_dir / CONFIG_NAME
     if model_dir.exists() and not _is_ours(config_path):
@@ -77,14 +80,14 @@ def write_model(repository: Path, deployment: Deployment) -> Path:
             found="something else",
             hint="Choose another --model-name, or remove it.",
         )
-    engine_dir = Path(deployment.settings.engine_dir)
-    open_served_engine(engine_dir)
     version_dir = model_dir / VERSION
     version_dir.mkdir(parents=True, exist_ok=True)
     if deployment.copies_engine:
         _copy_engine(engine_dir, version_dir / COPIED_ENGINE)
     named = COPIED_ENGINE if deployment.copies_engine else str(engine_dir.resolve())
-    settings = replace(deployment.settings, engine_dir=named)
+    settings = replace(
+        deployment.settings, engine_dir=named, gpu_device_ids=_gpu_device_ids(deployment.gpus, num_ranks)
+    )
     _put(version_dir / MODEL_NAME, _MODEL_SOURCE)
     _put(config_path, config_text(replace(deployment, settings=settings)))  # last: it makes the directory a model
     return model_dir
@@ -95,17 +98,13 @@ def config_text(deployment: Deployment) -> str:
     parameters = deployment.settings.parameters()
     if deployment.environment is not None:
         parameters[ENVIRONMENT_PARAMETER] = str(deployment.environment.resolve())
-    group: list[tuple[str, Value]] = [("count", deployment.num_instances)]
-    group.append(("kind", Word("KIND_GPU" if deployment.gpus else "KIND_CPU")))
-    if deployment.gpus:
-        group.append(("gpus", list(deployment.gpus)))
     message = Message(
         [
             ("name", deployment.model_name),
             ("backend", "python"),
             ("max_batch_size", int(deployment.has_batch_dimension)),
             ("model_transaction_policy", Message([("decoupled", True)])),
-            ("instance_group", Message(group)),
+            ("instance_group", _instance_group(deployment)),
             *(("parameters", _parameter(name, text)) for name, text in sorted(parameters.items())),
             *(("input", _tensor(tensor)) for tensor in INPUTS),
             *(("output", _tensor(tensor)) for tensor in OUTPUTS),
@@ -134,7 +133,9 @@ def check_model(model_dir: Path) -> ModelSettings:
     try:
         parameters = _parameters(config)
         settings = ModelSettings.from_parameters(parameters)
-        open_served_engine(settings.engine_path(model_dir / VERSION))
+        engine = EngineDir.open(settings.engine_path(model_dir / VERSION))
+        for gpus in _gpus_of_instances(config, settings):
+            check_gpus_of_ranks(gpus, engine.manifest.pretrained_config.mapping.world_size)
         if ENVIRONMENT_PARAMETER in parameters:
             check_environment(Path(parameters[ENVIRONMENT_PARAMETER]), accepts_numpy_2=settings.accepts_numpy_2)
     except DFlashError as error:
@@ -177,7 +178,7 @@ def model_dirs(repository: Path) -> list[Path]:
     return sorted(path for path in repository.iterdir() if _is_ours(path / CONFIG_NAME))
 
 
-def _check(repository: Path, deployment: Deployment) -> None:
+def _check(repository: Path, deployment: Deployment, num_ranks: int) -> None:
     problems = [*_shell_problems(repository, deployment)]
     name = deployment.model_name
     if not name or name in (".", "..") or "/" in name:
@@ -193,6 +194,9 @@ def _check(repository: Path, deployment: Deployment) -> None:
         )
     if len(set(deployment.gpus)) != len(deployment.gpus) or any(gpu < 0 for gpu in deployment.gpus):
         problems.append(problem("gpus", expected="distinct indices", found=str(list(deployment.gpus))))
+    if len(deployment.gpus) % num_ranks:
+        expected = f"{num_ranks} for each instance, one for each rank of the engine"
+        problems.append(problem("gpus", expected=expected, found=str(list(deployment.gpus)), hint="Pass --gpus."))
     raise_all(ConfigError, "deployment", problems)
     if deployment.environment is not None:
         check_environment(deployment.environment, accepts_numpy_2=deployment.settings.accepts_numpy_2)
@@ -205,6 +209,27 @@ def _shell_problems(repository: Path, deployment: Deployment) -> Iterator[str]:
         if path is not None and shlex.quote(str(path)) != str(path):
             hint = "Use letters, digits and @%+=:,./-_ alone."
             yield problem(subject, expected="a path without spaces or quotes", found=repr(str(path)), hint=hint)
+
+
+def _gpu_device_ids(gpus: Sequence[int], num_ranks: int) -> str | None:
+    """GPUs of each instance of several ranks: "0,1;2,3". Triton itself gives an instance one GPU at most."""
+    if not gpus or num_ranks == 1:
+        return None
+    return ";".join(",".join(map(str, gpus[i : i + num_ranks])) for i in range(0, len(gpus), num_ranks))
+
+
+def _instance_group(deployment: Deployment) -> Message:
+    num_groups = len(deployment.settings.instance_gpus)
+    if num_groups:
+        return Message([("count", num_groups), ("kind", Word("KIND_MODEL"))])
+    if deployment.gpus:
+        return Message([("count", 1), ("kind", Word("KIND_GPU")), ("gpus", list(deployment.gpus))])
+    return Message([("count", deployment.num_instances), ("kind", Word("KIND_CPU"))])
+
+
+def _gpus_of_instances(config: Message, settings: ModelSettings) -> Sequence[tuple[int, ...]]:
+    groups = [group for group in config.all("instance_group") if isinstance(group, Message)]
+    return settings.instance_gpus or [(0,) for group in groups if group.one("kind") == "KIND_GPU"]
 
 
 def _parameter(name: str, text: str) -> Message:

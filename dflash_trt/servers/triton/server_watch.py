@@ -14,6 +14,7 @@ request, and only then: after one, a client that leaves early can keep the model
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from pathlib import Path
 
 _LISTENING = "0A"
 _PROC = Path("/proc")
+_SERVER_NAME = "tritonserver"
 _WINDOW_S = 4.0
 _NUM_WAKES = 2  # of the main thread within the window
 _ANSWER_S = 1.0
@@ -63,6 +65,16 @@ class ServerWatch:
         while self._wakes[0][0] < now - _WINDOW_S:
             self._wakes.popleft()
         return count - self._wakes[0][1] >= _NUM_WAKES
+
+
+def stop_server() -> bool:
+    """Ask the server that started this process to stop; False if it is part of another program."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError):
+        if (_PROC / str(pid) / "comm").read_text().strip() == _SERVER_NAME:
+            os.kill(pid, signal.SIGTERM)
+            return True
+    return False
 
 
 def _num_wakes(pid: int) -> int:

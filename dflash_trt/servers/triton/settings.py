@@ -37,6 +37,8 @@ class ModelSettings:
     drain_timeout_s: float = 5.0  # for running requests when the server stops
     accepted_request_parameters: tuple[str, ...] = ()  # foreign ones, headers that the server forwards for example
     accepts_numpy_2: bool = False
+    keeps_server: bool = False  # when the engine has failed for good
+    gpu_device_ids: str | None = None  # of an engine of several ranks, for each instance: "0,1;2,3"
 
     def __post_init__(self) -> None:
         limits = (("default_max_tokens", self.default_max_tokens, 1), ("drain_timeout_s", self.drain_timeout_s, 0))
@@ -49,7 +51,18 @@ class ModelSettings:
             problems.append(
                 problem("system", expected="only with wraps_in_chat", found="it alone", hint="Deploy with --chat.")
             )
+        try:
+            _ = self.instance_gpus
+        except ValueError:
+            expected = "indices of GPUs such as 0,1;2,3, with a semicolon between two instances"
+            problems.append(problem("gpu_device_ids", expected=expected, found=repr(self.gpu_device_ids)))
         raise_all(ConfigError, "model parameters", problems)
+
+    @property
+    def instance_gpus(self) -> tuple[tuple[int, ...], ...]:
+        """The GPUs of each instance; empty where Triton gives them."""
+        groups = self.gpu_device_ids.split(";") if self.gpu_device_ids is not None else []
+        return tuple(tuple(map(int, group.split(","))) for group in groups)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> Self:
