@@ -153,7 +153,7 @@ def absorb_own_block(
         "kv_heads",
         "heads_per_kv",
         "page_shift",
-        "state",
+        "state_index",
         "max_lag",
         "max_lead",
         "window_step",
@@ -188,7 +188,7 @@ def attention_kernel(
     kv_heads,
     heads_per_kv,
     page_shift,  # page_size == 1 << page_shift
-    state,  # index in state_pools
+    state_index,  # in state_pools
     max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
     max_lead,
     window_step,  # 1; 0: max_lag counts from the first query row of the request, for all of its rows
@@ -207,10 +207,6 @@ def attention_kernel(
     POOLED: tl.constexpr,
 ):
     """Grid: (kv_heads, row_capacity + work_slots)."""
-    if POOLED:
-        pages = pooled(state_pools, state, pages.dtype)
-        if pages.to(tl.int64) == 0:  # no state
-            return
     kv_head = tl.program_id(0)
     rows_per_tile = TILE // heads_per_kv
     request, item, first_slot, blocks_per_split = locate(
@@ -242,6 +238,10 @@ def attention_kernel(
     first_row = (item % num_tiles) * rows_per_tile
     first_token = request * block_rows if HAS_BLOCK else tl.load(token_offsets + request)
 
+    if POOLED:  # loaded here: earlier or later, ptxas spills registers of some variants
+        pages = pooled(state_pools, state_index, pages.dtype)
+        if pages.to(tl.int64) == 0:  # no state
+            return
     in_tile = tl.arange(0, TILE)
     row = first_row + in_tile // heads_per_kv
     is_row = (in_tile < rows_per_tile * heads_per_kv) & (row < num_rows)

@@ -117,7 +117,7 @@ def page_slot(request, position, page_table, pages_per_request, page_shift):
 
 
 # As in attention.py: one build serves steps and models of all sizes.
-@triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state_index"])
 def rotate_and_store_kernel(
     q,  # F, N rows of [q_heads, D], q_stride apart
     k,  # F, N rows of [kv_heads, D], k_stride apart
@@ -125,7 +125,7 @@ def rotate_and_store_kernel(
     q_out,  # F [N, q_heads, D]
     k_out,  # F [N, kv_heads, D]; written only without STORES_PAGES
     pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]; written only with STORES_PAGES
-    state_pools,  # int64 [states]; with POOLED, pages are where its `state` says, and only the type of `pages` is read
+    state_pools,  # int64 [states]; with POOLED, pages are at its `state_index`, and only the type of `pages` is read
     q_norm,  # F [D]; read only with HAS_NORM
     k_norm,
     inv_freq,  # float32 [D / 2]; read only with HAS_ROPE
@@ -145,7 +145,7 @@ def rotate_and_store_kernel(
     num_requests,
     pages_per_request,
     page_shift,
-    state,
+    state_index,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # HEAD_DIM / 2 padded to a power of two
     HEADS: tl.constexpr,  # of one program
@@ -158,7 +158,7 @@ def rotate_and_store_kernel(
 ):
     """Grid: (N, blocks of HEADS query heads + of K heads + of V heads), the last only with STORES_PAGES."""
     if POOLED:
-        pages = pooled(state_pools, state, pages.dtype)
+        pages = pooled(state_pools, state_index, pages.dtype)
         if pages.to(tl.int64) == 0:  # no state
             return
     row = tl.program_id(0)

@@ -11,6 +11,6 @@ import triton.language as tl
 
 
 @triton.jit
-def pooled(state_pools, state, POINTER: tl.constexpr):
-    """Where the pages of `state` begin, as a pointer of type `POINTER`, at a multiple of 16 bytes."""
-    return tl.multiple_of(tl.load(state_pools + state).to(POINTER), 16)
+def pooled(state_pools, state_index, POINTER: tl.constexpr):
+    """Where the pages of a state begin, as a pointer of type `POINTER`, at a multiple of 16 bytes."""
+    return tl.multiple_of(tl.load(state_pools + state_index).to(POINTER), 16)

@@ -56,7 +56,7 @@ def _attention_variant(
     signature |= {"sinks": _FLOAT}
     signature |= dict.fromkeys(("score_scale", "k_scale", "v_scale", "softcap"), "fp32")
     signature |= {"num_requests": "i32", "block_rows": "i32", "block_k_stride": "i32:16", "block_v_stride": "i32:16"}
-    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "page_shift", "state"), "i32")
+    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "page_shift", "state_index"), "i32")
     signature |= dict.fromkeys(("max_lag", "max_lead", "window_step"), "i32")
     signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "has_sinks"), "i32")
     return KernelVariant(

@@ -28,7 +28,9 @@ def rotate_and_store_variant(
     tensors |= dict.fromkeys(("positions", "token_offsets", "page_table", "limits"), pointer(torch.int32))
     scalars = dict.fromkeys(("amplitude", "eps", "k_scale", "v_scale"), "fp32")
     scalars |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    scalars |= dict.fromkeys(("q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state"), "i32")
+    scalars |= dict.fromkeys(
+        ("q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state_index"), "i32"
+    )
     heads = HEADS_PER_PROGRAM
     blocks = [f"(q_heads + {heads - 1}) / {heads}", f"(kv_heads + {heads - 1}) / {heads}"]
     return KernelVariant(

@@ -25,7 +25,11 @@ _PATH = re.compile(rf"[\w.*{{}}/-]+(/|\.({_SUFFIXES}))|({_FOLDERS})/[\w.*/-]+")
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 _FOREIGN_NAMES = {
     "DISTRIBUTIVE_INDEPENDENCE",
-    "get_aliased_input_tensor",
+    "NvInferRuntime.h",
+    "getAliasedInput",
+    "getAliasedInputTensor",
+    "host_kv_cache_pool_pointers",
+    "USER_MANAGED",
     "client_timeout",
     "start_stream",
 }  # of TensorRT and tritonclient

@@ -1,4 +1,4 @@
-"""Checks of a TensorRT engine on a real GPU before it serves: torch's tokens, in-place pages, working graphs.
+"""Checks of a TensorRT engine on a real GPU before it serves: torch's tokens, written pages, working graphs.
 
 Drives both executors with the same hand-made steps. Needs no scheduler; `scripts/gpu_check` prints the findings.
 """

@@ -92,7 +92,7 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
         .integer("page_shift", geometry.page_shift())
-        .integer("state", attention.pages.state)
+        .integer("state_index", attention.pages.state)
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
         .integer("window_step", mask.is_window_anchored ? 0 : 1)

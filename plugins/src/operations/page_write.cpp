@@ -58,7 +58,7 @@ void write_pages(PageGeometry const& geometry, PageWrite const& write, Device co
         .integer("k_stride", geometry.row_size())
         .integer("v_stride", geometry.row_size())
         .integer("page_shift", geometry.page_shift())
-        .integer("state", write.pages.state);
+        .integer("state_index", write.pages.state);
     values.real("k_scale", geometry.k_scale).real("v_scale", geometry.v_scale);
     // Not part of a plain write: no query heads, no norm, no rotation; of `pages` only the type.
     for (char const* unused : {"pages", "q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})

@@ -1,0 +1,124 @@
+"""A whole TensorRT step whose plugin nodes are the plugin library's own launches; see interpreted_library.py.
+
+    python -m tests.plugins.interpreted_engine LIBRARY DRIVER MANIFEST DIR
+
+Everything but the nodes is the network that TensorRT-RTX holds, executed in PyTorch; pages are reached as on a GPU, by
+the addresses in `state_pools`. Prints one JSON object.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import tensorrt_rtx
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.tensorrt.canary import check_pages
+from dflash_trt.backends.tensorrt.context import StepContexts
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
+from dflash_trt.backends.tensorrt.plugins import PLUGINS
+from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.step_plan import ExecutorLimits
+from tests.engines import make_executor
+from tests.kernels.exact_fp8 import round_fp8_as_hardware
+from tests.plugins.c_api import PluginLibrary
+from tests.plugins.interpreted_library import InterpretingDriver
+from tests.traces import GREEDY, integers, trace
+from tests.trt.fake_engine import USER_MANAGED, FakeEngine
+from tests.trt.networks import MAX_SEQ_LEN
+from tests.trt.test_plugins import define_with_plugins
+from tests.trt.test_step_tokens import make_pair
+from tests.trt.test_trt_executor import CPU, HOST_STREAM, LIMITS
+
+KS = (3, 1)
+FP8_PAGES = QuantizationSpec(
+    target_kv=(LayerKvScales(k=0.02, v=0.01), LayerKvScales(k=0.03, v=0.01)), draft_kv=(LayerKvScales(k=0.03, v=0.007),)
+)
+
+
+class LibraryNodes:
+    """Runs plugin nodes through the library's C interface."""
+
+    def __init__(self, library: PluginLibrary) -> None:
+        self._library = library
+        self._inputs = {plugin.name: plugin.inputs for plugin in PLUGINS}
+
+    def __call__(self, node: Any, given: list[Tensor]) -> list[Tensor]:
+        named = {name: tensor.contiguous() for name, tensor in zip(self._inputs[node.name], given, strict=True)}
+        outputs = self._library(node.name, named, node.fields)
+        return outputs or [torch.zeros(1, dtype=torch.int32)]  # of WriteDraftContext, which has no value
+
+
+def open_engine(pair: Any, nodes: LibraryNodes, *, pages: Any = None, spoil: Any = None, **options: Any) -> Any:
+    defined, plugin_nodes = define_with_plugins(tensorrt_rtx, *pair, pages=pages, **options)
+    if spoil is not None:
+        spoil(plugin_nodes)
+    limits = ExecutorLimits(
+        max_batch_size=8,
+        max_seq_len=MAX_SEQ_LEN,
+        max_num_tokens=64,
+        max_draft_len=defined.spec.max_draft_len,
+        page_size=LIMITS.page_size,
+        num_pages=64,
+    )
+    engine = FakeEngine(defined, LIMITS, plugins=(plugin_nodes, nodes))
+    contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=(), device=CPU)
+    return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
+
+
+def canary(executor: Any) -> str:
+    try:
+        return check_pages(executor)
+    except EngineDirError as error:
+        return str(error)
+
+
+def without_address(pair: Any, nodes: LibraryNodes) -> str:
+    """An address of 0 in the table."""
+    executor = open_engine(pair, nodes)
+    executor.state.tensors["state_pools"][1] = 0
+    return canary(executor)
+
+
+def of_one_state_twice(plugin_nodes: list[Any]) -> None:
+    plugin_nodes[1].fields["state"] = plugin_nodes[0].fields["state"]
+
+
+def past_the_own_pages(executor: Any) -> str:
+    """A pool that begins a page late: rows land where nobody reads them."""
+    pools, first = executor.state.tensors["state_pools"], executor.state.pages["target_kv.0"]
+    pools[0] += first[0].nbytes
+    return canary(executor)
+
+
+def main() -> dict[str, Any]:
+    library_path, driver_path, manifest_path, root = (Path(argument) for argument in sys.argv[1:])
+    driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
+    round_fp8_as_hardware()
+    nodes = LibraryNodes(PluginLibrary(library_path))
+    pair = make_pair(root, target={"num_hidden_layers": 2}, num_layers=1, target_layer_ids=(0, 1), head_dim=16)
+    results: dict[str, Any] = {"tokens": {}, "canary": {}}
+    for name, pages in (("float32", None), ("FP8", FP8_PAGES)):
+        ours = open_engine(pair, nodes, pages=pages)
+        results["canary"][name] = canary(ours)
+        theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
+        expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
+        results["tokens"][name] = integers(found) == integers(expected)
+    results["canary"]["without drafts"] = canary(open_engine(pair, nodes, max_draft_len=0))
+    results["canary"]["an address of 0"] = without_address(pair, nodes)
+    results["canary"]["one state twice"] = canary(open_engine(pair, nodes, spoil=of_one_state_twice))
+    results["canary"]["a page late"] = past_the_own_pages(open_engine(pair, nodes))
+    results["errors"] = driver.errors
+    results["launched"] = sorted({name.split("_float")[0].split("_block")[0] for name in driver.launched})
+    return results
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main()))

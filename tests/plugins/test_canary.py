@@ -1,0 +1,45 @@
+"""Opening an engine looks whether its pages are written, by the plugin library's own launches."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plugins.building import BuiltLibrary, run_python
+
+
+@pytest.fixture(scope="module")
+def results(built: BuiltLibrary, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if importlib.util.find_spec("tensorrt_rtx") is None:
+        pytest.skip("needs TensorRT-RTX, which holds the network: pip install 'dflash-trt[check]'")
+    root: Path = tmp_path_factory.mktemp("pair")
+    module = "tests.plugins.interpreted_engine"
+    done = run_python(module, built.kernels, built.fake_driver, built.manifest, root)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["errors"] == []
+    return found
+
+
+@pytest.mark.parametrize("pages", ["float32", "FP8"])
+def test_whole_steps_through_the_librarys_launches_give_torchs_tokens(results: dict[str, Any], pages: str) -> None:
+    assert results["tokens"][pages] is True
+
+
+@pytest.mark.parametrize("engine", ["float32", "FP8", "without drafts"])
+def test_an_engine_that_writes_its_pages_passes(results: dict[str, Any], engine: str) -> None:
+    assert results["canary"][engine] == "5 tokens in each of 3 pools, at 2 places"
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("an address of 0", "pages of target_kv.1: expected 10 rows of K and V to be written, found 0 of them"),
+        ("one state twice", "pages of target_kv.1: expected 10 rows of K and V to be written, found 0 of them"),
+        ("a page late", "pages of target_kv.0: expected no page of others to be written"),
+    ],
+)
+def test_an_engine_that_does_not_is_refused_by_the_pool(results: dict[str, Any], engine: str, message: str) -> None:
+    assert results["canary"][engine].startswith(message), results["canary"][engine]
