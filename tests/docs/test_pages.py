@@ -16,7 +16,7 @@ LANGUAGES = {"bash", "console", "python", "yaml", "text"}
 _FOREIGN_PATHS = re.compile(
     r"build/|\.venv|\.triton_server|/v2/|tokenizer/|include/$|OUT/|bin/|rank\d|rank\{r\}|\.NAME|"
     r"(config|provenance|hf_quant_config|results)\.(json|jsonl|jsonl\.partial|md)$|cubins\.bin$|"
-    r"(prompts|held_out)\.jsonl$|config\.pbtxt$|CONFIG\.yaml$|triton_backend/|libpython|libcuda|cuda\.h$|nvcr\.io|"
+    r"(prompts|held_out)\.jsonl$|config\.pbtxt$|CONFIG\.yaml$|triton_backend/|libpython|libcuda|cuda\.h$|NvInferRuntime\.h$|nvcr\.io|"
     r"(lib)?dflash_trt_(kernels|plugin)\.so$|launch_rules\.h$|manifest\.json$|engine/"
 )
 _FOLDERS = "build_configs|dflash_trt|docs|plugins|scripts|tests"
@@ -25,7 +25,6 @@ _PATH = re.compile(rf"[\w.*{{}}/-]+(/|\.({_SUFFIXES}))|({_FOLDERS})/[\w.*/-]+")
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 _FOREIGN_NAMES = {
     "DISTRIBUTIVE_INDEPENDENCE",
-    "NvInferRuntime.h",
     "getAliasedInput",
     "getAliasedInputTensor",
     "host_kv_cache_pool_pointers",

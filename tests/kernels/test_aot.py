@@ -23,7 +23,7 @@ from tests.plugins.building import compile_kernels
 
 # Every kernel of the library, once or twice: what compiles here compiles in the other sizes, but for shared memory.
 SMALL = (
-    *("--dtypes", "bfloat16", "--head-dims", "64", "--max-requests", "16"),
+    *("--dtypes", "bfloat16", "--head-dims", "64", "--max-requests", "256"),
     *("--tiles", "16", "--vocab-tiles", "64", "--widths", "16"),
 )
 
@@ -48,7 +48,7 @@ def kernels_by_architecture(manifest: dict[str, Any]) -> dict[str, list[str]]:
 def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(compiled: Path) -> None:
     manifest = read_manifest(compiled / "manifest.json")
     spec = LibrarySpec(
-        dtypes=("bfloat16",), head_dims=(64,), max_requests=(16,), tiles=(16,), vocab_tiles=(64,), widths=(16,)
+        dtypes=("bfloat16",), head_dims=(64,), max_requests=(256,), tiles=(16,), vocab_tiles=(64,), widths=(16,)
     )
     names = [variant.name for variant in library_variants(spec)]
     assert kernels_by_architecture(manifest) == dict.fromkeys(DEFAULT_ARCHITECTURES, names)
