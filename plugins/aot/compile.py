@@ -118,8 +118,8 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
         shared_bytes=compiled.metadata.shared,
         num_registers=num_registers,
         stack_bytes=stack_bytes,
-        arguments=tuple((name, word.split(":")[0], word.endswith(":16")) for name, word in variant.signature.items()),
-        constants=tuple((name, int(value)) for name, value in variant.constexprs.items()),
+        arguments=variant.arguments,
+        constants=variant.constants,
         grid=variant.grid,
         cubin=compiled.asm["cubin"],
     )

@@ -38,6 +38,15 @@ class KernelVariant:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
     @property
+    def arguments(self) -> tuple[tuple[str, str, bool], ...]:
+        """Of a launch: name, type, is a multiple of 16."""
+        return tuple((name, word.split(":")[0], word.endswith(":16")) for name, word in self.signature.items())
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name, int(value)) for name, value in self.constexprs.items())
+
+    @property
     def has_fp8(self) -> bool:
         return any(word.startswith(f"*{triton_type(torch.float8_e4m3fn)}") for word in self.signature.values())
 

@@ -80,6 +80,10 @@ inline std::vector<nvinfer1::PluginTensorDesc> concrete(std::vector<Tensor> cons
     return descs;
 }
 
+// host.cpp
+
+nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& name);
+
 // build_checks.cpp
 
 void check_fields(nvinfer1::IPluginCreatorV3One& creator, Node const& node);
@@ -101,5 +105,10 @@ void check_scales(nvinfer1::IPluginCreatorV3One& creator, Node node);
 void check_while_building(Plugin const& plugin, Node const& node);
 void check_without_driver(Plugin const& plugin, Node const& node);
 void check_with_driver(Plugin const& plugin, Node const& node);
+
+// launch_times.cpp
+
+/// Prints "NODE us_of_enqueue us_of_onShapeChange" for bfloat16 and head_dim 128.
+void time_launches(void* library);
 
 } // namespace host

@@ -1,10 +1,9 @@
-// Uses the plugin library as TensorRT would, without TensorRT: `plugin_host LIBRARY none|fake`.
-// With `fake`, libcuda.so.1 must be the stand-in of fake_driver.cpp. Prints a line for each check that fails, and
-// counts.
+// Uses the plugin library as TensorRT would, without TensorRT: `plugin_host LIBRARY none|fake|times`.
+// With `fake` and `times`, libcuda.so.1 must be the stand-in of fake_driver.cpp. Prints a line for each check that
+// fails, and counts; with `times`, a line for each node: its name, us of an enqueue, us of a change of shapes.
 #include "checks.h"
 
 #include <cstdio>
-#include <cstring>
 
 namespace host
 {
@@ -32,11 +31,6 @@ void expect_logged(std::string const& part, std::string const& what)
     logger.lines.clear();
 }
 
-namespace
-{
-
-LoggerFinder logger_finder(logger);
-
 nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& name)
 {
     int32_t num_creators = 0;
@@ -58,6 +52,11 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
     expect(false, name + ": a creator");
     return nullptr;
 }
+
+namespace
+{
+
+LoggerFinder logger_finder(logger);
 
 void check_node(void* library, Node const& node, bool has_driver, bool has_kernels)
 {
@@ -88,15 +87,8 @@ void check_node(void* library, Node const& node, bool has_driver, bool has_kerne
 
 } // namespace
 
-int check_library(char const* path, bool has_driver)
+void check_library(void* library, bool has_driver)
 {
-    void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr)
-    {
-        std::fprintf(stderr, "error: %s\n", dlerror());
-        return 2;
-    }
-    find<void(nvinfer1::ILoggerFinder*)>(library, "setLoggerFinder")(&logger_finder);
     for (nvinfer1::DataType const type :
         {nvinfer1::DataType::kFLOAT, nvinfer1::DataType::kHALF, nvinfer1::DataType::kBF16})
     {
@@ -109,8 +101,27 @@ int check_library(char const* path, bool has_driver)
             }
         }
     }
-    std::printf("TensorRT headers %d.%d\n", NV_TENSORRT_MAJOR, NV_TENSORRT_MINOR);
-    std::printf("%d passed, %d failed\n", num_passed, num_failed);
+}
+
+int use_library(char const* path, std::string const& use)
+{
+    void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr)
+    {
+        std::fprintf(stderr, "error: %s\n", dlerror());
+        return 2;
+    }
+    find<void(nvinfer1::ILoggerFinder*)>(library, "setLoggerFinder")(&logger_finder);
+    if (use == "times")
+    {
+        time_launches(library);
+    }
+    else
+    {
+        check_library(library, use == "fake");
+        std::printf("TensorRT headers %d.%d\n", NV_TENSORRT_MAJOR, NV_TENSORRT_MINOR);
+        std::printf("%d passed, %d failed\n", num_passed, num_failed);
+    }
     return num_failed == 0 ? 0 : 1;
 }
 
@@ -120,8 +131,8 @@ int main(int num_arguments, char** arguments)
 {
     if (num_arguments != 3)
     {
-        std::fprintf(stderr, "usage: plugin_host LIBRARY none|fake\n");
+        std::fprintf(stderr, "usage: plugin_host LIBRARY none|fake|times\n");
         return 2;
     }
-    return host::check_library(arguments[1], std::strcmp(arguments[2], "fake") == 0);
+    return host::use_library(arguments[1], arguments[2]);
 }

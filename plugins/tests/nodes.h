@@ -39,7 +39,8 @@ constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, 
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
-inline std::vector<Node> make_nodes(nvinfer1::DataType f, bool has_fp8_pages)
+inline std::vector<Node> make_nodes(
+    nvinfer1::DataType f, bool has_fp8_pages, int64_t head_dim = kHeadDim, int64_t num_tokens = kTokens)
 {
     auto const i32 = nvinfer1::DataType::kINT32;
     auto const i64 = nvinfer1::DataType::kINT64;
@@ -49,33 +50,33 @@ inline std::vector<Node> make_nodes(nvinfer1::DataType f, bool has_fp8_pages)
     Field const page_type{"page_type", has_fp8_pages ? 1 : 0};
     Field const k_scale{"k_scale", has_fp8_pages ? 0.02F : 1.0F};
     Field const v_scale{"v_scale", has_fp8_pages ? 0.3F : 1.0F};
-    Tensor const positions{"positions", {kTokens}, i32};
+    Tensor const positions{"positions", {num_tokens}, i32};
     Tensor const token_offsets{"token_offsets", {kRequests + 1}, i32};
     Tensor const page_table{"page_table", {kRequests, kPagesPerRequest}, i32};
     Tensor const next_context_lens{"next_context_lens", {kRequests}, i32};
     auto const rows = [&](char const* name, int64_t num_rows, int64_t heads)
-    { return Tensor{name, {num_rows, heads, kHeadDim}, f}; };
-    auto const attended = [&](int64_t num_rows) { return Tensor{"attended", {num_rows, kHeads * kHeadDim}, f}; };
+    { return Tensor{name, {num_rows, heads, head_dim}, f}; };
+    auto const attended = [&](int64_t num_rows) { return Tensor{"attended", {num_rows, kHeads * head_dim}, f}; };
     auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
     int64_t const block = kRequests * kWidth;
     return {
         {"AttendPages", {state, page_type, {"page_size", 4}, {"window", 0}, k_scale, v_scale},
-            {rows("q", kTokens, kHeads), rows("k", kTokens, kKvHeads), rows("v", kTokens, kKvHeads), pools, positions,
+            {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools, positions,
                 token_offsets, per_request("context_lens", i32), page_table},
-            {attended(kTokens)}, 3},
+            {attended(num_tokens)}, 3},
         {"AttendDraft",
             {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale,
                 v_scale},
-            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), rows("q", block, kHeads),
+            {rows("context_k", num_tokens, kKvHeads), rows("context_v", num_tokens, kKvHeads), rows("q", block, kHeads),
                 rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pools, positions, token_offsets,
                 page_table, next_context_lens},
             {attended(block)}, 3},
         {"WriteDraftContext", {state, page_type, {"page_size", 4}, k_scale, v_scale},
-            {rows("context_k", kTokens, kKvHeads), rows("context_v", kTokens, kKvHeads), pools, positions,
+            {rows("context_k", num_tokens, kKvHeads), rows("context_v", num_tokens, kKvHeads), pools, positions,
                 token_offsets, page_table, next_context_lens},
             {{"written", {1}, i32}}, 1},
         {"SampleAndAccept", {},
-            {{"logits", {block, kVocabulary}, f}, {"token_ids", {kTokens}, i32}, positions, token_offsets,
+            {{"logits", {block, kVocabulary}, f}, {"token_ids", {num_tokens}, i32}, positions, token_offsets,
                 per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
                 per_request("num_candidates", i32), per_request("temperature", f32), per_request("top_k", i32),
                 per_request("top_p", f32), per_request("min_p", f32), per_request("seed", i64)},

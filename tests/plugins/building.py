@@ -47,6 +47,11 @@ def build_library(out: Path, *options: str, timeout_s: float = 280) -> BuiltLibr
         pytest.skip(f"needs {', '.join(tools)} to build the plugin library")
     compiled = compile_kernels(out / "kernels", *options, timeout_s=timeout_s)
     assert compiled.returncode == 0, compiled.stderr
+    return build_sources(out)
+
+
+def build_sources(out: Path) -> BuiltLibrary:
+    """The library around the kernels that stand in `out`/kernels."""
     headers = tensorrt_headers()
     targets = ["dflash_trt_kernels", "fake_driver"] + (["dflash_trt_plugin", "plugin_host"] if headers else [])
     definitions = {

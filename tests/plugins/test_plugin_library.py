@@ -195,7 +195,7 @@ def test_a_host_that_expects_another_contract_says_what_differs(built_plugin: Bu
     (sources / "nodes.h").write_text(nodes)
     headers = tensorrt_headers()
     assert headers is not None
-    files = [str(sources / name) for name in ("host.cpp", "build_checks.cpp", "run_checks.cpp")]
+    files = [str(sources / name) for name in ("host.cpp", "build_checks.cpp", "launch_times.cpp", "run_checks.cpp")]
     includes = ["-isystem", str(headers), "-isystem", str(cuda_headers())]
     command = ["c++", "-std=c++17", "-O0", *includes, *files, "-o", str(tmp_path / "host"), "-ldl"]
     subprocess.run(command, check=True, timeout=200)
