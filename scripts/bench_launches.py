@@ -61,7 +61,9 @@ def launch_times(library: BuiltLibrary) -> dict[str, tuple[float, float]]:
 def main() -> int:
     library, num_kernels = build_full_library(ROOT / "build" / "bench_launches")
     if library.host is None:
-        sys.stderr.write("error: TensorRT's headers: expected NvInferRuntime.h, found none. Set TENSORRT_INCLUDE_DIR.\n")
+        sys.stderr.write(
+            "error: TensorRT's headers: expected NvInferRuntime.h, found none. Set TENSORRT_INCLUDE_DIR.\n"
+        )
         return 2
     try:
         times = launch_times(library)

@@ -1,6 +1,7 @@
 #include "dflash_trt_kernels.h"
 
 #include "contract/contract.h"
+#include "operations/sampling.h"
 #include "operations/step_operations.h"
 #include "runtime/embedded_kernel.h"
 #include "runtime/problem.h"
@@ -63,7 +64,7 @@ PageType page_type(int32_t type)
 PageGeometry geometry_of(dflash_trt_attention_shape const& shape)
 {
     ElementTypes const types{float_type(shape.float_type), page_type(shape.page_type)};
-    return {types, shape.kv_heads, shape.head_dim, shape.page_size, shape.k_scale, shape.v_scale};
+    return {types, shape.kv_heads, shape.head_dim, shape.page_size, shape.k_scale, shape.v_scale, shape.state};
 }
 
 StepShape step_of(dflash_trt_attention_shape const& shape)
@@ -74,12 +75,6 @@ StepShape step_of(dflash_trt_attention_shape const& shape)
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
-}
-
-DraftContextBuffers context_of(dflash_trt_attention_shape const& shape, dflash_trt_draft_buffers const& buffers)
-{
-    return {buffers.context_k, buffers.context_v, {buffers.state_pools, shape.state}, buffers.positions, buffers.token_offsets,
-        buffers.page_table, buffers.next_context_lens};
 }
 
 } // namespace
@@ -109,11 +104,13 @@ int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_
         [&]
         {
             auto const& sizes = required(shape);
-            auto const& given = required(buffers);
-            AttendPagesBuffers const used{given.q, given.k, given.v, {given.state_pools, sizes.state}, given.positions, given.token_offsets,
-                given.context_lens, given.page_table, given.attended, workspace};
-            attend_pages(
-                geometry_of(sizes), sizes.heads, sizes.window, step_of(sizes), used, Device::current(), stream);
+            auto const& b = required(buffers);
+            auto const launches =
+                prepare_attend_pages(geometry_of(sizes), sizes.heads, sizes.window, step_of(sizes), Device::current());
+            void const* const inputs[] = {
+                b.q, b.k, b.v, b.state_pools, b.positions, b.token_offsets, b.context_lens, b.page_table};
+            void* const outputs[] = {b.attended};
+            run(launches, {inputs, outputs, workspace}, stream);
         });
 }
 
@@ -124,11 +121,14 @@ int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_
         [&]
         {
             auto const& sizes = required(shape);
-            auto const& given = required(buffers);
-            DraftBlockBuffers const block{given.q, given.block_k, given.block_v, given.attended, workspace};
+            auto const& b = required(buffers);
             AttentionMask const mask{sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0};
-            attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), context_of(sizes, given), block,
-                Device::current(), stream);
+            auto const launches =
+                prepare_attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), Device::current());
+            void const* const inputs[] = {b.context_k, b.context_v, b.q, b.block_k, b.block_v, b.state_pools,
+                b.positions, b.token_offsets, b.page_table, b.next_context_lens};
+            void* const outputs[] = {b.attended};
+            run(launches, {inputs, outputs, workspace}, stream);
         });
 }
 
@@ -139,8 +139,11 @@ int32_t dflash_trt_write_draft_context(
         [&]
         {
             auto const& sizes = required(shape);
-            write_draft_context(
-                geometry_of(sizes), step_of(sizes), context_of(sizes, required(buffers)), Device::current(), stream);
+            auto const& b = required(buffers);
+            auto const launches = prepare_write_draft_context(geometry_of(sizes), step_of(sizes), Device::current());
+            void const* const inputs[] = {b.context_k, b.context_v, b.state_pools, b.positions, b.token_offsets,
+                b.page_table, b.next_context_lens};
+            run(launches, {inputs, nullptr, nullptr}, stream);
         });
 }
 
@@ -150,10 +153,9 @@ int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape, dfl
     return guarded(
         [&]
         {
-            auto const& sizes = required(shape);
             auto const& given = required(buffers);
-            SamplingBuffers const used{&required(given.inputs), &required(given.outputs), workspace};
-            sample_and_accept(sampling_of(sizes), used, Device::current(), stream);
+            CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
+            run(prepare_sampling(sampling_of(required(shape)), Device::current()), tensors, stream);
         });
 }
 

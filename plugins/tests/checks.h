@@ -108,7 +108,7 @@ void check_with_driver(Plugin const& plugin, Node const& node);
 
 // launch_times.cpp
 
-/// Prints "NODE us_of_enqueue us_of_onShapeChange" for bfloat16 and head_dim 128.
-void time_launches(void* library);
+/// Prints "NODE us_of_enqueue us_of_onShapeChange".
+void time_launches(void* library, nvinfer1::DataType type, int64_t head_dim);
 
 } // namespace host

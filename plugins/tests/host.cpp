@@ -1,6 +1,6 @@
-// Uses the plugin library as TensorRT would, without TensorRT: `plugin_host LIBRARY none|fake|times`.
-// With `fake` and `times`, libcuda.so.1 must be the stand-in of fake_driver.cpp. Prints a line for each check that
-// fails, and counts; with `times`, a line for each node: its name, us of an enqueue, us of a change of shapes.
+// Uses the plugin library as TensorRT would, without TensorRT: `plugin_host LIBRARY none|fake|times|small_times`.
+// But for `none`, libcuda.so.1 must be the stand-in of fake_driver.cpp. Prints a line for each check that fails, and
+// counts; for times (of bfloat16 and head_dim 128, or of what the library of the tests has) a line for each node.
 #include "checks.h"
 
 #include <cstdio>
@@ -55,6 +55,8 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
 
 namespace
 {
+
+constexpr int64_t kServedHeadDim = 128;
 
 LoggerFinder logger_finder(logger);
 
@@ -114,7 +116,11 @@ int use_library(char const* path, std::string const& use)
     find<void(nvinfer1::ILoggerFinder*)>(library, "setLoggerFinder")(&logger_finder);
     if (use == "times")
     {
-        time_launches(library);
+        time_launches(library, nvinfer1::DataType::kBF16, kServedHeadDim);
+    }
+    else if (use == "small_times")
+    {
+        time_launches(library, nvinfer1::DataType::kFLOAT, kHeadDim);
     }
     else
     {
@@ -131,7 +137,7 @@ int main(int num_arguments, char** arguments)
 {
     if (num_arguments != 3)
     {
-        std::fprintf(stderr, "usage: plugin_host LIBRARY none|fake|times\n");
+        std::fprintf(stderr, "usage: plugin_host LIBRARY none|fake|times|small_times\n");
         return 2;
     }
     return host::use_library(arguments[1], arguments[2]);

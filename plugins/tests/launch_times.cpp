@@ -11,7 +11,6 @@ namespace host
 namespace
 {
 
-constexpr int64_t kServedHeadDim = 128;
 constexpr int64_t kPrefillTokens = 512; // with two requests: verify blocks and a chunk, each with launches of its own
 constexpr int kNumBatches = 21;
 constexpr int kCallsPerBatch = 200;
@@ -60,14 +59,14 @@ void time_node(Plugin const& plugin, Node const& node, Node const& other, char c
 
 } // namespace
 
-void time_launches(void* library)
+void time_launches(void* library, nvinfer1::DataType type, int64_t head_dim)
 {
-    auto const type = nvinfer1::DataType::kBF16;
-    std::vector<Node> const verify = make_nodes(type, false, kServedHeadDim);
-    std::vector<Node> const prefill = make_nodes(type, false, kServedHeadDim, kPrefillTokens);
+    std::vector<Node> const verify = make_nodes(type, false, head_dim);
+    std::vector<Node> const prefill = make_nodes(type, false, head_dim, kPrefillTokens);
     for (size_t i = 0; i < verify.size(); ++i)
     {
-        Plugin const plugin = made(*find_creator(library, verify[i].name), verify[i], nvinfer1::TensorRTPhase::kRUNTIME);
+        Plugin const plugin =
+            made(*find_creator(library, verify[i].name), verify[i], nvinfer1::TensorRTPhase::kRUNTIME);
         time_node(plugin, verify[i], prefill[i], verify[i].name.c_str());
         if (i == 0)
         {

@@ -61,8 +61,8 @@ inline std::vector<Node> make_nodes(
     int64_t const block = kRequests * kWidth;
     return {
         {"AttendPages", {state, page_type, {"page_size", 4}, {"window", 0}, k_scale, v_scale},
-            {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools, positions,
-                token_offsets, per_request("context_lens", i32), page_table},
+            {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
+                positions, token_offsets, per_request("context_lens", i32), page_table},
             {attended(num_tokens)}, 3},
         {"AttendDraft",
             {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale,

@@ -2,15 +2,60 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
+#include <new>
 #include <utility>
+
+namespace
+{
+size_t num_allocations = 0;
+} // namespace
+
+// Those of the library as well: it has no operator of its own.
+void* operator new(size_t num_bytes)
+{
+    ++num_allocations;
+    if (void* const memory = std::malloc(num_bytes))
+    {
+        return memory;
+    }
+    throw std::bad_alloc();
+}
+
+void operator delete(void* memory) noexcept
+{
+    std::free(memory);
+}
+
+void operator delete(void* memory, size_t) noexcept
+{
+    std::free(memory);
+}
 
 namespace host
 {
 namespace
 {
 
+/// As in fake_driver.cpp, up to what is read here.
+struct FakeLaunch
+{
+    void const* image;
+    char const* entry;
+    unsigned int grid[3];
+};
+
 size_t num_launches = 0;
+unsigned int first_grid_x = 0;
+
+void count_launch(void const* launch)
+{
+    if (num_launches++ == 0)
+    {
+        first_grid_x = static_cast<FakeLaunch const*>(launch)->grid[0];
+    }
+}
 
 struct Execution
 {
@@ -40,6 +85,24 @@ struct Execution
     }
 };
 
+/// Launches are kept for the last shapes: others must not run with them, even if onShapeChange was not called.
+void check_other_shapes(Plugin const& plugin, Node const& node)
+{
+    for (int64_t const num_tokens : {kTokens + 1, kTokens})
+    {
+        for (Node const& other : make_nodes(node.inputs.front().type, false, kHeadDim, num_tokens))
+        {
+            if (other.name != node.name || node.name == "SampleAndAccept") // where T launches nothing
+            {
+                continue;
+            }
+            num_launches = 0;
+            expect(Execution(other).enqueue(plugin) == 0, node.name + ": runs with other shapes");
+            expect(first_grid_x == num_tokens, node.name + ": launches for the shapes of the call");
+        }
+    }
+}
+
 } // namespace
 
 void check_without_driver(Plugin const& plugin, Node const& node)
@@ -57,14 +120,23 @@ void check_with_driver(Plugin const& plugin, Node const& node)
     auto* const num_loads = find<int()>(driver, "fake_num_loads");
     auto* const set_device = find<void(int, int, int)>(driver, "fake_set_device");
     auto* const set_callback = find<void(void (*)(void const*))>(driver, "fake_set_callback");
-    set_callback([](void const*) { ++num_launches; });
+    set_callback(count_launch);
     Execution execution(node);
-    expect(execution.prepare(plugin) == 0, node.name + ": gets ready");
+    size_t allocations = num_allocations;
+    bool const is_ready = execution.prepare(plugin) == 0;
+    bool const are_counted = num_allocations > allocations;
+    expect(is_ready, node.name + ": gets ready");
+    expect(are_counted, node.name + ": allocations of the library are counted");
     int const loads_before = num_loads();
     num_launches = 0;
-    expect(execution.enqueue(plugin) == 0, node.name + ": runs");
+    allocations = num_allocations;
+    int32_t const result = execution.enqueue(plugin);
+    bool const has_allocated = num_allocations > allocations;
+    expect(!has_allocated, node.name + ": searches and makes nothing while it runs");
+    expect(result == 0, node.name + ": runs");
     expect(num_launches == node.num_launches, node.name + ": " + std::to_string(num_launches) + " launches");
     expect(num_loads() == loads_before, node.name + ": loads nothing while it runs");
+    check_other_shapes(plugin, node);
     if (!logger.lines.empty())
     {
         expect(false, logger.lines.back());

@@ -2,8 +2,6 @@
 
 #include "launch_rules.h"
 #include "runtime/kernel_choice.h"
-#include "runtime/kernel_library.h"
-#include "runtime/launch.h"
 #include "runtime/problem.h"
 #include "runtime/values.h"
 
@@ -52,7 +50,7 @@ int64_t num_partials(PageGeometry const& geometry, int64_t tile, int64_t num_slo
 }
 
 /// The smallest tile that holds the query rows of a request, or the largest there is.
-int64_t choose_tile(std::vector<EmbeddedKernel const*> const& candidates, int64_t query_rows, int64_t heads_per_kv)
+int64_t choose_tile(KernelVariants const& candidates, int64_t query_rows, int64_t heads_per_kv)
 {
     std::set<int64_t> tiles;
     for (EmbeddedKernel const* kernel : candidates)
@@ -71,18 +69,18 @@ int64_t choose_tile(std::vector<EmbeddedKernel const*> const& candidates, int64_
 
 Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention)
 {
-    bool const has_block = attention.block_k != nullptr;
+    BlockSlots const block = attention.block.value_or(BlockSlots{attention.q, attention.q});
     Values values;
     values.pointer("q", attention.q)
-        .pointer("pages", nullptr) // of it only the type
-        .pointer("state_pools", attention.pages.state_pools)
-        .pointer("block_k", has_block ? attention.block_k : attention.q)
-        .pointer("block_v", has_block ? attention.block_v : attention.q)
+        .pointer("pages", std::nullopt) // of it only the type
+        .pointer("state_pools", attention.state_pools)
+        .pointer("block_k", block.k)
+        .pointer("block_v", block.v)
         .pointer("attended", attention.attended)
         .pointer("token_offsets", attention.token_offsets)
         .pointer("context_lens", attention.context_lens)
         .pointer("page_table", attention.page_table)
-        .pointer("sinks", nullptr);
+        .pointer("sinks", std::nullopt);
     values.integer("num_rows", attention.num_rows)
         .integer("num_requests", attention.num_requests)
         .integer("pages_per_request", attention.pages_per_request)
@@ -92,7 +90,7 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
         .integer("page_shift", geometry.page_shift())
-        .integer("state_index", attention.pages.state)
+        .integer("state_index", geometry.state)
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
         .integer("window_step", mask.is_window_anchored ? 0 : 1)
@@ -113,35 +111,48 @@ void check(PageGeometry const& geometry, int64_t heads, Attention const& attenti
             "Query heads share K/V heads evenly.");
     }
     if (attention.num_requests < 1 || attention.num_rows < 1
-        || (attention.block_k != nullptr && attention.num_rows % attention.num_requests != 0))
+        || (attention.block.has_value() && attention.num_rows % attention.num_requests != 0))
     {
         throw Problem("q",
-            attention.block_k != nullptr ? "the same number of rows for each request" : "a row and a request at least",
+            attention.block.has_value() ? "the same number of rows for each request" : "a row and a request at least",
             std::to_string(attention.num_rows) + " rows of " + std::to_string(attention.num_requests) + " requests",
             "Every request has S block slots.");
     }
 }
 
-void run(Pass const& pass, PageGeometry const& geometry, Attention const& attention, Values& values,
-    Device const& device, CUstream stream)
+/// Of every tile: another shape of step takes another one.
+void load(PageGeometry const& geometry, bool has_block, Device const& device)
 {
-    bool const has_block = attention.block_k != nullptr;
-    auto const candidates =
-        choice(kKernels.front(), geometry, has_block, attention.num_requests).candidates(device.major, device.minor);
-    int64_t const tile = choose_tile(candidates, pass.query_rows, values.integer_of("heads_per_kv"));
+    for (char const* kernel : kKernels)
+    {
+        static_cast<void>(choice(kernel, geometry, has_block, 1).candidates(device));
+    }
+}
+
+TensorSlot workspace_at(int64_t num_floats)
+{
+    return {TensorSource::kWorkspace, 0, static_cast<size_t>(num_floats) * sizeof(float)};
+}
+
+/// `values` are those of all passes; the pass's own are added.
+void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry const& geometry,
+    Attention const& attention, Values& values, Device const& device)
+{
+    auto const chosen = [&](char const* kernel)
+    { return choice(kernel, geometry, attention.block.has_value(), attention.num_requests); };
+    int64_t const tile =
+        choose_tile(chosen(kKernels.front()).candidates(device), pass.query_rows, values.integer_of("heads_per_kv"));
     int64_t const num_multiprocessors =
         std::min<int64_t>(device.num_multiprocessors, launch_rules::MAX_MULTIPROCESSORS);
     int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, num_multiprocessors);
-    auto* const partials = static_cast<float*>(attention.workspace);
-    values.pointer("partials", partials)
-        .pointer("partial_stats", partials + num_partials(geometry, tile, num_slots))
+    values.pointer("partials", workspace_at(0))
+        .pointer("partial_stats", workspace_at(num_partials(geometry, tile, num_slots)))
         .integer("min_rows", pass.min_rows)
         .integer("max_rows", pass.max_rows)
         .integer("work_slots", num_slots);
     for (char const* kernel : kKernels)
     {
-        auto const chosen = choice(kernel, geometry, has_block, attention.num_requests).equal("TILE", tile);
-        launch(chosen.best(values, device.major, device.minor), values, device, stream);
+        launches.emplace_back(chosen(kernel).equal("TILE", tile).best(values, device), values, device);
     }
 }
 
@@ -164,8 +175,7 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
     for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, has_block, 1).candidates())
     {
         int64_t const tile = kernel->constant("TILE");
-        int64_t const num_slots =
-            launch_rules::work_slots(tile, geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
+        int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
         num_elements = std::max(num_elements,
             num_partials(geometry, tile, num_slots) + launch_rules::num_stats(tile, geometry.kv_heads, num_slots));
     }
@@ -181,34 +191,24 @@ void require_attention(PageGeometry const& geometry, bool has_block, int64_t max
     }
 }
 
-void prepare_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests, Device const& device)
-{
-    geometry.check();
-    for (char const* kernel : kKernels)
-    {
-        choice(kernel, geometry, has_block, max_requests).require(device.major, device.minor);
-        for (EmbeddedKernel const* candidate :
-            choice(kernel, geometry, has_block, 1).candidates(device.major, device.minor))
-        {
-            KernelLibrary::get().function(*candidate, device);
-        }
-    }
-}
-
-void attend(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention,
-    Device const& device, CUstream stream)
+PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+    Attention const& attention, Device const& device)
 {
     check(geometry, heads, attention);
+    load(geometry, attention.block.has_value(), device);
     Values values = common_values(geometry, heads, mask, attention);
     int64_t const mean_rows = ceil_div(attention.num_rows, attention.num_requests);
-    if (attention.block_k != nullptr || mean_rows <= VERIFY_ROWS)
+    PreparedLaunches launches;
+    auto const add = [&](Pass const& pass) { add_launches(launches, pass, geometry, attention, values, device); };
+    if (attention.block.has_value() || mean_rows <= VERIFY_ROWS)
     {
-        run({mean_rows, 1, ANY_ROWS}, geometry, attention, values, device, stream);
-        return;
+        add({mean_rows, 1, ANY_ROWS});
+        return launches;
     }
     // Verify blocks with small tiles, then prefill chunks with large ones; each skips the other's requests.
-    run({VERIFY_ROWS, 1, VERIFY_ROWS}, geometry, attention, values, device, stream);
-    run({attention.num_rows, VERIFY_ROWS + 1, ANY_ROWS}, geometry, attention, values, device, stream);
+    add({VERIFY_ROWS, 1, VERIFY_ROWS});
+    add({attention.num_rows, VERIFY_ROWS + 1, ANY_ROWS});
+    return launches;
 }
 
 } // namespace dflash_trt

@@ -3,9 +3,12 @@
 #pragma once
 
 #include "operations/page_geometry.h"
+#include "runtime/call_tensors.h"
 #include "runtime/device.h"
+#include "runtime/prepared_launch.h"
 
 #include <cstddef>
+#include <optional>
 
 namespace dflash_trt
 {
@@ -20,20 +23,25 @@ struct AttentionMask
     [[nodiscard]] int64_t max_lead() const noexcept;
 };
 
+/// The block of each request, of its num_rows / num_requests slots.
+struct BlockSlots
+{
+    TensorSlot k; // F [num_rows, kv_heads, D]
+    TensorSlot v;
+};
+
 struct Attention
 {
     int64_t num_rows;
     int64_t num_requests;
     int64_t pages_per_request;
-    void const* q;       // F [num_rows, heads, D]
-    void const* block_k; // F [num_rows, kv_heads, D], num_rows / num_requests slots of each request; null: no block
-    void const* block_v;
-    PagePool pages;
-    void* attended;            // F [num_rows, heads, D]
-    void const* token_offsets; // int32 [num_requests + 1]; not read with a block
-    void const* context_lens;  // int32 [num_requests]: positions stored before the first query row
-    void const* page_table;    // int32 [num_requests, pages_per_request]
-    void* workspace;           // attention_workspace_bytes()
+    TensorSlot q; // F [num_rows, heads, D]
+    std::optional<BlockSlots> block;
+    TensorSlot state_pools;   // int64 [states]
+    TensorSlot attended;      // F [num_rows, heads, D]
+    TensorSlot token_offsets; // int32 [num_requests + 1]; not read with a block
+    TensorSlot context_lens;  // int32 [num_requests]: positions stored before the first query row
+    TensorSlot page_table;    // int32 [num_requests, pages_per_request]
 };
 
 /// All launches of a geometry together need this, whatever the step's shape and the GPU. Throws Problem when the
@@ -43,9 +51,8 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block);
 /// Throws Problem when the library has no kernels for steps of up to so many requests, on any GPU.
 void require_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests);
 
-void prepare_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests, Device const& device);
-
-void attend(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention,
-    Device const& device, CUstream stream);
+/// In the order in which they must run, with a workspace of attention_workspace_bytes().
+PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+    Attention const& attention, Device const& device);
 
 } // namespace dflash_trt

@@ -8,13 +8,6 @@
 namespace dflash_trt
 {
 
-/// Where the pages of one layer are: at the address in `state_pools`, which the kernels read on the device.
-struct PagePool
-{
-    void const* state_pools; // int64 [states]
-    int64_t state;
-};
-
 /// Pages are [pages, 2, page_size, kv_heads, head_dim], of F or of FP8 codes: K / k_scale and V / v_scale.
 struct PageGeometry
 {
@@ -24,6 +17,7 @@ struct PageGeometry
     int64_t page_size;
     float k_scale; // 1 for pages of F
     float v_scale;
+    int64_t state; // index of their address in state_pools, which the kernels read on the device
 
     /// Throws Problem for a size that no kernel serves, and for scales that pages of F cannot have.
     void check() const;

@@ -1,8 +1,6 @@
 #include "operations/page_write.h"
 
 #include "runtime/kernel_choice.h"
-#include "runtime/kernel_library.h"
-#include "runtime/launch.h"
 #include "runtime/values.h"
 
 namespace dflash_trt
@@ -32,21 +30,11 @@ void require_page_write(PageGeometry const& geometry, bool has_limits, int64_t m
     choice(geometry, has_limits, max_requests).require();
 }
 
-void prepare_page_write(PageGeometry const& geometry, bool has_limits, int64_t max_requests, Device const& device)
-{
-    geometry.check();
-    choice(geometry, has_limits, max_requests).require(device.major, device.minor);
-    for (EmbeddedKernel const* kernel : choice(geometry, has_limits, 1).candidates(device.major, device.minor))
-    {
-        KernelLibrary::get().function(*kernel, device);
-    }
-}
-
-void write_pages(PageGeometry const& geometry, PageWrite const& write, Device const& device, CUstream stream)
+PreparedLaunch prepare_page_write(PageGeometry const& geometry, PageWrite const& write, Device const& device)
 {
     geometry.check();
     Values values;
-    values.pointer("k", write.k).pointer("v", write.v).pointer("state_pools", write.pages.state_pools);
+    values.pointer("k", write.k).pointer("v", write.v).pointer("state_pools", write.state_pools);
     values.pointer("positions", write.positions)
         .pointer("token_offsets", write.token_offsets)
         .pointer("page_table", write.page_table)
@@ -58,16 +46,16 @@ void write_pages(PageGeometry const& geometry, PageWrite const& write, Device co
         .integer("k_stride", geometry.row_size())
         .integer("v_stride", geometry.row_size())
         .integer("page_shift", geometry.page_shift())
-        .integer("state_index", write.pages.state);
+        .integer("state_index", geometry.state);
     values.real("k_scale", geometry.k_scale).real("v_scale", geometry.v_scale);
     // Not part of a plain write: no query heads, no norm, no rotation; of `pages` only the type.
     for (char const* unused : {"pages", "q", "q_out", "k_out", "q_norm", "k_norm", "inv_freq"})
     {
-        values.pointer(unused, nullptr);
+        values.pointer(unused, std::nullopt);
     }
     values.integer("q_heads", 0).integer("q_stride", 0).real("amplitude", 1.0F).real("eps", 0.0F);
-    KernelChoice const chosen = choice(geometry, write.limits != nullptr, write.num_requests);
-    launch(chosen.best(values, device.major, device.minor), values, device, stream);
+    EmbeddedKernel const& kernel = choice(geometry, write.limits.has_value(), write.num_requests).best(values, device);
+    return {kernel, values, device};
 }
 
 } // namespace dflash_trt

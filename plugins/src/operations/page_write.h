@@ -2,7 +2,11 @@
 #pragma once
 
 #include "operations/page_geometry.h"
+#include "runtime/call_tensors.h"
 #include "runtime/device.h"
+#include "runtime/prepared_launch.h"
+
+#include <optional>
 
 namespace dflash_trt
 {
@@ -12,21 +16,19 @@ struct PageWrite
     int64_t num_rows;
     int64_t num_requests;
     int64_t pages_per_request;
-    void const* k; // F [num_rows, kv_heads, D]
-    void const* v;
-    PagePool pages;
-    void const* positions;     // int32 [num_rows]
-    void const* token_offsets; // int32 [num_requests + 1]
-    void const* page_table;    // int32 [num_requests, pages_per_request]
-    void const* limits;        // int32 [num_requests]: rows at positions from it on leave pages alone; null: no limit
+    TensorSlot k; // F [num_rows, kv_heads, D]
+    TensorSlot v;
+    TensorSlot state_pools;   // int64 [states]
+    TensorSlot positions;     // int32 [num_rows]
+    TensorSlot token_offsets; // int32 [num_requests + 1]
+    TensorSlot page_table;    // int32 [num_requests, pages_per_request]
+    // int32 [num_requests]: rows at positions from it on leave pages alone; none: no limit
+    std::optional<TensorSlot> limits;
 };
 
 /// Throws Problem when the library has no kernels for steps of up to so many requests, on any GPU.
 void require_page_write(PageGeometry const& geometry, bool has_limits, int64_t max_requests);
 
-/// Makes the kernels ready that such writes of up to max_requests requests need.
-void prepare_page_write(PageGeometry const& geometry, bool has_limits, int64_t max_requests, Device const& device);
-
-void write_pages(PageGeometry const& geometry, PageWrite const& write, Device const& device, CUstream stream);
+PreparedLaunch prepare_page_write(PageGeometry const& geometry, PageWrite const& write, Device const& device);
 
 } // namespace dflash_trt

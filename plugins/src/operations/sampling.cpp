@@ -3,8 +3,6 @@
 #include "contract/contract.h"
 #include "launch_rules.h"
 #include "runtime/kernel_choice.h"
-#include "runtime/kernel_library.h"
-#include "runtime/launch.h"
 #include "runtime/problem.h"
 #include "runtime/values.h"
 
@@ -29,12 +27,10 @@ struct Scratch
 
 EmbeddedKernel const& any_variant(std::string_view kernel)
 {
-    for (EmbeddedKernel const& embedded : embedded_kernels())
+    KernelVariants const& variants = variants_of(kernel);
+    if (!variants.empty())
     {
-        if (kernel == embedded.kernel)
-        {
-            return embedded;
-        }
+        return *variants.front();
     }
     throw Problem("plugin library", "sampling kernels", "none", "Build the library again, with all its kernels.");
 }
@@ -92,27 +88,27 @@ void check(SamplingShape const& shape)
     }
 }
 
-Values values_of(SamplingShape const& shape, SamplingBuffers const& buffers)
+Values values_of(SamplingShape const& shape)
 {
     Values values;
     for (int32_t i = 0; i < kSampleAndAccept.inputs.count; ++i)
     {
-        values.pointer(kSampleAndAccept.inputs[i].name, buffers.inputs[i]);
+        values.pointer(kSampleAndAccept.inputs[i].name, TensorSlot{TensorSource::kInput, i, 0});
     }
     for (int32_t i = 0; i < kSampleAndAccept.outputs.count; ++i)
     {
-        values.pointer(kSampleAndAccept.outputs[i].name, buffers.outputs[i]);
+        values.pointer(kSampleAndAccept.outputs[i].name, TensorSlot{TensorSource::kOutput, i, 0});
     }
     values.integer("num_requests", shape.num_requests)
         .integer("num_rows", shape.num_rows())
         .integer("width", shape.width)
         .integer("vocab_size", shape.vocab_size)
         .integer("num_tiles", ceil_div(shape.vocab_size, vocabulary_tile()));
-    auto* scratch = static_cast<unsigned char*>(buffers.workspace);
+    size_t offset = 0;
     for (Scratch const& tensor : scratch_tensors(shape))
     {
-        values.pointer(tensor.name, scratch);
-        scratch += tensor.num_bytes;
+        values.pointer(tensor.name, TensorSlot{TensorSource::kWorkspace, 0, offset});
+        offset += tensor.num_bytes;
     }
     return values;
 }
@@ -134,31 +130,16 @@ size_t sampling_workspace_bytes(SamplingShape const& shape)
     return num_bytes;
 }
 
-void prepare_sampling(SamplingShape const& shape, Device const& device)
+PreparedLaunches prepare_sampling(SamplingShape const& shape, Device const& device)
 {
     check(shape);
+    Values const values = values_of(shape);
+    PreparedLaunches launches;
     for (char const* kernel : kKernels)
     {
-        choice(kernel, shape).require(device.major, device.minor);
-        // K may change from call to call, the vocabulary does not.
-        SamplingShape const narrow{shape.type, shape.num_requests, 1, shape.vocab_size};
-        for (EmbeddedKernel const* candidate : choice(kernel, narrow).candidates(device.major, device.minor))
-        {
-            KernelLibrary::get().function(*candidate, device);
-        }
+        launches.emplace_back(choice(kernel, shape).best(values, device), values, device);
     }
-}
-
-void sample_and_accept(
-    SamplingShape const& shape, SamplingBuffers const& buffers, Device const& device, CUstream stream)
-{
-    check(shape);
-    Values const values = values_of(shape, buffers);
-    for (char const* kernel : kKernels)
-    {
-        EmbeddedKernel const& chosen = choice(kernel, shape).best(values, device.major, device.minor);
-        launch(chosen, values, device, stream);
-    }
+    return launches;
 }
 
 } // namespace dflash_trt

@@ -3,6 +3,7 @@
 
 #include "operations/float_type.h"
 #include "runtime/device.h"
+#include "runtime/prepared_launch.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -20,21 +21,12 @@ struct SamplingShape
     [[nodiscard]] int64_t num_rows() const noexcept { return num_requests * width; }
 };
 
-/// Device addresses in the order of the contract's inputs and outputs.
-struct SamplingBuffers
-{
-    void const* const* inputs;
-    void* const* outputs;
-    void* workspace; // sampling_workspace_bytes()
-};
-
 /// Grows with rows and vocabulary: the bytes of a shape serve all smaller ones. Throws Problem when the library has no
 /// kernels for it.
 size_t sampling_workspace_bytes(SamplingShape const& shape);
 
-void prepare_sampling(SamplingShape const& shape, Device const& device);
-
-void sample_and_accept(
-    SamplingShape const& shape, SamplingBuffers const& buffers, Device const& device, CUstream stream);
+/// In the order in which they must run. Tensors are those of the contract's SampleAndAccept, with a workspace of
+/// sampling_workspace_bytes().
+PreparedLaunches prepare_sampling(SamplingShape const& shape, Device const& device);
 
 } // namespace dflash_trt

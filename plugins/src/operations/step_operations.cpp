@@ -1,76 +1,87 @@
 #include "operations/step_operations.h"
 
+#include "contract/contract.h"
 #include "operations/page_write.h"
+#include "operations/tensor_slots.h"
+
+#include <optional>
+#include <utility>
 
 namespace dflash_trt
 {
+namespace
+{
 
-void attend_pages(PageGeometry const& geometry, int64_t heads, int64_t window, StepShape const& shape,
-    AttendPagesBuffers const& buffers, Device const& device, CUstream stream)
+PageWrite page_write(PluginContract const& contract, char const* k, char const* v, StepShape const& shape)
 {
     PageWrite write{};
     write.num_rows = shape.num_tokens;
     write.num_requests = shape.num_requests;
     write.pages_per_request = shape.pages_per_request;
-    write.k = buffers.k;
-    write.v = buffers.v;
-    write.pages = buffers.pages;
-    write.positions = buffers.positions;
-    write.token_offsets = buffers.token_offsets;
-    write.page_table = buffers.page_table;
-    write.limits = nullptr; // rejected rows too: the next step overwrites them
-    write_pages(geometry, write, device, stream);
-
-    Attention attention{};
-    attention.num_rows = shape.num_tokens;
-    attention.num_requests = shape.num_requests;
-    attention.pages_per_request = shape.pages_per_request;
-    attention.q = buffers.q;
-    attention.pages = buffers.pages;
-    attention.attended = buffers.attended;
-    attention.token_offsets = buffers.token_offsets;
-    attention.context_lens = buffers.context_lens;
-    attention.page_table = buffers.page_table;
-    attention.workspace = buffers.workspace;
-    attend(geometry, heads, {window, true, false}, attention, device, stream);
+    write.k = input_slot(contract, k);
+    write.v = input_slot(contract, v);
+    write.state_pools = input_slot(contract, "state_pools");
+    write.positions = input_slot(contract, "positions");
+    write.token_offsets = input_slot(contract, "token_offsets");
+    write.page_table = input_slot(contract, "page_table");
+    return write;
 }
 
-void write_draft_context(PageGeometry const& geometry, StepShape const& shape, DraftContextBuffers const& buffers,
-    Device const& device, CUstream stream)
+/// Of the accepted context rows alone.
+PreparedLaunch prepare_context_write(
+    PluginContract const& contract, PageGeometry const& geometry, StepShape const& shape, Device const& device)
 {
-    PageWrite write{};
-    write.num_rows = shape.num_tokens;
-    write.num_requests = shape.num_requests;
-    write.pages_per_request = shape.pages_per_request;
-    write.k = buffers.context_k;
-    write.v = buffers.context_v;
-    write.pages = buffers.pages;
-    write.positions = buffers.positions;
-    write.token_offsets = buffers.token_offsets;
-    write.page_table = buffers.page_table;
-    write.limits = buffers.next_context_lens;
-    write_pages(geometry, write, device, stream);
+    PageWrite write = page_write(contract, "context_k", "context_v", shape);
+    write.limits = input_slot(contract, "next_context_lens");
+    return prepare_page_write(geometry, write, device);
 }
 
-void attend_draft(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, StepShape const& shape,
-    DraftContextBuffers const& context, DraftBlockBuffers const& block, Device const& device, CUstream stream)
+Attention attention(PluginContract const& contract, char const* context_lens, StepShape const& shape)
 {
-    write_draft_context(geometry, shape, context, device, stream);
-
     Attention attention{};
-    attention.num_rows = shape.num_requests * shape.block_rows;
     attention.num_requests = shape.num_requests;
     attention.pages_per_request = shape.pages_per_request;
-    attention.q = block.q;
-    attention.block_k = block.block_k;
-    attention.block_v = block.block_v;
-    attention.pages = context.pages;
-    attention.attended = block.attended;
-    attention.token_offsets = context.token_offsets;
-    attention.context_lens = context.next_context_lens;
-    attention.page_table = context.page_table;
-    attention.workspace = block.workspace;
-    attend(geometry, heads, mask, attention, device, stream);
+    attention.q = input_slot(contract, "q");
+    attention.state_pools = input_slot(contract, "state_pools");
+    attention.attended = output_slot(contract, "attended");
+    attention.token_offsets = input_slot(contract, "token_offsets");
+    attention.context_lens = input_slot(contract, context_lens);
+    attention.page_table = input_slot(contract, "page_table");
+    return attention;
+}
+
+PreparedLaunches joined(PreparedLaunch write, PreparedLaunches attention)
+{
+    attention.insert(attention.begin(), std::move(write));
+    return attention;
+}
+
+} // namespace
+
+PreparedLaunches prepare_attend_pages(
+    PageGeometry const& geometry, int64_t heads, int64_t window, StepShape const& shape, Device const& device)
+{
+    // Rejected rows are written too: the next step overwrites them.
+    PageWrite const write = page_write(kAttendPages, "k", "v", shape);
+    Attention read = attention(kAttendPages, "context_lens", shape);
+    read.num_rows = shape.num_tokens;
+    return joined(prepare_page_write(geometry, write, device),
+        prepare_attention(geometry, heads, {window, true, false}, read, device));
+}
+
+PreparedLaunches prepare_write_draft_context(PageGeometry const& geometry, StepShape const& shape, Device const& device)
+{
+    return {prepare_context_write(kWriteDraftContext, geometry, shape, device)};
+}
+
+PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+    StepShape const& shape, Device const& device)
+{
+    Attention read = attention(kAttendDraft, "next_context_lens", shape);
+    read.num_rows = shape.num_requests * shape.block_rows;
+    read.block = BlockSlots{input_slot(kAttendDraft, "block_k"), input_slot(kAttendDraft, "block_v")};
+    return joined(prepare_context_write(kAttendDraft, geometry, shape, device),
+        prepare_attention(geometry, heads, mask, read, device));
 }
 
 } // namespace dflash_trt

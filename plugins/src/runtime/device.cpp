@@ -1,7 +1,18 @@
 #include "runtime/device.h"
 
+#include <tuple>
+
 namespace dflash_trt
 {
+namespace
+{
+
+auto members(Device const& device) noexcept
+{
+    return std::tie(device.handle, device.major, device.minor, device.num_multiprocessors);
+}
+
+} // namespace
 
 Device Device::current()
 {
@@ -14,6 +25,16 @@ Device Device::current()
     read(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device.minor);
     read(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device.num_multiprocessors);
     return device;
+}
+
+bool Device::operator<(Device const& other) const noexcept
+{
+    return members(*this) < members(other);
+}
+
+bool Device::operator==(Device const& other) const noexcept
+{
+    return members(*this) == members(other);
 }
 
 } // namespace dflash_trt

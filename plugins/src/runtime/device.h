@@ -15,6 +15,9 @@ struct Device
 
     /// Throws Problem without a driver or a current context.
     static Device current();
+
+    [[nodiscard]] bool operator<(Device const& other) const noexcept;
+    [[nodiscard]] bool operator==(Device const& other) const noexcept;
 };
 
 } // namespace dflash_trt

@@ -4,7 +4,6 @@
 #include "runtime/values.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 namespace dflash_trt
@@ -13,26 +12,8 @@ namespace
 {
 
 constexpr char kMendArchitecture[] = "Build the library with scripts/build_plugin --arch for this GPU.";
-constexpr char kMendVariant[] =
-    "Add the combination to plugins/aot/variants.py and build the library again.";
-
-/// All variants of a kernel, of all architectures.
-std::vector<EmbeddedKernel const*> const& variants_of(std::string_view kernel)
-{
-    using Index = std::unordered_map<std::string_view, std::vector<EmbeddedKernel const*>>;
-    static Index const index = []
-    {
-        Index made;
-        for (EmbeddedKernel const& embedded : embedded_kernels())
-        {
-            made[embedded.kernel].push_back(&embedded);
-        }
-        return made;
-    }();
-    static std::vector<EmbeddedKernel const*> const none;
-    auto const found = index.find(kernel);
-    return found != index.end() ? found->second : none;
-}
+constexpr char kMendVariant[] = "Build the library for this engine with scripts/build_plugin --engine, or for all with "
+                                "--all; other sizes stand in plugins/README.md.";
 
 bool marks_hold(EmbeddedKernel const& kernel, Values const& values)
 {
@@ -54,66 +35,68 @@ size_t num_marks(EmbeddedKernel const& kernel)
         [](KernelArgument const& argument) { return argument.is_multiple_of_16; }));
 }
 
+/// Throws Problem when the library has nothing at all for the GPU.
+void require_architecture(Device const& device)
+{
+    bool const is_built_for_it = std::any_of(embedded_kernels().begin(), embedded_kernels().end(),
+        [&](EmbeddedKernel const& kernel) { return kernel.architecture.runs_on(device.major, device.minor); });
+    if (!is_built_for_it)
+    {
+        throw Problem("GPU of compute capability " + std::to_string(device.major) + "." + std::to_string(device.minor),
+            "one of " + embedded_kernels().architectures(), "no kernels for it", kMendArchitecture);
+    }
+}
+
 } // namespace
 
-KernelChoice::KernelChoice(std::string_view kernel) : mKernel(kernel) {}
+KernelChoice::KernelChoice(std::string_view kernel) : mFamily{kernel, {}, {}} {}
 
 KernelChoice& KernelChoice::type(std::string_view argument, std::string_view type)
 {
-    mTypes.push_back({argument, type});
+    mFamily.types.emplace_back(argument, type);
     return *this;
 }
 
 KernelChoice& KernelChoice::equal(std::string_view constant, int64_t value)
 {
-    mEqual.push_back({constant, value});
+    mFamily.constants.emplace_back(constant, value);
     return *this;
 }
 
 KernelChoice& KernelChoice::at_least(std::string_view constant, int64_t value)
 {
-    mAtLeast.push_back({constant, value});
+    mAtLeast.emplace_back(constant, value);
     return *this;
 }
 
-std::vector<EmbeddedKernel const*> KernelChoice::candidates(int device_major, int device_minor) const
+KernelVariants KernelChoice::candidates(Device const& device) const
 {
-    std::vector<EmbeddedKernel const*> found;
-    for (EmbeddedKernel const* kernel : variants_of(mKernel))
-    {
-        if (kernel->architecture.runs_on(device_major, device_minor) && fits(*kernel))
-        {
-            found.push_back(kernel);
-        }
-    }
+    KernelVariants const& loaded = loaded_variants(mFamily, device);
+    KernelVariants found;
+    std::copy_if(loaded.begin(), loaded.end(), std::back_inserter(found),
+        [&](EmbeddedKernel const* variant) { return is_large_enough(*variant); });
     if (found.empty())
     {
-        std::string const device =
-            "compute capability " + std::to_string(device_major) + "." + std::to_string(device_minor);
-        if (!is_built_for(device_major, device_minor))
-        {
-            throw Problem("GPU of " + device, "one of " + embedded_kernels().architectures(), "no kernels for it",
-                kMendArchitecture);
-        }
-        throw Problem("kernel " + std::string(mKernel), wanted(), "only " + offered(), kMendVariant);
+        require_architecture(device);
+        refuse("only " + offered());
     }
     return found;
 }
 
-EmbeddedKernel const& KernelChoice::best(Values const& values, int device_major, int device_minor) const
+EmbeddedKernel const& KernelChoice::best(Values const& values, Device const& device) const
 {
     EmbeddedKernel const* best = nullptr;
     std::pair<std::vector<int64_t>, size_t> best_rank;
-    for (EmbeddedKernel const* kernel : candidates(device_major, device_minor))
+    for (EmbeddedKernel const* kernel : candidates(device))
     {
         if (!marks_hold(*kernel, values))
         {
             continue;
         }
         std::vector<int64_t> sizes;
-        for (Constant const& constant : mAtLeast)
+        for (auto const& [name, value] : mAtLeast)
         {
-            sizes.push_back(kernel->constant(constant.name));
+            sizes.push_back(kernel->constant(name));
         }
         std::pair<std::vector<int64_t>, size_t> rank{std::move(sizes), kernel->num_arguments - num_marks(*kernel)};
         if (best == nullptr || rank < best_rank)
@@ -124,32 +107,26 @@ EmbeddedKernel const& KernelChoice::best(Values const& values, int device_major,
     }
     if (best == nullptr)
     {
-        throw Problem(
-            "kernel " + std::string(mKernel), wanted(), "variants for other multiples of 16 only", kMendVariant);
+        refuse("variants for other multiples of 16 only");
     }
     return *best;
 }
 
-std::vector<EmbeddedKernel const*> KernelChoice::candidates() const
+KernelVariants KernelChoice::candidates() const
 {
-    std::vector<EmbeddedKernel const*> found;
-    for (EmbeddedKernel const* kernel : variants_of(mKernel))
+    KernelVariants found;
+    for (EmbeddedKernel const* variant : variants_of(mFamily.kernel))
     {
-        if (fits(*kernel))
+        if (mFamily.has(*variant) && is_large_enough(*variant))
         {
-            found.push_back(kernel);
+            found.push_back(variant);
         }
     }
     if (found.empty())
     {
-        throw Problem("kernel " + std::string(mKernel), wanted(), "only " + offered(), kMendVariant);
+        refuse("only " + offered());
     }
     return found;
-}
-
-void KernelChoice::require(int device_major, int device_minor) const
-{
-    static_cast<void>(candidates(device_major, device_minor));
 }
 
 void KernelChoice::require() const
@@ -157,31 +134,32 @@ void KernelChoice::require() const
     static_cast<void>(candidates());
 }
 
-bool KernelChoice::fits(EmbeddedKernel const& kernel) const
+bool KernelChoice::is_large_enough(EmbeddedKernel const& variant) const
 {
-    return std::all_of(mTypes.begin(), mTypes.end(),
-               [&](Type const& wanted) { return kernel.type_of(wanted.argument) == wanted.type; })
-        && std::all_of(mEqual.begin(), mEqual.end(),
-            [&](Constant const& wanted) { return kernel.constant(wanted.name) == wanted.value; })
-        && std::all_of(mAtLeast.begin(), mAtLeast.end(),
-            [&](Constant const& wanted) { return kernel.constant(wanted.name) >= wanted.value; });
+    return std::all_of(mAtLeast.begin(), mAtLeast.end(),
+        [&](auto const& wanted) { return variant.constant(wanted.first) >= wanted.second; });
+}
+
+void KernelChoice::refuse(std::string const& found) const
+{
+    throw Problem("kernel " + std::string(mFamily.kernel), wanted(), found, kMendVariant);
 }
 
 std::string KernelChoice::wanted() const
 {
     std::string listed;
     auto const add = [&](std::string const& item) { listed += (listed.empty() ? "" : ", ") + item; };
-    for (Type const& type : mTypes)
+    for (auto const& [argument, type] : mFamily.types)
     {
-        add(std::string(type.argument) + " " + std::string(type.type));
+        add(std::string(argument) + " " + std::string(type));
     }
-    for (Constant const& constant : mEqual)
+    for (auto const& [name, value] : mFamily.constants)
     {
-        add(std::string(constant.name) + " = " + std::to_string(constant.value));
+        add(std::string(name) + " = " + std::to_string(value));
     }
-    for (Constant const& constant : mAtLeast)
+    for (auto const& [name, value] : mAtLeast)
     {
-        add(std::string(constant.name) + " >= " + std::to_string(constant.value));
+        add(std::string(name) + " >= " + std::to_string(value));
     }
     return listed.empty() ? "a variant" : listed;
 }
@@ -189,11 +167,11 @@ std::string KernelChoice::wanted() const
 std::string KernelChoice::offered() const
 {
     std::vector<std::string> names;
-    for (EmbeddedKernel const* kernel : variants_of(mKernel))
+    for (EmbeddedKernel const* variant : variants_of(mFamily.kernel))
     {
-        if (std::find(names.begin(), names.end(), kernel->variant) == names.end())
+        if (std::find(names.begin(), names.end(), variant->variant) == names.end())
         {
-            names.emplace_back(kernel->variant);
+            names.emplace_back(variant->variant);
         }
     }
     std::string listed;
@@ -202,12 +180,6 @@ std::string KernelChoice::offered() const
         listed += (listed.empty() ? "" : ", ") + name;
     }
     return listed.empty() ? "nothing" : listed;
-}
-
-bool KernelChoice::is_built_for(int device_major, int device_minor) const
-{
-    return std::any_of(embedded_kernels().begin(), embedded_kernels().end(),
-        [&](EmbeddedKernel const& kernel) { return kernel.architecture.runs_on(device_major, device_minor); });
 }
 
 } // namespace dflash_trt

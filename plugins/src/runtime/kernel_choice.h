@@ -1,15 +1,20 @@
 // Which of a kernel's variants a call takes.
 #pragma once
 
+#include "runtime/device.h"
 #include "runtime/embedded_kernel.h"
+#include "runtime/kernel_family.h"
 
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace dflash_trt
 {
+
+class Values;
 
 /// What a variant must be. Of those that fit, the one with the smallest `at_least` constants is taken, and of these
 /// the one that was compiled for more multiples of 16.
@@ -22,42 +27,26 @@ public:
     KernelChoice& equal(std::string_view constant, int64_t value);
     KernelChoice& at_least(std::string_view constant, int64_t value);
 
-    /// Every variant that fits, whatever is a multiple of 16 and for whichever size: what a shape may need later.
+    /// Every variant that fits, whatever is a multiple of 16; they are loaded, and those for other sizes as well.
     /// Throws Problem when there is none, saying which the library has.
-    [[nodiscard]] std::vector<EmbeddedKernel const*> candidates(int device_major, int device_minor) const;
+    [[nodiscard]] KernelVariants candidates(Device const& device) const;
 
     /// Throws Problem when there is none.
-    [[nodiscard]] EmbeddedKernel const& best(Values const& values, int device_major, int device_minor) const;
+    [[nodiscard]] EmbeddedKernel const& best(Values const& values, Device const& device) const;
 
+    /// The candidates of any architecture, where no GPU is known yet.
+    [[nodiscard]] KernelVariants candidates() const;
     /// Throws Problem when there is none.
-    void require(int device_major, int device_minor) const;
-
-    /// The same for any architecture, where no GPU is known yet.
-    [[nodiscard]] std::vector<EmbeddedKernel const*> candidates() const;
     void require() const;
 
 private:
-    struct Constant
-    {
-        std::string_view name;
-        int64_t value;
-    };
-
-    struct Type
-    {
-        std::string_view argument;
-        std::string_view type;
-    };
-
-    [[nodiscard]] bool fits(EmbeddedKernel const& kernel) const;
+    [[nodiscard]] bool is_large_enough(EmbeddedKernel const& variant) const;
+    [[noreturn]] void refuse(std::string const& found) const;
     [[nodiscard]] std::string wanted() const;
     [[nodiscard]] std::string offered() const;
-    [[nodiscard]] bool is_built_for(int device_major, int device_minor) const;
 
-    std::string_view mKernel;
-    std::vector<Type> mTypes;
-    std::vector<Constant> mEqual;
-    std::vector<Constant> mAtLeast;
+    KernelFamily mFamily;
+    std::vector<std::pair<std::string_view, int64_t>> mAtLeast;
 };
 
 } // namespace dflash_trt

@@ -2,27 +2,42 @@
 
 #include "runtime/problem.h"
 
+#include <algorithm>
+#include <string>
+
 namespace dflash_trt
 {
-
-Values& Values::pointer(std::string_view name, void const* address)
+namespace
 {
-    return set(name, address);
+constexpr size_t kUsualCount = 48;
+} // namespace
+
+Values::Values()
+{
+    mNamed.reserve(kUsualCount);
+}
+
+Values& Values::pointer(std::string_view name, std::optional<TensorSlot> slot)
+{
+    mNamed.push_back({name, slot});
+    return *this;
 }
 
 Values& Values::integer(std::string_view name, int64_t value)
 {
-    return set(name, value);
+    mNamed.push_back({name, value});
+    return *this;
 }
 
 Values& Values::real(std::string_view name, float value)
 {
-    return set(name, value);
+    mNamed.push_back({name, value});
+    return *this;
 }
 
-void const* Values::pointer_of(std::string_view name) const
+std::optional<TensorSlot> Values::pointer_of(std::string_view name) const
 {
-    return get<void const*>(name, "address");
+    return get<std::optional<TensorSlot>>(name, "tensor");
 }
 
 int64_t Values::integer_of(std::string_view name) const
@@ -35,32 +50,16 @@ float Values::real_of(std::string_view name) const
     return get<float>(name, "real number");
 }
 
-Values& Values::set(std::string_view name, Value value)
-{
-    for (Named& named : mNamed)
-    {
-        if (named.name == name)
-        {
-            named.value = value;
-            return *this;
-        }
-    }
-    mNamed.push_back({name, value});
-    return *this;
-}
-
 template <typename T>
 T Values::get(std::string_view name, char const* kind) const
 {
-    for (Named const& named : mNamed)
+    auto const found =
+        std::find_if(mNamed.rbegin(), mNamed.rend(), [&](Named const& named) { return named.name == name; });
+    if (found != mNamed.rend())
     {
-        if (named.name == name)
+        if (T const* value = std::get_if<T>(&found->value))
         {
-            if (T const* value = std::get_if<T>(&named.value))
-            {
-                return *value;
-            }
-            break;
+            return *value;
         }
     }
     throw Problem("argument " + std::string(name), kind, "none of this kind",

@@ -1,8 +1,11 @@
-// The arguments of a launch, by name. Kernels take those they declare, grids compute with the integers.
+// What a launch is prepared from, by name. Kernels take the arguments they declare, grids compute with the integers.
 #pragma once
 
+#include "runtime/call_tensors.h"
+
+#include <cstddef>
 #include <cstdint>
-#include <string>
+#include <optional>
 #include <string_view>
 #include <variant>
 #include <vector>
@@ -10,29 +13,30 @@
 namespace dflash_trt
 {
 
-/// Names must outlive the object: they are literals or the tables' own.
+/// The last value of a name counts. Names must outlive the object: they are literals or the tables' own.
 class Values
 {
 public:
-    using Value = std::variant<void const*, int64_t, float>;
+    Values();
 
-    Values& pointer(std::string_view name, void const* address);
+    /// Without a slot: null in every call.
+    Values& pointer(std::string_view name, std::optional<TensorSlot> slot);
     Values& integer(std::string_view name, int64_t value);
     Values& real(std::string_view name, float value);
 
     /// Throws Problem when there is no value of that name, or not of that kind.
-    [[nodiscard]] void const* pointer_of(std::string_view name) const;
+    [[nodiscard]] std::optional<TensorSlot> pointer_of(std::string_view name) const;
     [[nodiscard]] int64_t integer_of(std::string_view name) const;
     [[nodiscard]] float real_of(std::string_view name) const;
 
 private:
+    using Value = std::variant<std::optional<TensorSlot>, int64_t, float>;
+
     struct Named
     {
         std::string_view name;
         Value value;
     };
-
-    Values& set(std::string_view name, Value value);
 
     template <typename T>
     [[nodiscard]] T get(std::string_view name, char const* kind) const;

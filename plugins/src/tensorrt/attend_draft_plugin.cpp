@@ -2,7 +2,7 @@
 
 #include "operations/page_write.h"
 #include "runtime/problem.h"
-#include "tensorrt/input_dims.h"
+#include "tensorrt/attended_shape.h"
 
 #include <string>
 #include <utility>
@@ -59,29 +59,15 @@ size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType t
     return attention_workspace_bytes(geometry(max, type), true);
 }
 
-void AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+PreparedLaunches AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
     PageGeometry const pages = geometry(inputs, type);
-    int64_t const num_requests = step_shape(inputs).num_requests;
-    prepare_page_write(pages, true, num_requests, device);
-    prepare_attention(pages, true, num_requests, device);
-}
-
-void AttendDraftPlugin::run(Call const& call, FloatType type, Device const& device) const
-{
-    InputDims const dims(contract(), call.descs);
-    PageGeometry const pages = geometry(dims.data(), type);
-    int64_t const heads = check_rows(dims.data(), "q", pages, 0);
-    StepShape shape = step_shape(dims.data());
-    shape.block_rows = block_rows(dims.data()[input_index("q")].d[0], shape.num_requests);
-    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), pool(call),
-        call.input("positions"), call.input("token_offsets"), call.input("page_table"),
-        call.input("next_context_lens")};
-    DraftBlockBuffers const block{
-        call.input("q"), call.input("block_k"), call.input("block_v"), call.output("attended"), call.workspace};
-    AttentionMask const mask{fields().integer("window"), fields().integer("is_causal") != 0,
-        fields().integer("is_window_anchored") != 0};
-    attend_draft(pages, heads, mask, shape, context, block, device, call.stream);
+    int64_t const heads = check_rows(inputs, "q", pages, 0);
+    StepShape shape = step_shape(inputs);
+    shape.block_rows = block_rows(inputs[input_index("q")].d[0], shape.num_requests);
+    AttentionMask const mask{
+        fields().integer("window"), fields().integer("is_causal") != 0, fields().integer("is_window_anchored") != 0};
+    return prepare_attend_draft(pages, heads, mask, shape, device);
 }
 
 } // namespace dflash_trt

@@ -17,8 +17,8 @@ private:
         nvinfer1::IExprBuilder& builder) const override;
     void check_build(nvinfer1::Dims const* max, FloatType type) const override;
     [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
-    void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
-    void run(Call const& call, FloatType type, Device const& device) const override;
+    [[nodiscard]] PreparedLaunches prepare(
+        nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
 };
 
 } // namespace dflash_trt

@@ -1,7 +1,7 @@
 #include "tensorrt/attend_pages_plugin.h"
 
 #include "operations/page_write.h"
-#include "tensorrt/input_dims.h"
+#include "tensorrt/attended_shape.h"
 
 #include <utility>
 
@@ -40,23 +40,11 @@ size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType t
     return attention_workspace_bytes(geometry(max, type), false);
 }
 
-void AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+PreparedLaunches AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
     PageGeometry const pages = geometry(inputs, type);
-    int64_t const num_requests = step_shape(inputs).num_requests;
-    prepare_page_write(pages, false, num_requests, device);
-    prepare_attention(pages, false, num_requests, device);
-}
-
-void AttendPagesPlugin::run(Call const& call, FloatType type, Device const& device) const
-{
-    InputDims const dims(contract(), call.descs);
-    PageGeometry const pages = geometry(dims.data(), type);
-    int64_t const heads = check_rows(dims.data(), "q", pages, 0);
-    AttendPagesBuffers const buffers{call.input("q"), call.input("k"), call.input("v"), pool(call),
-        call.input("positions"), call.input("token_offsets"), call.input("context_lens"), call.input("page_table"),
-        call.output("attended"), call.workspace};
-    attend_pages(pages, heads, fields().integer("window"), step_shape(dims.data()), buffers, device, call.stream);
+    int64_t const heads = check_rows(inputs, "q", pages, 0);
+    return prepare_attend_pages(pages, heads, fields().integer("window"), step_shape(inputs), device);
 }
 
 } // namespace dflash_trt

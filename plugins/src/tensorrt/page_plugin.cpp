@@ -33,14 +33,9 @@ PageGeometry PagePlugin::geometry(nvinfer1::Dims const* inputs, FloatType type) 
     nvinfer1::Dims const& rows = inputs[input_index(mStored)];
     ElementTypes const types{type, static_cast<PageType>(fields().integer("page_type"))};
     PageGeometry const found{types, rows.d[1], rows.d[2], fields().integer("page_size"), fields().real("k_scale"),
-        fields().real("v_scale")};
+        fields().real("v_scale"), fields().integer("state")};
     found.check();
     return found;
-}
-
-PagePool PagePlugin::pool(Call const& call) const
-{
-    return {call.input("state_pools"), fields().integer("state")};
 }
 
 StepShape PagePlugin::step_shape(nvinfer1::Dims const* inputs) const

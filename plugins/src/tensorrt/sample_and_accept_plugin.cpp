@@ -2,7 +2,6 @@
 
 #include "operations/sampling.h"
 #include "runtime/problem.h"
-#include "tensorrt/input_dims.h"
 
 #include <string>
 #include <utility>
@@ -55,22 +54,13 @@ void SampleAndAcceptPlugin::check_build(nvinfer1::Dims const* max, FloatType typ
 
 size_t SampleAndAcceptPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return sampling_workspace_bytes(
-        largest_shape(max[input_index("logits")], max[input_index("logit_rows")], type));
+    return sampling_workspace_bytes(largest_shape(max[input_index("logits")], max[input_index("logit_rows")], type));
 }
 
-void SampleAndAcceptPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+PreparedLaunches SampleAndAcceptPlugin::prepare(
+    nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
-    prepare_sampling(shape_of(inputs[input_index("logits")], inputs[input_index("logit_rows")], type), device);
-}
-
-void SampleAndAcceptPlugin::run(Call const& call, FloatType type, Device const& device) const
-{
-    InputDims const dims(contract(), call.descs);
-    SamplingShape const shape =
-        shape_of(dims.data()[input_index("logits")], dims.data()[input_index("logit_rows")], type);
-    SamplingBuffers const buffers{call.inputs, call.outputs, call.workspace};
-    sample_and_accept(shape, buffers, device, call.stream);
+    return prepare_sampling(shape_of(inputs[input_index("logits")], inputs[input_index("logit_rows")], type), device);
 }
 
 } // namespace dflash_trt

@@ -4,6 +4,7 @@
 #include "tensorrt/log.h"
 #include "tensorrt/tensor_types.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cassert>
 #include <string>
@@ -180,12 +181,7 @@ int32_t StepPlugin::onShapeChange(nvinfer1::PluginTensorDesc const* inputs, int3
         [&]
         {
             check_counts(num_inputs, num_outputs);
-            std::vector<nvinfer1::Dims> dims;
-            for (int32_t i = 0; i < num_inputs; ++i)
-            {
-                dims.push_back(inputs[i].dims);
-            }
-            prepare(dims.data(), float_type_of(inputs[0].type), Device::current());
+            prepare_for(inputs);
             return kSuccess;
         });
 }
@@ -201,8 +197,11 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
     return logged(mContract->name, kFailure,
         [&]
         {
-            Call const call{*mContract, input_descs, inputs, outputs, workspace, stream};
-            run(call, float_type_of(input_descs[0].type), Device::current());
+            if (!mPrepared || !mPrepared->has_shapes_of(input_descs))
+            {
+                prepare_for(input_descs);
+            }
+            run(mPrepared->launches, {inputs, outputs, workspace}, stream);
             return kSuccess;
         });
 }
@@ -223,14 +222,31 @@ nvinfer1::PluginFieldCollection const* StepPlugin::getFieldsToSerialize() noexce
         });
 }
 
-void const* StepPlugin::Call::input(char const* name) const
+bool StepPlugin::Prepared::has_shapes_of(nvinfer1::PluginTensorDesc const* others) const noexcept
 {
-    return inputs[index_in(contract.inputs, name)];
+    return std::equal(inputs.begin(), inputs.end(), others,
+        [](nvinfer1::PluginTensorDesc const& a, nvinfer1::PluginTensorDesc const& b)
+        {
+            return a.type == b.type && a.dims.nbDims == b.dims.nbDims
+                && std::equal(a.dims.d, a.dims.d + a.dims.nbDims, b.dims.d);
+        });
 }
 
-void* StepPlugin::Call::output(char const* name) const
+void StepPlugin::prepare_for(nvinfer1::PluginTensorDesc const* inputs)
 {
-    return outputs[index_in(contract.outputs, name)];
+    Device const device = Device::current();
+    if (mPrepared && mPrepared->device == device && mPrepared->has_shapes_of(inputs))
+    {
+        return; // another input of the engine has changed
+    }
+    mPrepared.reset(); // nothing runs with what an error leaves
+    std::vector<nvinfer1::PluginTensorDesc> const descs(inputs, inputs + mContract->inputs.count);
+    std::vector<nvinfer1::Dims> dims;
+    for (nvinfer1::PluginTensorDesc const& desc : descs)
+    {
+        dims.push_back(desc.dims);
+    }
+    mPrepared = Prepared{descs, device, prepare(dims.data(), float_type_of(inputs[0].type), device)};
 }
 
 int32_t StepPlugin::input_index(char const* name) const

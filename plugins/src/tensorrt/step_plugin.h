@@ -4,11 +4,13 @@
 #include "contract/contract.h"
 #include "operations/float_type.h"
 #include "runtime/device.h"
+#include "runtime/prepared_launch.h"
 #include "tensorrt/plugin_fields.h"
 
 #include <NvInferRuntime.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace dflash_trt
@@ -59,20 +61,6 @@ public:
     nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
 protected:
-    /// One call of enqueue. Tensors are found by their contract's names.
-    struct Call
-    {
-        PluginContract const& contract;
-        nvinfer1::PluginTensorDesc const* descs; // of the inputs
-        void const* const* inputs;
-        void* const* outputs;
-        void* workspace;
-        cudaStream_t stream;
-
-        [[nodiscard]] void const* input(char const* name) const;
-        [[nodiscard]] void* output(char const* name) const;
-    };
-
     [[nodiscard]] virtual std::unique_ptr<StepPlugin> copy() const = 0;
     virtual void set_output_shapes(
         nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const = 0;
@@ -80,15 +68,26 @@ protected:
     /// `type` the network's own.
     virtual void check_build(nvinfer1::Dims const* max, FloatType type) const = 0;
     [[nodiscard]] virtual size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const = 0;
-    /// Make ready the kernels that steps of such shapes need.
-    virtual void prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
-    virtual void run(Call const& call, FloatType type, Device const& device) const = 0;
+    /// All of enqueue for inputs of these shapes; only addresses change from call to call.
+    [[nodiscard]] virtual PreparedLaunches prepare(
+        nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
 
     [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
     [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }
     [[nodiscard]] int32_t input_index(char const* name) const;
 
 private:
+    /// The launches of a context's last shapes.
+    struct Prepared
+    {
+        std::vector<nvinfer1::PluginTensorDesc> inputs;
+        Device device;
+        PreparedLaunches launches;
+
+        [[nodiscard]] bool has_shapes_of(nvinfer1::PluginTensorDesc const* others) const noexcept;
+    };
+
+    void prepare_for(nvinfer1::PluginTensorDesc const* inputs);
     void check_counts(int32_t num_inputs, int32_t num_outputs) const;
     /// Largest shapes of the inputs, after their types and ranks were checked.
     [[nodiscard]] std::vector<nvinfer1::Dims> max_dims(
@@ -97,6 +96,7 @@ private:
     PluginContract const* mContract;
     PluginFields mFields;
     nvinfer1::TensorRTPhase mPhase;
+    std::optional<Prepared> mPrepared;
     std::vector<nvinfer1::PluginField> mSerialized; // what getFieldsToSerialize gave
     nvinfer1::PluginFieldCollection mCollection{};
 };

@@ -1,7 +1,6 @@
 #include "tensorrt/write_draft_context_plugin.h"
 
 #include "operations/page_write.h"
-#include "tensorrt/input_dims.h"
 
 #include <utility>
 
@@ -38,18 +37,10 @@ size_t WriteDraftContextPlugin::workspace_bytes(nvinfer1::Dims const*, FloatType
     return 0;
 }
 
-void WriteDraftContextPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
+PreparedLaunches WriteDraftContextPlugin::prepare(
+    nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
 {
-    prepare_page_write(geometry(inputs, type), true, step_shape(inputs).num_requests, device);
-}
-
-void WriteDraftContextPlugin::run(Call const& call, FloatType type, Device const& device) const
-{
-    InputDims const dims(contract(), call.descs);
-    DraftContextBuffers const context{call.input("context_k"), call.input("context_v"), pool(call),
-        call.input("positions"), call.input("token_offsets"), call.input("page_table"),
-        call.input("next_context_lens")};
-    write_draft_context(geometry(dims.data(), type), step_shape(dims.data()), context, device, call.stream);
+    return prepare_write_draft_context(geometry(inputs, type), step_shape(inputs), device);
 }
 
 } // namespace dflash_trt
