@@ -1,7 +1,7 @@
-"""`python -m plugins.aot OUT`: see `library.py`."""
+"""`python -m plugins.aot OUT`: see `command_line.py`."""
 
 import sys
 
-from plugins.aot.library import main
+from plugins.aot.command_line import main
 
 sys.exit(main())

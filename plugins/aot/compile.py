@@ -54,6 +54,7 @@ class CompiledKernel:
     constants: tuple[tuple[str, int], ...]
     grid: tuple[str, str, str]
     cubin: bytes
+    is_cached: bool = False  # from an earlier build
 
     @property
     def sha256(self) -> str:
@@ -100,6 +101,8 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
     import triton
     from triton.backends.compiler import GPUTarget
 
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     where = f"kernel {variant.name} for sm_{architecture}"
     target = GPUTarget("cuda", int(architecture.removesuffix("a")), 32)
     try:
@@ -122,6 +125,7 @@ def compile_variant(variant: KernelVariant, architecture: str) -> CompiledKernel
         constants=variant.constants,
         grid=variant.grid,
         cubin=compiled.asm["cubin"],
+        is_cached=hits == [True],
     )
 
 

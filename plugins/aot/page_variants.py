@@ -46,6 +46,22 @@ def rotate_and_store_variant(
     )
 
 
+def page_write_variant(
+    *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, has_limits: bool, max_requests: int
+) -> KernelVariant:
+    """The plain write of a plugin; `has_limits`: of a drafter's accepted rows."""
+    return rotate_and_store_variant(
+        dtype=dtype,
+        page_dtype=page_dtype,
+        head_dim=head_dim,
+        has_norm=False,
+        has_rope=False,
+        stores_pages=True,
+        has_limits=has_limits,
+        max_requests=max_requests,
+    )
+
+
 def draft_context_variant(
     *, dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, has_norm: bool, max_requests: int = 256
 ) -> KernelVariant:

@@ -1,10 +1,12 @@
 """Variants of the sampling kernels to compile ahead of time, as `sampling_launch.py` passes it."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.sampling_launch import (
@@ -33,6 +35,22 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
         )
         for name, grid in SAMPLING_GRIDS.items()
     )
+
+
+def library_sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> Iterator[KernelVariant]:
+    """The same with names that are unique in a library: the launcher's and what distinguishes its variants here."""
+    for variant in sampling_variants(dtype, vocab_size=vocab_size, max_width=max_width):
+        yield replace(variant, name=_name(variant, dtype))
+
+
+def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
+    parts = [variant.name]
+    if f"*{triton_type(dtype)}:16" == variant.signature.get("logits"):
+        parts.append(str(dtype).removeprefix("torch."))
+    if variant.signature.get("vocab_size") == "i32:16":
+        parts.append("v16")
+    parts += [f"{name.lower()}{variant.constexprs[name]}" for name in ("TILES", "WIDTH") if name in variant.constexprs]
+    return "_".join(parts)
 
 
 def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]:

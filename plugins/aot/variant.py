@@ -3,7 +3,7 @@
 Knows the words of a signature; compiles nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -76,3 +76,12 @@ class KernelVariant:
 def pointer(dtype: torch.dtype) -> str:
     """The signature word of a 16-byte aligned tensor."""
     return f"*{triton_type(dtype)}:16"
+
+
+def unique_variants(variants: Iterable[KernelVariant]) -> tuple[KernelVariant, ...]:
+    """Ordered by name, without repetitions."""
+    known: dict[str, KernelVariant] = {}
+    for variant in variants:
+        same = known.setdefault(variant.name, variant)
+        assert same == variant, f"two kernel variants are called {variant.name}"
+    return tuple(known[name] for name in sorted(known))

@@ -3,20 +3,20 @@
 Knows the launchers' `*_variants` functions and which of their sizes are compiled in. Refuses two variants of one name.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Final
 
 import torch
 
-from dflash_trt.core.dtype import torch_dtype, triton_type
+from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 from dflash_trt.kernels.sampling import TILE
 from plugins.aot.attention_variants import attention_variants
-from plugins.aot.page_variants import rotate_and_store_variant
-from plugins.aot.sampling_variants import sampling_variants
-from plugins.aot.variant import KernelVariant
+from plugins.aot.page_variants import page_write_variant
+from plugins.aot.sampling_variants import library_sampling_variants
+from plugins.aot.variant import KernelVariant, unique_variants
 
 FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
 PAGE_TYPES: Final = ("network", "float8_e4m3fn")  # network: that of the activations
@@ -55,23 +55,34 @@ class LibrarySpec:
                 if value not in known:
                     expected = f"some of {', '.join(known)}"
                     raise ConfigError.about(f"--{name}", expected=expected, found=value, hint="Name those.")
-        for head_dim in self.head_dims:
-            if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= MAX_HEAD_DIM:
-                raise ConfigError.about(
-                    "head_dims",
-                    expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to {MAX_HEAD_DIM}",
-                    found=str(head_dim),
-                    hint="Other sizes have no kernel; build the engine with plugins='layers'.",
-                )
+        check_head_dims(self.head_dims)
+
+    def variants(self) -> tuple[KernelVariant, ...]:
+        return library_variants(self)
+
+
+def check_head_dims(head_dims: Iterable[int]) -> None:
+    """Raises ConfigError for a size that no kernel has."""
+    for head_dim in head_dims:
+        if head_dim % HEAD_DIM_GRAIN or not 0 < head_dim <= MAX_HEAD_DIM:
+            raise ConfigError.about(
+                "head_dims",
+                expected=f"multiples of {HEAD_DIM_GRAIN} from {HEAD_DIM_GRAIN} to {MAX_HEAD_DIM}",
+                found=str(head_dim),
+                hint="Other sizes have no kernel; build the engine with plugins='layers'.",
+            )
+
+
+def tiles_of(dtype: torch.dtype, tiles: tuple[int, ...] = TILES) -> tuple[int, ...]:
+    """Those of `tiles` that networks of the type have."""
+    if dtype != torch.float32:
+        return tiles
+    return tuple(tile for tile in tiles if tile in FLOAT32_TILES) or tiles
 
 
 def library_variants(spec: LibrarySpec) -> tuple[KernelVariant, ...]:
     """Ordered by name, without repetitions."""
-    variants: dict[str, KernelVariant] = {}
-    for variant in _all_variants(spec):
-        known = variants.setdefault(variant.name, variant)
-        assert known == variant, f"two kernel variants are called {variant.name}"
-    return tuple(variants[name] for name in sorted(variants))
+    return unique_variants(_all_variants(spec))
 
 
 def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
@@ -88,9 +99,6 @@ def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
 def _attention(
     dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, spec: LibrarySpec
 ) -> Iterator[KernelVariant]:
-    tiles = spec.tiles
-    if dtype == torch.float32:
-        tiles = tuple(tile for tile in tiles if tile in FLOAT32_TILES) or tiles
     for has_block in (False, True):
         for num_requests in spec.max_requests:
             yield from attention_variants(
@@ -99,7 +107,7 @@ def _attention(
                 head_dim=head_dim,
                 has_block=has_block,
                 max_requests=num_requests,
-                tiles=tiles,
+                tiles=tiles_of(dtype, spec.tiles),
             )
 
 
@@ -108,15 +116,8 @@ def _page_writes(
 ) -> Iterator[KernelVariant]:
     for has_limits in (False, True):  # a target's rows, a drafter's accepted rows
         for num_requests in spec.max_requests:
-            yield rotate_and_store_variant(
-                dtype=dtype,
-                page_dtype=page_dtype,
-                head_dim=head_dim,
-                has_norm=False,
-                has_rope=False,
-                stores_pages=True,
-                has_limits=has_limits,
-                max_requests=num_requests,
+            yield page_write_variant(
+                dtype=dtype, page_dtype=page_dtype, head_dim=head_dim, has_limits=has_limits, max_requests=num_requests
             )
 
 
@@ -124,16 +125,4 @@ def _sampling(dtype: torch.dtype, spec: LibrarySpec) -> Iterator[KernelVariant]:
     for num_tiles in spec.vocab_tiles:
         for vocab_size in (num_tiles * TILE, num_tiles * TILE - 1):  # a multiple of 16, and not
             for width in spec.widths:
-                for variant in sampling_variants(dtype, vocab_size=vocab_size, max_width=width):
-                    yield replace(variant, name=_name(variant, dtype))
-
-
-def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
-    """The launcher's name and what distinguishes its variants here."""
-    parts = [variant.name]
-    if f"*{triton_type(dtype)}:16" == variant.signature.get("logits"):
-        parts.append(str(dtype).removeprefix("torch."))
-    if variant.signature.get("vocab_size") == "i32:16":
-        parts.append("v16")
-    parts += [f"{name.lower()}{variant.constexprs[name]}" for name in ("TILES", "WIDTH") if name in variant.constexprs]
-    return "_".join(parts)
+                yield from library_sampling_variants(dtype, vocab_size=vocab_size, max_width=width)

@@ -105,7 +105,7 @@ def test_the_table_has_a_row_for_each_kernel_and_names_its_manifest(compiled: Pa
     assert '.incbin "cubins.bin"' in (compiled / "embedded_cubins.S").read_text()
 
 
-def test_a_second_run_changes_no_file(compiled: Path) -> None:
+def test_a_second_run_compiles_nothing_and_changes_no_file(compiled: Path) -> None:
     def written() -> dict[str, tuple[int, bytes]]:
         return {
             path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in compiled.iterdir() if path.is_file()
@@ -115,6 +115,7 @@ def test_a_second_run_changes_no_file(compiled: Path) -> None:
     done = compile_kernels(compiled, *SMALL, "--jobs", "1")
     assert done.returncode == 0, done.stderr
     assert written() == before
+    assert all(line.endswith(", from the cache") for line in done.stderr.splitlines())
 
 
 TWICE = """
@@ -127,6 +128,28 @@ for variant in library_variants(LibrarySpec(dtypes=("float32",), head_dims=(64,)
     if variant.name in wanted:
         sys.stdout.write(compile_variant(variant, "100a").sha256 + "\\n")
 """
+
+
+CACHED = """
+import sys
+from dataclasses import replace
+from plugins.aot.compile import compile_variant, prepare_compiler
+prepare_compiler(sys.argv[1])
+from plugins.aot.variants import LibrarySpec, library_variants
+[accept] = [variant for variant in library_variants(LibrarySpec()) if variant.name == "accept_width16"]
+wide = replace(accept, constexprs=dict(accept.constexprs) | {"WIDTH": 32})
+warps = replace(accept, num_warps=2)
+for variant, architecture in [(accept, "90a"), (accept, "90a"), (accept, "100a"), (wide, "90a"), (warps, "90a")]:
+    sys.stdout.write(f"{compile_variant(variant, architecture).is_cached}\\n")
+"""
+
+
+def test_a_kernel_is_taken_from_the_cache_only_if_nothing_of_it_has_changed(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CACHED, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True", "False", "False", "False"]
 
 
 def test_equal_sources_give_equal_bytes(tmp_path: Path) -> None:
@@ -164,7 +187,7 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path, architectu
 
 
 def test_a_mistake_on_the_command_line_is_one_line(tmp_path: Path) -> None:
-    done = compile_kernels(tmp_path, "--arch", "75")
+    done = compile_kernels(tmp_path, "--all", "--arch", "75")
     assert done.returncode == ConfigError.exit_code
     assert re.fullmatch("error: --arch: expected .*\\n", done.stderr), done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -32,9 +32,10 @@ class BuiltLibrary:
 
 
 def compile_kernels(out: Path, *options: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    """`python -m plugins.aot`, in a process where Triton compiles."""
+    """`python -m plugins.aot`, in a process where Triton compiles. Runs of the tests share what they compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "plugins.aot", str(out), *options]
+    cache = ROOT / "build" / "test_kernel_cache"
+    command = [sys.executable, "-m", "plugins.aot", str(out), "--cache", str(cache), *options]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )

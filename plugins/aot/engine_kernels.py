@@ -1,0 +1,159 @@
+"""Contents of a plugin library for one engine: the kernel variants that its plugins may launch, and no others.
+
+Knows what an engine's config decides. Heads of K/V, windows, masks and scales are arguments of the kernels, so that
+layers differ only in head_dim, in what their pages hold, and in the tiles that their groups of query heads fill.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+from plugins.aot.attention_variants import attention_variants
+from plugins.aot.page_variants import page_write_variant
+from plugins.aot.sampling_variants import library_sampling_variants
+from plugins.aot.variant import KernelVariant, unique_variants
+from plugins.aot.variants import check_head_dims, tiles_of
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class LayerKernels:
+    """One kind of layer. `max_rows` are the query rows of a request; 0: its pages are written and never read."""
+
+    is_drafter: bool
+    head_dim: int
+    page_dtype: DType
+    heads_per_kv: int
+    max_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKernels:
+    dtype: FloatDType
+    layers: tuple[LayerKernels, ...]
+    max_batch_size: int
+    max_draft_len: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
+        """Kernels of one rank; all ranks launch the same.
+
+        Raises:
+            ConfigError: a head_dim that no kernel has.
+        """
+        states = config.states()
+        max_draft_len = limits.max_draft_len if config.draft else 0
+        layers = set(_layers(config.target, states.target, config.mapping, max_rows=limits.max_num_tokens))
+        if config.draft is not None:
+            max_rows = max_draft_len + 1 if max_draft_len else 0
+            layers |= set(_layers(config.draft, states.draft, config.mapping, max_rows=max_rows))
+        check_head_dims(layer.head_dim for layer in layers)
+        return cls(
+            dtype=config.dtype,
+            layers=tuple(sorted(layers)),
+            max_batch_size=limits.max_batch_size,
+            max_draft_len=max_draft_len,
+            vocab_size=config.target.vocab_size,
+        )
+
+    def variants(self) -> tuple[KernelVariant, ...]:
+        """Ordered by name, without repetitions."""
+        return unique_variants(self._all_variants())
+
+    def _all_variants(self) -> Iterator[KernelVariant]:
+        dtype = torch_dtype(self.dtype)
+        yield from library_sampling_variants(dtype, vocab_size=self.vocab_size, max_width=self.max_draft_len + 1)
+        for layer in self.layers:
+            page_dtype = torch_dtype(layer.page_dtype)
+            yield page_write_variant(
+                dtype=dtype,
+                page_dtype=page_dtype,
+                head_dim=layer.head_dim,
+                has_limits=layer.is_drafter,
+                max_requests=self.max_batch_size,
+            )
+            if layer.max_rows > 0:
+                yield from attention_variants(
+                    dtype=dtype,
+                    page_dtype=page_dtype,
+                    head_dim=layer.head_dim,
+                    has_block=layer.is_drafter,
+                    max_requests=self.max_batch_size,
+                    tiles=_tiles(dtype, layer),
+                )
+
+
+def kernels_of_engine(directory: Path) -> tuple[EngineKernels, tuple[str, ...]]:
+    """Kernels of an engine directory of any backend, and the architecture of its plans, if it has some.
+
+    Raises:
+        EngineDirError: the directory is not one, or not whole.
+        ConfigError: a head_dim that no kernel has.
+    """
+    manifest = EngineDir.open(directory).manifest
+    kernels = EngineKernels.of(manifest.pretrained_config, manifest.build_config)
+    capability = None if manifest.tensorrt is None else manifest.tensorrt.compute_capability
+    return kernels, () if capability is None else (architecture_of(capability),)
+
+
+def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
+    """Kernels of an engine that is not built yet; its checkpoints are relative to `base_dir`.
+
+    Raises:
+        ConfigError: a limit or a foreign config is wrong, or a head_dim that no kernel has.
+        CheckpointError: the tensors or tokenizers are.
+    """
+    from dflash_trt.checkpoint.pair import open_pair
+    from dflash_trt.compile.limits import resolve_limits
+    from dflash_trt.compile.quantized import plan_quantization
+
+    drafter = None if config.drafter is None else base_dir / config.drafter
+    pair = open_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    limits, _ = resolve_limits(config, pair.target, pair.draft)
+    pretrained = PretrainedConfig(
+        target=pair.target,
+        draft=pair.draft,
+        dtype=config.dtype,
+        mapping=Mapping(world_size=config.tp_size, tp_size=config.tp_size),
+        quantization=plan_quantization(config, pair).spec(),
+    )
+    return EngineKernels.of(pretrained, limits)
+
+
+def architecture_of(compute_capability: str) -> str:
+    """ "9.0" is 90a: from SM90 on, kernels are compiled for one architecture alone."""
+    major, minor = compute_capability.split(".")
+    return f"{major}{minor}" + ("a" if int(major) >= 9 else "")
+
+
+def _layers(
+    model: DecoderSpec, states: tuple[PagedKv, ...], mapping: Mapping, *, max_rows: int
+) -> Iterator[LayerKernels]:
+    for layer, state in zip(model.layers, states, strict=True):
+        num_kv_heads = max(1, layer.mixer.num_kv_heads // mapping.tp_size)  # at least one on each rank
+        yield LayerKernels(
+            is_drafter=model.role == "draft",
+            head_dim=state.head_dim,
+            page_dtype=state.dtype,
+            heads_per_kv=layer.mixer.num_heads // mapping.tp_size // num_kv_heads,
+            max_rows=max_rows,
+        )
+
+
+def _tiles(dtype: torch.dtype, layer: LayerKernels) -> tuple[int, ...]:
+    """From that of one row to that of `max_rows`: a tile holds all query heads of a K/V head for some rows."""
+    tiles = tiles_of(dtype)
+
+    def tile(num_rows: int) -> int:
+        return next((tile for tile in tiles if tile >= num_rows * layer.heads_per_kv), tiles[-1])
+
+    return tuple(x for x in tiles if tile(1) <= x <= tile(layer.max_rows))

@@ -1,0 +1,137 @@
+"""The plugin library of one engine: every kernel that its steps launch, and none that they do not."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.compile.build import build_engine
+from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.kernels.attention_launch import tile_rows
+from plugins.aot.command_line import main
+from plugins.aot.engine_kernels import (
+    EngineKernels,
+    LayerKernels,
+    architecture_of,
+    kernels_of_config,
+    kernels_of_engine,
+)
+from plugins.aot.variant import KernelVariant
+from plugins.aot.variants import LibrarySpec, library_variants
+from tests.factories import VOCAB_SIZE, make_target, make_zlab_drafter
+
+TARGET = LayerKernels(is_drafter=False, head_dim=128, page_dtype="bfloat16", heads_per_kv=4, max_rows=2048)
+DRAFTER = replace(TARGET, is_drafter=True, max_rows=16)
+PAIR = EngineKernels(
+    dtype="bfloat16", layers=(TARGET, DRAFTER), max_batch_size=256, max_draft_len=15, vocab_size=64 * 4096
+)
+
+
+def names(kernels: EngineKernels) -> list[str]:
+    return [variant.name for variant in kernels.variants()]
+
+
+def attention_tiles(kernels: EngineKernels, part: str) -> set[int]:
+    found = (re.fullmatch(rf"attention_\w+_{part}_d\d+_t(\d+)_r\d+", name) for name in names(kernels))
+    return {int(match[1]) for match in found if match}
+
+
+def kinds(variants: tuple[KernelVariant, ...]) -> set[str]:
+    return {variant.kernel.__name__ for variant in variants}
+
+
+def test_an_engine_of_the_full_librarys_sizes_takes_its_kernels_from_there() -> None:
+    full = {variant.name: variant for variant in library_variants(LibrarySpec())}
+    ours = PAIR.variants()
+    assert 20 <= len(ours) <= 30
+    assert all(full[variant.name] == variant for variant in ours)
+    assert kinds(ours) == kinds(tuple(full.values()))
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 4, 5, 8, 64])
+@pytest.mark.parametrize("max_rows", [1, 3, 16, 17, 2048])
+def test_every_tile_that_the_launcher_chooses_is_there_and_no_other(heads_per_kv: int, max_rows: int) -> None:
+    layers = tuple(replace(layer, heads_per_kv=heads_per_kv, max_rows=max_rows) for layer in PAIR.layers)
+    chosen = {tile_rows(num_rows, heads_per_kv) for num_rows in range(1, max_rows + 1)}
+    for part in ("step", "block"):
+        assert attention_tiles(replace(PAIR, layers=layers), part) == chosen
+
+
+def test_layers_that_differ_in_head_dim_or_pages_have_kernels_of_their_own() -> None:
+    fp8 = replace(TARGET, page_dtype="float8_e4m3fn")
+    wide = replace(TARGET, head_dim=256)
+    both = names(replace(PAIR, layers=(*PAIR.layers, fp8, wide)))
+    assert "rotate_and_store_bfloat16_float8_e4m3fn_pages_d128_r256" in both
+    assert any(name.startswith("attention_bfloat16_bfloat16_step_d256") for name in both)
+    assert set(names(PAIR)) < set(both)
+
+
+def test_an_engine_without_drafts_writes_the_context_and_reads_none() -> None:
+    kernels = names(replace(PAIR, layers=(TARGET, replace(DRAFTER, max_rows=0)), max_draft_len=0))
+    assert "rotate_and_store_bfloat16_bfloat16_pages_limits_d128_r256" in kernels
+    assert not any("_block_" in name for name in kernels)
+
+
+@pytest.mark.parametrize(("vocab_size", "mark"), [(151936, True), (151937, False)])
+def test_the_sampler_is_compiled_for_the_vocabulary_and_k(vocab_size: int, mark: bool) -> None:
+    kernels = replace(PAIR, vocab_size=vocab_size, max_draft_len=7).variants()
+    assert {
+        variant.signature["vocab_size"] == "i32:16" for variant in kernels if "vocab_size" in variant.signature
+    } == {mark}
+    assert {variant.constexprs["WIDTH"] for variant in kernels if "WIDTH" in variant.constexprs} == {8}
+    assert {variant.constexprs["TILES"] for variant in kernels if "TILES" in variant.constexprs} == {64}
+
+
+@pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])
+def test_the_architecture_is_that_of_the_plans(capability: str, name: str) -> None:
+    assert architecture_of(capability) == name
+
+
+def configured(path: Path, *, head_dim: int) -> BuildConfig:
+    target = make_target(path / "target")
+    make_zlab_drafter(path / "drafter", target_dir=target, block_size=4, head_dim=head_dim)
+    fields = {"target": "target", "drafter": "drafter", "dtype": "float32", "max_batch_size": 8, "max_seq_len": 128}
+    return build_config_from(fields, source="test")
+
+
+def test_an_engine_of_another_backend_and_its_build_configuration_name_the_same_kernels(tmp_path: Path) -> None:
+    config = configured(tmp_path, head_dim=32)
+    build_engine(config, tmp_path / "engine", base_dir=tmp_path, overwrite=False, command=(), progress=lambda _: None)
+    kernels, architectures = kernels_of_engine(tmp_path / "engine")
+    assert kernels == kernels_of_config(config, tmp_path)
+    assert architectures == ()
+    target = LayerKernels(is_drafter=False, head_dim=16, page_dtype="float32", heads_per_kv=2, max_rows=2048)
+    drafter = replace(target, is_drafter=True, head_dim=32, max_rows=4)
+    assert kernels == EngineKernels(
+        dtype="float32", layers=(target, drafter), max_batch_size=8, max_draft_len=3, vocab_size=VOCAB_SIZE
+    )
+
+
+def test_an_engine_that_no_kernel_serves_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="head_dims: expected multiples of 16 from 16 to 256, found 8"):
+        kernels_of_config(configured(tmp_path, head_dim=8), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ((), "none of them"),
+        (("--engine", "a", "--all"), "--engine and --all"),
+        (("--config", "a", "--dtypes", "float16"), "--config and --dtypes"),
+    ],
+)
+def test_what_to_compile_is_said_in_one_way(
+    words: tuple[str, ...],
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plugins.aot", str(tmp_path), *words])
+    assert main() == 2
+    message = f"expected --engine DIR, --config FILE, or --all for every model, found {found}."
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
