@@ -56,6 +56,7 @@ NOT_RUN = {
     "scripts/bench_peers": "minutes; tests/bench/test_peers.py plays the sides",
     "scripts/build_plugin": "minutes; tests/plugins builds a small library",
     "TENSORRT_INCLUDE_DIR=": "minutes; tests/plugins builds a small library",
+    "python -m scripts.bench_launches": "a minute; tests/plugins times a small library",
     "python -m plugins.aot": "minutes; tests/kernels/test_aot.py compiles a few kernels",
     "export ": "sets a variable for the benchmark after it",
 }
