@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
     from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+    from dflash_trt.engine_dir.tensor_file import ByteSink
     from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
     from dflash_trt.formats.base import WeightFormat
 
@@ -38,15 +39,27 @@ class EngineExecutor(StepExecutor, Protocol):
     def close(self) -> None: ...
 
 
-class CompiledRank(NamedTuple):
-    """A rank's plan, and what config.json says of it."""
-
-    plan: memoryview
-    record: TensorRTRecord
-
-
 StepsCallback = Callable[[str, int, int], None]  # phase, steps done, steps in all
-CompileRank = Callable[[Path, "PretrainedConfig", "EngineLimits", StepsCallback], CompiledRank]  # from its weights
+
+
+class Compiler(Protocol):
+    """Compiles the weights of one rank after the other. The engine gets a copy of `plugin_library`, if any."""
+
+    @property
+    def plugin_library(self) -> Path | None: ...
+
+    def __call__(
+        self,
+        weights_file: Path,
+        config: PretrainedConfig,
+        *,
+        rank: int,
+        limits: EngineLimits,
+        plan: ByteSink,
+        progress: StepsCallback,
+    ) -> TensorRTRecord:
+        """Write the rank's plan, and return what config.json says of it."""
+        ...
 
 
 class Backend(Protocol):
@@ -61,7 +74,7 @@ class Backend(Protocol):
         """Problems of an engine that this backend cannot run, as far as this machine knows; empty when it can."""
         ...
 
-    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+    def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         """Prove that what compiling takes is there, before any work. None: weights are all that an engine needs.
 
         Raises:

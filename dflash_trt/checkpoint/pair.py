@@ -18,12 +18,13 @@ from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelo
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
+from dflash_trt.checkpoint.specs import PairSpecs, directory_problems, pair_heading
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
 from dflash_trt.checkpoint.tied_head import resolve_tied_head
 from dflash_trt.checkpoint.vocabulary import check_draft_vocabulary, check_tokenizers, tokenizer_files
 from dflash_trt.checkpoint.weights import WeightSource, read_weights, resolve_sources
-from dflash_trt.core.errors import CheckpointError, ConfigError, problem, raise_all
+from dflash_trt.core.errors import CheckpointError, ConfigError, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
@@ -34,20 +35,16 @@ _CONFIG_FILES = ("config.json", "generation_config.json", QUANT_CONFIG_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointPair:
-    """A target, its drafter if any, and the places of their tensors. Made by `open_pair`.
+class CheckpointPair(PairSpecs):
+    """A pair and the places of its tensors. Made by `open_pair`.
 
     `source_files` hold the specs and tensors (to be hashed as provenance); `tokenizer_files` are the target's, empty if
-    it has no tokenizer. `quantization` is that of the checkpoints. `notes` are about resolved ambiguities.
+    it has no tokenizer.
     """
 
-    target: TargetSpec
-    draft: DraftSpec | None
     table: WeightTable
     source_files: tuple[Path, ...]
     tokenizer_files: tuple[Path, ...]
-    quantization: QuantizationSpec
-    notes: tuple[str, ...]
     _sources: dict[str, WeightSource] = field(repr=False)
     _quantized: dict[str, QuantizedSource] = field(repr=False)
 
@@ -97,7 +94,7 @@ def open_pair(
         config_problems += compatibility_problems(specs[0], specs[-1])
         notes += compatibility_notes(specs[0], specs[-1])
     error = ConfigError if config_problems else CheckpointError
-    raise_all(error, _heading(target, drafter), [*config_problems, *tensor_problems])
+    raise_all(error, pair_heading(target, drafter), [*config_problems, *tensor_problems])
     target_spec, draft_spec = specs[0], specs[1] if drafter is not None else None
     assert isinstance(target_spec, TargetSpec)
     assert not isinstance(draft_spec, TargetSpec)
@@ -185,12 +182,9 @@ def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
 
 
 def _is_directory(path: Path, label: str, problems: list[str]) -> bool:
-    if path.is_dir():
-        return True
-    found = "a file" if path.exists() else f"nothing at {path}"
-    hint = "Pass the directory that holds config.json and the safetensors files."
-    problems.append(problem(label, expected="a checkpoint directory", found=found, hint=hint))
-    return False
+    found = list(directory_problems(path, label))
+    problems += found
+    return not found
 
 
 def _all_names(stored: StoredTensors) -> frozenset[str]:
@@ -200,7 +194,3 @@ def _all_names(stored: StoredTensors) -> frozenset[str]:
 def _source_files(directory: Path, stored: StoredTensors) -> tuple[Path, ...]:
     configs = (directory / name for name in _CONFIG_FILES)
     return (*(path for path in configs if path.is_file()), *stored.files)
-
-
-def _heading(target: Path, drafter: Path | None) -> str:
-    return f"target {target}" if drafter is None else f"target {target} with drafter {drafter}"

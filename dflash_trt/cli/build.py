@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 _FIELDS = tuple(BuildConfig.model_fields)
 
 
-@click.command(short_help="Build an engine directory from checkpoints.")
+class _BuildCommand(click.Command):
+    """Reads `--check` without a value as `--check=kinds`: click would take the next argument for the value."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(context, ["--check=kinds" if word == "--check" else word for word in args])
+
+
+@click.command(cls=_BuildCommand, short_help="Build an engine directory from checkpoints.")
 @click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
 @click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without: autoregressive decoding.")
@@ -51,7 +58,13 @@ _FIELDS = tuple(BuildConfig.model_fields)
 @click.option("--kv-cache", metavar="FORMAT", help="fp8 or none: the format of K/V pages.")
 @click.option("--plugins", help="Backend tensorrt: plugin (default), or layers (slow, for checks).")
 @click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
-@click.option("--check", "check_only", is_flag=True, help="Build the TensorRT network on this CPU and only report.")
+@click.option(
+    "--check",
+    "checked_layers",
+    type=click.Choice(["kinds", "full"]),
+    metavar="[=full]",
+    help="Only build the TensorRT network on this CPU and report it: a layer of each kind, or all. Needs no weights.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing engine at the output path.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_obj
@@ -60,7 +73,7 @@ def build(
     /,
     config_file: Path | None,
     output: Path | None,
-    check_only: bool,
+    checked_layers: Literal["kinds", "full"] | None,
     overwrite: bool,
     as_json: bool,
     **flags: Any,
@@ -71,8 +84,8 @@ def build(
     `drafter`, `lm_head`, `draft_lm_head`, `kv_cache`, `draft_kv_cache`, `overrides` and `calibration`.
     """
     config, base_dir = _config(config_file, flags)
-    if check_only:
-        check(config, base_dir, as_json=as_json)
+    if checked_layers is not None:
+        check(config, base_dir, is_full=checked_layers == "full", as_json=as_json)
         return
     if output is None:
         raise ConfigError.about("build", expected="an output", found="none", hint="Pass -o DIR, or --check.")

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dflash_trt.compile.tensorrt_check import CheckReport
 
 
-def check(config: BuildConfig, base_dir: Path, *, as_json: bool) -> None:
+def check(config: BuildConfig, base_dir: Path, *, is_full: bool, as_json: bool) -> None:
     """Build the network of `config` on this CPU and print the report; writes nothing."""
     from dflash_trt.compile.tensorrt_check import check_config
 
     with steps_shown() as progress:
-        report = check_config(config, base_dir=base_dir, progress=progress)
+        report = check_config(config, base_dir=base_dir, is_full=is_full, progress=progress)
     fields = describe(report)
     if as_json:
         click.echo(json.dumps(fields, indent=2))
@@ -31,13 +31,17 @@ def check(config: BuildConfig, base_dir: Path, *, as_json: bool) -> None:
 
 
 def describe(report: "CheckReport") -> dict[str, Any]:
-    """The report as plain JSON types."""
-    built = report.built
+    """The report as plain JSON types. Sizes are those of all layers, on each rank."""
+    built = report.built[0]
+    sizes, limits = report.sizes, report.limits
     return {
         "tensorrt_version": built.tensorrt_version,
         "compute_capability": report.compute_capability,
         "plugins": built.plugins,
-        "build_config": report.limits.model_dump(),
+        "build_config": limits.model_dump(),
+        "ranks": list(report.built),
+        "layer_ids": {model: list(layer_ids) for model, layer_ids in report.layer_ids.items()},
+        "num_model_layers": report.num_layers,
         "num_layers": built.num_layers,
         "layer_counts": built.layer_counts,
         "inputs": list(built.inputs),
@@ -47,10 +51,13 @@ def describe(report: "CheckReport") -> dict[str, Any]:
             for profile in built.profiles
         },
         "flags": list(built.flags),
-        "plan_bytes": built.plan_bytes,
-        "build_time_s": round(built.build_time_s, 3),
-        "peak_memory_bytes": built.peak_memory_bytes,
-        "warnings": list(built.warnings),
+        "weights_bytes": sizes.weights_bytes,
+        "plan_bytes": sizes.plan_bytes,
+        "kv_bytes_per_token": sizes.kv_bytes_per_token,
+        "full_kv_bytes": sizes.kv_bytes_per_token * limits.max_batch_size * limits.max_seq_len,
+        "build_time_s": round(sum(each.build_time_s for each in report.built.values()), 3),
+        "peak_memory_bytes": max(each.peak_memory_bytes for each in report.built.values()),
+        "warnings": list(dict.fromkeys(line for each in report.built.values() for line in each.warnings)),
         "notes": list(report.notes),
     }
 
@@ -97,8 +104,12 @@ def _print(fields: dict[str, Any]) -> None:
         f"on this CPU ({fields['plugins']} lowering)",
         soft_wrap=True,
     )
+    for model, layer_ids in fields["layer_ids"].items():
+        console.print(_layers_line(model, layer_ids, fields["num_model_layers"][model]), soft_wrap=True)
+    if len(fields["ranks"]) > 1:
+        console.print(f"ranks: {', '.join(map(str, fields['ranks']))}, which have different networks")
     kinds = ", ".join(f"{count} {kind.lower()}" for kind, count in list(fields["layer_counts"].items())[:8])
-    console.print(f"layers: {fields['num_layers']} ({kinds}, ...)", soft_wrap=True)
+    console.print(f"TensorRT layers: {fields['num_layers']} ({kinds}, ...)", soft_wrap=True)
     for title in ("inputs", "outputs"):
         console.print(f"{title}:")
         for line in fields[title]:
@@ -107,15 +118,23 @@ def _print(fields: dict[str, Any]) -> None:
     console.print(f"limits: {', '.join(f'{name} {value}' for name, value in fields['build_config'].items())}")
     console.print(f"flags: {', '.join(fields['flags']) or 'none'}", soft_wrap=True)
     console.print(
-        f"plan: {decimal(fields['plan_bytes'])}, built in {fields['build_time_s']:.1f} s, "
-        f"peak memory {decimal(fields['peak_memory_bytes'])}"
+        f"each rank: weights {decimal(fields['weights_bytes'])}, plan {decimal(fields['plan_bytes'])} and kernels, "
+        f"K/V {fields['kv_bytes_per_token']:,} bytes per token, {decimal(fields['full_kv_bytes'])} for full batches",
+        soft_wrap=True,
     )
+    console.print(f"check: {fields['build_time_s']:.1f} s, peak memory {decimal(fields['peak_memory_bytes'])}")
     for line in (*fields["warnings"], *fields["notes"]):
         console.print(f"note: {line}", soft_wrap=True)
 
 
+def _layers_line(model: str, layer_ids: list[int], num_layers: int) -> str:
+    if len(layer_ids) == num_layers:
+        return f"{model} layers: all {num_layers}"
+    return f"{model} layers: {', '.join(map(str, layer_ids))}, one of each kind of {num_layers} (--check=full: all)"
+
+
 def profiles_table(profiles: dict[str, dict[str, list[int]]]) -> "Table":
-    """Least, best and largest size of each axis, one column per profile."""
+    """Min, opt and max size of each axis, one column per profile."""
     from rich.table import Table
 
     table = Table("axis", *profiles)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dflash_trt.core.model.decoder import TargetSpec
     from dflash_trt.core.model.draft import DraftSpec
     from dflash_trt.core.state_spec import PagedKv
-    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.engine_dir import EngineDir, PretrainedConfig
 
 _LAYER_SIZES = (
     ("feed_forward", "intermediate_size"),
@@ -48,7 +48,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
 
     manifest = engine.manifest
     config = manifest.pretrained_config
-    weights = _stored_bytes(engine)
+    weights = _weights_bytes(config)
     states = config.states()
     target = _decoder(manifest.target) | weights["target"] | _pages(states.target)
     draft = None
@@ -105,18 +105,17 @@ def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
     }
 
 
-def _stored_bytes(engine: "EngineDir") -> dict[str, dict[str, Any]]:
-    """Bytes of each model's tensors in the files of all ranks, together and by format."""
+def _weights_bytes(config: "PretrainedConfig") -> dict[str, dict[str, Any]]:
+    """Bytes of each model's tensors on all ranks, together and by format. Opening has compared the files' headers."""
     from dflash_trt.core.quantization import QuantizationSpec
+    from dflash_trt.engine_dir import tensor_headers
 
-    config = engine.manifest.pretrained_config
     quantization = config.quantization or QuantizationSpec()
     by_format: dict[str, dict[str, int]] = {"target": {}, "draft": {}}
-    for rank in range(config.mapping.world_size):
-        for name, header in engine.stored_tensors(rank).items():
-            formats = by_format[name.partition(".")[0]]
-            tensor_format = quantization.format_of(name) or ("int64" if header.dtype == "I64" else config.dtype)
-            formats[tensor_format] = formats.get(tensor_format, 0) + header.num_bytes
+    for name, header in tensor_headers(config).items():
+        formats = by_format[name.partition(".")[0]]
+        tensor_format = quantization.format_of(name) or ("int64" if header.dtype == "I64" else config.dtype)
+        formats[tensor_format] = formats.get(tensor_format, 0) + header.num_bytes * config.mapping.world_size
     return {
         model: {"weights_bytes": sum(formats.values()), "weights_bytes_by_format": formats}
         for model, formats in by_format.items()

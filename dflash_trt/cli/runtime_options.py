@@ -63,7 +63,7 @@ def _click_option(name: str, option: Option) -> Callable[[Callable[..., Any]], C
     if get_origin(kind) is Literal:
         choice = click.Choice(get_args(kind))
         return click.option(flag_of(name), type=choice, default=default, show_default=True, help=option.help)
-    if get_origin(kind) is dict:
+    if get_origin(kind) is dict or kind is str:
         return click.option(flag_of(name), metavar=option.metavar, help=option.help)
     min_value, above, max_value = bound(name, "ge"), bound(name, "gt"), bound(name, "le")
     limits = {"min": above if min_value is None else min_value, "min_open": min_value is None}

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import dflash_trt
-from dflash_trt.backends.base import Backend, CompileRank, backend_of
+from dflash_trt.backends.base import Backend, Compiler, backend_of
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.compile.limits import resolve_limits
@@ -122,7 +122,7 @@ def _build(
     backend = backend_of(config.backend)
     paths = _checkpoint_paths(config, base_dir)
     mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
-    compile_rank, pair, limits, plan, tokenizer, notes = _check(config, backend, mapping, paths, base_dir)
+    compiler, pair, limits, plan, tokenizer, notes = _check(config, backend, mapping, paths, base_dir)
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
@@ -135,12 +135,20 @@ def _build(
         mapping=mapping,
         quantization=engine_quantization(plan, calibration),
     )
-    num_bytes = needed_bytes_for(pretrained, tokenizer)
+    library = None if compiler is None else compiler.plugin_library
+    num_bytes = needed_bytes_for(pretrained, tokenizer, has_plans=compiler is not None, plugin_library=library)
+    weights = _RankWeights(pair, plan, calibration, pretrained, progress)
     with write_engine_dir(output, needed_bytes=num_bytes) as writer:
-        _add_weights(writer, pair, plan, calibration, pretrained, progress)
         for name, content in tokenizer.items():
             writer.add_tokenizer_file(name, content)
-        tensorrt = None if compile_rank is None else _add_plan(writer, compile_rank, pretrained, limits, progress)
+        if library is not None:
+            writer.add_plugin_library(library)
+        tensorrt = None
+        for rank in range(mapping.world_size):
+            if compiler is None:
+                writer.add_weights(rank, pretrained, weights.of_rank(rank))
+            else:
+                tensorrt = _add_plan(writer, compiler, weights, rank, limits)
         record = BuildRecord(
             command=tuple(command),
             working_dir=str(Path.cwd()),
@@ -162,7 +170,7 @@ def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
 
 
 class _Checked(NamedTuple):
-    compile_rank: CompileRank | None
+    compiler: Compiler | None
     pair: CheckpointPair
     limits: EngineLimits
     plan: QuantizationPlan
@@ -175,7 +183,7 @@ def _check(
 ) -> _Checked:
     """Check a build before any work, and raise all problems in one error."""
     errors = ErrorCollector()
-    compile_rank = errors.run(lambda: backend.compiler(config, base_dir))
+    compiler = errors.run(lambda: backend.compiler(config, base_dir))
     overrides = config.drafter_overrides
     opened = errors.run(lambda: open_pair(paths["target"], paths.get("drafter"), drafter_overrides=overrides))
     if opened is None:
@@ -192,7 +200,7 @@ def _check(
     errors.raise_all("build")
     assert resolved is not None and plan is not None and tokenizer is not None
     limits, notes = resolved
-    return _Checked(compile_rank, pair, limits, plan, tokenizer, notes)
+    return _Checked(compiler, pair, limits, plan, tokenizer, notes)
 
 
 def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes]:
@@ -211,21 +219,40 @@ def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: s
     return notes
 
 
+@dataclass(frozen=True)
+class _RankWeights:
+    """The weights of each rank, one tensor in memory at a time and reported byte by byte."""
+
+    pair: CheckpointPair
+    plan: QuantizationPlan
+    calibration: Calibration
+    config: PretrainedConfig
+    progress: ProgressCallback
+
+    def of_rank(self, rank: int) -> Iterator[tuple[str, memoryview]]:
+        """Names and contents, in the order of `tensor_headers`."""
+        rank_bytes = sum(header.num_bytes for header in tensor_headers(self.config).values())
+        total_bytes, done_bytes = rank_bytes * self.config.mapping.world_size, rank_bytes * rank
+        self.progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+        mapping, dtype = self.config.mapping.of_rank(rank), torch_dtype(self.config.dtype)
+        for name, tensor in engine_weights(self.pair, self.plan, self.calibration, dtype=dtype, mapping=mapping):
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield name, content
+            done_bytes += content.nbytes
+            self.progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+
+
 def _add_plan(
-    writer: EngineDirWriter,
-    compile_rank: CompileRank,
-    pretrained: PretrainedConfig,
-    limits: EngineLimits,
-    progress: ProgressCallback,
+    writer: EngineDirWriter, compiler: Compiler, weights: _RankWeights, rank: int, limits: EngineLimits
 ) -> TensorRTRecord:
-    """Compile the weights just written."""
+    """Write a rank's weights to a file, compile it, and remove it: the plan has them."""
 
     def advance(phase: str, done: int, total: int) -> None:
-        progress(BuildProgress(stage="compiling", done_steps=done, total_steps=total))
+        weights.progress(BuildProgress(stage="compiling", done_steps=done, total_steps=total))
 
-    compiled = compile_rank(writer.weights_file(0), pretrained, limits, advance)
-    writer.add_plan(0, compiled.plan)
-    return compiled.record
+    config = weights.config
+    with writer.temporary_weights(rank, config, weights.of_rank(rank)) as file, writer.add_plan(rank) as plan:
+        return compiler(file, config, rank=rank, limits=limits, plan=plan, progress=advance)
 
 
 def _calibration(
@@ -245,32 +272,6 @@ def _calibration(
     hashes = [entry.sha256 for entry in inputs.values()]
     dtype = torch_dtype(config.dtype)
     return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
-
-
-def _add_weights(
-    writer: EngineDirWriter,
-    pair: CheckpointPair,
-    plan: QuantizationPlan,
-    calibration: Calibration,
-    config: PretrainedConfig,
-    progress: ProgressCallback,
-) -> None:
-    """The weights of all ranks, one file after the other and reported byte by byte."""
-    dtype = torch_dtype(config.dtype)
-    rank_bytes = sum(header.num_bytes for header in tensor_headers(config).values())
-    total_bytes, done_bytes = rank_bytes * config.mapping.world_size, 0
-
-    def contents(mapping: Mapping) -> Iterator[tuple[str, memoryview]]:
-        nonlocal done_bytes
-        for name, tensor in engine_weights(pair, plan, calibration, dtype=dtype, mapping=mapping):
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            yield name, content
-            done_bytes += content.nbytes
-            progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
-
-    progress(BuildProgress(stage="writing weights", total_bytes=total_bytes))
-    for rank in range(config.mapping.world_size):
-        writer.add_weights(rank, config, contents(config.mapping.of_rank(rank)))
 
 
 def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, EngineFile]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.checkpoint.pair import CheckpointPair
+from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.compile.calibration import Advance, calibrate_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError, raise_all
@@ -27,7 +28,7 @@ from dflash_trt.quantize.stream import engine_stream, whole_weights
 PlanCallback = Callable[[QuantizationPlan], None]
 
 
-def plan_quantization(config: BuildConfig, pair: CheckpointPair) -> QuantizationPlan:
+def plan_quantization(config: BuildConfig, pair: PairSpecs) -> QuantizationPlan:
     """Plan the format of each linear layer, checked against shapes, checkpoint and GPU.
 
     Raises:

@@ -1,29 +1,31 @@
-"""`dflash-trt build --check`: the whole network through TensorRT-RTX's CPU-only builder, before any GPU is rented.
+"""`dflash-trt build --check`: the step network through TensorRT-RTX's CPU-only builder, before any GPU is rented.
 
-The real front end sees every layer, shape, dtype and profile of the configuration. Weights are blank memory of the
-right shapes (the checkpoints' tensors are proven, not read), so the plan is thrown away; plugins are replaced by plain
-layers, which have the same inputs and outputs.
+The real front end sees every kind of layer at full width, with the dtypes, shapes and profiles of the configuration.
+Weights are blank memory of the right shapes, so the plan is thrown away; plugins are replaced by plain layers, which
+have the same inputs and outputs. Sizes come from the headers that the weights will have.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-from torch import Tensor
-
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
-from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
-from dflash_trt.backends.tensorrt.support import step_network_spec
+from dflash_trt.backends.tensorrt.host_weights import blank_rope_tables, blank_tensors
+from dflash_trt.backends.tensorrt.plan_stream import NoBytes
+from dflash_trt.backends.tensorrt.sizes import RankSizes, rank_sizes
+from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.sharding import mapping_problems
+from dflash_trt.checkpoint.specs import PairSpecs, read_specs
+from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.dtype import stored_dtype, torch_dtype
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import BuildError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.manifest import tensor_headers
+from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
 from dflash_trt.formats.registry import split_quantized
 
 CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor SM100; this one knows every format
@@ -31,58 +33,106 @@ CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor S
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """Report of the built network and its configuration."""
+    """Report of the built networks and their configuration.
 
-    built: BuiltPlan
+    `built` is by rank: ranks that are left out have the network of another one. `layer_ids` are the layers that were
+    built, by model, out of `num_layers`; `sizes` are those of all layers.
+    """
+
+    built: dict[int, BuiltPlan]
+    layer_ids: dict[str, tuple[int, ...]]
+    num_layers: dict[str, int]
+    sizes: RankSizes
     limits: EngineLimits
     compute_capability: str
     notes: tuple[str, ...]
 
 
 def check_config(
-    config: BuildConfig, *, base_dir: Path, progress: StepsCallback = lambda phase, done, total: None
+    config: BuildConfig,
+    *,
+    base_dir: Path,
+    is_full: bool = False,
+    progress: StepsCallback = lambda phase, done, total: None,
 ) -> CheckReport:
-    """Build what `config` describes, on this CPU, and report it.
+    """Build one layer of each kind of what `config` describes, or all if `is_full`, on this CPU, and report it.
 
     Raises:
-        ConfigError: a limit or a foreign config is wrong.
-        CheckpointError: the tensors or tokenizers are.
+        ConfigError: a limit, a foreign config or the number of ranks is wrong.
+        CheckpointError: the tensors or tokenizers are, where they are there.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
-    if config.tp_size > 1:
-        hint = "Leave tp_size out, or leave --check out."
-        raise ConfigError.about("--check", expected="tp_size 1", found=str(config.tp_size), hint=hint)
-    drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = open_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
-    limits, notes = resolve_limits(config, pair.target, pair.draft)
-    quantization = plan_quantization(config, pair).spec()
+    pair = _read_pair(config, base_dir)
+    limits, notes, pretrained = _checked(config, pair)
+    linears = pretrained.quantization.linears if pretrained.quantization else {}
+    models = [pair.target, *([pair.draft] if pair.draft else [])]
+    chosen = pretrained if is_full else one_of_each_kind(pretrained)
+    return CheckReport(
+        built={rank: _build(chosen, limits, rank, progress) for rank in _distinct_ranks(chosen)},
+        layer_ids={
+            model.role: tuple(range(model.num_layers) if is_full else sorted(set(layer_kinds(model, linears))))
+            for model in models
+        },
+        num_layers={model.role: model.num_layers for model in models},
+        sizes=rank_sizes(pretrained, limits),
+        limits=limits,
+        compute_capability=CHECK_CAPABILITY,
+        notes=(*notes, *pair.notes),
+    )
+
+
+def _read_pair(config: BuildConfig, base_dir: Path) -> PairSpecs:
+    """The pair, proven by the headers of its tensors where these are there."""
+    target, drafter = base_dir / config.target, None if config.drafter is None else base_dir / config.drafter
+    directories = [target] if drafter is None else [target, drafter]
+    has_tensors = all(any(directory.glob("*.safetensors")) for directory in directories)
+    read = open_pair if has_tensors else read_specs
+    return read(target, drafter, drafter_overrides=config.drafter_overrides)
+
+
+def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[str], PretrainedConfig]:
+    """Limits, notes about them and the models, with all problems in one error."""
+    errors = ErrorCollector()
+    mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
+    cuts = mapping_problems(pair.target, pair.draft, mapping)
+    errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
+    resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
+    plan = errors.run(lambda: plan_quantization(config, pair))
+    quantization = None if plan is None else plan.spec()
+    unsupported = unsupported_problems(pair.target, quantization, Mapping())
+    errors.run(lambda: raise_all(BuildError, "backend tensorrt", unsupported))
+    errors.raise_all("check")
+    assert resolved is not None and quantization is not None
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,
         dtype=config.dtype,
-        mapping=Mapping(),
+        mapping=mapping,
         quantization=None if quantization.is_empty else quantization,
     )
-    spec = step_network_spec(pretrained, limits)
-    plain, quantized = split_quantized(
-        blank_weights(pretrained), plan_quantization(config, pair).table(), quantization.linears
-    )
-    built = build_plan(
+    return *resolved, pretrained
+
+
+def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:
+    """Rank 0, and another one if rank 0 alone adds the biases of linear layers whose results are summed."""
+    table = engine_weights(config.target, config.draft, config.quantization)
+    has_summed_bias = any(name.endswith((".o_bias", ".down_bias")) for name in table)
+    return (0, 1) if has_summed_bias and config.mapping.tp_size > 1 else (0,)
+
+
+def _build(config: PretrainedConfig, limits: EngineLimits, rank: int, progress: StepsCallback) -> BuiltPlan:
+    spec = network_spec(config.model_copy(update={"mapping": config.mapping.of_rank(rank)}), limits)
+    whole = engine_weights(config.target, config.draft, config.quantization)
+    table = {name: rank_shard(weight, config.mapping.tp_size) for name, weight in whole.items()}
+    formats = config.quantization.linears if config.quantization else {}
+    plain, quantized = split_quantized(blank_tensors(tensor_headers(config)), table, formats)
+    return build_plan(
         spec,
         limits,
-        host_tensors(plain),
-        quantized=host_quantized(quantized),
-        rope_tables=host_rope_tables(spec, max_seq_len=limits.max_seq_len),
+        plain,
+        quantized=quantized,
+        rope_tables=blank_rope_tables(spec, max_seq_len=limits.max_seq_len),
         options=PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability=CHECK_CAPABILITY),
+        sink=NoBytes(),
         progress=progress,
     )
-    return CheckReport(built=built, limits=limits, compute_capability=CHECK_CAPABILITY, notes=(*notes, *pair.notes))
-
-
-def blank_weights(config: PretrainedConfig) -> dict[str, Tensor]:
-    """Zeros that cost address space only until someone writes them; scales are 1, so that nothing divides by 0."""
-    tensors = {}
-    for name, header in tensor_headers(config).items():
-        make = torch.ones if name.endswith("_scale") and header.dtype == "F32" else torch.zeros
-        tensors[name] = make(header.shape, dtype=torch_dtype(stored_dtype(header.dtype) or ""))
-    return tensors

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -51,6 +53,13 @@ class SettingError(ConfigError):
     def message(self, subject: str) -> str:
         """The error for a user who knows the setting as `subject`."""
         return self._problem(subject)
+
+
+def _absolute_path(value: object) -> object:
+    """A path that means the same to every process; raises ValueError, with what was expected."""
+    if value == "":
+        raise ValueError("a path")
+    return str(Path(value).absolute()) if isinstance(value, str | PathLike) else value
 
 
 class RuntimeConfig(Frozen):
@@ -117,6 +126,11 @@ class RuntimeConfig(Frozen):
         int | None,
         Field(ge=1, le=MAX_INT32),
         Option(help="PyTorch's CPU threads per rank (default: the cores, divided among the ranks)."),
+    ] = None
+    plugin_library: Annotated[
+        str | None,
+        BeforeValidator(_absolute_path),
+        Option(metavar="PATH", help="TensorRT plugin library to load instead of the engine's own."),
     ] = None
     max_queue_len: Annotated[
         int | None,
@@ -207,6 +221,8 @@ def _expected(name: str) -> str:
         return f"one of {', '.join(get_args(kind))}"
     if kind is bool:
         return "True or False"
+    if kind is str:
+        return "a path"
     if kind is float:
         return f"a number in ({bound(name, 'gt'):g}, {bound(name, 'le'):g}]"
     return f"an integer of {bound(name, 'ge')} or more"

@@ -17,7 +17,7 @@ from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.core.weight_spec import WeightTable, rank_shard
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
+from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
 ENGINE_VERSION: Final = 3
 MANIFEST_NAME = "config.json"
@@ -116,6 +116,15 @@ class EngineManifest(Frozen):
         if self.pretrained_config.mapping.rank != 0:
             raise ValueError("mapping.rank 0, since the directory holds all ranks")
         return self
+
+    @property
+    def required_files(self) -> tuple[str, ...]:
+        """Names that `files` must have: weights, or plans, which hold them, and their plugin library."""
+        ranks = range(self.pretrained_config.mapping.world_size)
+        if self.tensorrt is None:
+            return tuple(map(weights_name, ranks))
+        library = self.tensorrt.plugin_library
+        return (*map(plan_name, ranks), *([library] if library else []))
 
     @property
     def target(self) -> TargetSpec:

@@ -24,8 +24,7 @@ from dflash_trt.engine_dir.manifest import (
     weights_name,
 )
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance
-from dflash_trt.engine_dir.tensor_file import TensorHeader, read_tensor_headers
-from dflash_trt.engine_dir.tensorrt_record import plan_name
+from dflash_trt.engine_dir.tensor_file import read_tensor_headers
 
 MAX_ALWAYS_HASHED_BYTES = 256 * 2**20
 _MAX_LISTED_TENSORS = 8
@@ -77,12 +76,9 @@ class EngineDir:
         return (MANIFEST_NAME, PROVENANCE_NAME, *self.manifest.files)
 
     def weights_path(self, rank: int) -> Path:
-        assert 0 <= rank < self.manifest.pretrained_config.mapping.world_size
+        """The weights of one rank of an engine of backend torch."""
+        assert self.manifest.tensorrt is None and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
-
-    def stored_tensors(self, rank: int) -> dict[str, TensorHeader]:
-        """Headers of the tensors in one rank's file."""
-        return read_tensor_headers(self.weights_path(rank))
 
     def provenance(self) -> dict[str, Any]:
         """Origin of the engine as JSON types: command, versions, hashes of its inputs."""
@@ -174,14 +170,14 @@ def _provenance_problems(path: Path, config_sha256: str, hint: str) -> Iterator[
 
 def _listed_problems(path: Path, manifest: EngineManifest, hint: str, *, verify_hashes: bool) -> Iterator[str]:
     """Check the files that config.json lists, and that tokenizer/ has no others."""
-    ranks = range(manifest.pretrained_config.mapping.world_size)
-    plans = map(plan_name, ranks) if manifest.backend == "tensorrt" else ()
-    for name in (*map(weights_name, ranks), *plans):
+    for name in manifest.required_files:
         if name not in manifest.files:
             yield f"{MANIFEST_NAME} key 'files' does not list '{name}'. {hint}"
+    library = manifest.tensorrt and manifest.tensorrt.plugin_library  # code that will run in this process
     for name, entry in manifest.files.items():
         yield from _link_problems(path, name)
-        yield from _one_file_problems(path / name, name, entry, hint, verify_hashes=verify_hashes)
+        verifies_hash = verify_hashes or is_hashed(entry) or name == library
+        yield from _one_file_problems(path / name, name, entry, hint, verifies_hash=verifies_hash)
     for extra in sorted((path / TOKENIZER_DIR).rglob("*")):
         name = extra.relative_to(path).as_posix()
         is_directory = extra.is_dir() and not extra.is_symlink()
@@ -198,14 +194,14 @@ def _link_problems(path: Path, name: str) -> Iterator[str]:
         yield problem(name, expected="a file of this directory", found=f"a symbolic link to {real}", hint=hint)
 
 
-def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, verify_hashes: bool) -> Iterator[str]:
+def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, verifies_hash: bool) -> Iterator[str]:
     if not file.is_file():
         yield problem(name, expected="a file", found="none", hint=hint)
         return
     size_bytes = file.stat().st_size
     if size_bytes != entry.size_bytes:
         yield problem(name, expected=f"{entry.size_bytes} bytes", found=f"{size_bytes}", hint=hint)
-    elif verify_hashes or is_hashed(entry):
+    elif verifies_hash:
         with file.open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
         if sha256 != entry.sha256:
@@ -213,6 +209,8 @@ def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, v
 
 
 def _header_problems(path: Path, manifest: EngineManifest, hint: str) -> Iterator[str]:
+    if manifest.tensorrt is not None:
+        return  # its plans hold the weights, without headers
     expected = tensor_headers(manifest.pretrained_config)
     for rank in range(manifest.pretrained_config.mapping.world_size):
         name = weights_name(rank)

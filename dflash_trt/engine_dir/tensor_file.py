@@ -59,6 +59,15 @@ def tensor_file_num_bytes(headers: Mapping[str, TensorHeader]) -> int:
     return len(_header_bytes(headers)) + sum(header.num_bytes for header in headers.values())
 
 
+def tensor_offsets(headers: Mapping[str, TensorHeader]) -> dict[str, int]:
+    """Where the bytes of each tensor begin in the file that `write_tensor_file` writes."""
+    offsets, offset = {}, len(_header_bytes(headers))
+    for name, header in headers.items():
+        offsets[name] = offset
+        offset += header.num_bytes
+    return offsets
+
+
 def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
     """Headers of a file's tensors, by name.
 

@@ -1,10 +1,12 @@
 """The record of `rank{r}.engine` in config.json: enough to refuse a wrong machine before loading a plan."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dflash_trt.core.frozen import Frozen
+
+PLUGIN_LIBRARY_NAME: Final = "libdflash_trt_plugins.so"  # in the engine directory
 
 
 class ProfileRecord(Frozen):
@@ -15,17 +17,13 @@ class ProfileRecord(Frozen):
 
 
 class TensorRTRecord(Frozen):
-    """Build of the plans. `compute_capability` as in "9.0"; hashes are SHA-256 in hexadecimal.
-
-    A plugin library is code that runs in this process, so its path always comes with its hash.
-    """
+    """Build of the plans. `compute_capability` as in "9.0"; `plugin_library` is a file of the directory."""
 
     tensorrt_version: str
     gpu_name: str
     compute_capability: str
     plugins: Literal["plugin", "layers"]
-    plugin_library: str | None = None  # path at build time
-    plugin_library_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    plugin_library: Literal["libdflash_trt_plugins.so"] | None = None  # PLUGIN_LIBRARY_NAME
     flags: tuple[str, ...]
     profiles: tuple[ProfileRecord, ...]
     num_layers: Annotated[int, Field(ge=1)]
@@ -33,11 +31,8 @@ class TensorRTRecord(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        named = (self.plugin_library is not None, self.plugin_library_sha256 is not None)
-        if self.plugins == "plugin" and not all(named):
-            raise ValueError('plugin_library and plugin_library_sha256, since plugins is "plugin"')
-        if self.plugins == "layers" and any(named):
-            raise ValueError('no plugin_library, since plugins is "layers"')
+        if (self.plugin_library is not None) != (self.plugins == "plugin"):
+            raise ValueError('a plugin_library for plugins "plugin", and for no others')
         return self
 
 

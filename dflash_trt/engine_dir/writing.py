@@ -30,10 +30,11 @@ from dflash_trt.engine_dir.manifest import (
 from dflash_trt.engine_dir.opening import is_engine_dir
 from dflash_trt.engine_dir.output_lock import clear_leftovers, output_lock, sibling
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, BuildRecord, EngineFile, Provenance
-from dflash_trt.engine_dir.tensor_file import tensor_file_num_bytes, write_tensor_file
-from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
+from dflash_trt.engine_dir.tensor_file import ByteSink, tensor_file_num_bytes, write_tensor_file
+from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, TensorRTRecord, plan_name
 
 SLACK_BYTES = 2**20  # config.json, provenance.json, directory entries
+_CHUNK_BYTES = 8 * 2**20
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -108,14 +109,30 @@ class EngineDirWriter:
         with self._new_file(f"{TOKENIZER_DIR}/{name}") as sink:
             sink.write(content)
 
-    def add_plan(self, rank: int, content: memoryview) -> None:
-        """Write rank{rank}.engine."""
-        with self._new_file(plan_name(rank)) as sink:
-            sink.write(content)
+    @contextmanager
+    def temporary_weights(
+        self, rank: int, config: PretrainedConfig, tensors: Iterable[tuple[str, memoryview]]
+    ) -> Iterator[Path]:
+        """The file that `add_weights` writes, for a plan that is compiled from it, and not for the engine."""
+        self.add_weights(rank, config, tensors)
+        name = weights_name(rank)
+        try:
+            yield self._path / name
+        finally:
+            del self._files[name]
+            (self._path / name).unlink()
 
-    def weights_file(self, rank: int) -> Path:
-        """Path of a rank's weights, until the directory is published."""
-        return self._path / weights_name(rank)
+    @contextmanager
+    def add_plan(self, rank: int) -> Iterator[ByteSink]:
+        """Write rank{rank}.engine, piece by piece."""
+        with self._new_file(plan_name(rank)) as sink:
+            yield sink
+
+    def add_plugin_library(self, source: Path) -> None:
+        """Copy a plugin library, under the name that engines know it by."""
+        with self._new_file(PLUGIN_LIBRARY_NAME) as sink, source.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                sink.write(chunk)
 
     def finish(
         self,
@@ -236,10 +253,20 @@ def json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def needed_bytes_for(config: PretrainedConfig, tokenizer_files: Mapping[str, bytes]) -> int:
-    """Upper bound of the engine directory's size."""
-    weights = tensor_file_num_bytes(tensor_headers(config)) * config.mapping.world_size
-    return weights + sum(map(len, tokenizer_files.values())) + SLACK_BYTES
+def needed_bytes_for(
+    config: PretrainedConfig,
+    tokenizer_files: Mapping[str, bytes],
+    *,
+    has_plans: bool = False,
+    plugin_library: Path | None = None,
+) -> int:
+    """Bytes of the engine directory while it is written. A plan is about as large as the weights it is made of, which
+    stand beside it for one rank at a time.
+    """
+    num_files = config.mapping.world_size + has_plans
+    library_bytes = 0 if plugin_library is None else plugin_library.stat().st_size
+    weights_bytes = tensor_file_num_bytes(tensor_headers(config)) * num_files
+    return weights_bytes + library_bytes + sum(map(len, tokenizer_files.values())) + SLACK_BYTES
 
 
 def _publish(temporary: Path, reserved: ReservedOutput) -> None:

@@ -54,12 +54,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
 
     Raises:
         SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
-            engine; more drafts than the engine makes.
+            engine; more drafts than the engine makes; a plugin library for an engine without plugins.
     """
     from dflash_trt.executor.threads import default_num_threads
 
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)
+    _check_plugin_library(engine, config.plugin_library)
     resolved: dict[str, object] = {
         "device": device,
         "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
@@ -92,6 +93,14 @@ def checked_draft_length(num_draft_tokens: int | None, max_draft_len: int, *, na
             hint="For more, build the engine with a larger max_draft_len.",
         )
     return max_draft_len if num_draft_tokens is None else num_draft_tokens
+
+
+def _check_plugin_library(engine: EngineDir, plugin_library: str | None) -> None:
+    record = engine.manifest.tensorrt
+    if plugin_library is not None and (record is None or record.plugin_library is None):
+        found = f"one of backend {engine.manifest.backend}" + (" with plain layers" if record else "")
+        hint = "Leave plugin_library out."
+        raise SettingError("plugin_library", expected="an engine with TensorRT plugins", found=found, hint=hint)
 
 
 def _resolved_device(engine: EngineDir, device: Device) -> Device:

@@ -14,7 +14,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.weight_spec import WeightTable, is_linear, segments_of
-from dflash_trt.formats.base import QuantizedWeight, TensorLayout, WeightFormat, tensor_name
+from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightFormat, tensor_name
 
 
 @cache
@@ -58,10 +58,11 @@ def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[s
 
 
 def split_quantized(
-    tensors: Mapping[str, Tensor], table: WeightTable, linears: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight[Tensor]]]:
+    tensors: Mapping[str, T], table: WeightTable, linears: Mapping[str, str]
+) -> tuple[dict[str, T], dict[str, QuantizedWeight[T]]]:
     """Split a rank's tensors into unquantized ones and quantized weights; `table` is that of the rank."""
-    plain, quantized = dict(tensors), {}
+    plain = dict(tensors)
+    quantized: dict[str, QuantizedWeight[T]] = {}
     for name, format_name in linears.items():
         known, spec = weight_format(format_name), table[name]
         names = {key: tensor_name(name, key) for key in known.layout(spec.shape, len(segments_of(spec)))}

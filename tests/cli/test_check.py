@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+from dflash_trt.backends.tensorrt.sizes import RankSizes
 from dflash_trt.cli import check
-from dflash_trt.core.config import BuildConfig
+from dflash_trt.engine_dir import EngineLimits
 
 
 def report() -> Any:
@@ -18,13 +19,20 @@ def report() -> Any:
         outputs=("emitted_tokens [R]",),
         profiles=(SimpleNamespace(name="decode", axes={"T": sizes}),),
         flags=("REFIT",),
-        plan_bytes=1000,
         build_time_s=1.25,
         peak_memory_bytes=2000,
         warnings=("slow",),
     )
-    limits = BuildConfig(target="t")
-    return SimpleNamespace(built=built, compute_capability="9.0", limits=limits, notes=("an override",))
+    limits = EngineLimits(max_batch_size=2, max_seq_len=8, max_num_tokens=8, max_draft_len=0, page_size=4)
+    return SimpleNamespace(
+        built={0: built, 1: built},
+        layer_ids={"target": (0, 3), "draft": (0,)},
+        num_layers={"target": 36, "draft": 1},
+        sizes=RankSizes(weights_bytes=5000, plan_bytes=7000, kv_bytes_per_token=100),
+        compute_capability="9.0",
+        limits=limits,
+        notes=("an override",),
+    )
 
 
 def test_the_sizes_of_an_axis_rise_and_every_note_and_warning_is_printed(capsys) -> None:
@@ -32,5 +40,16 @@ def test_the_sizes_of_an_axis_rise_and_every_note_and_warning_is_printed(capsys)
     assert fields["profiles"] == {"decode": {"T": [1, 4, 9]}}
     check._print(fields)
     printed = capsys.readouterr().out
-    for words in ("1 .. 4 .. 9", "note: slow", "note: an override", "flags: REFIT", "for 9.0", "plan: 1.0 kB"):
+    for words in (
+        "target layers: 0, 3, one of each kind of 36",
+        "draft layers: all 1",
+        "ranks: 0, 1, which have different networks",
+        "weights 5.0 kB, plan 7.0 kB and kernels, K/V 100 bytes per token, 1.6 kB for full batches",
+        "check: 2.5 s, peak memory 2.0 kB",
+        "1 .. 4 .. 9",
+        "note: slow",
+        "note: an override",
+        "flags: REFIT",
+        "for 9.0",
+    ):
         assert words in printed

@@ -36,6 +36,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
     "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
     "num_threads": (["--num-threads", "3"], 3),
+    "plugin_library": (["--plugin-library", "/p.so"], "/p.so"),
     "max_queue_len": (["--max-queue-len", "9"], 9),
     "seed": (["--seed", "7"], 7),
 }
@@ -208,6 +209,7 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
     from dflash_trt.bench.soak import Traffic
 
     soak = recorded(monkeypatch, "dflash_trt.bench.soak", "soak")
+    monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
     cases = runtime_cases(*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
     words = ["--duration", "2.5", "--seed", "7"]
     for runtime, config in cases:
@@ -275,9 +277,10 @@ def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
 
 def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
     checker = recorded(monkeypatch, "dflash_trt.compile.tensorrt_check", "check_config")
-    assert invoke("build", *TENSORRT, "--check").stderr == "error: recorded\n"
-    assert callable(checker.arguments.pop("progress"))
-    assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd()}
+    for word, is_full in (("--check", False), ("--check=kinds", False), ("--check=full", True)):
+        assert invoke("build", word, *TENSORRT).stderr == "error: recorded\n"
+        assert callable(checker.arguments.pop("progress"))
+        assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd(), "is_full": is_full}
 
 
 def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_runs(

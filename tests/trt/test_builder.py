@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensors
 from dflash_trt.backends.tensorrt.network import pages_of
+from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.cli.main import cli
@@ -45,6 +46,7 @@ def build(root, options, dtype, *, pages=None, limits=LIMITS, plan_options=CHECK
     spec = replace(spec, quantization=pages)
     limits = limits.model_copy(update={"max_draft_len": spec.max_draft_len})
     rope_tables = host_rope_tables(spec, max_seq_len=limits.max_seq_len)
+    more = {"sink": NoBytes()} | more
     return build_plan(spec, limits, host_tensors(tensors), rope_tables=rope_tables, options=plan_options, **more)
 
 
@@ -147,9 +149,10 @@ def test_check_reports_layers_inputs_profiles_size_and_time(trt, tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert "token_ids INT32 [-1]" in report["inputs"]
-    assert "next_target_kv.3 BF16 [-1, 2, 4, 2, 16]" in report["outputs"]
+    assert "next_target_kv.0 BF16 [-1, 2, 4, 2, 16]" in report["outputs"]
     assert report["profiles"]["mixed"]["T"] == [1, 64, 64]
-    assert min(report["num_layers"], report["plan_bytes"], report["build_time_s"], report["peak_memory_bytes"]) > 0
+    assert (report["layer_ids"], report["num_model_layers"], report["ranks"]) == ({"target": [0]}, {"target": 4}, [0])
+    assert min(report["num_layers"], report["build_time_s"], report["peak_memory_bytes"]) > 0
     assert list(tmp_path.iterdir()) == [target]  # nothing was written
 
 

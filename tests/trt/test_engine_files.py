@@ -7,41 +7,64 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dflash_trt.backends.tensorrt import build_rank as trt_engine_files
-from dflash_trt.backends.tensorrt.builder import PlanOptions
-from dflash_trt.backends.tensorrt.compatibility import spec_of
+from dflash_trt.backends.tensorrt import build_rank, compatibility
+from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions
+from dflash_trt.backends.tensorrt.compatibility import check_identity, spec_of
+from dflash_trt.backends.tensorrt.profiles import AxisRange, Profile
 from dflash_trt.cli.main import cli
-from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.errors import ConfigError, EngineDirError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-from dflash_trt.engine_dir.tensorrt_record import ProfileRecord
 from dflash_trt.executor.opening import open_executor
+from tests.engine_dir.building import build
+from tests.factories import make_target
 from tests.trt.test_step_tokens import make_pair
-from tests.trt.test_trt_executor import RECORD
 
 PLAN = b"what TensorRT would have serialized"
+LIBRARY = b"plugins"
+BUILT = BuiltPlan(
+    tensorrt_version="1.7.1",
+    plugins="plugin",
+    flags=(),
+    profiles=(Profile(name="decode", axes={"T": AxisRange(min=1, opt=16, max=16)}),),
+    inputs=(),
+    outputs=(),
+    num_layers=1,
+    layer_counts={},
+    plan_bytes=len(PLAN),
+    build_time_s=1.0,
+    peak_memory_bytes=1,
+    warnings=(),
+)
 
 
 @pytest.fixture
 def engine_path(tmp_path, monkeypatch):
-    """A directory that the build command wrote, with another plan than TensorRT's."""
+    """A directory that the build command wrote, with another plan and another library than TensorRT's."""
     seen = []
 
-    def build_rank_plan(weights_file, config, limits, *, options, progress):
-        seen.append(weights_file.name)
+    def build_plan(spec, limits, tensors, *, sink, options, progress, **others):
+        [weights] = (path.name for path in tmp_path.rglob("rank*.safetensors"))
+        seen.append((weights, tensors["target.embedding"].shape))
         progress("Building engine", 1, 1)
-        profile = ProfileRecord(name="decode", axes={"T": (1, 16, 16)})
-        return SimpleNamespace(plan=PLAN), RECORD.model_copy(update={"profiles": (profile,)})
+        sink.write(PLAN[:10])
+        sink.write(PLAN[10:])
+        return BUILT
 
-    monkeypatch.setattr(trt_engine_files, "build_rank_plan", build_rank_plan)
-    monkeypatch.setattr(trt_engine_files, "plan_options", lambda config, base_dir: PlanOptions())
+    library = tmp_path / "build" / "libbuilt.so"
+    library.parent.mkdir()
+    library.write_bytes(LIBRARY)
+    monkeypatch.setattr(build_rank, "build_plan", build_plan)
+    monkeypatch.setattr(
+        build_rank, "plan_options", lambda config, base_dir: PlanOptions(plugin_library=library, flavor="tensorrt_rtx")
+    )
     target, drafter = make_pair(tmp_path)
     result = run_cli(
         "build", "--target", target, "--drafter", drafter, "--backend", "tensorrt", "-o", tmp_path / "engine",
         "--max-seq-len", 64, "--dtype", "float16",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert seen == ["rank0.safetensors"]
+    assert seen == [("rank0.safetensors", (12, 64))]
     return tmp_path / "engine"
 
 
@@ -49,8 +72,9 @@ def run_cli(*arguments):
     return CliRunner().invoke(cli, list(map(str, arguments)))
 
 
-def test_the_plan_stands_beside_the_weights_and_config_json_describes_it(engine_path):
+def test_the_plan_holds_the_weights_and_config_json_describes_it(engine_path):
     assert (engine_path / "rank0.engine").read_bytes() == PLAN
+    assert not list(engine_path.glob("*.safetensors"))
     engine = EngineDir.open(engine_path)
     assert engine.manifest.backend == "tensorrt"
     assert engine.manifest.tensorrt.profiles[0].axes == {"T": (1, 16, 16)}
@@ -58,11 +82,65 @@ def test_the_plan_stands_beside_the_weights_and_config_json_describes_it(engine_
     assert (spec.dtype, spec.max_draft_len, spec.page_size) == ("float16", 3, 32)
 
 
-def test_inspect_prints_gpu_versions_and_profiles(engine_path):
+GPU = {"is_available": lambda: True, "get_device_capability": lambda: (0, 0), "get_device_name": lambda: "a GPU"}
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A machine with the GPU and the TensorRT that the directory was built with."""
+    for name, answer in GPU.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(compatibility, "load_tensorrt", lambda flavor, error: SimpleNamespace(__version__="1.7.1"))
+
+
+def test_a_directory_is_whole_wherever_it_stands(engine_path, tmp_path, here):
+    (tmp_path / "build" / "libbuilt.so").unlink()
+    moved = tmp_path / "another" / "place"
+    moved.parent.mkdir()
+    engine_path.rename(moved)
+    record, library = check_identity(EngineDir.open(moved))
+    assert (record.plugin_library, library) == ("libdflash_trt_plugins.so", moved / "libdflash_trt_plugins.so")
+    assert library.read_bytes() == LIBRARY
+
+
+def test_the_library_of_the_directory_must_be_the_one_that_was_copied(engine_path, monkeypatch):
+    monkeypatch.setattr("dflash_trt.engine_dir.opening.MAX_ALWAYS_HASHED_BYTES", 0)
+    (engine_path / "libdflash_trt_plugins.so").write_bytes(LIBRARY[::-1])
+    with pytest.raises(EngineDirError, match=r"libdflash_trt_plugins.so: expected sha256"):
+        EngineDir.open(engine_path)
+
+
+def test_a_library_named_by_the_user_is_loaded_instead(engine_path, tmp_path, here, monkeypatch):
+    """It may be another file than the directory's; the plugins in it are checked when it is loaded."""
+    other = tmp_path / "other.so"
+    with pytest.raises(EngineDirError, match=r"plugin library .*other.so: expected a file, found none"):
+        check_identity(EngineDir.open(engine_path), plugin_library=other)
+    other.write_bytes(b"rebuilt")
+    asked = []
+
+    def deserialize(plan, *, plugins, plugin_library):
+        asked.append((plan, plugin_library))
+        raise EngineDirError("as far as this")
+
+    monkeypatch.setattr("dflash_trt.backends.tensorrt.executor.deserialize", deserialize)
+    for given, expected in ((None, engine_path / "libdflash_trt_plugins.so"), (other, other)):
+        with pytest.raises(EngineDirError, match="as far as this"):
+            open_executor(EngineDir.open(engine_path), RuntimeConfig(plugin_library=given))
+        assert asked.pop() == (engine_path / "rank0.engine", expected)
+
+
+def test_a_plugin_library_for_an_engine_without_plugins_is_refused(tmp_path):
+    build(make_target(tmp_path / "target").parent, tmp_path / "engine")
+    with pytest.raises(ConfigError, match="plugin_library: expected an engine with TensorRT plugins, found one of ba"):
+        open_executor(EngineDir.open(tmp_path / "engine"), RuntimeConfig(plugin_library="p.so"))
+
+
+def test_inspect_prints_gpu_versions_profiles_and_the_sizes_of_weights(engine_path):
     report = json.loads(run_cli("inspect", engine_path, "--json").stdout)
-    assert report["tensorrt"]["tensorrt_version"] == "11.4.0.106"
+    assert report["tensorrt"]["tensorrt_version"] == "1.7.1"
+    assert report["target"]["weights_bytes_by_format"] == {"float16": 2 * report["target"]["num_parameters"]}
     shown = run_cli("inspect", engine_path).output
-    assert "for NVIDIA H200 (compute capability 9.0)" in shown
+    assert "libdflash_trt_plugins.so" in shown
     assert "1 .. 16 .. 16" in shown
 
 
@@ -92,11 +170,12 @@ def test_a_changed_plan_is_refused_by_name(engine_path, damage, message):
         EngineDir.open(engine_path)
 
 
-def test_a_plan_that_the_manifest_does_not_list_is_missed(engine_path):
+@pytest.mark.parametrize("name", ["rank0.engine", "libdflash_trt_plugins.so"])
+def test_a_file_that_the_manifest_does_not_list_is_missed(engine_path, name):
     fields = json.loads((engine_path / "config.json").read_text())
-    del fields["files"]["rank0.engine"]
+    del fields["files"][name]
     (engine_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(EngineDirError, match=r"key 'files' does not list 'rank0.engine'"):
+    with pytest.raises(EngineDirError, match=rf"key 'files' does not list '{name}'"):
         EngineDir.open(engine_path)
 
 

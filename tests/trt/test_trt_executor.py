@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
-from dflash_trt.backends.tensorrt.compatibility import library_mismatches, mismatches
+from dflash_trt.backends.tensorrt.compatibility import mismatches
 from dflash_trt.backends.tensorrt.context import DECODE, MIXED, StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
@@ -36,8 +36,7 @@ RECORD = TensorRTRecord(
     gpu_name="NVIDIA H200",
     compute_capability="9.0",
     plugins="plugin",
-    plugin_library="/opt/libdflash_plugins.so",
-    plugin_library_sha256="0" * 64,
+    plugin_library="libdflash_trt_plugins.so",
     flags=(),
     profiles=(),
     num_layers=1,
@@ -270,14 +269,6 @@ def test_an_engine_of_another_gpu_or_tensorrt_is_refused_with_both_named():
     assert "TensorRT: expected 11.4.0.106, found 11.5.0.1. Install it: pip install tensorrt==11.4.0.106" in version
 
 
-def test_another_plugin_library_is_refused(tmp_path):
-    library = tmp_path / "libdflash_plugins.so"
-    record = RECORD.model_copy(update={"plugin_library_sha256": "0" * 64})
-    assert "found none" in library_mismatches(record, library)[0]
-    library.write_bytes(b"another")
-    assert f"expected sha256 {'0' * 64}" in library_mismatches(record, library)[0]
-
-
 class EmptyRegistry:
     """A registry that loads nothing, as TensorRT's does with a library that lacks an export."""
 
@@ -300,6 +291,31 @@ def test_a_missing_or_hollow_plugin_library_is_named(tmp_path):
     hollow.write_bytes(b"")
     with pytest.raises(EngineDirError, match="must export getCreators and setLoggerFinder"):
         load_plugin_library(EmptyRegistry(), hollow, error=EngineDirError)
+
+
+class FullRegistry(EmptyRegistry):
+    """A registry that registers the plugins of the first library, and ignores those of others."""
+
+    __name__ = "a module"
+    loaded = False
+
+    def get_creator(self, name, version, namespace):
+        return "a creator" if self.loaded else None
+
+    def load_library(self, path):
+        self.loaded = True
+        return "a handle"
+
+
+def test_a_second_library_in_one_process_is_refused_unless_it_is_a_copy_of_the_first(tmp_path):
+    first, copy, other = (tmp_path / name for name in ("first.so", "copy.so", "other.so"))
+    for path, content in ((first, b"one"), (copy, b"one"), (other, b"another")):
+        path.write_bytes(content)
+    registry = FullRegistry()
+    load_plugin_library(registry, first)
+    load_plugin_library(registry, copy)
+    with pytest.raises(EngineDirError, match=r"other.so: expected the library that this process has loaded"):
+        load_plugin_library(registry, other, error=EngineDirError)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

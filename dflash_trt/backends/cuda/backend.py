@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import CompileRank, EngineExecutor, unsupported_formats
+from dflash_trt.backends.base import Compiler, EngineExecutor, unsupported_formats
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -40,7 +40,7 @@ class CudaBackend:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())
         return problems
 
-    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+    def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         return None
 
     def open(

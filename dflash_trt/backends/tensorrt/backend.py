@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dflash_trt.backends.base import CompiledRank, CompileRank, EngineExecutor, StepsCallback
+from dflash_trt.backends.base import Compiler, EngineExecutor
 from dflash_trt.backends.tensorrt.support import unsupported_problems
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -17,7 +17,7 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup
     from dflash_trt.core.config import BuildConfig
-    from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+    from dflash_trt.engine_dir import EngineDir
 
 
 class TensorRTBackend:
@@ -30,20 +30,10 @@ class TensorRTBackend:
     ) -> list[str]:
         return unsupported_problems(target, quantization, mapping)
 
-    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
-        from dflash_trt.backends.tensorrt import build_rank
+    def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
+        from dflash_trt.backends.tensorrt.build_rank import PlanCompiler, plan_options
 
-        options = build_rank.plan_options(config, base_dir)
-
-        def compile_rank(
-            weights_file: Path, pretrained: PretrainedConfig, limits: EngineLimits, progress: StepsCallback
-        ) -> CompiledRank:
-            built, record = build_rank.build_rank_plan(
-                weights_file, pretrained, limits, options=options, progress=progress
-            )
-            return CompiledRank(memoryview(built.plan), record)
-
-        return compile_rank
+        return PlanCompiler(plan_options(config, base_dir))
 
     def open(
         self,
@@ -58,7 +48,8 @@ class TensorRTBackend:
 
         assert ranks is None, "several ranks are unsupported"
 
-        return TensorRTExecutor.open(engine, config, draft_lens=draft_lens)
+        library = None if config.plugin_library is None else Path(config.plugin_library)
+        return TensorRTExecutor.open(engine, config, draft_lens=draft_lens, plugin_library=library)
 
 
 BACKEND: Final = TensorRTBackend()

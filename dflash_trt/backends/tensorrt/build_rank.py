@@ -1,14 +1,12 @@
-"""The plan of an engine directory: built from the weights that were just written there, recorded for config.json."""
+"""The plan of a rank: built from the file of its weights, and recorded for config.json."""
 
-import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
-from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, mapped_tensors
 from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
 from dflash_trt.backends.tensorrt.profiles import Profile
 from dflash_trt.backends.tensorrt.support import step_network_spec
@@ -16,41 +14,56 @@ from dflash_trt.backends.tensorrt.timing_cache import default_timing_cache
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.draft import engine_weights
-from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.engine_dir.tensorrt_record import ProfileRecord, TensorRTRecord
+from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
+from dflash_trt.engine_dir.tensor_file import ByteSink
+from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, ProfileRecord, TensorRTRecord
 from dflash_trt.formats.registry import split_quantized
 
 
-def build_rank_plan(
-    weights_file: Path, config: PretrainedConfig, limits: EngineLimits, *, options: PlanOptions, progress: StepsCallback
-) -> tuple[BuiltPlan, TensorRTRecord]:
-    """Compile rank 0. The weights are mapped from the file, not read into memory.
+@dataclass(frozen=True)
+class PlanCompiler:
+    """Implements `backends.base.Compiler`. The weights are mapped from their file, not read into memory."""
 
-    Raises:
-        BuildError: see `build_plan`.
-    """
-    spec = step_network_spec(config, limits)
-    formats = config.quantization.linears if config.quantization else {}
-    tensors = load_file(weights_file)
-    plain, quantized = split_quantized(
-        tensors, engine_weights(config.target, config.draft, config.quantization), formats
-    )
-    built = build_plan(
-        spec,
-        limits,
-        host_tensors(plain),
-        quantized=host_quantized(quantized),
-        rope_tables=host_rope_tables(spec, max_seq_len=limits.max_seq_len),
-        options=options,
-        progress=progress,
-    )
-    return built, record_of(built, options)
+    options: PlanOptions
+
+    @property
+    def plugin_library(self) -> Path | None:
+        return self.options.plugin_library
+
+    def __call__(
+        self,
+        weights_file: Path,
+        config: PretrainedConfig,
+        *,
+        rank: int,
+        limits: EngineLimits,
+        plan: ByteSink,
+        progress: StepsCallback,
+    ) -> TensorRTRecord:
+        """Raises BuildError: see `build_plan`."""
+        config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
+        spec = step_network_spec(config, limits)
+        formats = config.quantization.linears if config.quantization else {}
+        whole = engine_weights(config.target, config.draft, config.quantization)
+        table = {name: rank_shard(weight, config.mapping.tp_size) for name, weight in whole.items()}
+        with mapped_tensors(weights_file, tensor_headers(config)) as tensors:
+            plain, quantized = split_quantized(tensors, table, formats)
+            built = build_plan(
+                spec,
+                limits,
+                plain,
+                quantized=quantized,
+                rope_tables=host_rope_tables(spec, max_seq_len=limits.max_seq_len),
+                options=self.options,
+                sink=plan,
+                progress=progress,
+            )
+        return record_of(built, self.options)
 
 
 def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     """TensorRT's options of a build configuration; the plugin library is relative to the configuration.
-
-    The library's path and hash go into the record, so that the engine finds it again and loads no other.
 
     Raises:
         BuildError: plugins without a library, or no TensorRT.
@@ -71,14 +84,12 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
 def record_of(built: BuiltPlan, options: PlanOptions) -> TensorRTRecord:
     """The record for config.json; the GPU is the current one, for which the enterprise builder builds."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    library = options.plugin_library
     return TensorRTRecord(
         tensorrt_version=built.tensorrt_version,
         gpu_name=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         compute_capability=options.compute_capability or f"{major}.{minor}",
         plugins=built.plugins,
-        plugin_library=None if library is None else str(library),
-        plugin_library_sha256=None if library is None else hashlib.sha256(library.read_bytes()).hexdigest(),
+        plugin_library=None if options.plugin_library is None else PLUGIN_LIBRARY_NAME,
         flags=built.flags,
         profiles=tuple(_profile_record(profile) for profile in built.profiles),
         num_layers=built.num_layers,

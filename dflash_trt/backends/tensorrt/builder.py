@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import Flavor, load_tensorrt, make_logger, module_version
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec, define_step_network
 from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables
+from dflash_trt.backends.tensorrt.plan_stream import write_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineLimits
+from dflash_trt.engine_dir.tensor_file import ByteSink
 from dflash_trt.formats.base import QuantizedWeight
 
 
@@ -29,8 +31,8 @@ from dflash_trt.formats.base import QuantizedWeight
 class PlanOptions:
     """How to build. `compute_capability` ("SM120") is what the CPU-only builder targets instead of this GPU.
 
-    `flags` are BuilderFlag names to set on top of the defaults; REFIT and STRIP_PLAN are left for later, and
-    DISTRIBUTIVE_INDEPENDENCE is refused by TensorRT for more than one profile.
+    `flags` are BuilderFlag names to set on top of the defaults. STRIP_PLAN is not for them: a directory has no other
+    weights than its plan. TensorRT refuses DISTRIBUTIVE_INDEPENDENCE for more than one profile.
     """
 
     flavor: Flavor = "tensorrt"
@@ -44,9 +46,8 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltPlan:
-    """`plan` supports the buffer protocol. The rest is what config.json records and `--check` reports."""
+    """Facts about a plan, for config.json and for the report of a check."""
 
-    plan: Any = field(repr=False)
     tensorrt_version: str
     plugins: PluginMode
     flags: tuple[str, ...]
@@ -69,9 +70,10 @@ def build_plan(
     quantized: Mapping[str, QuantizedWeight[HostTensor]] | None = None,
     rope_tables: RopeTables,
     options: PlanOptions,
+    sink: ByteSink,
     progress: StepsCallback = lambda phase, done, total: None,
 ) -> BuiltPlan:
-    """Define and compile the network of one rank. The tensors must stay alive until this returns.
+    """Define the network of one rank and compile it into `sink`. The tensors must stay alive until this returns.
 
     Raises:
         BuildError: TensorRT is missing, refused a layer, or could not build; with its own messages.
@@ -93,14 +95,13 @@ def build_plan(
     config.progress_monitor = _make_monitor(trt, progress)
     if options.timing_cache is not None:
         load_timing_cache(config, options.timing_cache)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
+    plan_bytes = write_plan(trt, builder, network, config, sink)
+    if plan_bytes is None:
         raise _build_failure("the network could not be compiled", logger)
     if options.timing_cache is not None:
         store_timing_cache(config, options.timing_cache)
     assert layers.constant_owners is not None  # the weights' memory, alive up to here
     return BuiltPlan(
-        plan=plan,
         tensorrt_version=module_version(trt),
         plugins=options.plugins,
         flags=flags,
@@ -109,7 +110,7 @@ def build_plan(
         outputs=_tensor_lines(network.get_output, network.num_outputs),
         num_layers=network.num_layers,
         layer_counts=_layer_counts(network),
-        plan_bytes=plan.nbytes,
+        plan_bytes=plan_bytes,
         build_time_s=time.monotonic() - started_s,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),

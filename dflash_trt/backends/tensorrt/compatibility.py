@@ -1,6 +1,5 @@
-"""Is this engine for this machine: GPU, TensorRT and plugin library against what config.json recorded."""
+"""GPU, TensorRT and plugin library of this machine, compared with those that config.json recorded."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -8,17 +7,20 @@ import torch
 from dflash_trt.backends.tensorrt.engine import require_gpu
 from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
+_LIBRARY = "Pass --plugin-library with a library of scripts/build_plugin, or leave it out for the engine's own."
 _REBUILD = "Build it again on this machine: dflash-trt build ... --backend tensorrt --overwrite"
 
 
 def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None) -> tuple[TensorRTRecord, Path | None]:
     """The record and the plugin library, when this machine may run the engine.
 
-    Whichever path the library has, it is loaded only with the hash that config.json recorded.
+    The library is the directory's own, whose hash `EngineDir.open` has compared, unless `plugin_library` names another:
+    that one may have other kernels, and needs the plugins of this version of the contract (`load_plugin_library`).
 
     Raises:
         EngineDirError: no TensorRT plan in the directory, no GPU, no TensorRT, or every mismatch found.
@@ -35,8 +37,9 @@ def check_identity(engine_dir: EngineDir, *, plugin_library: Path | None = None)
     )
     library = None
     if record.plugin_library is not None:
-        library = plugin_library or Path(record.plugin_library)
-        problems += library_mismatches(record, library)
+        library = plugin_library or engine_dir.path / record.plugin_library
+        if not library.is_file():
+            problems.append(problem(f"plugin library {library}", expected="a file", found="none", hint=_LIBRARY))
     raise_all(EngineDirError, f"engine directory {engine_dir.path}", problems)
     return record, library
 
@@ -54,34 +57,9 @@ def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capabil
     return problems
 
 
-def library_mismatches(record: TensorRTRecord, library: Path) -> list[str]:
-    """The plugin library must be the very file the plan was built with."""
-    if not library.is_file():
-        return [problem(f"plugin library {library}", expected="a file", found="none", hint="Pass its path.")]
-    with library.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    if sha256 == record.plugin_library_sha256:
-        return []
-    return [
-        problem(
-            f"plugin library {library}", expected=f"sha256 {record.plugin_library_sha256}", found=sha256, hint=_REBUILD
-        )
-    ]
-
-
 def spec_of(engine_dir: EngineDir) -> StepNetworkSpec:
     """The network that the plan of this directory computes."""
-    manifest = engine_dir.manifest
-    config = manifest.pretrained_config
-    return StepNetworkSpec(
-        target=config.target,
-        draft=config.draft,
-        dtype=config.dtype,
-        page_size=manifest.build_config.page_size,
-        max_draft_len=manifest.build_config.max_draft_len if config.draft else 0,
-        mapping=config.mapping,
-        quantization=config.quantization,
-    )
+    return network_spec(engine_dir.manifest.pretrained_config, engine_dir.manifest.build_config)
 
 
 def plan_path(engine_dir: EngineDir) -> Path:

@@ -19,6 +19,7 @@ from dflash_trt.backends.tensorrt.network import (
     step_outputs_of,
 )
 from dflash_trt.backends.tensorrt.ops import PluginMode
+from dflash_trt.backends.tensorrt.plan_stream import read_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.core.dtype import tensorrt_dtype
 from dflash_trt.core.errors import EngineDirError, problem, raise_all
@@ -54,7 +55,7 @@ def deserialize(plan: Path, *, plugins: PluginMode, plugin_library: Path | None)
         load_plugin_library(trt, plugin_library, error=EngineDirError)
     logger = make_logger(trt)
     runtime = trt.Runtime(logger)
-    engine = runtime.deserialize_cuda_engine(plan.read_bytes())
+    engine = read_plan(trt, runtime, plan)
     if engine is None:
         found = "; ".join(logger.errors) or "a refusal without a message"
         raise EngineDirError.about(

@@ -86,7 +86,7 @@ class TensorRTExecutor:
 
         Verify blocks of every K in `draft_lens` are captured ahead; None: of the engine's largest. Contexts, with
         their activations, take memory before the pages do.
-        `plugin_library` defaults to where it was when the engine was built.
+        `plugin_library` defaults to the directory's own.
 
         Raises:
             CapacityError: see `plan_engine_pages`, or no room for the contexts.

@@ -1,15 +1,27 @@
-"""torch tensors as the host tensors a TensorRT network takes: the same memory, never a copy."""
+"""Weights as the host tensors that a TensorRT network takes: files, torch tensors or nothing at all, never a copy."""
 
+import mmap
+from collections.abc import Iterator
 from collections.abc import Mapping as AbcMapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Final, cast
 
+import numpy as np
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.host_tensor import HostTensor
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
-from dflash_trt.core.dtype import dtype_name, torch_dtype
+from dflash_trt.core.dtype import DType, dtype_name, safetensors_dtype, stored_dtype, torch_dtype
+from dflash_trt.core.model.rope import Rotary
+from dflash_trt.engine_dir import TensorHeader
+from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight, tensor_name
+
+_GIVE_BACK_S: Final = 0.1  # between two times that mapped pages are given back
 
 
 def host_tensor(name: str, tensor: Tensor) -> HostTensor:
@@ -33,10 +45,75 @@ def host_quantized(quantized: AbcMapping[str, QuantizedWeight[Tensor]]) -> dict[
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
     """cos and sin of each decoder up to the last position a draft block may reach, in the network's dtype."""
-    decoders = [spec.target] if spec.draft is None else [spec.draft, spec.target]
-    num_positions = max_seq_len + 2 * spec.max_draft_len + 1
+    num_positions = num_rope_positions(max_seq_len, spec.max_draft_len)
     tables = {}
-    for i, rotary in enumerate({rotary: None for decoder in decoders for rotary in decoder.rotaries}):
+    for i, rotary in enumerate(_rotaries(spec)):
         cos, sin = make_rope_table(rotary, num_positions=num_positions, dtype=torch_dtype(spec.dtype))
         tables[rotary] = (host_tensor(f"rope_cos.{i}", cos), host_tensor(f"rope_sin.{i}", sin))
     return tables
+
+
+def blank_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
+    """Tables of the same shapes, of zeros: see `blank_tensors`."""
+    num_positions, dtype = num_rope_positions(max_seq_len, spec.max_draft_len), safetensors_dtype(spec.dtype)
+    tables = {}
+    for i, rotary in enumerate(_rotaries(spec)):
+        header = TensorHeader(dtype=dtype, shape=(num_positions, 1, rotary.head_dim))
+        blank = blank_tensors({f"rope_cos.{i}": header, f"rope_sin.{i}": header})
+        tables[rotary] = (blank[f"rope_cos.{i}"], blank[f"rope_sin.{i}"])
+    return tables
+
+
+def num_rope_positions(max_seq_len: int, max_draft_len: int) -> int:
+    """Positions up to the last one that a draft block may reach."""
+    return max_seq_len + 2 * max_draft_len + 1
+
+
+def blank_tensors(headers: AbcMapping[str, TensorHeader]) -> dict[str, HostTensor]:
+    """Zeros that cost address space alone: pages that nobody may write. Scales are 1, so that nothing divides by 0."""
+    starts, end = {}, 0
+    for name, header in headers.items():
+        starts[name] = end
+        end += -(-header.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    zeros = np.frombuffer(
+        mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ), np.uint8
+    )
+    return {
+        name: host_floats(name, [1.0] * header.shape[0], header.shape)
+        if header.dtype == "F32" and name.endswith("_scale")
+        else _stored_tensor(name, header, zeros, starts[name])
+        for name, header in headers.items()
+    }
+
+
+@contextmanager
+def mapped_tensors(path: Path, headers: AbcMapping[str, TensorHeader]) -> Iterator[dict[str, HostTensor]]:
+    """The tensors of a file of `write_tensor_file`, mapped. TensorRT copies them once; what it has read is given back
+    to the system over and over, so that a build holds the weights once.
+    """
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    memory, is_done = np.frombuffer(mapping, np.uint8), Event()
+
+    def give_back() -> None:
+        while not is_done.wait(_GIVE_BACK_S):
+            mapping.madvise(mmap.MADV_DONTNEED)  # clean pages of a file: whoever reads them again gets them again
+
+    thread = Thread(target=give_back, daemon=True, name="mapped weights")
+    thread.start()
+    try:
+        offsets = tensor_offsets(headers)
+        yield {name: _stored_tensor(name, header, memory, offsets[name]) for name, header in headers.items()}
+    finally:
+        is_done.set()
+        thread.join()
+
+
+def _stored_tensor(name: str, header: TensorHeader, memory: "np.ndarray[Any, Any]", start: int) -> HostTensor:
+    dtype = cast(DType, stored_dtype(header.dtype))
+    return HostTensor(name=name, dtype=dtype, shape=header.shape, address=memory.ctypes.data + start, owner=memory)
+
+
+def _rotaries(spec: StepNetworkSpec) -> tuple[Rotary, ...]:
+    decoders = [spec.target] if spec.draft is None else [spec.draft, spec.target]
+    return tuple(dict.fromkeys(rotary for decoder in decoders for rotary in decoder.rotaries))

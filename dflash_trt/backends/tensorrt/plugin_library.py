@@ -1,12 +1,14 @@
 """Loading the plugin library into a TensorRT registry, with every way it can fail named."""
 
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, missing_plugins
 from dflash_trt.core.errors import BuildError, DFlashError, problem
 
-_MEND = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
+_HINT: Final = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
+_loaded: dict[str, str] = {}  # by TensorRT module, whose registry is the process's own: SHA-256 of the library
 
 
 def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError] = BuildError) -> None:
@@ -15,23 +17,37 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
     TensorRT answers None, without any message, for a library that lacks an export.
 
     Raises:
-        `error`: no such file, not loadable, or plugins missing from it.
+        `error`: no such file, not loadable, plugins missing from it, or another library loaded before.
     """
     registry = trt.get_plugin_registry()
-    if path is not None and missing_plugins(registry):
+    if path is not None:
         if not path.is_file():
-            raise error(problem(f"plugin library {path}", expected="a file", found="none", hint=_MEND))
-        if registry.load_library(str(path)) is None:
-            found = "TensorRT loads nothing from it (it must export getCreators and setLoggerFinder)"
-            raise error(
-                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, hint=_MEND)
-            )
+            raise error(problem(f"plugin library {path}", expected="a file", found="none", hint=_HINT))
+        _load(trt, registry, path, error)
     if missing := missing_plugins(registry):
         raise error(
             problem(
                 f"plugin library {path or '(none given)'}",
                 expected=f"the plugins of namespace {PLUGIN_NAMESPACE}",
                 found=f"none named {', '.join(missing)}",
-                hint=_MEND,
+                hint=_HINT,
             )
         )
+
+
+def _load(trt: Any, registry: Any, path: Path, error: type[DFlashError]) -> None:
+    """A registry keeps the first plugin of a name, so a second library would be ignored without a word."""
+    with path.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    module = str(getattr(trt, "__name__", ""))
+    if missing_plugins(registry):
+        if registry.load_library(str(path)) is None:
+            found = "TensorRT loads nothing from it (it must export getCreators and setLoggerFinder)"
+            raise error(
+                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, hint=_HINT)
+            )
+        _loaded[module] = sha256
+    elif _loaded.get(module, sha256) != sha256:
+        hint = "Open the engines in processes of their own, or pass --plugin-library with one library for both."
+        expected = f"the library that this process has loaded, with sha256 {_loaded[module]}"
+        raise error(problem(f"plugin library {path}", expected=expected, found=sha256, hint=hint))

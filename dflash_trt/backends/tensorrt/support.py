@@ -14,6 +14,11 @@ def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNet
     """Raises BuildError for what the backend does not support."""
     problems = unsupported_problems(config.target, config.quantization, config.mapping)
     raise_all(BuildError, "backend tensorrt", problems)
+    return network_spec(config, limits)
+
+
+def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
+    """The step network of the rank that `config.mapping` says."""
     return StepNetworkSpec(
         target=config.target,
         draft=config.draft,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dflash_trt.backends.base import CompileRank, EngineExecutor, unsupported_formats
+from dflash_trt.backends.base import Compiler, EngineExecutor, unsupported_formats
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
@@ -37,7 +37,7 @@ class TorchBackend:
             )
         )
 
-    def compiler(self, config: BuildConfig, base_dir: Path) -> CompileRank | None:
+    def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         return None
 
     def open(

@@ -1,0 +1,96 @@
+"""A target and its drafter as their config.json files describe them, without a look at tensors or tokenizers.
+
+`pair` proves the same from the tensors. Where only they can tell, the configs are taken at their word, with a note.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping as AbcMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
+from dflash_trt.checkpoint.draft_config import parse_draft
+from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.checkpoint.modelopt_config import ModelOptConfig, read_modelopt_config
+from dflash_trt.checkpoint.names import draft_names, target_names
+from dflash_trt.checkpoint.target_config import parse_target
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.weight_spec import WeightTable, is_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSpecs:
+    """A target and its drafter, if any. `quantization` is that of the checkpoints, `notes` are about ambiguities."""
+
+    target: TargetSpec
+    draft: DraftSpec | None
+    quantization: QuantizationSpec
+    notes: tuple[str, ...]
+
+
+def read_specs(
+    target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
+) -> PairSpecs:
+    """Read the specs of a pair. K/V scales are 1, and a drafter of Speculators has neither embedding nor full head.
+
+    Raises:
+        ConfigError: a config is wrong, or the two do not fit.
+    """
+    problems: list[str] = []
+    notes: list[str] = ["only config.json files were read: names and shapes of tensors are not checked"]
+    directories = {"target": target} | ({} if drafter is None else {"drafter": drafter})
+    for label, directory in directories.items():
+        problems += directory_problems(directory, label)
+    if problems:
+        raise_all(ConfigError, pair_heading(target, drafter), problems)
+    stored = {
+        label: read_modelopt_config(directory, label=label, problems=problems)
+        for label, directory in directories.items()
+    }
+    target_spec = parse_target(target, problems)
+    draft_spec = None
+    if drafter is not None:
+        draft_spec = parse_draft(drafter, (), problems, notes=notes, overrides=drafter_overrides or {})
+    if target_spec is not None and draft_spec is not None:
+        problems += compatibility_problems(target_spec, draft_spec)
+        notes += compatibility_notes(target_spec, draft_spec)
+    raise_all(ConfigError, pair_heading(target, drafter), problems)
+    assert target_spec is not None
+    linears = dict(_formats(target_spec.weights(), target_names(target_spec), stored["target"]))
+    if draft_spec is not None:
+        linears |= _formats(draft_spec.weights(), draft_names(draft_spec, ()), stored["drafter"])
+    has_fp8_kv = stored["target"] is not None and stored["target"].has_fp8_kv
+    quantization = QuantizationSpec(
+        linears=linears, target_kv=(LayerKvScales(),) * target_spec.num_layers if has_fp8_kv else None
+    )
+    return PairSpecs(target=target_spec, draft=draft_spec, quantization=quantization, notes=tuple(notes))
+
+
+def directory_problems(path: Path, label: str) -> Iterator[str]:
+    """A problem if a checkpoint is not a directory."""
+    if not path.is_dir():
+        found = "a file" if path.exists() else f"nothing at {path}"
+        hint = "Pass the directory that holds config.json and the safetensors files."
+        yield problem(label, expected="a checkpoint directory", found=found, hint=hint)
+
+
+def pair_heading(target: Path, drafter: Path | None) -> str:
+    """The subject of an error about a pair."""
+    return f"target {target}" if drafter is None else f"target {target} with drafter {drafter}"
+
+
+def _formats(table: WeightTable, names: ForeignTable, config: ModelOptConfig | None) -> Iterator[tuple[str, str]]:
+    """The format of each linear layer whose parts all have the same."""
+    if config is None:
+        return
+    for canonical, spec in table.items():
+        if not is_linear(spec, canonical):
+            continue
+        formats = {config.format_of(name.removesuffix(".weight")) for name in names[canonical].parts}
+        known = formats.pop() if len(formats) == 1 else None
+        if known is not None:
+            yield canonical, known

@@ -1,0 +1,77 @@
+"""A pair cut down to one layer of each kind, at full width: the smallest network that shows every kind of layer."""
+
+from collections.abc import Mapping as AbcMapping
+from typing import Any
+
+from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.engine_dir import PretrainedConfig
+
+
+def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
+    """The pair with the first layer of each kind. Taps move to the layers of the same kind, so `draft.fc` keeps its
+    width.
+    """
+    linears = config.quantization.linears if config.quantization else {}
+    target_kinds = layer_kinds(config.target, linears)
+    draft_kinds: tuple[int, ...] = ()
+    target = config.target.model_copy(update={"layers": _chosen(config.target, target_kinds)})
+    draft: DraftSpec | None = None
+    if config.draft is not None:
+        draft_kinds = layer_kinds(config.draft, linears)
+        kept = sorted(set(target_kinds))
+        taps = tuple(kept.index(target_kinds[layer_id]) for layer_id in config.draft.target_layer_ids)
+        draft = config.draft.model_copy(
+            update={
+                "layers": _chosen(config.draft, draft_kinds),
+                "target_layer_ids": taps,
+                "num_target_layers": len(kept),
+            }
+        )
+    quantization = config.quantization and QuantizationSpec(
+        linears=_renamed(linears, {"target": target_kinds, "draft": draft_kinds}),
+        target_kv=_chosen_scales(config.quantization.target_kv, target_kinds),
+        draft_kv=_chosen_scales(config.quantization.draft_kv, draft_kinds),
+    )
+    return PretrainedConfig(
+        target=target, draft=draft, dtype=config.dtype, mapping=config.mapping, quantization=quantization
+    )
+
+
+def layer_kinds(spec: DecoderSpec, linears: AbcMapping[str, str]) -> tuple[int, ...]:
+    """For each layer the first one of its kind: equal specs, and equal formats of its linear layers."""
+    formats: list[dict[str, str]] = [{} for _ in spec.layers]
+    for name, weight_format in linears.items():
+        role, _, rest = name.partition(".layers.")
+        if role == spec.role and rest:
+            index, _, linear = rest.partition(".")
+            formats[int(index)][linear] = weight_format
+    first: dict[Any, int] = {}
+    kinds = [(layer, frozenset(formats[i].items())) for i, layer in enumerate(spec.layers)]
+    return tuple(first.setdefault(kind, i) for i, kind in enumerate(kinds))
+
+
+def _chosen(spec: DecoderSpec, kinds: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(spec.layers[i] for i in sorted(set(kinds)))
+
+
+def _chosen_scales(
+    scales: tuple[LayerKvScales, ...] | None, kinds: tuple[int, ...]
+) -> tuple[LayerKvScales, ...] | None:
+    return None if scales is None else tuple(scales[i] for i in sorted(set(kinds)))
+
+
+def _renamed(linears: AbcMapping[str, str], kinds: AbcMapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Formats of the linear layers that are left, under their new names."""
+    renamed = {}
+    for name, weight_format in linears.items():
+        role, _, rest = name.partition(".layers.")
+        if rest:
+            index, _, linear = rest.partition(".")
+            kept = sorted(set(kinds[role]))
+            if int(index) not in kept:
+                continue
+            name = f"{role}.layers.{kept.index(int(index))}.{linear}"
+        renamed[name] = weight_format
+    return renamed

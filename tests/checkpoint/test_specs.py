@@ -1,0 +1,55 @@
+"""Specs from config.json files alone are those that the tensors prove."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.specs import read_specs
+from dflash_trt.core.errors import ConfigError
+from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+
+MAKERS: dict[str, Any] = {"z-lab": make_zlab_drafter, "Speculators": make_speculators_drafter, "none": None}
+
+
+def configs_of(path: Path, directory: Path) -> Path:
+    """A directory with the config.json of a checkpoint and nothing else."""
+    directory.mkdir()
+    shutil.copy(path / "config.json", directory)
+    return directory
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_oss"])
+def test_specs_without_tensors_are_those_with_them(tmp_path: Path, family: Any, maker: str) -> None:
+    target = make_target(tmp_path / "target", family=family)
+    drafter = None if MAKERS[maker] is None else MAKERS[maker](tmp_path / "drafter", target_dir=target)
+    expected = open_pair(target, drafter)
+    found = read_specs(
+        configs_of(target, tmp_path / "t"), None if drafter is None else configs_of(drafter, tmp_path / "d")
+    )
+    assert (found.target, found.draft, found.quantization) == (expected.target, expected.draft, expected.quantization)
+    assert "only config.json files were read" in found.notes[0]
+
+
+def test_formats_of_a_quantized_checkpoint_come_from_its_config(tmp_path: Path) -> None:
+    target = configs_of(make_target(tmp_path / "target"), tmp_path / "t")
+    section = '{"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}'
+    (target / "hf_quant_config.json").write_text(section)
+    found = read_specs(target, None)
+    layers = range(found.target.num_layers)
+    names = {f"target.layers.{i}.{name}" for i in layers for name in ("qkv", "o", "gate_up", "down")}
+    assert found.quantization.linears == dict.fromkeys(names, "fp8")
+    assert found.quantization.target_kv is not None
+
+
+def test_every_wrong_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target: expected a checkpoint directory(.|\n)*drafter: expected a checkp"):
+        read_specs(tmp_path / "none", tmp_path / "nowhere")
+    target = configs_of(make_target(tmp_path / "target"), tmp_path / "t")
+    other = make_target(tmp_path / "other", vocab_size=300)
+    drafter = configs_of(make_zlab_drafter(tmp_path / "drafter", target_dir=other), tmp_path / "d")
+    with pytest.raises(ConfigError, match="drafter vocab_size"):
+        read_specs(target, drafter)

@@ -1,0 +1,45 @@
+"""One layer of each kind: which ones are kept, and what else of the pair moves with them."""
+
+from pathlib import Path
+
+from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
+from tests.factories import make_target, make_zlab_drafter
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+def config_of(root: Path, quantization: QuantizationSpec | None = None) -> PretrainedConfig:
+    """Six target layers, of which the last two have a window, and a drafter of two layers with taps on 1, 3 and 4."""
+    window = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}
+    target = make_target(root / "target", num_hidden_layers=6, **window)
+    drafter = make_zlab_drafter(root / "drafter", target_dir=target, target_layer_ids=(1, 3, 4))
+    pair = open_pair(target, drafter)
+    return PretrainedConfig(target=pair.target, draft=pair.draft, dtype="bfloat16", quantization=quantization)
+
+
+def test_windows_and_formats_make_kinds(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert layer_kinds(config.target, {}) == (0, 0, 0, 0, 4, 4)
+    assert layer_kinds(config.target, {"target.layers.2.o": "fp8", "draft.layers.0.o": "fp8"}) == (0, 0, 2, 0, 4, 4)
+    assert config.draft is not None
+    assert layer_kinds(config.draft, {"draft.layers.1.o": "fp8", "draft.kv": "fp8"}) == (0, 1)
+
+
+def test_the_pair_of_one_layer_of_each_kind_has_their_widths_formats_and_scales(tmp_path: Path) -> None:
+    formats = {f"target.layers.{i}.{name}": "fp8" for i in (2, 5) for name in LINEARS} | {"target.lm_head": "fp8"}
+    scales = tuple(LayerKvScales(k=0.5 + i, v=1.0) for i in range(6))
+    config = config_of(tmp_path, QuantizationSpec(linears=formats, target_kv=scales))
+    found = one_of_each_kind(config)
+    assert found.target.layers == tuple(config.target.layers[i] for i in (0, 2, 4, 5))
+    assert found.draft is not None and found.draft.target_layer_ids == (0, 0, 2)
+    assert found.quantization is not None
+    kept = {f"target.layers.{i}.{name}": "fp8" for i in (1, 3) for name in LINEARS} | {"target.lm_head": "fp8"}
+    assert found.quantization.linears == kept
+    assert [scale.k for scale in found.quantization.target_kv or ()] == [0.5, 2.5, 4.5, 5.5]
+    whole, cut = tensor_headers(config), tensor_headers(found)
+    for name in ("draft.fc", "target.lm_head", "target.embedding"):
+        assert cut[name] == whole[name]
+    assert cut["target.layers.1.qkv"] == whole["target.layers.2.qkv"]
