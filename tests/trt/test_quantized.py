@@ -103,3 +103,22 @@ def test_codes_in_another_order_are_noticed(trt, name):
     )
     found = interpreted(trt, changed).run({"x": X})["out"]
     assert (found - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4, weight only", "fp8, weight only"])
+def test_scales_of_weights_are_multiplied_in_float32_and_the_gemm_names_its_layer(trt, name):
+    """Of two levels of scales the product is rounded once, when it is cast to the network's dtype."""
+    weight, _ = WEIGHTS[name]
+    _, network, _ = define(trt, "bfloat16", weight)
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    producers = {layer.get_output(0).name: layer for layer in layers}
+    [gemm] = [layer for layer in layers if layer.type == trt.LayerType.MATRIX_MULTIPLY]
+    assert gemm.metadata == "[quantized linear w[0:32]]"
+    dequantize = producers[gemm.get_input(1).name]
+    scale = producers[dequantize.get_input(1).name]
+    if name.startswith("fp8"):
+        assert (scale.type, scale.get_output(0).dtype) == (trt.LayerType.CONSTANT, trt.float32)
+        return
+    assert (scale.type, scale.get_output(0).dtype) == (trt.LayerType.CAST, trt.bfloat16)
+    product = producers[scale.get_input(0).name]
+    assert (product.type, product.get_output(0).dtype) == (trt.LayerType.DEQUANTIZE, trt.float32)

@@ -131,6 +131,7 @@ def _make_builder(trt: Any, logger: Any, options: PlanOptions) -> Any:
 def _configure(trt: Any, builder: Any, options: PlanOptions) -> tuple[Any, tuple[str, ...]]:
     """The builder configuration, and the names of all flags and preview features it ends up with."""
     config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `inspection`
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 means float32, also inside a bfloat16 network
     for name in options.flags:
         flag = getattr(trt.BuilderFlag, name, None)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
+from dflash_trt.backends.tensorrt.inspection import linear_mark
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.formats.base import QuantizedWeight, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
@@ -52,25 +53,24 @@ def _fp8(layers: Layers, x: ITensor, weight: Fp8Weight[HostTensor]) -> ITensor:
     row_scale = layers.tensor(host_floats(f"{weight.weight_scale.name} per row", scales, (len(scales),)))
     layer = layers.add_layer("add_dequantize", layers.tensor(weight.codes), row_scale, x.dtype)
     layer.axis = 0
-    return layers.matmul(x, layers.output_of(layer), is_b_transposed=True)
+    return _gemm(layers, x, layers.output_of(layer), weight.codes.name)
 
 
 def _nvfp4(layers: Layers, x: ITensor, weight: Nvfp4Weight[HostTensor]) -> ITensor:
     """Dynamic block scales under a static global scale for x; two-level dequantization of the weight.
 
-    TensorRT wants a dequantization's output to have the type of its scale, so the scales are in x's dtype too.
+    TensorRT wants a dequantization's output to have the type of its scale, so the scales are in x's dtype too. Those of
+    the weight are multiplied in float32 first: in bfloat16 the product would be of a rounded global scale.
     """
-    dtype = x.dtype
+    trt, dtype = layers.trt, x.dtype
     if weight.input_scale is not None:
         x = _nvfp4_activation(layers, x, _scalar(layers, weight.input_scale))
-    block_scale = layers.output_of(
-        layers.add_layer(
-            "add_dequantize", layers.tensor(weight.block_scale), _scalar(layers, weight.weight_scale), dtype
-        )
-    )
+    codes, global_scale = layers.tensor(weight.block_scale), _scalar(layers, weight.weight_scale)
+    wide = layers.output_of(layers.add_layer("add_dequantize", codes, global_scale, trt.DataType.FLOAT))
+    block_scale = layers.cast_like(wide, x)
     layer = layers.add_layer("add_dequantize", layers.fp4_constant(weight.codes), block_scale, dtype)
     layer.axis = 1
-    return layers.matmul(x, layers.output_of(layer), is_b_transposed=True)
+    return _gemm(layers, x, layers.output_of(layer), weight.codes.name)
 
 
 def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITensor:
@@ -82,6 +82,14 @@ def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITen
     block_scale = layers.output_of(layers.add_layer("add_dequantize", scales, global_scale, x.dtype))
     layer = layers.add_layer("add_dequantize", codes, block_scale, x.dtype)
     layer.axis = axis
+    return layers.output_of(layer)
+
+
+def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
+    """x @ weight.T, marked for the engine inspector."""
+    none, transpose = layers.trt.MatrixOperation.NONE, layers.trt.MatrixOperation.TRANSPOSE
+    layer = layers.add_layer("add_matrix_multiply", x, none, weight, transpose)
+    layer.metadata = linear_mark(name)
     return layers.output_of(layer)
 
 

@@ -1,0 +1,83 @@
+"""`build --check` from config.json files alone, through TensorRT-RTX."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_trt.cli.main import cli
+from tests.factories import make_target
+from tests.trt.test_step_tokens import make_pair
+
+LIMITS = ["--max-batch-size", 4, "--max-num-tokens", 64, "--max-seq-len", 64, "--page-size", 4]
+
+
+def check(*words):
+    return CliRunner().invoke(cli, [str(word) for word in ("build", "--check", *words)])
+
+
+def config_of(path, directory, **changes):
+    """A directory with a checkpoint's config.json, changed, and nothing else."""
+    directory.mkdir()
+    fields = json.loads((path / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def test_2_to_the_33_logits_of_a_step_compile(trt, tmp_path):
+    """A full batch of 2048 with K 15 over a vocabulary of 262144; and sizes are those that the weights will have."""
+    target, drafter = make_pair(tmp_path, block_size=16)
+    target = config_of(target, tmp_path / "t", vocab_size=262144)
+    drafter = config_of(drafter, tmp_path / "d", vocab_size=262144)
+    result = check(
+        "--target", target, "--drafter", drafter, "--max-batch-size", 2048, "--max-num-tokens", 32768,
+        "--max-seq-len", 64, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["profiles"]["decode"]["K+1"] == [2, 16, 16]
+    assert report["layer_ids"] == {"target": [0], "draft": [0]}
+    heads = 2 * 262144 * 64 * 2  # embedding and lm_head in bfloat16; the layers of this pair are small
+    assert heads < report["weights_bytes"] < 1.02 * heads
+    assert report["weights_bytes"] < report["plan_bytes"] < 1.01 * report["weights_bytes"]
+    assert report["peak_memory_bytes"] < 4e9
+    assert "only config.json files were read" in report["notes"][0]
+
+
+def test_each_rank_whose_network_differs_is_checked(trt, tmp_path):
+    """Rank 0 alone adds the biases of linear layers whose results are summed."""
+    target = make_target(tmp_path / "target", family="llama", tokenizer=False, attention_bias=True, mlp_bias=True)
+    result = check("--target", config_of(target, tmp_path / "t"), *LIMITS, "--tp-size", 2, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ranks"] == [0, 1]
+    assert report["layer_counts"]["DIST_COLLECTIVE"] == 2 + 1  # two sums in the layer, and one gathering of logits
+    assert "next_target_kv.0 BF16 [-1, 2, 4, 1, 16]" in report["outputs"]
+
+
+def test_ranks_and_experts_that_cannot_be_are_refused_before_any_work(tmp_path):
+    target = config_of(make_target(tmp_path / "target"), tmp_path / "t")
+    result = check("--target", target, "--tp-size", 3)
+    assert result.exit_code == 2
+    assert "num_heads" in result.stderr
+    experts = config_of(make_target(tmp_path / "moe", family="gpt_oss"), tmp_path / "e")
+    result = check("--target", experts)
+    assert result.exit_code == 1
+    assert "experts: expected none, found a gpt_oss target with them" in result.stderr
+
+
+def test_tensors_that_are_there_are_proven(tmp_path):
+    target = shutil.copytree(make_target(tmp_path / "target"), tmp_path / "t")
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(fields | {"intermediate_size": 48}))
+    result = check("--target", target, *LIMITS)
+    assert result.exit_code == 1
+    assert "gate_proj.weight" in result.stderr
+
+
+@pytest.mark.parametrize("word", ["--check=some", "--check="])
+def test_another_word_for_the_checked_layers_is_refused(word):
+    result = CliRunner().invoke(cli, ["build", word])
+    assert result.exit_code == 2
+    assert "'kinds', 'full'" in result.output
