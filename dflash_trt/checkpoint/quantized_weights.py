@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, ModelOptConfig
-from dflash_trt.checkpoint.sharding import share
+from dflash_trt.checkpoint.sharding import rank_index
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segment_specs
 from dflash_trt.formats.base import WeightFormat, tensor_name
 from dflash_trt.formats.registry import weight_format
 
@@ -73,8 +73,8 @@ def resolve_quantized(
         if None in parts:
             continue  # `resolve_sources` reports missing tensors
         quantized = tuple(
-            _resolve_part(part, rows, spec.shape[1], stored, config, label=label, problems=problems)
-            for part, rows in zip(parts, _part_rows(spec, len(parts)), strict=True)
+            _resolve_part(part, part_spec.shape[0], part_spec.shape[1], stored, config, label=label, problems=problems)
+            for part, part_spec in zip(parts, segment_specs(spec), strict=True)
             if part is not None
         )
         sources[canonical] = QuantizedSource(parts=quantized)
@@ -96,11 +96,11 @@ def read_quantized(
     if source.format is not None:
         yield from _read_parts(name, spec, source.parts, open_slice, weight_format(source.format), mapping)
         return
-    for i, part in enumerate(source.parts):
+    for i, (part, part_spec) in enumerate(zip(source.parts, segment_specs(spec), strict=True)):
         if part.format is not None:
-            yield from _read_parts(f"{name}/{i}", spec, (part,), open_slice, weight_format(part.format), mapping)
+            yield from _read_parts(f"{name}/{i}", part_spec, (part,), open_slice, weight_format(part.format), mapping)
         else:
-            yield f"{name}/{i}", _cut(part.weight, spec, part, open_slice, mapping).to(dtype)
+            yield f"{name}/{i}", _cut(part.weight, part_spec, part, open_slice, mapping).to(dtype)
 
 
 def _read_parts(
@@ -116,7 +116,8 @@ def _read_parts(
         if field in known.weight_type.per_segment:
             yield tensor_name(name, field), _numbers(stored, open_slice)
             continue
-        pieces = [_cut(tensor, spec, part, open_slice, mapping) for tensor, part in zip(stored, parts, strict=True)]
+        sources = zip(stored, segment_specs(spec), parts, strict=True)
+        pieces = [_cut(tensor, part_spec, part, open_slice, mapping) for tensor, part_spec, part in sources]
         joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
         yield tensor_name(name, field), joined.view(pieces[0].dtype)
 
@@ -201,23 +202,11 @@ def _check(
     problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, hint=_EXPORT_AGAIN))
 
 
-def _part_rows(spec: WeightSpec, num_parts: int) -> tuple[int, ...]:
-    return spec.segments if num_parts > 1 else (spec.shape[0],)
-
-
 def _cut(
-    stored: StoredTensor, spec: WeightSpec, part: QuantizedPart, open_slice: OpenSlice, mapping: Mapping
+    stored: StoredTensor, part_spec: WeightSpec, part: QuantizedPart, open_slice: OpenSlice, mapping: Mapping
 ) -> Tensor:
     """Read this rank's shard of codes or block scales, and refuse NaN."""
-    piece = open_slice(stored)
-    if spec.sharding == "replicated":
-        tensor: Tensor = piece[:]
-    elif spec.sharding == "columns":
-        start, stop = share(stored.shape[1], mapping)
-        tensor = piece[:, start:stop]
-    else:
-        start, stop = share(stored.shape[0], mapping)
-        tensor = piece[start:stop]
+    tensor: Tensor = open_slice(stored)[rank_index(replace(part_spec, shape=stored.shape), mapping)]
     if stored.dtype == "F8_E4M3":
         raw = tensor.view(torch.uint8)
         is_nan = (raw & 0x7F) == 0x7F

@@ -14,13 +14,13 @@ from dflash_trt.checkpoint.expert_tensors import ExpertLayout, part_dtypes, part
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, read_quantized
-from dflash_trt.checkpoint.sharding import shard, shard_shape, share
+from dflash_trt.checkpoint.sharding import rank_index, shard
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.checkpoint.vocabulary import read_draft_to_target
 from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, rank_shard, segment_specs
 
 _INTEGER_DTYPES = ("I64", "I32")
 _MAX_MAPPED_BYTES = 256 * 2**20
@@ -127,22 +127,14 @@ class OpenFiles:
 
 def _read_floats(
     spec: WeightSpec, source: WeightSource, opened: OpenFiles, *, dtype: torch.dtype, mapping: Mapping
-) -> torch.Tensor:  # shard_shape(spec, mapping)
+) -> torch.Tensor:  # rank_shard(spec, mapping.tp_size).shape
     if source.layout is not None:
         assert spec.sharding == "replicated", "mapping_problems refuses to shard experts"
         return read_experts(source.layout, source.parts, spec.shape, opened.slice_of, dtype=dtype)
-    tensor = torch.empty(shard_shape(spec, mapping), dtype=dtype)
+    tensor = torch.empty(rank_shard(spec, mapping.tp_size).shape, dtype=dtype)
     row = 0
-    for part in source.parts:
-        stored = opened.slice_of(part)
-        if spec.sharding == "replicated":
-            piece = stored[:]
-        elif spec.sharding == "columns":
-            start, stop = share(part.shape[1], mapping)
-            piece = stored[:, start:stop]
-        else:
-            start, stop = share(part.shape[0], mapping)
-            piece = stored[start:stop]
+    for part, part_spec in zip(source.parts, segment_specs(spec), strict=True):
+        piece = opened.slice_of(part)[rank_index(part_spec, mapping)]
         tensor[row : row + piece.shape[0]].copy_(piece)  # casts to `dtype`
         row += piece.shape[0]
     return tensor

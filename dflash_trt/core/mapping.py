@@ -29,6 +29,10 @@ class Mapping(Frozen):
         """The same mapping for another rank."""
         return Mapping(world_size=self.world_size, tp_size=self.tp_size, pp_size=self.pp_size, rank=rank)
 
+    def num_kv_heads_of(self, num_kv_heads: int) -> int:
+        """K/V heads that each rank holds: its part of them, or a copy of one where there are more ranks than heads."""
+        return max(1, num_kv_heads // self.tp_size)
+
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp_size

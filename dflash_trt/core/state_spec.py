@@ -32,7 +32,7 @@ class PagedKv:
 
     def shard(self, mapping: Mapping) -> "PagedKv":
         """One rank's shard: its heads."""
-        return replace(self, num_kv_heads=self.num_kv_heads // mapping.tp_size)
+        return replace(self, num_kv_heads=mapping.num_kv_heads_of(self.num_kv_heads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,22 @@ def ranks(tp_size: int) -> list[Mapping]:
 
 
 def join(shards: Sequence[torch.Tensor], spec: WeightSpec) -> torch.Tensor:
-    """The whole tensor: replicas must agree, columns stand side by side, every segment is joined on its own."""
+    """The whole tensor: copies must agree, columns stand side by side, every segment is joined on its own."""
     if spec.sharding == "replicated":
         assert all(torch.equal(piece, shards[0]) for piece in shards)
         return shards[0]
     if spec.sharding == "columns":
         return torch.cat(list(shards), dim=1)
-    sizes = [rows // len(shards) for rows in spec.segments]
+    units = spec.units or (1,) * len(spec.segments)
+    sizes = [max(unit, rows // len(shards)) for rows, unit in zip(spec.segments, units, strict=True)]
     per_rank = [torch.split(piece, sizes) for piece in shards]
-    return torch.cat([torch.cat(pieces) for pieces in zip(*per_rank, strict=True)])
+    segments = zip(zip(*per_rank, strict=True), spec.segments, units, strict=True)
+    return torch.cat([_join_segment(pieces, rows // unit) for pieces, rows, unit in segments])
+
+
+def _join_segment(pieces: Sequence[torch.Tensor], num_units: int) -> torch.Tensor:
+    """Neighbours hold the same unit where there are more ranks than units."""
+    num_copies = max(1, len(pieces) // num_units)
+    for first in range(0, len(pieces), num_copies):
+        assert all(torch.equal(piece, pieces[first]) for piece in pieces[first : first + num_copies])
+    return torch.cat(pieces[::num_copies])

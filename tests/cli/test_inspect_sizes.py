@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "quantization": {"target": "fp8", "kv_cache": "fp8"},
     },
     "two ranks": {"dtype": "bfloat16", "tp_size": 2},
+    "four ranks, with copies of the K/V heads": {"dtype": "bfloat16", "tp_size": 4},
     "two ranks, nvfp4_w4a16, fp8 pages": {
         "dtype": "bfloat16",
         "tp_size": 2,

@@ -1,5 +1,6 @@
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import QuantizationConfig
-from dflash_trt.core.weight_spec import WeightSpec
+from dflash_trt.core.weight_spec import segments_of
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.joining import join, ranks
 from tests.factories import make_target, make_zlab_drafter
@@ -56,29 +57,32 @@ def test_an_engine_of_two_ranks_holds_each_ranks_share(base_dir: Path, tmp_path:
             assert torch.equal(stored[name], tensor), name
 
 
-def test_the_quantized_shares_of_two_ranks_are_those_of_the_quantized_whole(base_dir: Path, tmp_path: Path) -> None:
-    """The same codes and scales: what a format rounds does not depend on the number of ranks."""
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_the_quantized_shares_of_ranks_are_those_of_the_quantized_whole(tp_size: int, tmp_path: Path) -> None:
+    """The same codes and scales: what a format rounds does not depend on the number of ranks, nor on copied heads."""
+    target = make_target(tmp_path / "target", intermediate_size=128)
+    make_zlab_drafter(tmp_path / "drafter", target_dir=target)
     quantization = QuantizationConfig(
         target="nvfp4_w4a16", drafter="none", lm_head="nvfp4_w4a16", draft_lm_head="nvfp4_w4a16"
     )
-    whole = _build(base_dir, tmp_path / "whole", quantization=quantization)
-    cut = _build(base_dir, tmp_path / "cut", quantization=quantization, tp_size=2)
+    whole = _build(tmp_path, tmp_path / "whole", quantization=quantization)
+    cut = _build(tmp_path, tmp_path / "cut", quantization=quantization, tp_size=tp_size)
     config = whole.manifest.pretrained_config
     table = engine_weights(config.target, config.draft, config.quantization)
     expected = load_file(whole.weights_path(0))
-    shares = [load_file(cut.weights_path(rank)) for rank in range(2)]
-    assert shares[0].keys() == shares[1].keys() == expected.keys()
+    shares = [load_file(cut.weights_path(rank)) for rank in range(tp_size)]
+    assert all(share.keys() == expected.keys() for share in shares)
     for name, tensor in expected.items():
         spec = table[name.removesuffix(".block_scale").removesuffix(".weight_scale")]
         sharding = spec.sharding if tensor.dim() == len(spec.shape) else "replicated"
-        spec = WeightSpec(shape=tuple(tensor.shape), sharding=sharding, segments=spec.segments or (spec.shape[0],))
+        spec = replace(spec, shape=tuple(tensor.shape), sharding=sharding, segments=segments_of(spec))
         pieces = [share[name].view(torch.uint8) if tensor.itemsize == 1 else share[name] for share in shares]
         assert torch.equal(join(pieces, spec), tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor), name
 
 
 def test_a_number_of_ranks_that_does_not_divide_is_refused_before_any_work(base_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a divisor of target num_kv_heads 2, found 4"):
-        _build(base_dir, tmp_path / "engine", tp_size=4)
+    with pytest.raises(ConfigError, match="a divisor of target num_heads 4, found 8"):
+        _build(base_dir, tmp_path / "engine", tp_size=8)
     assert not (tmp_path / "engine").exists()
 
 

@@ -1,9 +1,10 @@
 """Engines of one pair for one rank and for two, opened on the CPU."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ PACKED = {
 }
 
 
-def make_zlab_pair(root: Path, **target: Any) -> None:
-    """A drafter with biases and the target's head."""
+def make_zlab_pair(root: Path, *, draft: Mapping[str, Any] = MappingProxyType({}), **target: Any) -> None:
+    """A drafter with biases and the target's head; keys of both configs."""
     path = make_target(root / "target", vocab_size=12, tokenizer=False, **target)
-    make_zlab_drafter(root / "drafter", target_dir=path, attention_bias=True, intermediate_size=96)
+    make_zlab_drafter(root / "drafter", target_dir=path, attention_bias=True, intermediate_size=96, **draft)
 
 
 def make_speculators_pair(root: Path) -> None:

@@ -70,6 +70,11 @@ def test_two_ranks_halve_the_bytes_of_a_token():
     assert halved.bytes_per_token * 2 == plan().bytes_per_token
 
 
+def test_sixteen_ranks_hold_a_copy_of_one_of_eight_heads_each():
+    found = plan(mapping=Mapping(world_size=16, tp_size=16))
+    assert found.bytes_per_token * 8 == plan().bytes_per_token
+
+
 def test_an_engine_without_a_drafter_spends_nothing_on_one():
     assert plan(draft=None).draft_bytes_per_token == 0
 

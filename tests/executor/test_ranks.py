@@ -199,13 +199,21 @@ def test_a_worker_that_is_killed_is_named_within_seconds(engine: EngineDir) -> N
         assert time.monotonic() - started < 15
 
 
-def test_four_ranks_give_the_tokens_of_one_and_the_lost_one_is_named(tmp_path: Path) -> None:
-    make_zlab_pair(tmp_path, num_key_value_heads=4)
+@pytest.mark.parametrize(("kv_heads", "draft_kv_heads"), [(2, 1), (1, 4)])
+def test_four_ranks_give_the_tokens_of_one_and_the_lost_one_is_named(
+    kv_heads: int, draft_kv_heads: int, tmp_path: Path
+) -> None:
+    """With fewer K/V heads than ranks, each rank holds a copy of the head that its query heads read."""
+    make_zlab_pair(tmp_path, num_key_value_heads=kv_heads, draft={"num_key_value_heads": draft_kv_heads})
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 4)]
     with opened(engines[0]) as one, opened(engines[1]) as four:
-        expected, _ = trace(one, GREEDY, num_draft_tokens=(K,), num_new=6)
-        found, _ = trace(four, GREEDY, num_draft_tokens=(K,), num_new=6)
+        expected, _ = trace(one, SAMPLED, num_draft_tokens=(K,), num_new=6)
+        found, _ = trace(four, SAMPLED, num_draft_tokens=(K,), num_new=6)
         assert integers(found) == integers(expected)
+        torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+        layer_bytes, draft_layer_bytes = 2 * 16 * 4, 2 * 8 * 4  # of a head's K and V, float32, head_dim 16 and 8
+        assert one.page_plan.bytes_per_token == 4 * kv_heads * layer_bytes + 2 * draft_kv_heads * draft_layer_bytes
+        assert four.page_plan.bytes_per_token == 4 * layer_bytes + 2 * draft_layer_bytes
         os.kill(four.worker_process_ids[1], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(RankError, match=r"rank 2 of 4 failed: its process was ended by SIGKILL"):

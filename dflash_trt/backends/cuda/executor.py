@@ -95,7 +95,7 @@ class TorchGpuExecutor:
         self._resources = GpuResources.allocate(
             network.target,
             network.draft,
-            tp_size=network.mapping.tp_size,
+            mapping=network.mapping,
             max_tokens=max(max_num_tokens, max_rows),
             max_rows=max_rows,
             draft_layers=_draft_layers(self.network, self._state),

@@ -24,6 +24,7 @@ from dflash_trt.backends.torch.moe import (
     run_grouped_experts,
 )
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
@@ -145,7 +146,7 @@ class GpuResources:
         target: TargetSpec,
         draft: DraftSpec | None,
         *,
-        tp_size: int = 1,
+        mapping: RankMapping,
         max_tokens: int,
         max_rows: int,  # max_batch_size * (max_draft_len + 1)
         draft_layers: DraftLayers | None,
@@ -153,15 +154,13 @@ class GpuResources:
         device: torch.device,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
-        mixers = {layer.mixer for decoder in decoders for layer in decoder.layers}
+        mixers = {layer.mixer.shard(mapping) for decoder in decoders for layer in decoder.layers}
         frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers}
         workspaces = [
-            attention_launch.allocate_workspace(
-                kv_heads=mixer.num_kv_heads // tp_size, head_dim=mixer.head_dim, device=device
-            )
+            attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
             for mixer in mixers
         ]
-        most_features = max(layer.mixer.q_size for layer in target.layers) // tp_size
+        most_features = max(layer.mixer.shard(mapping).q_size for layer in target.layers)
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),

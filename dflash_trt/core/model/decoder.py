@@ -36,6 +36,11 @@ class LayerSpec(Frozen):
         """Sizes that tensor parallelism divides, by name."""
         return self.mixer.sharded_sizes | self.feed_forward.sharded_sizes
 
+    @property
+    def replicated_sizes(self) -> dict[str, int]:
+        """See `Gqa.replicated_sizes`."""
+        return self.mixer.replicated_sizes
+
     def shard(self, mapping: Mapping) -> "LayerSpec":
         """One rank's shard of the layer."""
         return self.model_copy(update={"mixer": self.mixer.shard(mapping)})

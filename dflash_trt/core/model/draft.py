@@ -69,14 +69,15 @@ class DraftSpec(DecoderSpec):
         `draft.kv` stacks K and V of all layers, so that the context of every layer is one GEMM; the block's own K and
         V use slices of the same tensor.
         """
-        hidden = self.hidden_size
+        hidden, kv_sizes = self.hidden_size, self.kv_sizes
+        units = tuple(layer.mixer.head_dim for layer in self.layers for _ in "kv")
         table: WeightTable = {
             "draft.fc": WeightSpec(shape=(hidden, len(self.target_layer_ids) * self.target_hidden_size)),
             "draft.context_norm": WeightSpec(shape=(hidden,)),
-            "draft.kv": row_sharded((sum(self.kv_sizes), hidden), self.kv_sizes),
+            "draft.kv": row_sharded((sum(kv_sizes), hidden), kv_sizes, units),
         }
         if any(layer.mixer.has_qkv_bias for layer in self.layers):
-            table["draft.kv_bias"] = row_sharded((sum(self.kv_sizes),), self.kv_sizes)
+            table["draft.kv_bias"] = row_sharded((sum(kv_sizes),), kv_sizes, units)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
         table["draft.norm"] = WeightSpec(shape=(hidden,))

@@ -74,12 +74,17 @@ class Gqa(Frozen):
     @property
     def sharded_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by name: whole heads, not their rows."""
-        return {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return {"num_heads": self.num_heads}
+
+    @property
+    def replicated_sizes(self) -> dict[str, int]:
+        """Sizes that it divides, or of which it gives each part to several ranks, by name."""
+        return {"num_kv_heads": self.num_kv_heads}
 
     def shard(self, mapping: Mapping) -> "Gqa":
-        """One rank's shard: its heads."""
-        sizes = {name: size // mapping.tp_size for name, size in self.sharded_sizes.items()}
-        return self.model_copy(update=sizes)
+        """One rank's shard: its heads, and the K/V heads that these read."""
+        num_kv_heads = mapping.num_kv_heads_of(self.num_kv_heads)
+        return self.model_copy(update={"num_heads": self.num_heads // mapping.tp_size, "num_kv_heads": num_kv_heads})
 
     def state(self, name: str, dtype: FloatDType, scales: LayerKvScales | None) -> PagedKv:
         """Pages of the layer: FP8 with scales, `dtype` without."""
@@ -94,9 +99,10 @@ class Gqa(Frozen):
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """Canonical weights. Without `owns_kv`, q is alone, because K and V of all layers are one matrix elsewhere."""
         name, sizes = ("qkv", (self.q_size, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_size,))
-        table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes)}
+        units = (1, self.head_dim, self.head_dim)[: len(sizes)]
+        table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes, units)}
         if self.has_qkv_bias:
-            table[f"{prefix}.{name}_bias"] = row_sharded((sum(sizes),), sizes)
+            table[f"{prefix}.{name}_bias"] = row_sharded((sum(sizes),), sizes, units)
         if self.has_sinks:
             table[f"{prefix}.sinks"] = row_sharded((self.num_heads,), (self.num_heads,))
         table[f"{prefix}.o"] = WeightSpec(shape=(hidden_size, self.q_size), sharding="columns")

@@ -64,7 +64,7 @@ class DFlashDrafter(Generic[T]):
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:
     """Raises KeyError on a missing tensor."""
     context_kv = tensors.linear("draft.kv")
-    ends = list(accumulate(2 * layer.mixer.kv_size // tensors.mapping.tp_size for layer in spec.layers))
+    ends = list(accumulate(2 * layer.mixer.shard(tensors.mapping).kv_size for layer in spec.layers))
     layers = tuple(
         bind_layer(tensors, spec, i, kv=tensors.rows_of(context_kv, start, stop))
         for i, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
