@@ -122,6 +122,23 @@ extern "C"
     DFLASH_TRT_API int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape,
         dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
 
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_ranks;
+        int64_t num_elements; /* of this rank's tensor */
+    } dflash_trt_collective_shape;
+
+    /* The ncclComm_t of this process's world, which the next two and the plugins AllReduce and AllGather use; null:
+     * none. libnccl.so.2 must be the one that made it. It has to outlive every graph that holds a collective. */
+    DFLASH_TRT_API int32_t dflash_trt_set_communicator(void* communicator);
+
+    /* `summed` has num_elements and may be `x`; `gathered` has num_ranks * num_elements, rank 0's first. */
+    DFLASH_TRT_API int32_t dflash_trt_all_reduce(
+        dflash_trt_collective_shape const* shape, void const* x, void* summed, dflash_trt_stream stream);
+    DFLASH_TRT_API int32_t dflash_trt_all_gather(
+        dflash_trt_collective_shape const* shape, void const* x, void* gathered, dflash_trt_stream stream);
+
     /* What went wrong in this thread's last call that returned 1, and how to mend it. */
     DFLASH_TRT_API char const* dflash_trt_last_error(void);
 

@@ -1,6 +1,7 @@
 #include "dflash_trt_kernels.h"
 
 #include "contract/contract.h"
+#include "operations/collective.h"
 #include "operations/sampling.h"
 #include "operations/step_operations.h"
 #include "runtime/embedded_kernel.h"
@@ -75,6 +76,11 @@ StepShape step_of(dflash_trt_attention_shape const& shape)
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
+}
+
+CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
 }
 
 } // namespace
@@ -157,6 +163,23 @@ int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape, dfl
             CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
             run(prepare_sampling(sampling_of(required(shape)), Device::current()), tensors, stream);
         });
+}
+
+int32_t dflash_trt_set_communicator(void* communicator)
+{
+    return guarded([&] { set_communicator(communicator); });
+}
+
+int32_t dflash_trt_all_reduce(
+    dflash_trt_collective_shape const* shape, void const* x, void* summed, dflash_trt_stream stream)
+{
+    return guarded([&] { all_reduce(collective_of(required(shape)), x, summed, stream); });
+}
+
+int32_t dflash_trt_all_gather(
+    dflash_trt_collective_shape const* shape, void const* x, void* gathered, dflash_trt_stream stream)
+{
+    return guarded([&] { all_gather(collective_of(required(shape)), x, gathered, stream); });
 }
 
 char const* dflash_trt_last_error()

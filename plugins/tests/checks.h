@@ -20,6 +20,7 @@ using Plugin = std::unique_ptr<nvinfer1::IPluginV3>;
 extern Logger logger;
 extern int num_passed;
 extern int num_failed;
+extern int32_t (*set_communicator)(void*); // of the library
 
 void expect(bool is_right, std::string const& what);
 
@@ -105,6 +106,8 @@ void check_scales(nvinfer1::IPluginCreatorV3One& creator, Node node);
 void check_while_building(Plugin const& plugin, Node const& node);
 void check_without_driver(Plugin const& plugin, Node const& node);
 void check_with_driver(Plugin const& plugin, Node const& node);
+/// Needs the stand-ins for the driver and for NCCL.
+void check_collective(nvinfer1::IPluginCreatorV3One& creator, Node node);
 
 // launch_times.cpp
 

@@ -11,6 +11,7 @@ namespace host
 Logger logger;
 int num_passed = 0;
 int num_failed = 0;
+int32_t (*set_communicator)(void*) = nullptr;
 
 void expect(bool is_right, std::string const& what)
 {
@@ -36,7 +37,7 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
     int32_t num_creators = 0;
     auto* const get = find<nvinfer1::IPluginCreatorInterface* const*(int32_t&)>(library, "getCreators");
     nvinfer1::IPluginCreatorInterface* const* creators = get(num_creators);
-    expect(num_creators == 4, "four creators");
+    expect(num_creators == 6, "six creators");
     for (int32_t i = 0; i < num_creators; ++i)
     {
         nvinfer1::InterfaceInfo const info = creators[i]->getInterfaceInfo();
@@ -84,6 +85,11 @@ void check_node(void* library, Node const& node, bool has_driver, bool has_kerne
     check_configuration(plugin, node);
     check_scales(*creator, node);
     check_while_building(made(*creator, node, nvinfer1::TensorRTPhase::kBUILD), node);
+    if (has_driver && node.is_collective())
+    {
+        check_collective(*creator, node);
+        return;
+    }
     (has_driver ? check_with_driver : check_without_driver)(plugin, node);
 }
 
@@ -114,6 +120,7 @@ int use_library(char const* path, std::string const& use)
         return 2;
     }
     find<void(nvinfer1::ILoggerFinder*)>(library, "setLoggerFinder")(&logger_finder);
+    set_communicator = find<int32_t(void*)>(library, "dflash_trt_set_communicator");
     if (use == "times")
     {
         time_launches(library, nvinfer1::DataType::kBF16, kServedHeadDim);

@@ -1,4 +1,4 @@
-// The four nodes as plugins/README.md describes them, written down a second time: the library is held against this.
+// The nodes as plugins/README.md describes them, written down a second time: the library is held against this.
 #pragma once
 
 #include "fakes.h"
@@ -20,6 +20,8 @@ struct Node
     std::vector<Tensor> inputs;
     std::vector<Tensor> outputs;
     size_t num_launches;
+
+    [[nodiscard]] bool is_collective() const { return name.rfind("All", 0) == 0; }
 
     [[nodiscard]] Tensor& input(std::string const& wanted)
     {
@@ -83,6 +85,9 @@ inline std::vector<Node> make_nodes(
             {{"emitted_tokens", {kRequests, kWidth}, i32}, {"emitted_logprobs", {kRequests, kWidth}, f32},
                 per_request("num_accepted", i32), per_request("bonus_tokens", i32), next_context_lens},
             7},
+        {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
+        {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
+            0},
     };
 }
 

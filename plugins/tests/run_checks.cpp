@@ -62,7 +62,7 @@ struct Execution
     Node node;
     std::vector<nvinfer1::PluginTensorDesc> inputs = concrete(node.inputs);
     std::vector<nvinfer1::PluginTensorDesc> outputs = concrete(node.outputs);
-    alignas(256) unsigned char memory[32][256] = {};
+    alignas(256) unsigned char memory[32][512] = {};
     std::vector<void const*> input_addresses;
     std::vector<void*> output_addresses;
 
@@ -101,6 +101,22 @@ void check_other_shapes(Plugin const& plugin, Node const& node)
             expect(first_grid_x == num_tokens, node.name + ": launches for the shapes of the call");
         }
     }
+}
+
+struct UniqueId
+{
+    char internal[128];
+};
+
+/// A communicator of a single rank, never destroyed.
+void* world_of_one()
+{
+    void* const nccl = dlopen("libnccl.so.2", RTLD_NOW);
+    UniqueId id{};
+    void* communicator = nullptr;
+    expect(find<int(UniqueId*)>(nccl, "ncclGetUniqueId")(&id) == 0, "a unique id");
+    expect(find<int(void**, int, UniqueId, int)>(nccl, "ncclCommInitRank")(&communicator, 1, id, 0) == 0, "a world");
+    return communicator;
 }
 
 } // namespace
@@ -148,6 +164,35 @@ void check_with_driver(Plugin const& plugin, Node const& node)
     expect(execution.prepare(plugin) != 0, node.name + ": refuses a GPU it has no kernels for");
     expect_logged("compute capability 7.5", node.name);
     set_device(9, 0, 132);
+}
+
+void check_collective(nvinfer1::IPluginCreatorV3One& creator, Node node)
+{
+    Plugin const of_three = made(creator, node, nvinfer1::TensorRTPhase::kRUNTIME);
+    Execution refused(node);
+    expect(refused.prepare(of_three) != 0, node.name + ": refuses to be without a communicator");
+    expect_logged("communicator: expected one of 3 ranks, found none", node.name);
+    expect(refused.enqueue(of_three) != 0, node.name + ": does not run without a communicator");
+    expect_logged("communicator", node.name);
+
+    node.fields = {{"num_ranks", 1}};
+    Plugin const alone = made(creator, node, nvinfer1::TensorRTPhase::kRUNTIME);
+    void* const communicator = world_of_one();
+    expect(set_communicator(communicator) == 0, node.name + ": takes a communicator");
+    expect(refused.prepare(of_three) != 0, node.name + ": refuses a communicator of another world");
+    expect_logged("found one of 1", node.name);
+    Execution execution(node);
+    expect(execution.prepare(alone) == 0, node.name + ": gets ready");
+    auto* const given = static_cast<float*>(static_cast<void*>(execution.memory[0]));
+    size_t const num_floats = static_cast<size_t>(kTokens * kHeadDim);
+    for (size_t i = 0; i < num_floats; ++i)
+    {
+        given[i] = static_cast<float>(i) + 0.5F;
+    }
+    expect(execution.enqueue(alone) == 0, node.name + ": runs");
+    auto const* const found = static_cast<float const*>(execution.output_addresses[0]);
+    expect(std::equal(given, given + num_floats, found), node.name + ": of one rank gives what it got");
+    expect(set_communicator(nullptr) == 0, node.name + ": forgets the communicator");
 }
 
 void check_while_building(Plugin const& plugin, Node const& node)

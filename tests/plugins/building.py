@@ -26,6 +26,7 @@ class BuiltLibrary:
 
     kernels: Path
     fake_driver: Path
+    fake_nccl: Path
     manifest: Path
     plugin: Path | None
     host: Path | None
@@ -54,7 +55,9 @@ def build_library(out: Path, *options: str, timeout_s: float = 280) -> BuiltLibr
 def build_sources(out: Path) -> BuiltLibrary:
     """The library around the kernels that stand in `out`/kernels."""
     headers = tensorrt_headers()
-    targets = ["dflash_trt_kernels", "fake_driver"] + (["dflash_trt_plugin", "plugin_host"] if headers else [])
+    targets = ["dflash_trt_kernels", "fake_driver", "fake_nccl"] + (
+        ["dflash_trt_plugin", "plugin_host"] if headers else []
+    )
     definitions = {
         "DFLASH_TRT_KERNELS": out / "kernels",
         "CUDA_INCLUDE_DIR": cuda_headers(),
@@ -69,6 +72,7 @@ def build_sources(out: Path) -> BuiltLibrary:
     return BuiltLibrary(
         kernels=build / "libdflash_trt_kernels.so",
         fake_driver=build / "libcuda.so.1",
+        fake_nccl=build / "libnccl.so.2",
         manifest=out / "kernels" / "manifest.json",
         plugin=build / "libdflash_trt_plugin.so" if headers else None,
         host=build / "plugin_host" if headers else None,

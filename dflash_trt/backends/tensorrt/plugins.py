@@ -84,7 +84,9 @@ SAMPLE_AND_ACCEPT: Final = PluginContract(
     outputs=("emitted_tokens", "emitted_logprobs", "num_accepted", "bonus_tokens", "next_context_lens"),
     fields=(),
 )
-PLUGINS: Final = (ATTEND_PAGES, ATTEND_DRAFT, WRITE_DRAFT_CONTEXT, SAMPLE_AND_ACCEPT)
+ALL_REDUCE: Final = PluginContract(name="AllReduce", inputs=("x",), outputs=("summed",), fields=("num_ranks",))
+ALL_GATHER: Final = PluginContract(name="AllGather", inputs=("x",), outputs=("gathered",), fields=("num_ranks",))
+PLUGINS: Final = (ATTEND_PAGES, ATTEND_DRAFT, WRITE_DRAFT_CONTEXT, SAMPLE_AND_ACCEPT, ALL_REDUCE, ALL_GATHER)
 
 
 class PluginLowering:

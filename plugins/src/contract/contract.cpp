@@ -84,6 +84,11 @@ constexpr OutputRule kSampleAndAcceptOutputs[] = {
     {"next_context_lens", kInt},
 };
 
+constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
+constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
+constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
+constexpr FieldRule kCollectiveFields[] = {{"num_ranks", FieldType::kInt32, 1, 1024}};
+
 char const* type_name(TensorType type)
 {
     switch (type)
@@ -146,12 +151,14 @@ PluginContract const kAttendDraft{"AttendDraft", kAttendDraftInputs, kAttendDraf
 PluginContract const kWriteDraftContext{
     "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
 PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
+PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
+PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
 std::string describe_contract()
 {
     std::string plugins;
     for (PluginContract const* plugin :
-        std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept})
+        std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

@@ -78,6 +78,8 @@ extern PluginContract const kAttendPages;
 extern PluginContract const kAttendDraft;
 extern PluginContract const kWriteDraftContext;
 extern PluginContract const kSampleAndAccept;
+extern PluginContract const kAllReduce;
+extern PluginContract const kAllGather;
 
 /// All plugins, as JSON.
 std::string describe_contract();

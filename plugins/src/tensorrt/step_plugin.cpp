@@ -201,9 +201,15 @@ int32_t StepPlugin::enqueue(nvinfer1::PluginTensorDesc const* input_descs, nvinf
             {
                 prepare_for(input_descs);
             }
-            run(mPrepared->launches, {inputs, outputs, workspace}, stream);
+            run_prepared(mPrepared->launches, input_descs, {inputs, outputs, workspace}, stream);
             return kSuccess;
         });
+}
+
+void StepPlugin::run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const*,
+    CallTensors const& tensors, CUstream stream) const
+{
+    run(launches, tensors, stream);
 }
 
 nvinfer1::IPluginV3* StepPlugin::attachToContext(nvinfer1::IPluginResourceContext*) noexcept

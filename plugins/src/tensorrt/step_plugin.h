@@ -71,6 +71,9 @@ protected:
     /// All of enqueue for inputs of these shapes; only addresses change from call to call.
     [[nodiscard]] virtual PreparedLaunches prepare(
         nvinfer1::Dims const* inputs, FloatType type, Device const& device) const = 0;
+    /// One call: the launches that were prepared for inputs of these shapes, or what a subclass does instead.
+    virtual void run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const* inputs,
+        CallTensors const& tensors, CUstream stream) const;
 
     [[nodiscard]] PluginFields const& fields() const noexcept { return mFields; }
     [[nodiscard]] PluginContract const& contract() const noexcept { return *mContract; }
