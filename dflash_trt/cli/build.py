@@ -52,12 +52,13 @@ class _BuildCommand(click.Command):
 @click.option("--max-num-tokens", type=int, help="Tokens of one step, all requests together.")
 @click.option("--max-draft-len", type=int, help="Drafts per request and step.")
 @click.option("--page-size", type=int, help="Token positions per K/V page.")
-@click.option("--tp-size", type=int, help="Ranks that share every layer, a process and a GPU each; backend torch.")
+@click.option("--tp-size", type=int, help="Ranks that share every layer, a process and a GPU each.")
 @click.option("--quantization", metavar="FORMAT", help="Weight format of target and drafter, or none.")
 @click.option("--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.")
 @click.option("--kv-cache", metavar="FORMAT", help="fp8 or none: the format of K/V pages.")
 @click.option("--plugins", help="Backend tensorrt: plugin (default), or layers (slow, for checks).")
 @click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
+@click.option("--collectives", help="Backend tensorrt, several ranks: native (default; TensorRT's layers) or plugin.")
 @click.option(
     "--check",
     "checked_layers",

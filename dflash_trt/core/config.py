@@ -12,6 +12,7 @@ from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
 Backend = Literal["torch", "tensorrt"]
 PluginMode = Literal["plugin", "layers"]
+CollectiveMode = Literal["native", "plugin"]
 
 
 class BuildConfig(Frozen):
@@ -35,6 +36,7 @@ class BuildConfig(Frozen):
     quantization: QuantizationConfig | None = None
     plugins: PluginMode = "plugin"  # backend tensorrt: the plugin library, or native layers (slow, for checks)
     plugin_library: str | None = None  # backend tensorrt
+    collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -42,8 +44,8 @@ class BuildConfig(Frozen):
             raise ValueError("drafter_overrides need a drafter")
         if self.dtype == "float16" and self.backend != "tensorrt":
             raise ValueError("dtype float16 needs backend tensorrt; backend torch has float32 and bfloat16")
-        if self.tp_size > 1 and self.backend != "torch":
-            raise ValueError(f"tp_size {self.tp_size} needs backend torch; backend {self.backend} runs one rank")
+        if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):
+            raise ValueError("collectives plugin needs backend tensorrt and plugins plugin")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "

@@ -23,6 +23,7 @@ class TensorRTRecord(Frozen):
     gpu_name: str
     compute_capability: str
     plugins: Literal["plugin", "layers"]
+    collectives: Literal["native", "plugin"] = "native"  # of several ranks
     plugin_library: Literal["libdflash_trt_plugins.so"] | None = None  # PLUGIN_LIBRARY_NAME
     flags: tuple[str, ...]
     profiles: tuple[ProfileRecord, ...]

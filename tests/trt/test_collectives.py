@@ -1,49 +1,119 @@
-"""What two ranks exchange inside a TensorRT network, with the other rank's part put in by the test."""
+"""What ranks exchange inside a TensorRT network: one network per rank, in threads that meet at every collective."""
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from dflash_trt.backends.tensorrt.collectives import NativeCollectives
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
-from tests.trt.interpreter import NetworkInterpreter, Step
-
-MINE = torch.arange(12.0).reshape(3, 4)
-OTHERS = MINE + 100
-
-
-class OneOfTwoRanks(NetworkInterpreter):
-    """An all-gather stacks the ranks' tensors along axis 0, an all-reduce adds them, as TensorRT says."""
-
-    def _dist_collective(self, layer: Any) -> Step:
-        assert layer.num_ranks == 2
-        is_gather = layer.name.startswith("ALL_GATHER")
-        return lambda given: [torch.cat((given[0], OTHERS)) if is_gather else given[0] + OTHERS]
+from dflash_trt.core.mapping import Mapping
+from tests.engines import make_executor
+from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
+from tests.trt import networks
+from tests.trt.networks import MAX_SEQ_LEN
+from tests.trt.ranks import InterpretedRanks, RankThreads, interpreted_ranks
+from tests.trt.test_step_tokens import make_pair
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"), [("all_gather_vocab", torch.cat((MINE, OTHERS), dim=1)), ("all_reduce", MINE + OTHERS)]
-)
-def test_two_ranks_exchange_what_plain_pytorch_exchanges(
-    trt: ModuleType, monkeypatch: pytest.MonkeyPatch, op: str, expected: Tensor
-) -> None:
+@pytest.mark.parametrize("op", ["all_gather_vocab", "all_reduce"])
+def test_two_ranks_exchange_what_plain_pytorch_exchanges(trt: ModuleType, op: str) -> None:
+    def run(rank: int, threads: RankThreads) -> torch.Tensor:
+        logger = make_logger(trt)
+        network = trt.Builder(logger).create_network(0)
+        layers = Layers(trt, network, logger)
+        x = layers.add_input("x", "float32", (-1, 4), ("N", "V"))
+        ops = TrtOps(layers, None, None, {}, NativeCollectives(layers, 2))  # type: ignore[arg-type]
+        layers.mark_output(getattr(ops, op)(x), "out")
+        return threads.interpreter(rank, trt, network, {}).run({"x": parts[rank]})["out"]
+
+    parts = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4) + 100
+    threads = RankThreads(2)
+    expected = parts[0] + parts[1] if op == "all_reduce" else torch.cat(parts, dim=1)
+    for found in threads.run(lambda rank: run(rank, threads)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class _Order:
+    """A layer that notes in which order it is used."""
+
+    def __init__(self, layer: Any, events: list[str]) -> None:
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_events", events)
+
+    def __getattr__(self, name: str) -> Any:
+        self._events.append(name)
+        return getattr(self._layer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._events.append(f"{name} = {value}")
+        setattr(self._layer, name, value)
+
+
+def test_the_number_of_ranks_is_set_before_anything_is_read(trt: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT derives the output's shape from it, when the output is first read."""
+    events: list[str] = []
     add_layer = Layers.add_layer
-
-    def name_collectives(self: Layers, method: str, *arguments: Any) -> Any:
-        layer = add_layer(self, method, *arguments)
-        if method == "add_dist_collective":  # a finished layer does not tell what it does
-            layer.name = arguments[1].name
-        return layer
-
-    monkeypatch.setattr(Layers, "add_layer", name_collectives)
+    monkeypatch.setattr(Layers, "add_layer", lambda self, *arguments: _Order(add_layer(self, *arguments), events))
     logger = make_logger(trt)
-    network = trt.Builder(logger).create_network(0)
-    layers = Layers(trt, network, logger)
-    x = layers.add_input("x", "float32", (-1, 4), ("N", "V"))
-    layers.mark_output(getattr(TrtOps(layers, None, None, [], tp_size=2), op)(x), "out")
-    found = OneOfTwoRanks(trt, network, {}).run({"x": MINE})["out"]
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    layers = Layers(trt, trt.Builder(logger).create_network(0), logger)
+    x = layers.add_input("x", "float32", (6, 4), ("N", "V"))
+    gathered = NativeCollectives(layers, 4).all_gather(x)
+    assert events[0] == "num_ranks = 4"
+    assert tuple(gathered.shape) == (24, 4)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """2 K/V heads of the target and 1 of the drafter: ranks hold copies."""
+    target, drafter = make_pair(tmp_path_factory.mktemp("pair"), num_key_value_heads=1)
+    assert drafter is not None
+    return target, drafter
+
+
+def open_ranks(trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int) -> tuple[InterpretedRanks, Any]:
+    theirs = make_executor(*checkpoints, max_seq_len=MAX_SEQ_LEN)
+    return interpreted_ranks(trt, *checkpoints, num_ranks=num_ranks, num_pages=theirs.limits.num_pages), theirs
+
+
+@pytest.mark.parametrize(("num_ranks", "samplings"), [(2, GREEDY), (4, SAMPLED)])
+def test_the_networks_of_all_ranks_together_give_one_ranks_tokens(
+    trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int, samplings: Any
+) -> None:
+    ours, theirs = open_ranks(trt, checkpoints, num_ranks)
+    expected, runs = trace(theirs, samplings, num_draft_tokens=(3, 0, 3))
+    found, _ = trace(ours, samplings, num_draft_tokens=(3, 0, 3))
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
+    assert sum(sum(run.num_accepted) for run in runs) > 0
+
+
+@pytest.mark.parametrize("weight", ["target.layers.1.o", "draft.layers.0.down", "target.lm_head"])
+def test_a_changed_weight_of_one_rank_changes_the_tokens(
+    trt: ModuleType, checkpoints: tuple[Path, Path], weight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = networks.open_spec
+
+    def open_spec(*given: Any, **options: Any) -> Any:
+        spec, tensors = honest(*given, **options)
+        if spec.mapping.rank == 1:
+            tensors[weight].neg_()
+        return spec, tensors
+
+    monkeypatch.setattr(networks, "open_spec", open_spec)
+    ours, theirs = open_ranks(trt, checkpoints, 2)
+    expected, _ = trace(theirs, GREEDY, num_draft_tokens=(3,), num_new=6)
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(3,), num_new=6)
+    assert integers(found) != integers(expected)
+
+
+def test_every_rank_of_two_and_of_four_holds_one_kv_head(checkpoints: tuple[Path, Path]) -> None:
+    for num_ranks in (2, 4):
+        mapping = Mapping(world_size=num_ranks, tp_size=num_ranks, rank=1)
+        spec, tensors = networks.open_spec(*checkpoints, dtype="float32", mapping=mapping)
+        assert {state.num_kv_heads for state in spec.states} == {1}
+        assert len(tensors["draft.kv"]) == 2 * 2 * 8  # K and V of two layers, a head of 8

@@ -76,6 +76,7 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
         raise BuildError.about("plugin library", expected="a file", found=found, hint=hint)
     return PlanOptions(
         plugins=config.plugins,
+        collectives=config.collectives,
         plugin_library=library if config.plugins == "plugin" else None,
         timing_cache=default_timing_cache(tensorrt_version=module_version(trt)),
     )
@@ -89,6 +90,7 @@ def record_of(built: BuiltPlan, options: PlanOptions) -> TensorRTRecord:
         gpu_name=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         compute_capability=options.compute_capability or f"{major}.{minor}",
         plugins=built.plugins,
+        collectives=options.collectives,
         plugin_library=None if options.plugin_library is None else PLUGIN_LIBRARY_NAME,
         flags=built.flags,
         profiles=tuple(_profile_record(profile) for profile in built.profiles),

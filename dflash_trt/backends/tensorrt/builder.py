@@ -21,6 +21,7 @@ from dflash_trt.backends.tensorrt.plan_stream import write_plan
 from dflash_trt.backends.tensorrt.plugin_library import load_plugin_library
 from dflash_trt.backends.tensorrt.profiles import Profile, profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
+from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineLimits
 from dflash_trt.engine_dir.tensor_file import ByteSink
@@ -37,6 +38,7 @@ class PlanOptions:
 
     flavor: Flavor = "tensorrt"
     plugins: PluginMode = "plugin"
+    collectives: CollectiveMode = "native"  # of several ranks
     plugin_library: Path | None = None
     timing_cache: Path | None = None
     compute_capability: str | None = None
@@ -86,7 +88,7 @@ def build_plan(
     builder = _make_builder(trt, logger, options)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    spec = replace(spec, plugins=options.plugins)
+    spec = replace(spec, plugins=options.plugins, collectives=options.collectives)
     define_step_network(layers, spec, tensors, quantized=quantized, rope_tables=rope_tables)
     profiles = step_profiles(spec, limits)
     config, flags = _configure(trt, builder, options)

@@ -10,6 +10,7 @@ from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from dflash_trt.backends.tensorrt.collectives import make_collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.ops import (
@@ -21,6 +22,7 @@ from dflash_trt.backends.tensorrt.ops import (
     TrtOps,
 )
 from dflash_trt.backends.tensorrt.plugins import CONTEXT_WRITTEN, PluginLowering
+from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -52,6 +54,7 @@ class StepNetworkSpec:
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantizationSpec | None = None
     plugins: PluginMode = "plugin"
+    collectives: CollectiveMode = "native"  # of several ranks
 
     @property
     def has_drafts(self) -> bool:
@@ -131,7 +134,8 @@ def define_step_network(
         **{tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
     )
     state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
-    ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, tp_size=spec.mapping.tp_size)
+    collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
+    ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, collectives)
 
     def cache(kv: PagedKv) -> Cache[ITensor]:
         return Cache(state[STATE_POOLS if spec.plugins == "plugin" else kv.name], kv)

@@ -7,10 +7,11 @@ values: the written ones become outputs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
+from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
@@ -118,14 +119,13 @@ class TrtOps:
         lowering: StatefulLowering,
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
-        *,
-        tp_size: int = 1,
+        collectives: Collectives | None = None,  # None: one rank
     ) -> None:
         self._layers = layers
         self._lowering = lowering
         self._inputs = inputs
         self._rope_tables = rope_tables
-        self._tp_size = tp_size
+        self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
 
     def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
@@ -270,25 +270,15 @@ class TrtOps:
         return layers.cast(layers.gather(layers.tensor(draft_to_target), token_ids), "int32")
 
     def all_reduce(self, x: ITensor) -> ITensor:
-        if self._tp_size == 1:
-            return x
-        trt = self._layers.trt
-        return self._collective(x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM)
+        return x if self._collectives is None else self._collectives.all_reduce(x)
 
     def all_gather_vocab(self, logits: ITensor) -> ITensor:
-        if self._tp_size == 1:
+        if self._collectives is None:
             return logits
-        layers, shard = self._layers, logits.shape[-1]
+        layers, shard, num_ranks = self._layers, logits.shape[-1], self._collectives.num_ranks
         rows = layers.dim(logits, 0)
-        trt = layers.trt
-        gathered = self._collective(logits, trt.CollectiveOperation.ALL_GATHER, trt.ReduceOperation.NONE)
-        by_rank = layers.reshape(gathered, (self._tp_size, rows, shard))  # gathered along axis 0
-        return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, self._tp_size * shard))
-
-    def _collective(self, x: ITensor, operation: Any, reduction: Any) -> ITensor:
-        layer = self._layers.add_layer("add_dist_collective", x, operation, reduction, -1, [])
-        layer.num_ranks = self._tp_size
-        return self._layers.output_of(layer)
+        by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
+        return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
 
     def _num_drafts(self) -> Dim:
         width = self._layers.dim(self._inputs.logit_rows, 1)

@@ -4,7 +4,6 @@ from dflash_trt.backends.base import unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.errors import BuildError, problem, raise_all
-from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
@@ -12,7 +11,7 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
     """Raises BuildError for what the backend does not support."""
-    problems = unsupported_problems(config.target, config.quantization, config.mapping)
+    problems = unsupported_problems(config.target, config.quantization)
     raise_all(BuildError, "backend tensorrt", problems)
     return network_spec(config, limits)
 
@@ -30,7 +29,7 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
     )
 
 
-def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None, mapping: Mapping) -> list[str]:
+def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None) -> list[str]:
     """Problems for features that the backend does not support."""
     features = {
         "experts": target.num_expert_layers > 0,
@@ -47,8 +46,5 @@ def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | No
         for feature, is_there in features.items()
         if is_there
     ]
-    if mapping.world_size > 1:
-        found, hint = f"{mapping.world_size} ranks", "Build with --backend torch, or one rank."
-        problems.append(problem("ranks of a TensorRT engine", expected="one", found=found, hint=hint))
     hint = "Build with one of these formats, or with --backend torch."
     return [*problems, *unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint)]

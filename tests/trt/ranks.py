@@ -1,0 +1,114 @@
+"""Interpreted networks of several ranks in threads of one process, which meet at every collective."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
+from dflash_trt.executor.ranks.shard import fingerprint
+from tests.trt.interpreter import NetworkInterpreter, Plugins, Step
+from tests.trt.networks import DefinedStep, InterpretedExecutor, define_pair
+
+T = TypeVar("T")
+
+
+class RankThreads:
+    """One thread per rank. At a collective each leaves its tensor and waits for the others'."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+        self._tensors: list[Tensor | None] = [None] * num_ranks
+        self._threads = ThreadPoolExecutor(num_ranks)
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        """`work(rank)` of all ranks at once."""
+        return list(self._threads.map(work, range(self.num_ranks)))
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """The tensors that the ranks bring to this exchange, in their order."""
+        self._tensors[rank] = tensor
+        self._barrier.wait()
+        found = [tensor for tensor in self._tensors if tensor is not None]
+        self._barrier.wait()  # nobody brings the next one before all have these
+        assert len({(x.shape, x.dtype) for x in found}) == 1, "ranks that exchange different things"
+        return found
+
+    def interpreter(self, rank: int, trt: Any, network: Any, constants: Mapping[str, Tensor]) -> NetworkInterpreter:
+        return _RankInterpreter(self, rank, trt, network, constants)
+
+
+class _RankInterpreter(NetworkInterpreter):
+    """An all-gather stacks the ranks' tensors along axis 0, an all-reduce adds them, as TensorRT says."""
+
+    def __init__(
+        self,
+        threads: RankThreads,
+        rank: int,
+        trt: Any,
+        network: Any,
+        constants: Mapping[str, Tensor],
+        plugins: Plugins | None = None,
+    ) -> None:
+        self._threads, self._rank = threads, rank
+        super().__init__(trt, network, constants, plugins)
+
+    def _dist_collective(self, layer: Any) -> Step:
+        assert layer.num_ranks == self._threads.num_ranks
+        kind = layer.name.split()[0]  # a finished layer tells what it does by its name alone
+        assert kind in ("ALL_REDUCE", "ALL_GATHER")
+
+        def exchange(given: list[Tensor]) -> list[Tensor]:
+            tensors = self._threads.exchange(self._rank, given[0])
+            return [torch.cat(tensors) if kind == "ALL_GATHER" else torch.stack(tensors).sum(0)]
+
+        return exchange
+
+
+@dataclass(kw_only=True)
+class RankStep(DefinedStep):
+    """The network of one rank, whose collectives wait for the other ranks' threads."""
+
+    threads: RankThreads
+    rank: int
+
+    def interpreter(self, plugins: Plugins | None = None) -> NetworkInterpreter:
+        return _RankInterpreter(self.threads, self.rank, self.trt, self.network, self.constants, plugins)
+
+
+class InterpretedRanks:
+    """Implements `core.batch.StepExecutor`: all ranks run each step, and their results must be the same."""
+
+    def __init__(self, threads: RankThreads, ranks: Sequence[InterpretedExecutor]) -> None:
+        self.ranks = ranks
+        self.limits = ranks[0].limits
+        self._threads = threads
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        def run() -> StepResult:
+            results = self._threads.run(lambda rank: self.ranks[rank].submit(plan).result())
+            assert len({fingerprint(result) for result in results}) == 1, "ranks that give different results"
+            return results[0]
+
+        return FinishedStep(run)
+
+
+def interpreted_ranks(
+    trt: Any, target: Path, drafter: Path | None, *, num_ranks: int, num_pages: int
+) -> InterpretedRanks:
+    """The networks of all ranks of a pair, interpreted."""
+    threads = RankThreads(num_ranks)
+    executors = []
+    for rank in range(num_ranks):
+        mapping = RankMapping(world_size=num_ranks, tp_size=num_ranks, rank=rank)
+        defined = define_pair(trt, target, drafter, mapping=mapping)
+        step = RankStep(**vars(defined), threads=threads, rank=rank)
+        executors.append(InterpretedExecutor(step, num_pages=num_pages))
+    return InterpretedRanks(threads, executors)
