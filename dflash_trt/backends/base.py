@@ -15,7 +15,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
 
 if TYPE_CHECKING:
@@ -96,6 +96,13 @@ class Backend(Protocol):
         `config` is resolved, `draft_lens` as in `open_executor`.
         """
         ...
+
+
+def backend_name(engine: EngineDir, device: Device) -> BackendName:
+    """The backend that runs an engine on a resolved device."""
+    if engine.manifest.backend == "tensorrt":
+        return "tensorrt"
+    return "cuda" if device == "cuda" else "torch"
 
 
 def backend_of(name: BackendName) -> Backend:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dflash_trt.backends.base import BackendName, backend_of
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
+from dflash_trt.backends.base import backend_name, backend_of
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
 
@@ -31,8 +31,7 @@ def open_executor(
         RankError: a rank's process did not start.
     """
     config = resolved_config(engine, config)
-    name: BackendName = "cuda" if config.device == "cuda" else "torch"
-    backend = backend_of("tensorrt" if engine.manifest.backend == "tensorrt" else name)
+    backend = backend_of(backend_name(engine, config.device))
     models = engine.manifest.pretrained_config
     problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
     if problems:  # the subject may query the device's name

@@ -243,6 +243,7 @@ BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "
 BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4"]
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
 TENSORRT += ["--plugin-library", "/p"]
+COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]  # which plain layers do not have
 QUANTIZATION = QuantizationConfig(target="fp8", drafter="nvfp4", kv_cache="fp8")
 BUILT = BuildConfig(
     target="t",
@@ -256,6 +257,7 @@ BUILT = BuildConfig(
     tp_size=2,
     quantization=QUANTIZATION,
 )
+BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin")
 BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16", plugins="layers", plugin_library="/p")
 
 
@@ -281,6 +283,8 @@ def test_every_option_of_a_check_reaches_it(invoke, monkeypatch) -> None:
         assert invoke("build", word, *TENSORRT).stderr == "error: recorded\n"
         assert callable(checker.arguments.pop("progress"))
         assert checker.arguments == {"config": BUILT_BY_TENSORRT, "base_dir": Path.cwd(), "is_full": is_full}
+    assert invoke("build", *COLLECTIVES, "--check").stderr == "error: recorded\n"
+    assert checker.arguments["config"] == BUILT_WITH_COLLECTIVES
 
 
 def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_runs(
@@ -298,11 +302,11 @@ def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_run
 
 
 def test_no_option_of_build_is_left_out_here() -> None:
-    cases = ([*BUILD, "--tp-size", "2", "-o", "out", "--overwrite"], [*TENSORRT, "--check"])
+    cases = ([*BUILD, "--tp-size", "2", "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
     fields = BuildConfig(target="default")
     for name in BuildConfig.model_fields:
-        values = [getattr(config, name) for config in (BUILT, BUILT_BY_TENSORRT)]
+        values = [getattr(config, name) for config in (BUILT, BUILT_BY_TENSORRT, BUILT_WITH_COLLECTIVES)]
         assert any(value != getattr(fields, name) for value in values), name
 
 

@@ -55,10 +55,15 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(
     assert "mapping tp_size: expected a divisor or a multiple of target num_kv_heads 2, found 3" in result.stderr
 
 
-def test_several_ranks_in_tensorrt_are_refused(target: Path, tmp_path: Path, invoke: Invoke) -> None:
-    result = invoke("build", "--target", target, "-o", tmp_path / "e", "--tp-size", "2", "--backend", "tensorrt")
-    assert result.exit_code == 2
-    assert "tp_size 2 needs backend torch" in result.stderr
+def test_collectives_of_plugins_need_the_plugin_library(target: Path, tmp_path: Path, invoke: Invoke) -> None:
+    words = ["build", "--target", target, "-o", tmp_path / "e", "--tp-size", "2", "--collectives", "plugin"]
+    for more in ([], ["--backend", "tensorrt", "--plugins", "layers"]):
+        result = invoke(*words, *more)
+        assert result.exit_code == 2
+        assert "collectives plugin needs backend tensorrt and plugins plugin" in result.stderr
+
+
+def test_a_check_of_several_ranks_is_refused(target: Path, invoke: Invoke) -> None:
     checked = invoke("build", "--target", target, "--tp-size", "2", "--check")
     assert checked.exit_code == 2
     assert "--check: expected tp_size 1, found 2" in checked.stderr

@@ -25,6 +25,7 @@ from dflash_trt.backends.tensorrt.network import (
 from dflash_trt.backends.tensorrt.ops import PluginMode
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
+from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import QuantizationSpec
@@ -61,6 +62,7 @@ def define_pair(
     *,
     dtype: FloatDType = "float32",
     plugins: PluginMode = "layers",
+    collectives: CollectiveMode = "native",
     max_draft_len: int | None = None,
     wrap: Callable[[Any], Any] = lambda thing: thing,
     quantized: Mapping[str, QuantizedWeight[Tensor]] | None = None,
@@ -71,7 +73,7 @@ def define_pair(
     which are FP8.
     """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
-    spec = replace(spec, quantization=pages, plugins=plugins)
+    spec = replace(spec, quantization=pages, plugins=plugins, collectives=collectives)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
     logger = make_logger(trt)

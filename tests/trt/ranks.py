@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
 from dflash_trt.executor.ranks.shard import fingerprint
 from tests.trt.interpreter import NetworkInterpreter, Plugins, Step
 from tests.trt.networks import DefinedStep, InterpretedExecutor, define_pair
+from tests.trt.test_plugins import PluginReference, define_with_plugins
 
 T = TypeVar("T")
 
@@ -101,14 +103,43 @@ class InterpretedRanks:
 
 
 def interpreted_ranks(
-    trt: Any, target: Path, drafter: Path | None, *, num_ranks: int, num_pages: int
+    trt: Any,
+    target: Path,
+    drafter: Path | None,
+    *,
+    num_ranks: int,
+    num_pages: int,
+    collectives: CollectiveMode = "native",
 ) -> InterpretedRanks:
-    """The networks of all ranks of a pair, interpreted."""
+    """The networks of all ranks of a pair, interpreted; with plugin nodes where the collectives are."""
     threads = RankThreads(num_ranks)
     executors = []
     for rank in range(num_ranks):
         mapping = RankMapping(world_size=num_ranks, tp_size=num_ranks, rank=rank)
-        defined = define_pair(trt, target, drafter, mapping=mapping)
+        plugins: Plugins | None = None
+        if collectives == "plugin":
+            defined, nodes = define_with_plugins(trt, target, drafter, mapping=mapping, collectives="plugin")
+            plugins = (nodes, _CollectiveNodes(threads, rank))
+        else:
+            defined = define_pair(trt, target, drafter, mapping=mapping)
         step = RankStep(**vars(defined), threads=threads, rank=rank)
-        executors.append(InterpretedExecutor(step, num_pages=num_pages))
+        executors.append(InterpretedExecutor(step, num_pages=num_pages, plugins=plugins))
     return InterpretedRanks(threads, executors)
+
+
+class _CollectiveNodes(PluginReference):
+    """The nodes of plugins/README.md, those of collectives among threads."""
+
+    def __init__(self, threads: RankThreads, rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._threads, self._rank = threads, rank
+
+    def _all_reduce(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
+        return [torch.stack(self._exchanged(x, settings)).sum(0)]
+
+    def _all_gather(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
+        return [torch.cat(self._exchanged(x, settings))]
+
+    def _exchanged(self, x: dict[str, Tensor], settings: dict[str, int]) -> list[Tensor]:
+        assert settings == {"num_ranks": self._threads.num_ranks}
+        return self._threads.exchange(self._rank, x["x"])

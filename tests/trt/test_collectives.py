@@ -11,6 +11,7 @@ from dflash_trt.backends.tensorrt.collectives import NativeCollectives
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
+from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping
 from tests.engines import make_executor
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
@@ -75,16 +76,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, drafter
 
 
-def open_ranks(trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int) -> tuple[InterpretedRanks, Any]:
+def open_ranks(
+    trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int, collectives: CollectiveMode = "native"
+) -> tuple[InterpretedRanks, Any]:
     theirs = make_executor(*checkpoints, max_seq_len=MAX_SEQ_LEN)
-    return interpreted_ranks(trt, *checkpoints, num_ranks=num_ranks, num_pages=theirs.limits.num_pages), theirs
+    sizes = {"num_ranks": num_ranks, "num_pages": theirs.limits.num_pages}
+    return interpreted_ranks(trt, *checkpoints, collectives=collectives, **sizes), theirs
 
 
-@pytest.mark.parametrize(("num_ranks", "samplings"), [(2, GREEDY), (4, SAMPLED)])
+@pytest.mark.parametrize(
+    ("num_ranks", "samplings", "collectives"), [(2, GREEDY, "native"), (4, SAMPLED, "native"), (2, SAMPLED, "plugin")]
+)
 def test_the_networks_of_all_ranks_together_give_one_ranks_tokens(
-    trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int, samplings: Any
+    trt: ModuleType, checkpoints: tuple[Path, Path], num_ranks: int, samplings: Any, collectives: CollectiveMode
 ) -> None:
-    ours, theirs = open_ranks(trt, checkpoints, num_ranks)
+    ours, theirs = open_ranks(trt, checkpoints, num_ranks, collectives)
     expected, runs = trace(theirs, samplings, num_draft_tokens=(3, 0, 3))
     found, _ = trace(ours, samplings, num_draft_tokens=(3, 0, 3))
     assert integers(found) == integers(expected)

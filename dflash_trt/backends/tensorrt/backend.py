@@ -1,4 +1,4 @@
-"""The TensorRT backend: one rank, compiled into a plan."""
+"""The TensorRT backend: a plan per rank."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class TensorRTBackend:
         draft_lens: Sequence[int] | None = None,
     ) -> EngineExecutor:
         from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
-
-        assert ranks is None, "several ranks are unsupported"
+        from dflash_trt.backends.torch.process_group import ONE_RANK
 
         library = None if config.plugin_library is None else Path(config.plugin_library)
-        return TensorRTExecutor.open(engine, config, draft_lens=draft_lens, plugin_library=library)
+        return TensorRTExecutor.open(
+            engine, config, rank=rank, ranks=ranks or ONE_RANK, draft_lens=draft_lens, plugin_library=library
+        )
 
 
 BACKEND: Final = TensorRTBackend()

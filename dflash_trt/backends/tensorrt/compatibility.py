@@ -57,10 +57,12 @@ def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capabil
     return problems
 
 
-def spec_of(engine_dir: EngineDir) -> StepNetworkSpec:
-    """The network that the plan of this directory computes."""
-    return network_spec(engine_dir.manifest.pretrained_config, engine_dir.manifest.build_config)
+def spec_of(engine_dir: EngineDir, rank: int = 0) -> StepNetworkSpec:
+    """The network that the plan of a rank computes."""
+    config = engine_dir.manifest.pretrained_config
+    of_rank = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
+    return network_spec(of_rank, engine_dir.manifest.build_config)
 
 
-def plan_path(engine_dir: EngineDir) -> Path:
-    return engine_dir.path / plan_name(engine_dir.manifest.pretrained_config.mapping.rank)
+def plan_path(engine_dir: EngineDir, rank: int = 0) -> Path:
+    return engine_dir.path / plan_name(rank)

@@ -27,9 +27,11 @@ from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.tensorrt.buffers import EngineState, StepBuffers
+from dflash_trt.backends.tensorrt.communicator import Communicator
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 
@@ -63,6 +65,7 @@ class TensorRTExecutor:
         self.limits = limits
         self.page_plan: PagePlan  # set by `open`, which knows the memory
         self._owners: tuple[Any, ...] = ()  # the engine, and what must outlive it
+        self._communicator: Communicator | None = None  # of several ranks
         self._spec = spec
         self._stream = stream
         self._contexts = contexts
@@ -79,10 +82,12 @@ class TensorRTExecutor:
         engine_dir: EngineDir,
         config: RuntimeConfig,
         *,
+        rank: int = 0,
+        ranks: RankGroup = ONE_RANK,
         draft_lens: Sequence[int] | None = None,
         plugin_library: Path | None = None,
     ) -> TensorRTExecutor:
-        """Rank 0 of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
+        """One rank of an engine directory, on the current GPU. Without `use_drafter` no drafts are offered or verified.
 
         Verify blocks of every K in `draft_lens` are captured ahead; None: of the engine's largest. Contexts, with
         their activations, take memory before the pages do.
@@ -91,18 +96,21 @@ class TensorRTExecutor:
         Raises:
             CapacityError: see `plan_engine_pages`, or no room for the contexts.
             EngineDirError: no GPU, no TensorRT, no plugin library, an engine made for others, or one whose pages are
-                not written where they should be (see `canary`).
+                not written where they should be (see `canary`), or whose ranks exchange nothing (see
+                `exchange_check`).
+            RankError: NCCL failed.
         """
         from dflash_trt.backends.tensorrt.canary import check_pages
         from dflash_trt.backends.tensorrt.compatibility import check_identity, plan_path, spec_of
+        from dflash_trt.backends.tensorrt.exchange_check import check_exchange
         from dflash_trt.backends.tensorrt.module import load_tensorrt
 
         record, library = check_identity(engine_dir, plugin_library=plugin_library)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
         build = engine_dir.manifest.build_config
-        spec = replace(spec_of(engine_dir), plugins=record.plugins)
-        engine, owners = deserialize(plan_path(engine_dir), plugins=record.plugins, plugin_library=library)
+        spec = replace(spec_of(engine_dir, rank), plugins=record.plugins, collectives=record.collectives)
+        engine, owners = deserialize(plan_path(engine_dir, rank), plugins=record.plugins, plugin_library=library)
         check_engine_io(engine, spec)
         limits = ExecutorLimits(
             max_batch_size=build.max_batch_size,
@@ -117,6 +125,11 @@ class TensorRTExecutor:
         strategy = load_tensorrt("tensorrt").ExecutionContextAllocationStrategy.USER_MANAGED
         lens = (limits.max_draft_len,) if draft_lens is None else draft_lens
         captured = captured_shapes(spec, limits, lens)
+        communicator = None
+        if ranks.num_ranks > 1:
+            communicator = Communicator.join(ranks.shared_bytes, rank=rank, num_ranks=ranks.num_ranks)
+            communicator.check_sum(device, stream.cuda_stream)
+            engine = communicator.given_to(engine, mode=spec.collectives, plugin_library=library)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
         pages = plan_engine_pages(
             engine_dir.manifest,
@@ -125,12 +138,16 @@ class TensorRTExecutor:
             default_fraction=_FREE_MEMORY_FRACTION,
             num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
         )
+        pages = replace(pages, num_pages=ranks.smallest(pages.num_pages))
         limits = replace(limits, num_pages=pages.num_pages)
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
         executor._owners = (engine, *owners)
+        executor._communicator = communicator
         executor.warm_up()
         check_pages(executor)
+        if communicator is not None:
+            check_exchange(executor, rank=rank, num_ranks=ranks.num_ranks)
         return executor
 
     @torch.inference_mode()
@@ -182,6 +199,8 @@ class TensorRTExecutor:
             self._stream.synchronize()
         for name in ("graphs", "_contexts", "_owners", "state", "_buffers"):  # graphs before contexts, then the engine
             del vars(self)[name]
+        if self._communicator is not None:
+            self._communicator.close()
         if on_gpu:
             torch.cuda.empty_cache()
 

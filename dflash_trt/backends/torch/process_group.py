@@ -38,6 +38,10 @@ class RankGroup(Protocol):
         """Of the numbers that the ranks have."""
         ...
 
+    def shared_bytes(self, make: Callable[[], bytes], num_bytes: int) -> bytes:
+        """The `num_bytes` that rank 0 makes, on every rank."""
+        ...
+
 
 class OneRank:
     """Implements RankGroup without anybody else."""
@@ -53,6 +57,9 @@ class OneRank:
     def smallest(self, number: int) -> int:
         return number
 
+    def shared_bytes(self, make: Callable[[], bytes], num_bytes: int) -> bytes:
+        return make()
+
 
 ONE_RANK = OneRank()
 
@@ -64,8 +71,11 @@ class ProcessRanks:
     `num_calls` counts what was exchanged: ranks with the same count are at the same place.
     """
 
-    def __init__(self, group: Any, num_ranks: int, device: torch.device, *, opening_timeout: timedelta) -> None:
+    def __init__(
+        self, group: Any, rank: int, num_ranks: int, device: torch.device, *, opening_timeout: timedelta
+    ) -> None:
         self.num_ranks = num_ranks
+        self._rank = rank
         self.device = device
         self.num_calls = 0
         self._group = group
@@ -98,7 +108,7 @@ class ProcessRanks:
         options._timeout = timedelta(seconds=timeout_s)
         with _named_errors():
             group = make_group(store, rank, num_ranks, options)
-        ranks = cls(group, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s))
+        ranks = cls(group, rank, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s))
         ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
         return ranks
 
@@ -120,6 +130,11 @@ class ProcessRanks:
         options.timeout = self._opening_timeout
         self._exchange(self._group.allreduce, [tensor], options)
         return int(tensor.item())
+
+    def shared_bytes(self, make: Callable[[], bytes], num_bytes: int) -> bytes:
+        content = make() if self._rank == 0 else bytes(num_bytes)
+        summed = self.all_reduce(torch.tensor(list(content), dtype=torch.int32, device=self.device))
+        return bytes(summed.tolist())
 
     def abort(self) -> None:
         """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""

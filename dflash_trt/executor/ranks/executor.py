@@ -95,9 +95,14 @@ class RankedExecutor:
         run = partial(self._run, RunStep(plan=plan), lambda: self._local.submit(plan).result())
         return FinishedStep(run)
 
-    def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
-        """The target's logits after every token of one sequence; raises as `submit` does."""
-        return self._run(RunLogits(token_ids=tuple(token_ids)), lambda: self._local.target_logits(token_ids))
+    @property
+    def target_logits(self) -> Callable[[Sequence[int]], Tensor]:  # float [N, V]
+        """The target's logits after every token of one sequence; raises as `submit` does.
+
+        An AttributeError, as on one rank, where the backend returns none.
+        """
+        local = self._local.target_logits
+        return lambda token_ids: self._run(RunLogits(token_ids=tuple(token_ids)), lambda: local(token_ids))
 
     def close(self) -> None:
         """End the workers, and free this rank's weights and pages. Calling it again does nothing."""

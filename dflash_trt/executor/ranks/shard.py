@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.base import EngineExecutor, backend_of
+from dflash_trt.backends.base import EngineExecutor, backend_name, backend_of
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import StepResult
@@ -35,7 +35,7 @@ class ShardOptions:
 
 
 class ShardExecutor(EngineExecutor, Protocol):
-    """The executor of one rank, which can also return logits."""
+    """The executor of one rank, which can also return logits, unless it is TensorRT's."""
 
     def target_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
@@ -66,7 +66,7 @@ def open_shard(engine: EngineDir, rank: int, ranks: ProcessRanks, options: Shard
     def open_rank() -> EngineExecutor:
         return backend.open(engine, options.config, rank=rank, ranks=ranks, draft_lens=options.draft_lens)
 
-    backend = backend_of("cuda" if options.config.device == "cuda" else "torch")
+    backend = backend_of(backend_name(engine, options.config.device))
     executor = open_rank() if options.config.device == "cuda" else run_in_thread(open_rank)
     return cast(ShardExecutor, executor)
 

@@ -1,0 +1,52 @@
+"""A look at the collectives inside an engine while it is opened: does a rank's K/V depend on the other ranks?
+
+A collective that silently does nothing leaves a rank with its own partial sums, and all ranks still agree on the
+logits that they gather. So each rank in turn runs the same tokens twice, while the other ranks run the same and then
+others: its K/V of every layer after the first must change. What the sums should be is not known here.
+"""
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.tensorrt.canary import PagedExecutor
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.core.errors import EngineDirError
+
+_TOKENS, _OTHER_TOKENS = (1, 2, 1), (2, 1, 2)
+
+
+def check_exchange(executor: PagedExecutor, *, rank: int, num_ranks: int) -> None:
+    """Run it on all ranks at once, on executors that serve nobody, and zero their pages.
+
+    Raises:
+        EngineDirError: a state that no other rank has a part in.
+    """
+    alike, unchanged = _written(executor, _TOKENS), list[str]()
+    for alone in range(num_ranks):
+        found = _written(executor, _TOKENS if rank == alone else _OTHER_TOKENS)
+        if rank == alone:
+            unchanged = [name for name in list(alike)[1:] if bool((alike[name] == found[name]).all())]
+    executor.state.fill(0.0)
+    if unchanged:
+        raise EngineDirError.about(
+            f"collectives of rank {rank}",
+            expected=f"K/V of {unchanged[0]} that depend on all {num_ranks} ranks",
+            found="K/V of this rank alone: the engine's collectives do nothing",
+            hint="Build the engine again with --collectives plugin, and report it with this message.",
+        )
+
+
+def _written(executor: PagedExecutor, token_ids: tuple[int, ...]) -> dict[str, Tensor]:
+    """The first page of each state after these tokens, in float32."""
+    limits = executor.limits
+    executor.state.fill(0.0)
+    request = ScheduledRequest(
+        request_id="exchange check",
+        token_ids=token_ids[: min(limits.page_size, limits.max_num_tokens, limits.max_seq_len)],
+        context_len=0,
+        num_candidates=0,
+        page_ids=(0,),
+        sampling=StepSampling(),
+    )
+    run_batch(executor, StepBatch(requests=(request,), num_draft_tokens=limits.max_draft_len))
+    return {name: pages[0].to(torch.float32, copy=True) for name, pages in executor.state.pages.items()}

@@ -1,0 +1,69 @@
+"""`build --backend tensorrt --tp-size N`: every rank's network through TensorRT-RTX's real builder."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_trt.backends.tensorrt import build_rank
+from dflash_trt.backends.tensorrt.builder import PlanOptions
+from dflash_trt.cli.main import cli
+from dflash_trt.engine_dir import EngineDir
+from tests.factories import make_target, make_zlab_drafter
+
+RTX = PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability="SM120")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair whose columns are whole blocks of 16 on 4 ranks, with 2 K/V heads and 1."""
+    root = tmp_path_factory.mktemp("pair")
+    target = make_target(root / "target", vocab_size=64, tokenizer=False, num_hidden_layers=1, intermediate_size=128)
+    sizes = {"num_layers": 1, "target_layer_ids": (0,), "intermediate_size": 128, "num_key_value_heads": 1}
+    make_zlab_drafter(root / "drafter", target_dir=target, mask_token_id=63, **sizes)
+    prompts = [{"prompt_token_ids": [(i * k) % 60 for i in range(40)]} for k in (1, 7, 11, 13)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "quantization"),
+    [
+        (2, "nvfp4"),
+        pytest.param(2, "none", marks=pytest.mark.slow),
+        pytest.param(2, "fp8", marks=pytest.mark.slow),
+        pytest.param(4, "none", marks=pytest.mark.slow),
+        pytest.param(4, "fp8", marks=pytest.mark.slow),
+        pytest.param(4, "nvfp4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_for_every_rank_is_built_and_written(
+    trt: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, quantization: str
+) -> None:
+    monkeypatch.setattr(build_rank, "plan_options", lambda config, base_dir: RTX)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+    config = {
+        "target": str(root / "target"),
+        "drafter": str(root / "drafter"),
+        "backend": "tensorrt",
+        "tp_size": tp_size,
+        "max_batch_size": 2,
+        "max_num_tokens": 16,
+        "max_seq_len": 32,
+        "page_size": 8,
+        "max_draft_len": 2,
+    }
+    if quantization != "none":
+        config["quantization"] = {"target": quantization, "drafter": quantization, "kv_cache": "fp8"}
+        config["quantization"]["calibration"] = {"prompts": str(root / "prompts.jsonl")}
+    (tmp_path / "build.yaml").write_text(json.dumps(config))
+    result = CliRunner().invoke(cli, ["build", str(tmp_path / "build.yaml"), "-o", str(tmp_path / "engine")])
+    assert result.exit_code == 0, result.output
+    engine = EngineDir.open(tmp_path / "engine")
+    plans = [(engine.path / f"rank{rank}.engine").read_bytes() for rank in range(tp_size)]
+    assert min(map(len, plans)) > 50_000
+    assert len(set(plans)) == tp_size  # each with its own weights
+    record = engine.manifest.tensorrt
+    assert record is not None and record.collectives == "native"
