@@ -61,9 +61,3 @@ def test_collectives_of_plugins_need_the_plugin_library(target: Path, tmp_path: 
         result = invoke(*words, *more)
         assert result.exit_code == 2
         assert "collectives plugin needs backend tensorrt and plugins plugin" in result.stderr
-
-
-def test_a_check_of_several_ranks_is_refused(target: Path, invoke: Invoke) -> None:
-    checked = invoke("build", "--target", target, "--tp-size", "2", "--check")
-    assert checked.exit_code == 2
-    assert "--check: expected tp_size 1, found 2" in checked.stderr
