@@ -208,6 +208,12 @@ class TensorRTExecutor:
         """The pages as they are now, by state name; of plain layers with a scratch page at the end."""
         return dict(self.state.pages)
 
+    def inspect(self, trt: Any) -> str:
+        """The engine inspector's JSON; `trt` is the engine's module."""
+        engine, *_ = self._owners
+        information: str = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+        return information
+
     def _with_drafts(self, plan: StepPlan) -> StepPlan:
         """With the K of the engine's step: an engine with a drafter drafts a token at least."""
         num_drafts = max(plan.rows.num_draft_tokens, 1) if self._spec.has_drafts else 0
