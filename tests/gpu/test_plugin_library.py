@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.plugins.building import build_library
 from tests.plugins.c_api import LibraryError, PluginLibrary
-from tests.plugins.node_inputs import CASES, NODES, NodeInputs, StepCase
+from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, STATE, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
 pytestmark = [
@@ -49,13 +49,32 @@ def library() -> PluginLibrary:
     return PluginLibrary(built.kernels)
 
 
-def reference(node: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
-    """In float32 on the CPU, from the same rounded inputs; FP8 pages stay what they are."""
-    contracts = PluginReference().contracts
-    named = type("Node", (), {"name": node, "fields": fields})
-    is_network = {name: tensor.is_floating_point() and tensor.dtype != FP8 for name, tensor in inputs.items()}
-    given = [inputs[name].cpu().float() if is_network[name] else inputs[name].cpu() for name in contracts[node].inputs]
-    return PluginReference()(named, given)
+class Call:
+    """A node's inputs on the GPU. `run` gives its outputs, and the pages if it has any."""
+
+    def __init__(self, node: str, case: StepCase, *, seed: int = 0) -> None:
+        self.node, self.case = node, case
+        self.made = NodeInputs(case, torch.device("cuda"), seed=seed)
+        self.inputs, self.fields = getattr(self.made, NODES[node])()
+
+    def run(self, library: PluginLibrary) -> list[Tensor]:
+        return [*library(self.node, self.inputs, self.fields), *self.made.written]
+
+    def expected(self) -> list[Tensor]:
+        """In float32 on the CPU, from the same rounded inputs; FP8 pages stay what they are."""
+        pages = [_wide(tensor.cpu()).clone() for tensor in self.made.written]
+        given = {name: _wide(tensor.cpu()) for name, tensor in self.inputs.items()}
+        if pages:
+            given["state_pools"] = torch.zeros(NUM_STATES, dtype=torch.int64)
+            given["state_pools"][STATE] = pages[0].data_ptr()
+        reference = PluginReference()
+        named = type("Node", (), {"name": self.node, "fields": self.fields})
+        outputs = reference(named, [given[name] for name in reference.contracts[self.node].inputs])
+        return [*([] if self.node == "WriteDraftContext" else outputs), *pages]  # its output has no value
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype != FP8 else tensor
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -63,18 +82,13 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a.cpu().double() - b.double()).abs().max()) for a, b in pairs)
 
 
-def make(node: str, case: StepCase) -> tuple[dict[str, Tensor], dict[str, float]]:
-    inputs, fields = getattr(NodeInputs(case, torch.device("cuda")), NODES[node])()
-    return inputs, fields
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", GPU_CASES)
 @pytest.mark.parametrize("node", NODES)
 def test_a_node_gives_what_pytorch_gives(library: PluginLibrary, node: str, case: str, dtype: torch.dtype) -> None:
-    inputs, fields = make(node, replace(GPU_CASES[case], dtype=dtype))
-    expected = reference(node, inputs, fields)
-    found = library(node, inputs, fields)
+    call = Call(node, replace(GPU_CASES[case], dtype=dtype))
+    expected = call.expected()
+    found = call.run(library)
     assert difference(found, expected) <= TOLERANCES[dtype]
     if node != "SampleAndAccept":
         assert torch.equal(found[-1].cpu().float(), expected[-1].float()), "pages are copied, or divided and rounded"
@@ -82,43 +96,42 @@ def test_a_node_gives_what_pytorch_gives(library: PluginLibrary, node: str, case
 
 @pytest.mark.parametrize("node", NODES)
 def test_a_changed_input_is_noticed(library: PluginLibrary, node: str) -> None:
-    inputs, fields = make(node, GPU_CASES["verify"])
-    expected = reference(node, inputs, fields)
+    call = Call(node, GPU_CASES["verify"])
+    expected = call.expected()
     name = {"AttendPages": "k", "SampleAndAccept": "logits"}.get(node, "context_v")
-    inputs[name][0] = inputs[name][0].flip(-1)
-    assert difference(library(node, inputs, fields), expected) > SPOILT
+    call.inputs[name][0] = call.inputs[name][0].flip(-1)
+    assert difference(call.run(library), expected) > SPOILT
 
 
 @pytest.mark.parametrize("pages", ["large", "large, FP8 pages"])
 @pytest.mark.parametrize("node", NODES)
 def test_a_captured_call_replays_with_new_content(library: PluginLibrary, node: str, pages: str) -> None:
-    """Neither allocation nor synchronization: capture would fail. The replay reads lengths from the device."""
+    """Neither allocation nor synchronization: capture would fail. The replay reads lengths and the pages' address from
+    the device.
+    """
     case = replace(GPU_CASES[pages], dtype=torch.bfloat16)
-    inputs, fields = make(node, case)
-    library(node, inputs, fields)  # loads the kernels
+    call, fresh = Call(node, case), Call(node, case, seed=1)
+    call.run(library)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = library(node, inputs, fields)
-    fresh, _ = getattr(NodeInputs(case, torch.device("cuda"), seed=1), NODES[node])()
-    for name, tensor in inputs.items():
-        tensor.copy_(fresh[name])
-    expected = reference(node, fresh, fields)
+        outputs = library(node, call.inputs, call.fields)
+    for name, tensor in call.inputs.items():
+        tensor.copy_(fresh.inputs[name])
+    expected = fresh.expected()
     graph.replay()
     torch.cuda.synchronize()
-    assert difference(found, expected) <= TOLERANCES[torch.bfloat16]
+    assert difference([*outputs, *fresh.made.written], expected) <= TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("case", ["large", "large, FP8 pages"])
 def test_repeated_calls_give_equal_bits(library: PluginLibrary, case: str) -> None:
     for node in NODES:
-        results = []
-        for _ in range(2):
-            inputs, fields = make(node, replace(GPU_CASES[case], dtype=torch.bfloat16))
-            results.append([tensor.clone() for tensor in library(node, inputs, fields)])
+        calls = [Call(node, replace(GPU_CASES[case], dtype=torch.bfloat16)) for _ in range(2)]
+        results = [call.run(library) for call in calls]
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(*results, strict=True)), node
 
 
 def test_what_there_is_no_kernel_for_is_said(library: PluginLibrary) -> None:
-    inputs, fields = make("AttendPages", replace(GPU_CASES["verify"], head_dim=48))
+    call = Call("AttendPages", replace(GPU_CASES["verify"], head_dim=48))
     with pytest.raises(LibraryError, match="HEAD_DIM = 48"):
-        library("AttendPages", inputs, fields)
+        call.run(library)
