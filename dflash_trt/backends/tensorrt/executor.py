@@ -108,37 +108,20 @@ class TensorRTExecutor:
         record, library = check_identity(engine_dir, plugin_library=plugin_library)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
-        build = engine_dir.manifest.build_config
         spec = replace(spec_of(engine_dir, rank), plugins=record.plugins, collectives=record.collectives)
         engine, owners = deserialize(plan_path(engine_dir, rank), plugins=record.plugins, plugin_library=library)
         check_engine_io(engine, spec)
-        limits = ExecutorLimits(
-            max_batch_size=build.max_batch_size,
-            max_seq_len=build.max_seq_len,
-            max_num_tokens=build.max_num_tokens,
-            max_draft_len=spec.max_draft_len if config.use_drafter else 0,
-            page_size=spec.page_size,
-            num_pages=0,
-        )
         device, make_stream = torch.device("cuda"), cast("Any", torch.cuda.Stream)  # untyped in PyTorch
         stream = make_stream(device)
-        strategy = load_tensorrt("tensorrt").ExecutionContextAllocationStrategy.USER_MANAGED
-        lens = (limits.max_draft_len,) if draft_lens is None else draft_lens
-        captured = captured_shapes(spec, limits, lens)
-        communicator = None
-        if ranks.num_ranks > 1:
-            communicator = Communicator.join(ranks.shared_bytes, rank=rank, num_ranks=ranks.num_ranks)
-            communicator.check_sum(device, stream.cuda_stream)
+        communicator = _communicator(ranks, rank, device, stream)
+        if communicator is not None:
             engine = communicator.given_to(engine, mode=spec.collectives, plugin_library=library)
+        limits = _limits_without_pages(engine_dir, spec, config)
+        lens = (limits.max_draft_len,) if draft_lens is None else draft_lens
+        strategy = load_tensorrt("tensorrt").ExecutionContextAllocationStrategy.USER_MANAGED
+        captured = captured_shapes(spec, limits, lens)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
-        pages = plan_engine_pages(
-            engine_dir.manifest,
-            config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
-            free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
-            default_fraction=_FREE_MEMORY_FRACTION,
-            num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
-        )
-        pages = replace(pages, num_pages=ranks.smallest(pages.num_pages))
+        pages = _page_plan(engine_dir, spec, config, ranks)  # of what the contexts leave
         limits = replace(limits, num_pages=pages.num_pages)
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
@@ -247,3 +230,36 @@ def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: I
     least = min(1, most)  # K = 0 runs as 1
     lens = {min(max(length, least), most) for length in (*draft_lens, 0)}
     return [shape for length in sorted(lens) for shape in full_block_shapes(limits, num_draft_tokens=length)]
+
+
+def _communicator(ranks: RankGroup, rank: int, device: torch.device, stream: Any) -> Communicator | None:
+    """That of several ranks, after a sum over it."""
+    if ranks.num_ranks == 1:
+        return None
+    communicator = Communicator.join(ranks.shared_bytes, rank=rank, num_ranks=ranks.num_ranks)
+    communicator.check_sum(device, stream.cuda_stream)
+    return communicator
+
+
+def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConfig) -> ExecutorLimits:
+    build = engine_dir.manifest.build_config
+    return ExecutorLimits(
+        max_batch_size=build.max_batch_size,
+        max_seq_len=build.max_seq_len,
+        max_num_tokens=build.max_num_tokens,
+        max_draft_len=spec.max_draft_len if config.use_drafter else 0,
+        page_size=spec.page_size,
+        num_pages=0,
+    )
+
+
+def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConfig, ranks: RankGroup) -> PagePlan:
+    """Of this GPU's free memory, and no more pages than any other rank has."""
+    pages = plan_engine_pages(
+        engine_dir.manifest,
+        config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
+        free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
+        default_fraction=_FREE_MEMORY_FRACTION,
+        num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
+    )
+    return replace(pages, num_pages=ranks.smallest(pages.num_pages))
