@@ -17,8 +17,12 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from tests.engine_dir.building import build
+from tests.engines import PAGE_SIZE
 from tests.factories import make_target
+from tests.trt.fake_engine import USER_MANAGED, FakeEngine
+from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import make_pair
+from tests.trt.test_trt_executor import CPU, HOST_STREAM, RecordedGraphs
 
 PLAN = b"what TensorRT would have serialized"
 LIBRARY = b"plugins"
@@ -39,8 +43,8 @@ BUILT = BuiltPlan(
 
 
 @pytest.fixture
-def engine_path(tmp_path, monkeypatch):
-    """A directory that the build command wrote, with another plan and another library than TensorRT's."""
+def written_plan(monkeypatch, tmp_path):
+    """A build command that writes another plan and another library than TensorRT's. What it saw."""
     seen = []
 
     def build_plan(spec, limits, tensors, *, sink, options, progress, **others):
@@ -58,14 +62,22 @@ def engine_path(tmp_path, monkeypatch):
     monkeypatch.setattr(
         build_rank, "plan_options", lambda config, base_dir: PlanOptions(plugin_library=library, flavor="tensorrt_rtx")
     )
-    target, drafter = make_pair(tmp_path)
-    result = run_cli(
-        "build", "--target", target, "--drafter", drafter, "--backend", "tensorrt", "-o", tmp_path / "engine",
-        "--max-seq-len", 64, "--dtype", "float16",
-    )  # fmt: skip
+    return seen
+
+
+def build_directory(root, *options):
+    target, drafter = make_pair(root)
+    words = ("--target", target, "--drafter", drafter, "--backend", "tensorrt", "-o", root / "engine", *options)
+    result = run_cli("build", "--max-seq-len", 64, *words)
     assert result.exit_code == 0, result.output
-    assert seen == [("rank0.safetensors", (12, 64))]
-    return tmp_path / "engine"
+    return root / "engine"
+
+
+@pytest.fixture
+def engine_path(tmp_path, written_plan):
+    path = build_directory(tmp_path, "--dtype", "float16")
+    assert written_plan == [("rank0.safetensors", (12, 64))]
+    return path
 
 
 def run_cli(*arguments):
@@ -197,3 +209,35 @@ def test_float16_needs_the_tensorrt_backend(tmp_path):
     result = run_cli("build", "--target", tmp_path, "--dtype", "float16", "-o", tmp_path / "engine")
     assert result.exit_code == 2
     assert "dtype float16 needs backend tensorrt" in result.output
+
+
+def test_opening_makes_contexts_then_plans_pages_then_captures_and_looks_at_the_pages(
+    trt, tmp_path, written_plan, here, monkeypatch
+):
+    sizes = ("--page-size", PAGE_SIZE, "--max-batch-size", 4, "--max-num-tokens", 64, "--dtype", "float32")
+    path = build_directory(tmp_path, *sizes)
+    pair = tmp_path / "target", tmp_path / "drafter"
+    defined, nodes = define_with_plugins(trt, *pair)
+    limits = EngineDir.open(path).manifest.build_config
+    engine, contexts_when_planned, checked = FakeEngine(defined, limits, plugins=(nodes, PluginReference())), [], []
+    graphs = RecordedGraphs(engine)
+
+    def free_memory():
+        contexts_when_planned.append(len(engine.contexts))
+        return 1 << 22, 1 << 30
+
+    opened = "dflash_trt.backends.tensorrt.executor"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_memory)
+    monkeypatch.setattr(f"{opened}.deserialize", lambda *arguments, **options: (engine, ()))
+    monkeypatch.setattr(f"{opened}._gpu", lambda: (CPU, HOST_STREAM))
+    monkeypatch.setattr(f"{opened}.CudaCapture", lambda stream: graphs)
+    strategies = SimpleNamespace(USER_MANAGED=USER_MANAGED)
+    module = SimpleNamespace(ExecutionContextAllocationStrategy=strategies)
+    monkeypatch.setattr("dflash_trt.backends.tensorrt.module.load_tensorrt", lambda flavor: module)
+    monkeypatch.setattr("dflash_trt.backends.tensorrt.canary.check_pages", checked.append)
+    executor = open_executor(EngineDir.open(path), RuntimeConfig())
+    num_graphs = 2 * len([1, 2, 4])  # of K = 3, and of K = 1 for steps without drafts
+    assert contexts_when_planned == [num_graphs + 2] == [len(engine.contexts)]
+    assert executor.graphs.num_graphs == num_graphs
+    assert checked == [executor]
+    assert executor.page_plan.num_pages == executor.limits.num_pages > 0

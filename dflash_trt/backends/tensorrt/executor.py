@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ class TensorRTExecutor:
         spec = replace(spec_of(engine_dir, rank), plugins=record.plugins, collectives=record.collectives)
         engine, owners = deserialize(plan_path(engine_dir, rank), plugins=record.plugins, plugin_library=library)
         check_engine_io(engine, spec)
-        device, make_stream = torch.device("cuda"), cast("Any", torch.cuda.Stream)  # untyped in PyTorch
-        stream = make_stream(device)
+        device, stream = _gpu()
         communicator = _communicator(ranks, rank, device, stream)
         if communicator is not None:
             engine = communicator.given_to(engine, mode=spec.collectives, plugin_library=library)
@@ -230,6 +229,12 @@ def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: I
     least = min(1, most)  # K = 0 runs as 1
     lens = {min(max(length, least), most) for length in (*draft_lens, 0)}
     return [shape for length in sorted(lens) for shape in full_block_shapes(limits, num_draft_tokens=length)]
+
+
+def _gpu() -> tuple[torch.device, Any]:
+    """The current one, and a stream of its own for the steps."""
+    make_stream: Any = torch.cuda.Stream  # untyped in PyTorch
+    return torch.device("cuda"), make_stream()
 
 
 def _communicator(ranks: RankGroup, rank: int, device: torch.device, stream: Any) -> Communicator | None:
