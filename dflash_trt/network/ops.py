@@ -182,7 +182,8 @@ class Ops(Protocol[T]):
     def attend(self, q: T, k: T, v: T, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None) -> T:
         """Attend q [N, heads, D] over the pages of each row's request and over the rows' own k, v [N, kv_heads, D].
 
-        Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale` and masked by `gqa.mask`.
+        Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale`, capped by `gqa.softcap` and
+        masked by `gqa.mask`.
         `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
         """
         ...

@@ -68,7 +68,8 @@ def attend_rows(
     """F [rows, heads, D]: softmax over the visible keys, and over the head's sink if there is one."""
     heads_per_kv = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(heads_per_kv, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * q.shape[2] ** -0.5
+    scale = q.shape[2] ** -0.5 if options.score_scale is None else options.score_scale
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     lag = (positions[:, None] - key_positions[None, :]).to(q.device)

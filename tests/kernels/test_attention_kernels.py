@@ -41,6 +41,7 @@ STEPS = {
     "window over splits": Step(rows=(2, 4), contexts=(700, 40), options=AttentionOptions(window=300)),
     "sinks": Step(rows=(2, 4), contexts=(500, 0), options=AttentionOptions(sinks=SINKS)),
     "softcap": Step(rows=(2, 4), contexts=(150, 3), options=AttentionOptions(softcap=1.5)),
+    "score scale": Step(rows=(2, 4), contexts=(150, 3), options=AttentionOptions(score_scale=0.4)),
     "window, sinks and softcap": Step(
         rows=(4, 1), contexts=(333, 20), options=AttentionOptions(window=50, sinks=SINKS, softcap=2.0)
     ),
@@ -182,6 +183,7 @@ PERTURBATIONS: dict[str, tuple[str, Callable[[Step], Step]]] = {
     "one key too few in the window": ("window over splits", _one_key_too_few),
     "no sinks": ("sinks", lambda step: replace(step, options=AttentionOptions())),
     "no softcap": ("softcap", lambda step: replace(step, options=AttentionOptions())),
+    "no score scale": ("score scale", lambda step: replace(step, options=AttentionOptions())),
     "another k_scale": ("FP8 pages, float32", lambda step: replace(step, options=AttentionOptions(v_scale=1.5))),
     "another v_scale": ("FP8 pages, float32", lambda step: replace(step, options=AttentionOptions(k_scale=0.5))),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.torch import moe as torch_moe
-from dflash_trt.backends.torch.attention import attend_rows, plan_attention
+from dflash_trt.backends.torch.attention import Scores, attend_rows, plan_attention
 from dflash_trt.backends.torch.moe import (
     Choice,
     chosen_experts,
@@ -126,7 +126,8 @@ def test_a_row_gets_the_same_alone_and_among_others(moe: Moe) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_sinks_take_their_share_of_the_softmax(window: int | None) -> None:
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.8}, {"score_scale": 0.6}, {"softcap": 0.8, "score_scale": 0.6}])
+def test_sinks_take_their_share_of_the_softmax(window: int | None, options: dict[str, float]) -> None:
     context_lens, width, heads = [3, 30, 17], 3, 4
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(len(context_lens) * width, heads, 16, generator=generator)
@@ -135,13 +136,23 @@ def test_sinks_take_their_share_of_the_softmax(window: int | None) -> None:
     sinks = torch.randn(heads, generator=generator)
     inputs = _inputs(context_lens, width)
     plan = plan_attention(inputs, page_size=PAGE_SIZE, num_draft_tokens=width - 1)
-    found = attend_rows(plan, q, k, v, cache_of(pages), AttentionMask(window=window), sinks)
+
+    def scores(sinks: torch.Tensor | None) -> Scores:
+        return Scores(sinks=sinks, scale=options.get("score_scale"), softcap=options.get("softcap"))
+
+    found = attend_rows(plan, q, k, v, cache_of(pages), AttentionMask(window=window), scores(sinks))
     requests = RequestTensors(
         token_offsets=inputs.token_offsets, context_lens=inputs.context_lens, page_table=inputs.page_table
     )
 
-    def reference(sinks: torch.Tensor) -> torch.Tensor:  # the pages are written by now
-        return reference_attention.attend_pages(q, pages, requests, AttentionOptions(window=window, sinks=sinks))
+    def reference(sinks: torch.Tensor | None, **options: float) -> torch.Tensor:  # the pages are written by now
+        given = AttentionOptions(window=window, sinks=sinks, **options)
+        return reference_attention.attend_pages(q, pages, requests, given).flatten(1)
 
-    torch.testing.assert_close(found, reference(sinks).flatten(1), rtol=0, atol=1e-6)
-    assert (found - reference(sinks.roll(1)).flatten(1)).abs().max() > 0.01
+    torch.testing.assert_close(found, reference(sinks, **options), rtol=0, atol=1e-6)
+    assert (found - reference(sinks.roll(1), **options)).abs().max() > 0.01
+    for name in options:
+        others = {key: value for key, value in options.items() if key != name}
+        assert (found - reference(sinks, **others)).abs().max() > 0.01
+    found = attend_rows(plan, q, k, v, cache_of(pages), AttentionMask(window=window), scores(None))
+    torch.testing.assert_close(found, reference(None, **options), rtol=0, atol=1e-6)

@@ -366,6 +366,7 @@ def _options(cache: Cache[Any], gqa: Gqa, sinks: Value | None) -> AttentionOptio
         is_causal=gqa.mask.is_causal,
         is_window_anchored=gqa.mask.is_window_anchored,
         score_scale=gqa.scale,
+        softcap=gqa.softcap,
         sinks=None if sinks is None else _tensor(sinks).float(),
         k_scale=scales.k,
         v_scale=scales.v,

@@ -136,7 +136,8 @@ class TorchOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         attend: Any = torch_attention.attend_rows if rows.keeps_kv else torch_attention.attend_blocks
-        attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, sinks, scale=gqa.scale)
+        scores = torch_attention.Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks)
+        attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:

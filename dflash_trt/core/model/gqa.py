@@ -31,8 +31,9 @@ class AttentionMask(Frozen):
 class Gqa(Frozen):
     """Grouped-query attention of one layer. Sizes are those of the whole model, before sharding.
 
-    `scale` multiplies the scores; None means head_dim ** -0.5. `has_qk_norm`: an RMSNorm over each head of q and k,
-    before RoPE. `has_sinks`: the softmax of a head has one more logit, without a value (gpt-oss).
+    `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then turns a score s into c * tanh(s / c)
+    (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE. `has_sinks`: the softmax of a head has
+    one more logit, without a value (gpt-oss).
     """
 
     kind: Literal["gqa"] = "gqa"
@@ -42,6 +43,7 @@ class Gqa(Frozen):
     rope: RopeSpec
     mask: AttentionMask = AttentionMask()
     scale: Scale | None = None
+    softcap: Scale | None = None
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
     has_o_bias: bool = False
