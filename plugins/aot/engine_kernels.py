@@ -1,7 +1,8 @@
 """Contents of a plugin library for one engine: the kernel variants that its plugins may launch, and no others.
 
-Knows what an engine's config decides. Heads of K/V, windows, masks and scales are arguments of the kernels, so that
-layers differ only in head_dim, in what their pages hold, and in the tiles that their groups of query heads fill.
+Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
+that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, and in the tiles that their
+groups of query heads fill.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class LayerKernels:
     page_dtype: DType
     heads_per_kv: int
     max_rows: int
+    has_softcap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ class EngineKernels:
                     page_dtype=page_dtype,
                     head_dim=layer.head_dim,
                     has_block=layer.is_drafter,
+                    has_softcap=layer.has_softcap,
                     max_requests=self.max_batch_size,
                     tiles=_tiles(dtype, layer),
                 )
@@ -146,6 +149,7 @@ def _layers(
             page_dtype=state.dtype,
             heads_per_kv=layer.mixer.num_heads // mapping.tp_size // num_kv_heads,
             max_rows=max_rows,
+            has_softcap=layer.mixer.softcap is not None,
         )
 
 

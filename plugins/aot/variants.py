@@ -3,6 +3,7 @@
 Knows the launchers' `*_variants` functions and which of their sizes are compiled in. Refuses two variants of one name.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Final
@@ -20,6 +21,7 @@ from plugins.aot.variant import KernelVariant, unique_variants
 
 FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
 PAGE_TYPES: Final = ("network", "float8_e4m3fn")  # network: that of the activations
+SOFTCAPS: Final = ("without", "with")  # of attention scores
 HEAD_DIMS: Final = (64, 128, 256)
 MAX_REQUESTS: Final = (256,)
 TILES: Final = (16, 32, 64, 128)
@@ -39,6 +41,7 @@ class LibrarySpec:
 
     dtypes: tuple[str, ...] = FLOAT_TYPES
     pages: tuple[str, ...] = PAGE_TYPES
+    softcaps: tuple[str, ...] = ("without",)  # no supported family has one
     head_dims: tuple[int, ...] = HEAD_DIMS
     max_requests: tuple[int, ...] = MAX_REQUESTS
     tiles: tuple[int, ...] = TILES
@@ -50,7 +53,7 @@ class LibrarySpec:
             if not getattr(self, item.name):
                 name = "--" + item.name.replace("_", "-")
                 raise ConfigError.about(name, expected="one value or more", found="none", hint="Leave it out.")
-        for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES)):
+        for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES), ("softcaps", SOFTCAPS)):
             for value in getattr(self, name):
                 if value not in known:
                     expected = f"some of {', '.join(known)}"
@@ -99,13 +102,14 @@ def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
 def _attention(
     dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, spec: LibrarySpec
 ) -> Iterator[KernelVariant]:
-    for has_block in (False, True):
+    for has_block, softcap in itertools.product((False, True), spec.softcaps):
         for num_requests in spec.max_requests:
             yield from attention_variants(
                 dtype=dtype,
                 page_dtype=page_dtype,
                 head_dim=head_dim,
                 has_block=has_block,
+                has_softcap=softcap == "with",
                 max_requests=num_requests,
                 tiles=tiles_of(dtype, spec.tiles),
             )

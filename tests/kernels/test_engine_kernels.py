@@ -60,6 +60,16 @@ def test_every_tile_that_the_launcher_chooses_is_there_and_no_other(heads_per_kv
         assert attention_tiles(replace(PAIR, layers=layers), part) == chosen
 
 
+def test_a_layer_with_a_soft_cap_has_attention_kernels_of_its_own_and_nothing_else() -> None:
+    plain, capped = (set(names(replace(PAIR, layers=(replace(TARGET, has_softcap=cap),)))) for cap in (False, True))
+    attention = {name for name in plain if name.startswith("attention_bfloat16_bfloat16_step")}
+    assert len(attention) == 4
+    assert plain - capped == attention
+    assert capped - plain == {name.replace("_step_", "_softcap_step_") for name in attention}
+    full = {variant.name for variant in library_variants(LibrarySpec(softcaps=("without", "with")))}
+    assert capped <= full and not capped <= {variant.name for variant in library_variants(LibrarySpec())}
+
+
 def test_layers_that_differ_in_head_dim_or_pages_have_kernels_of_their_own() -> None:
     fp8 = replace(TARGET, page_dtype="float8_e4m3fn")
     wide = replace(TARGET, head_dim=256)
