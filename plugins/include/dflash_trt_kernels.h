@@ -45,6 +45,8 @@ extern "C"
         int32_t page_type;
         float k_scale; /* 1 for pages of F */
         float v_scale;
+        float softcap;     /* c: scores become c * tanh(s / c); 0: none */
+        float score_scale; /* usually head_dim^-0.5; like softcap not read by dflash_trt_write_draft_context */
         int32_t heads; /* not read by dflash_trt_write_draft_context */
         int32_t kv_heads;
         int32_t head_dim;
@@ -52,6 +54,7 @@ extern "C"
         int32_t window;             /* 0: none */
         int32_t is_causal;          /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t is_window_anchored; /* of dflash_trt_attend_draft; 0 or 1 */
+        int32_t has_sinks;          /* of dflash_trt_attend_pages; 0 or 1 */
         int32_t num_tokens;
         int32_t num_requests;
         int32_t block_rows;        /* S, of dflash_trt_attend_draft */
@@ -69,6 +72,7 @@ extern "C"
         int32_t const* token_offsets;
         int32_t const* context_lens;
         int32_t const* page_table;
+        float const* sinks; /* of each query head; not read without has_sinks */
         void* attended;
     } dflash_trt_attend_pages_buffers;
 

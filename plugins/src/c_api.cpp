@@ -73,6 +73,16 @@ StepShape step_of(dflash_trt_attention_shape const& shape)
     return {shape.num_tokens, shape.num_requests, shape.block_rows, shape.pages_per_request};
 }
 
+bool has_softcap(dflash_trt_attention_shape const& shape)
+{
+    return shape.softcap > 0.0F;
+}
+
+AttentionOptions options_of(dflash_trt_attention_shape const& shape, AttentionMask const& mask)
+{
+    return {mask, shape.score_scale, shape.softcap, shape.has_sinks != 0};
+}
+
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
@@ -90,12 +100,16 @@ using namespace dflash_trt; // the functions of this file have C names
 
 int32_t dflash_trt_attend_pages_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
 {
-    return guarded([&] { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), false); });
+    return guarded(
+        [&]
+        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {false, has_softcap(*shape)}); });
 }
 
 int32_t dflash_trt_attend_draft_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
 {
-    return guarded([&] { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), true); });
+    return guarded(
+        [&]
+        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {true, has_softcap(*shape)}); });
 }
 
 int32_t dflash_trt_sample_and_accept_workspace(dflash_trt_sampling_shape const* shape, size_t* num_bytes)
@@ -111,10 +125,11 @@ int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& b = required(buffers);
+            auto const options = options_of(sizes, {sizes.window, true, false});
             auto const launches =
-                prepare_attend_pages(geometry_of(sizes), sizes.heads, sizes.window, step_of(sizes), Device::current());
+                prepare_attend_pages(geometry_of(sizes), sizes.heads, options, step_of(sizes), Device::current());
             void const* const inputs[] = {
-                b.q, b.k, b.v, b.state_pools, b.positions, b.token_offsets, b.context_lens, b.page_table};
+                b.q, b.k, b.v, b.state_pools, b.positions, b.token_offsets, b.context_lens, b.page_table, b.sinks};
             void* const outputs[] = {b.attended};
             run(launches, {inputs, outputs, workspace}, stream);
         });
@@ -128,9 +143,10 @@ int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& b = required(buffers);
-            AttentionMask const mask{sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0};
+            auto const options =
+                options_of(sizes, {sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0});
             auto const launches =
-                prepare_attend_draft(geometry_of(sizes), sizes.heads, mask, step_of(sizes), Device::current());
+                prepare_attend_draft(geometry_of(sizes), sizes.heads, options, step_of(sizes), Device::current());
             void const* const inputs[] = {b.context_k, b.context_v, b.q, b.block_k, b.block_v, b.state_pools,
                 b.positions, b.token_offsets, b.page_table, b.next_context_lens};
             void* const outputs[] = {b.attended};

@@ -244,6 +244,10 @@ void check_configuration(Plugin const& plugin, Node node)
     bool const is_target = node.name == "AttendPages";
     refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
     refuses("page_table", 0, 100000, "REQUESTS");
+    if (is_target)
+    {
+        refuses("sinks", 0, kHeads + 1, "sinks: expected [4]");
+    }
     refuses(is_target ? "v" : "context_v", 1, 3, is_target ? "v" : "context_v");
 }
 

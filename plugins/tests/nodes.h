@@ -52,6 +52,8 @@ inline std::vector<Node> make_nodes(
     Field const page_type{"page_type", has_fp8_pages ? 1 : 0};
     Field const k_scale{"k_scale", has_fp8_pages ? 0.02F : 1.0F};
     Field const v_scale{"v_scale", has_fp8_pages ? 0.3F : 1.0F};
+    Field const softcap{"softcap", 0.0F};
+    Field const score_scale{"score_scale", 0.25F};
     Tensor const positions{"positions", {num_tokens}, i32};
     Tensor const token_offsets{"token_offsets", {kRequests + 1}, i32};
     Tensor const page_table{"page_table", {kRequests, kPagesPerRequest}, i32};
@@ -62,13 +64,15 @@ inline std::vector<Node> make_nodes(
     auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
     int64_t const block = kRequests * kWidth;
     return {
-        {"AttendPages", {state, page_type, {"page_size", 4}, {"window", 0}, k_scale, v_scale},
+        {"AttendPages",
+            {state, page_type, {"page_size", 4}, {"window", 0}, {"has_sinks", 1}, k_scale, v_scale, softcap,
+                score_scale},
             {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
-                positions, token_offsets, per_request("context_lens", i32), page_table},
+                positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},
             {attended(num_tokens)}, 3},
         {"AttendDraft",
             {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale,
-                v_scale},
+                v_scale, softcap, score_scale},
             {rows("context_k", num_tokens, kKvHeads), rows("context_v", num_tokens, kKvHeads), rows("q", block, kHeads),
                 rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pools, positions, token_offsets,
                 page_table, next_context_lens},

@@ -12,10 +12,10 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (
-    "heads kv_heads head_dim page_size window is_causal is_window_anchored"
+    "heads kv_heads head_dim page_size window is_causal is_window_anchored has_sinks"
     " num_tokens num_requests block_rows pages_per_request state"
 )
-_PAGES = "q k v state_pools positions token_offsets context_lens page_table attended"
+_PAGES = "q k v state_pools positions token_offsets context_lens page_table sinks attended"
 _DRAFT = (
     "context_k context_v q block_k block_v state_pools positions token_offsets page_table next_context_lens attended"
 )
@@ -28,7 +28,7 @@ def _structure(name: str, fields: str, type_: Any) -> Any:
 class AttentionShape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("float_type", "page_type")),
-        *((name, ctypes.c_float) for name in ("k_scale", "v_scale")),
+        *((name, ctypes.c_float) for name in ("k_scale", "v_scale", "softcap", "score_scale")),
         *((name, ctypes.c_int32) for name in _ATTENTION.split()),
     )
 
@@ -141,6 +141,8 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         page_type=int(fields["page_type"]),
         k_scale=fields["k_scale"],
         v_scale=fields["v_scale"],
+        softcap=fields.get("softcap", 0.0),
+        score_scale=fields.get("score_scale", 0.0),
         heads=kv_heads if q is None else q.shape[1],
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -148,6 +150,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         window=int(fields.get("window", 0)),
         is_causal=int(fields.get("is_causal", 1)),
         is_window_anchored=int(fields.get("is_window_anchored", 0)),
+        has_sinks=int(fields.get("has_sinks", 0)),
         num_tokens=len(x["positions"]),
         num_requests=num_requests,
         block_rows=0 if q is None else len(q) // num_requests,

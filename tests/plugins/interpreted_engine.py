@@ -15,6 +15,7 @@ from typing import Any
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import pytest
 import tensorrt_rtx
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from tests.plugins.interpreted_library import InterpretingDriver
 from tests.traces import GREEDY, integers, trace
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN
+from tests.trt.test_attention_scores import SCORES, score_as
 from tests.trt.test_plugins import define_with_plugins
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM, LIMITS
@@ -98,6 +100,12 @@ def past_the_own_pages(executor: Any) -> str:
     return canary(executor)
 
 
+def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
+    expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
+    return integers(found) == integers(expected)
+
+
 def main() -> dict[str, Any]:
     library_path, driver_path, manifest_path, root = (Path(argument) for argument in sys.argv[1:])
     driver = InterpretingDriver(driver_path, json.loads(manifest_path.read_text()))
@@ -108,9 +116,10 @@ def main() -> dict[str, Any]:
     for name, pages in (("float32", None), ("FP8", FP8_PAGES)):
         ours = open_engine(pair, nodes, pages=pages)
         results["canary"][name] = canary(ours)
-        theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
-        expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
-        results["tokens"][name] = integers(found) == integers(expected)
+        results["tokens"][name] = same_tokens(ours, pair, pages=pages)
+    with pytest.MonkeyPatch.context() as patch:
+        score_as(patch, SCORES["sinks, a scale and a soft cap"])
+        results["tokens"]["sinks, a scale and a soft cap"] = same_tokens(open_engine(pair, nodes), pair)
     results["canary"]["without drafts"] = canary(open_engine(pair, nodes, max_draft_len=0))
     results["canary"]["an address of 0"] = without_address(pair, nodes)
     results["canary"]["one state twice"] = canary(open_engine(pair, nodes, spoil=of_one_state_twice))

@@ -27,7 +27,7 @@ from dflash_trt.core.dtype import torch_dtype, triton_type
 from plugins.aot.variants import LibrarySpec, library_variants
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
-from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, NodeInputs, StepCase
+from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SCORE_FIELDS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
 POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int64")
@@ -152,6 +152,9 @@ def main() -> dict[str, Any]:
             case = CASES["FP8 pages"]
             other_fields = {name: 1.5 * case.scales[name]}
             results["spoilt"][f"{node}, {name}"] = compare(library, node, case, other_fields=other_fields)
+    for (node, name), (case_name, value) in SCORE_FIELDS.items():
+        found = compare(library, node, CASES[case_name], other_fields={name: value})
+        results["spoilt"][f"{node}, {name}"] = found
     for name in ANCHORED:
         other_fields = {"is_window_anchored": 0.0}
         results["spoilt"][name] = compare(library, "AttendDraft", CASES[name], other_fields=other_fields)
@@ -177,6 +180,8 @@ def refusals(library: Any, driver: InterpretingDriver) -> dict[str, str]:
 
     found = {
         "head_dim": message(replace(case, head_dim=48)),
+        "score_scale": message(replace(case, score_scale=-1.0)),
+        "softcap": message(replace(case, softcap=-1.0)),
         "odd head_dim": message(replace(case, head_dim=24)),
         "dtype": message(replace(case, dtype=torch.bfloat16)),
         "page_size": message(replace(case, page_size=6)),

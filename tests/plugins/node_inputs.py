@@ -30,10 +30,18 @@ class StepCase:
     page_dtype: torch.dtype | None = None  # None: dtype
     k_scale: float = 1.0
     v_scale: float = 1.0
+    softcap: float = 0.0
+    score_scale: float | None = None  # None: head_dim ** -0.5
+    has_sinks: int = 0
 
     @property
     def scales(self) -> dict[str, float]:
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @property
+    def scores(self) -> dict[str, float]:
+        scale = self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+        return {"softcap": self.softcap, "score_scale": scale}
 
 
 CASES = {
@@ -49,9 +57,23 @@ CASES = {
     "FP8 pages": StepCase(
         num_tokens=(3, 11), context_lens=(14, 5), width=3, page_dtype=torch.float8_e4m3fn, k_scale=0.02, v_scale=0.3
     ),
+    "sinks": StepCase(num_tokens=(3, 33), context_lens=(14, 0), width=3, window=6, has_sinks=1),
+    "soft cap": StepCase(num_tokens=(3, 33), context_lens=(14, 5), width=3, softcap=1.5),
+    "score scale": StepCase(num_tokens=(3, 3), context_lens=(14, 5), width=3, score_scale=0.6),
+    "sinks, soft cap and scale": StepCase(
+        num_tokens=(4, 4), context_lens=(17, 2), width=4, softcap=2.0, score_scale=0.4, has_sinks=1
+    ),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
 ANCHORED = ("anchored window", "causal anchored window")
+# A case of the field, and another value of it.
+SCORE_FIELDS = {
+    ("AttendPages", "has_sinks"): ("sinks", 0),
+    ("AttendPages", "softcap"): ("soft cap", 0.0),
+    ("AttendPages", "score_scale"): ("score scale", 0.25),
+    ("AttendDraft", "softcap"): ("soft cap", 0.0),
+    ("AttendDraft", "score_scale"): ("score scale", 0.25),
+}
 # Heads and pages are nothing to sampling.
 SAMPLING_CASES = ("verify", "prefill", "window", "one token")
 # Plugin names, and the methods that make their inputs.
@@ -88,7 +110,8 @@ class NodeInputs:
         kv = (rows, case.kv_heads, case.head_dim)
         inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
         inputs |= {"state_pools": self._pools(), "context_lens": self._integers(case.context_lens)}
-        return inputs | self._layout(), self._page_fields() | {"window": case.window}
+        inputs |= self._layout() | {"sinks": self._sinks()}
+        return inputs, self._page_fields() | case.scores | {"window": case.window, "has_sinks": case.has_sinks}
 
     def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)
@@ -104,7 +127,7 @@ class NodeInputs:
         inputs |= {"q": self._floats(rows, case.heads, case.head_dim)}
         inputs |= {"block_k": self._floats(*kv), "block_v": self._floats(*kv)}
         names = ("window", "is_causal", "is_window_anchored")
-        return inputs, fields | {name: getattr(case, name) for name in names}
+        return inputs, fields | case.scores | {name: getattr(case, name) for name in names}
 
     def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Requests of at least `width` rows verify; drafts agree with the largest logit two times in three."""
@@ -153,6 +176,11 @@ class NodeInputs:
         order = torch.randperm(self._num_pages, generator=self._random)[: self._num_pages - 3]
         table = order.view(len(case.num_tokens), self._pages_per_request).int().to(self._device)
         return {"positions": self._integers(positions), "token_offsets": self._integers(offsets), "page_table": table}
+
+    def _sinks(self) -> Tensor:  # float32 [heads]
+        """NaN where they must not be read."""
+        sinks = 1.0 + torch.randn(self.case.heads, generator=self._random)
+        return sinks.mul(1.0 if self.case.has_sinks else torch.nan).to(self._device)
 
     def _next(self) -> Tensor:
         """After acceptance: the context and one row at least, all rows at most."""

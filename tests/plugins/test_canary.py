@@ -23,9 +23,9 @@ def results(built: BuiltLibrary, tmp_path_factory: pytest.TempPathFactory) -> di
     return found
 
 
-@pytest.mark.parametrize("pages", ["float32", "FP8"])
-def test_whole_steps_through_the_librarys_launches_give_torchs_tokens(results: dict[str, Any], pages: str) -> None:
-    assert results["tokens"][pages] is True
+@pytest.mark.parametrize("engine", ["float32", "FP8", "sinks, a scale and a soft cap"])
+def test_whole_steps_through_the_librarys_launches_give_torchs_tokens(results: dict[str, Any], engine: str) -> None:
+    assert results["tokens"][engine] is True
 
 
 @pytest.mark.parametrize("engine", ["float32", "FP8", "without drafts"])

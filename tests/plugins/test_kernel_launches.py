@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.building import BuiltLibrary, run_python
-from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS
+from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
 TOLERANCE = 5e-6
@@ -37,6 +37,18 @@ def test_a_changed_input_is_noticed(results: dict[str, Any], node: str) -> None:
 @pytest.mark.parametrize("node", ["AttendPages", "AttendDraft"])
 def test_another_scale_of_fp8_pages_is_noticed(results: dict[str, Any], node: str, scale: str) -> None:
     assert results["spoilt"][f"{node}, {scale}"] > SPOILT
+
+
+@pytest.mark.parametrize(("node", "field"), SCORE_FIELDS)
+def test_another_score_is_noticed(results: dict[str, Any], node: str, field: str) -> None:
+    assert results["spoilt"][f"{node}, {field}"] > SPOILT
+
+
+def test_a_soft_cap_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    for node in ("AttendPages", "AttendDraft"):
+        for case, is_capped in (("soft cap", True), ("score scale", False)):
+            launched = results["launches"][f"{node}, {case}"]
+            assert any("softcap" in name for name in launched) == is_capped
 
 
 @pytest.mark.parametrize("case", ANCHORED)
@@ -78,6 +90,8 @@ def test_a_vocabulary_of_a_multiple_of_16_takes_the_kernels_made_for_it(results:
     ("what", "message"),
     [
         ("head_dim", r"expected .*HEAD_DIM = 48.*, found only attention_float32_"),
+        ("score_scale", "score_scale: expected more than 0, found -1"),
+        ("softcap", "softcap: expected 0 or more, found -1"),
         ("odd head_dim", "head_dim: expected a multiple of 16, found 24"),
         ("dtype", r"expected attended \*bf16"),
         ("page_size", "page_size: expected a power of two, found 6"),

@@ -157,8 +157,8 @@ class NetworkInterpreter:
         return lambda given: [function(given[0])]
 
     def _activation(self, layer: Any) -> Step:
-        assert layer.type.name == "SIGMOID"
-        return lambda given: [torch.sigmoid(given[0])]
+        function = {"SIGMOID": torch.sigmoid, "TANH": torch.tanh}[layer.type.name]
+        return lambda given: [function(given[0])]
 
     def _select(self, layer: Any) -> Step:
         def select(given: list[Tensor]) -> list[Tensor]:

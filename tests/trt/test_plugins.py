@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.plugins import NO_WINDOW, PLUGINS, PluginLowering
+from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import StepSampling
@@ -63,7 +63,8 @@ class PluginReference:
         pages = _pages(x, settings, like=x["k"])
         attention = AttentionMask(window=_window(settings))
         given = (x["q"], x["k"], x["v"], _scaled(pages, settings))
-        return [torch.cat([torch_attention.attend_rows(plan, *given, attention), padding])]
+        scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
+        return [torch.cat([torch_attention.attend_rows(plan, *given, attention, scores), padding])]
 
     def _attend_draft(self, x, settings):
         self._write_draft_context(x, settings)
@@ -75,7 +76,7 @@ class PluginReference:
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
         attention = AttentionMask(window=_window(settings), **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
-        return [torch_attention.attend_blocks(plan, *given, attention)]
+        return [torch_attention.attend_blocks(plan, *given, attention, _scores(settings))]
 
     def _write_draft_context(self, x, settings):
         page_size, pages = settings["page_size"], _pages(x, settings, like=x["context_k"])
@@ -116,6 +117,11 @@ def _scaled(pages, settings):
 
 def _window(settings):
     return None if settings["window"] == NO_WINDOW else settings["window"]
+
+
+def _scores(settings, *, sinks=None):
+    softcap = None if settings["softcap"] == NO_SOFTCAP else settings["softcap"]
+    return torch_attention.Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks)
 
 
 def _inputs(named):

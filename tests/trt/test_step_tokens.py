@@ -11,6 +11,7 @@ from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_pages as trt_pages
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt import ops as trt_ops
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from tests.engines import make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
@@ -191,12 +192,12 @@ def _swap_keys_and_values(monkeypatch):
 def _group_heads_the_other_way(monkeypatch):
     honest = trt_attention._attend
 
-    def regrouped(layers, q, keys, values, mask):
+    def regrouped(layers, q, *rest):
         if len(q.shape) != 4:
-            return honest(layers, q, keys, values, mask)
+            return honest(layers, q, *rest)
         _, kv_heads, group, head_dim = q.shape
         swapped = layers.transpose(layers.reshape(q, (-1, group, kv_heads, head_dim)), (0, 2, 1, 3))
-        return honest(layers, swapped, keys, values, mask)
+        return honest(layers, swapped, *rest)
 
     monkeypatch.setattr(trt_attention, "_attend", regrouped)
 
@@ -206,13 +207,16 @@ def _widen_windows(monkeypatch):
         honest = getattr(trt_attention, name)
 
         def widened(layers, index, *given, honest=honest, **options):
-            given = tuple(
-                item.model_copy(update={"window": item.window + 1}) if getattr(item, "window", None) else item
-                for item in given
-            )
+            given = tuple(_widened(item) if isinstance(item, Gqa) else item for item in given)
             return honest(layers, index, *given, **options)
 
         monkeypatch.setattr(trt_attention, name, widened)
+
+
+def _widened(gqa):
+    if gqa.mask.window is None:
+        return gqa
+    return gqa.model_copy(update={"mask": gqa.mask.model_copy(update={"window": gqa.mask.window + 1})})
 
 
 def _count_windows_from_each_slot(monkeypatch):

@@ -100,6 +100,9 @@ class Layers:
     def sigmoid(self, x: ITensor) -> ITensor:
         return self._add("add_activation", x, self.trt.ActivationType.SIGMOID)
 
+    def tanh(self, x: ITensor) -> ITensor:
+        return self._add("add_activation", x, self.trt.ActivationType.TANH)
+
     def cast(self, x: ITensor, dtype: str) -> ITensor:
         """x itself when it has that dtype already."""
         return self._cast(x, self.data_type(dtype))

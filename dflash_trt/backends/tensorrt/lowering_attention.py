@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.network.ops import StepInputs
 
 
@@ -57,9 +57,11 @@ def attend_pages(
     q: ITensor,  # [T, heads, D]
     kv: tuple[ITensor, ITensor],  # [T, kv_heads, D]
     pages: Pages,
-    mask: AttentionMask,
+    gqa: Gqa,
+    sinks: ITensor | None,  # float32 [heads]
 ) -> tuple[ITensor, Pages]:
     """([T, heads * D], pages with k and v written). See `Ops.attend`."""
+    mask = gqa.mask
     assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
     codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
     written = pages.with_codes(layers, codes)
@@ -74,7 +76,9 @@ def attend_pages(
         visible = layers.binary("AND", visible, layers.binary("LESS", distance, mask.window))
     values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
     visible = layers.reshape(visible, (-1, 1, 1, index.num_keys))
-    attended = _attend(layers, grouped, keys, values, visible)  # [T, kv_heads, group, D]
+    if sinks is not None:
+        sinks = layers.reshape(sinks, (1, kv_heads, num_heads // kv_heads, 1))
+    attended = _attend(layers, grouped, keys, values, visible, gqa, sinks)  # [T, kv_heads, group, D]
     return layers.reshape(attended, (-1, num_heads * head_dim)), written
 
 
@@ -98,7 +102,7 @@ def attend_draft(
     block: tuple[ITensor, ITensor],  # k, v of the block slots, [R*S, kv_heads, D]
     pages: Pages,
     context_lens: ITensor,
-    mask: AttentionMask,
+    gqa: Gqa,
     *,
     block_width: Dim,  # S
 ) -> ITensor:
@@ -118,8 +122,8 @@ def attend_draft(
 
     grouped = layers.reshape(q, (-1, block_width, kv_heads, num_heads // kv_heads, head_dim))
     grouped = layers.transpose(grouped, (0, 2, 3, 1, 4))  # [R, kv_heads, group, S, D]
-    visible = _block_mask(layers, index, context_lens, mask, block_width)
-    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), visible)
+    visible = _block_mask(layers, index, context_lens, gqa.mask, block_width)
+    attended = _attend(layers, grouped, with_block(keys, block[0]), with_block(values, block[1]), visible, gqa)
     attended = layers.transpose(attended, (0, 3, 1, 2, 4))
     return layers.reshape(attended, (-1, num_heads * head_dim))
 
@@ -169,13 +173,29 @@ def _block_mask(
     return layers.reshape(visible, (rows, 1, 1, block_width, -1))
 
 
-def _attend(layers: Layers, q: ITensor, keys: ITensor, values: ITensor, mask: ITensor) -> ITensor:
-    """softmax(q keys^T / sqrt(D), where mask) values over the last two axes; float32 inside, back to q's dtype."""
-    head_dim = q.shape[-1]
-    scaled = layers.binary("PROD", layers.cast(q, "float32"), head_dim**-0.5)
+def _attend(
+    layers: Layers,
+    q: ITensor,  # [..., queries, D]
+    keys: ITensor,
+    values: ITensor,
+    mask: ITensor,
+    gqa: Gqa,
+    sinks: ITensor | None = None,  # float32 [1, ..., queries, 1]
+) -> ITensor:
+    """softmax(scores, where mask) values over the last two axes; float32 inside, back to q's dtype."""
+    last = len(q.shape) - 1
+    factor = gqa.score_scale / (gqa.softcap or 1.0)
+    scaled = layers.binary("PROD", layers.cast(q, "float32"), factor)
     scores = layers.matmul(scaled, layers.cast(keys, "float32"), is_b_transposed=True)
-    hidden = layers.like(float("-inf"), scores)
-    weights = layers.softmax(layers.where(mask, scores, hidden), len(scores.shape) - 1)
+    if gqa.softcap is not None:
+        scores = layers.binary("PROD", layers.tanh(scores), gqa.softcap)
+    scores = layers.where(mask, scores, layers.like(float("-inf"), scores))
+    if sinks is None:
+        weights = layers.softmax(scores, last)
+    else:  # the last column, which has no value
+        column = layers.broadcast(sinks, (layers.dim(scores, 0), *sinks.shape[1:]))
+        with_sinks = layers.softmax(layers.concat((scores, column), last), last)
+        weights = layers.drop_ends(with_sinks, last, first=0, last=1)
     return layers.cast_like(layers.matmul(weights, layers.cast(values, "float32")), q)
 
 

@@ -17,7 +17,7 @@ from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
@@ -32,7 +32,12 @@ class StatefulLowering(Protocol):
     """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+        self,
+        q: ITensor,
+        kv: tuple[ITensor, ITensor],
+        cache: Cache[ITensor],
+        gqa: Gqa,
+        sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor: ...
 
     def attend_draft(
@@ -42,7 +47,7 @@ class StatefulLowering(Protocol):
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
-        mask: AttentionMask,
+        gqa: Gqa,
     ) -> ITensor: ...
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
@@ -64,9 +69,14 @@ class LayersLowering:
         self._written: dict[str, ITensor] = {}
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+        self,
+        q: ITensor,
+        kv: tuple[ITensor, ITensor],
+        cache: Cache[ITensor],
+        gqa: Gqa,
+        sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor:
-        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, _pages(cache), mask)
+        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, _pages(cache), gqa, sinks)
         self._take(cache, written)
         return attended
 
@@ -77,13 +87,13 @@ class LayersLowering:
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
-        mask: AttentionMask,
+        gqa: Gqa,
     ) -> ITensor:
         """`limits` are where the blocks begin, too."""
         written = trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits)
         self._take(cache, written)
         width = self._layers.dim(self._inputs.logit_rows, 1)
-        return trt_attention.attend_draft(self._layers, self._index, q, block, written, limits, mask, block_width=width)
+        return trt_attention.attend_draft(self._layers, self._index, q, block, written, limits, gqa, block_width=width)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
         self._take(cache, trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits))
@@ -216,11 +226,12 @@ class TrtOps:
         gqa: Gqa,
         sinks: Handle | None = None,
     ) -> ITensor:
-        assert sinks is None and gqa.scale is None, "backends/tensorrt/support refuses sinks and other scales"
         if rows.keeps_kv:
-            return self._lowering.attend_pages(q, (k, v), cache, gqa.mask)
+            wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
+            return self._lowering.attend_pages(q, (k, v), cache, gqa, wide)
+        assert sinks is None, "DFlash drafters have none"
         store = self._stores.pop(cache.spec.name)
-        return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa.mask)
+        return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa)
 
     def store_kv(
         self, kv: ITensor, layers: Sequence[KvDestination[ITensor]], rows: Rows[ITensor], limits: ITensor

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.core.errors import BuildError
-from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates
@@ -22,6 +22,8 @@ PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"
 PAGE_FIELDS: Final = ("state", "page_type", "page_size")  # an index in `state_pools`; 0: pages of F, 1: of FP8
 PAGE_SCALES: Final = ("k_scale", "v_scale")  # 1 for pages that are not FP8
+SCORE_FACTORS: Final = ("softcap", "score_scale")
+NO_SOFTCAP: Final = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +39,10 @@ class PluginContract:
 
 ATTEND_PAGES: Final = PluginContract(
     name="AttendPages",
-    inputs=("q", "k", "v", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    inputs=("q", "k", "v", "state_pools", "positions", "token_offsets", "context_lens", "page_table", "sinks"),
     outputs=("attended",),
-    fields=(*PAGE_FIELDS, "window"),
-    real_fields=PAGE_SCALES,
+    fields=(*PAGE_FIELDS, "window", "has_sinks"),
+    real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 ATTEND_DRAFT: Final = PluginContract(
     name="AttendDraft",
@@ -58,7 +60,7 @@ ATTEND_DRAFT: Final = PluginContract(
     ),
     outputs=("attended",),
     fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored"),
-    real_fields=PAGE_SCALES,
+    real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 WRITE_DRAFT_CONTEXT: Final = PluginContract(
     name="WriteDraftContext",
@@ -113,11 +115,18 @@ class PluginLowering:
         self._written: list[ITensor] = []
 
     def attend_pages(
-        self, q: ITensor, kv: tuple[ITensor, ITensor], cache: Cache[ITensor], mask: AttentionMask
+        self,
+        q: ITensor,
+        kv: tuple[ITensor, ITensor],
+        cache: Cache[ITensor],
+        gqa: Gqa,
+        sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor:
-        assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
-        given = {"q": q, "k": kv[0], "v": kv[1]}
-        return self._page_node(ATTEND_PAGES, given, cache, {"window": _window(mask)})
+        assert gqa.mask.is_causal and not gqa.mask.is_window_anchored  # targets are; other configs are refused
+        num_heads = q.shape[1]
+        not_read = self._layers.floats([0.0] * num_heads, (num_heads,))
+        given = {"q": q, "k": kv[0], "v": kv[1], "sinks": not_read if sinks is None else sinks}
+        return self._page_node(ATTEND_PAGES, given, cache, _scores(gqa) | {"has_sinks": int(sinks is not None)})
 
     def attend_draft(
         self,
@@ -126,11 +135,11 @@ class PluginLowering:
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
-        mask: AttentionMask,
+        gqa: Gqa,
     ) -> ITensor:
         given = _context(context, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
-        flags = {name: int(getattr(mask, name)) for name in ("is_causal", "is_window_anchored")}
-        return self._page_node(ATTEND_DRAFT, given, cache, {"window": _window(mask), **flags})
+        flags = {name: int(getattr(gqa.mask, name)) for name in ("is_causal", "is_window_anchored")}
+        return self._page_node(ATTEND_DRAFT, given, cache, _scores(gqa) | flags)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
         self._written.append(self._page_node(WRITE_DRAFT_CONTEXT, _context(context, limits), cache, {}))
@@ -144,7 +153,7 @@ class PluginLowering:
         return {CONTEXT_WRITTEN: self._layers.concat(self._written, 0)} if self._written else {}
 
     def _page_node(
-        self, contract: PluginContract, given: dict[str, ITensor], cache: Cache[ITensor], fields: dict[str, int]
+        self, contract: PluginContract, given: dict[str, ITensor], cache: Cache[ITensor], fields: dict[str, float]
     ) -> ITensor:
         state = cache.spec
         scales = state.scales or LayerKvScales()
@@ -211,5 +220,10 @@ def _context(context: tuple[ITensor, ITensor], limits: ITensor) -> dict[str, ITe
     return {"context_k": context[0], "context_v": context[1], "next_context_lens": limits}
 
 
-def _window(mask: AttentionMask) -> int:
-    return NO_WINDOW if mask.window is None else mask.window
+def _scores(gqa: Gqa) -> dict[str, float]:
+    window = gqa.mask.window
+    return {
+        "window": NO_WINDOW if window is None else window,
+        "softcap": gqa.softcap or NO_SOFTCAP,
+        "score_scale": gqa.score_scale,
+    }

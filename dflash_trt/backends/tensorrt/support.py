@@ -31,20 +31,10 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
 
 def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None) -> list[str]:
     """Problems for features that the backend does not support."""
-    features = {
-        "experts": target.num_expert_layers > 0,
-        "attention sinks": any(layer.mixer.has_sinks for layer in target.layers),
-        "attention scale": any(layer.mixer.scale is not None for layer in target.layers),
-    }
-    problems = [
-        problem(
-            f"target of a TensorRT engine: {feature}",
-            expected="none",
-            found=f"a {target.family} target with them",
-            hint="Build with --backend torch.",
-        )
-        for feature, is_there in features.items()
-        if is_there
-    ]
+    problems = []
+    if target.num_expert_layers > 0:
+        found = f"a {target.family} target with them"
+        hint = "Build with --backend torch."
+        problems.append(problem("target of a TensorRT engine: experts", expected="none", found=found, hint=hint))
     hint = "Build with one of these formats, or with --backend torch."
     return [*problems, *unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint)]

@@ -18,12 +18,15 @@ constexpr FieldRule kState{"state", FieldType::kInt32, 0, std::numeric_limits<in
 constexpr FieldRule kPageType{"page_type", FieldType::kInt32, 0, 1}; // a PageType
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
 constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
+constexpr FieldRule kHasSinks{"has_sinks", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsWindowAnchored{"is_window_anchored", FieldType::kInt32, 0, 1};
 constexpr double kLeastReal = std::numeric_limits<float>::min();
 constexpr double kMostReal = std::numeric_limits<float>::max();
 constexpr FieldRule kKScale{"k_scale", FieldType::kFloat32, kLeastReal, kMostReal};
 constexpr FieldRule kVScale{"v_scale", FieldType::kFloat32, kLeastReal, kMostReal};
+constexpr FieldRule kScoreScale{"score_scale", FieldType::kFloat32, kLeastReal, kMostReal};
+constexpr FieldRule kSoftcap{"softcap", FieldType::kFloat32, 0, kMostReal}; // 0: none
 
 constexpr InputRule kAttendPagesInputs[] = {
     {"q", kF, 3},
@@ -34,9 +37,11 @@ constexpr InputRule kAttendPagesInputs[] = {
     {"token_offsets", kInt, 1},
     {"context_lens", kInt, 1},
     {"page_table", kInt, 2},
+    {"sinks", kReal, 1},
 };
 constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF}};
-constexpr FieldRule kAttendPagesFields[] = {kState, kPageType, kPageSize, kWindow, kKScale, kVScale};
+constexpr FieldRule kAttendPagesFields[] = {
+    kState, kPageType, kPageSize, kWindow, kHasSinks, kKScale, kVScale, kSoftcap, kScoreScale};
 
 constexpr InputRule kAttendDraftInputs[] = {
     {"context_k", kF, 3},
@@ -52,7 +57,7 @@ constexpr InputRule kAttendDraftInputs[] = {
 };
 constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF}};
 constexpr FieldRule kAttendDraftFields[] = {
-    kState, kPageType, kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale};
+    kState, kPageType, kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale, kSoftcap, kScoreScale};
 
 constexpr InputRule kWriteDraftContextInputs[] = {
     {"context_k", kF, 3},

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <set>
 #include <string>
 #include <vector>
@@ -30,16 +29,18 @@ struct Pass
     int64_t max_rows;
 };
 
-KernelChoice choice(char const* kernel, PageGeometry const& geometry, bool has_block, int64_t num_requests)
+KernelChoice choice(char const* kernel, PageGeometry const& geometry, AttentionKind kind, int64_t num_requests)
 {
     KernelChoice chosen(kernel);
     chosen.type("attended", pointer_type(geometry.types.network))
         .equal("HEAD_DIM", geometry.head_dim)
-        .equal("HAS_BLOCK", has_block ? 1 : 0)
+        .equal("HAS_BLOCK", kind.has_block ? 1 : 0)
         .at_least("REQUESTS", num_requests);
     if (kernel == kKernels.front())
     {
-        chosen.type("pages", page_pointer_type(geometry.types)).equal("HAS_SOFTCAP", 0).equal("POOLED", 1);
+        chosen.type("pages", page_pointer_type(geometry.types))
+            .equal("HAS_SOFTCAP", kind.has_softcap ? 1 : 0)
+            .equal("POOLED", 1);
     }
     return chosen;
 }
@@ -67,8 +68,10 @@ int64_t choose_tile(KernelVariants const& candidates, int64_t query_rows, int64_
     return fitting != tiles.end() ? *fitting : largest;
 }
 
-Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask, Attention const& attention)
+Values common_values(
+    PageGeometry const& geometry, int64_t heads, AttentionOptions const& options, Attention const& attention)
 {
+    AttentionMask const& mask = options.mask;
     BlockSlots const block = attention.block.value_or(BlockSlots{attention.q, attention.q});
     Values values;
     values.pointer("q", attention.q)
@@ -80,7 +83,7 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .pointer("token_offsets", attention.token_offsets)
         .pointer("context_lens", attention.context_lens)
         .pointer("page_table", attention.page_table)
-        .pointer("sinks", std::nullopt);
+        .pointer("sinks", attention.sinks);
     values.integer("num_rows", attention.num_rows)
         .integer("num_requests", attention.num_requests)
         .integer("pages_per_request", attention.pages_per_request)
@@ -94,17 +97,31 @@ Values common_values(PageGeometry const& geometry, int64_t heads, AttentionMask 
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
         .integer("window_step", mask.is_window_anchored ? 0 : 1)
-        .integer("has_sinks", 0);
-    values.real("score_scale", static_cast<float>(1.0 / std::sqrt(static_cast<double>(geometry.head_dim))))
+        .integer("has_sinks", attention.sinks.has_value() ? 1 : 0);
+    values.real("score_scale", options.score_scale)
         .real("k_scale", geometry.k_scale)
         .real("v_scale", geometry.v_scale)
-        .real("softcap", 1.0F);
+        .real("softcap", options.softcap); // not read without one
     return values;
 }
 
-void check(PageGeometry const& geometry, int64_t heads, Attention const& attention)
+void check_factors(AttentionOptions const& options)
+{
+    if (!(options.score_scale > 0.0F)) // NaN is refused, too
+    {
+        throw Problem("score_scale", "more than 0", std::to_string(options.score_scale), "D^-0.5 is usual.");
+    }
+    if (!(options.softcap >= 0.0F))
+    {
+        throw Problem("softcap", "0 or more", std::to_string(options.softcap), "0 is none.");
+    }
+}
+
+void check(
+    PageGeometry const& geometry, int64_t heads, AttentionOptions const& options, Attention const& attention)
 {
     geometry.check();
+    check_factors(options);
     if (heads < 1 || heads % geometry.kv_heads != 0)
     {
         throw Problem("q", "a multiple of " + std::to_string(geometry.kv_heads) + " heads", std::to_string(heads),
@@ -121,11 +138,11 @@ void check(PageGeometry const& geometry, int64_t heads, Attention const& attenti
 }
 
 /// Of every tile: another shape of step takes another one.
-void load(PageGeometry const& geometry, bool has_block, Device const& device)
+void load(PageGeometry const& geometry, AttentionKind kind, Device const& device)
 {
     for (char const* kernel : kKernels)
     {
-        static_cast<void>(choice(kernel, geometry, has_block, 1).candidates(device));
+        static_cast<void>(choice(kernel, geometry, kind, 1).candidates(device));
     }
 }
 
@@ -135,11 +152,10 @@ TensorSlot workspace_at(int64_t num_floats)
 }
 
 /// `values` are those of all passes; the pass's own are added.
-void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry const& geometry,
-    Attention const& attention, Values& values, Device const& device)
+void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry const& geometry, AttentionKind kind,
+    int64_t num_requests, Values& values, Device const& device)
 {
-    auto const chosen = [&](char const* kernel)
-    { return choice(kernel, geometry, attention.block.has_value(), attention.num_requests); };
+    auto const chosen = [&](char const* kernel) { return choice(kernel, geometry, kind, num_requests); };
     int64_t const tile =
         choose_tile(chosen(kKernels.front()).candidates(device), pass.query_rows, values.integer_of("heads_per_kv"));
     int64_t const num_multiprocessors =
@@ -168,11 +184,11 @@ int64_t AttentionMask::max_lead() const noexcept
     return launch_rules::max_lead(max_lag(), is_causal, is_window_anchored);
 }
 
-size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
+size_t attention_workspace_bytes(PageGeometry const& geometry, AttentionKind kind)
 {
     geometry.check();
     int64_t num_elements = 0;
-    for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, has_block, 1).candidates())
+    for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, kind, 1).candidates())
     {
         int64_t const tile = kernel->constant("TILE");
         int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
@@ -182,25 +198,27 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block)
     return static_cast<size_t>(num_elements) * sizeof(float);
 }
 
-void require_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests)
+void require_attention(PageGeometry const& geometry, AttentionKind kind, int64_t max_requests)
 {
     geometry.check();
     for (char const* kernel : kKernels)
     {
-        choice(kernel, geometry, has_block, max_requests).require();
+        choice(kernel, geometry, kind, max_requests).require();
     }
 }
 
-PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     Attention const& attention, Device const& device)
 {
-    check(geometry, heads, attention);
-    load(geometry, attention.block.has_value(), device);
-    Values values = common_values(geometry, heads, mask, attention);
+    AttentionKind const kind{attention.block.has_value(), options.has_softcap()};
+    check(geometry, heads, options, attention);
+    load(geometry, kind, device);
+    Values values = common_values(geometry, heads, options, attention);
     int64_t const mean_rows = ceil_div(attention.num_rows, attention.num_requests);
     PreparedLaunches launches;
-    auto const add = [&](Pass const& pass) { add_launches(launches, pass, geometry, attention, values, device); };
-    if (attention.block.has_value() || mean_rows <= VERIFY_ROWS)
+    auto const add = [&](Pass const& pass)
+    { add_launches(launches, pass, geometry, kind, attention.num_requests, values, device); };
+    if (kind.has_block || mean_rows <= VERIFY_ROWS)
     {
         add({mean_rows, 1, ANY_ROWS});
         return launches;

@@ -23,6 +23,23 @@ struct AttentionMask
     [[nodiscard]] int64_t max_lead() const noexcept;
 };
 
+/// The kernels that a layer needs, whatever its step.
+struct AttentionKind
+{
+    bool has_block;   // keys that are in no page, as of a drafter
+    bool has_softcap;
+};
+
+struct AttentionOptions
+{
+    AttentionMask mask;
+    float score_scale; // D^-0.5, if the model has none of its own
+    float softcap;     // c: scores become c * tanh(s / c); 0: none
+    bool has_sinks;    // of attend_pages alone
+
+    [[nodiscard]] bool has_softcap() const noexcept { return softcap > 0.0F; }
+};
+
 /// The block of each request, of its num_rows / num_requests slots.
 struct BlockSlots
 {
@@ -42,17 +59,18 @@ struct Attention
     TensorSlot token_offsets; // int32 [num_requests + 1]; not read with a block
     TensorSlot context_lens;  // int32 [num_requests]: positions stored before the first query row
     TensorSlot page_table;    // int32 [num_requests, pages_per_request]
+    std::optional<TensorSlot> sinks; // float32 [heads]; where the options have sinks
 };
 
 /// All launches of a geometry together need this, whatever the step's shape and the GPU. Throws Problem when the
 /// library has no kernel of the geometry.
-size_t attention_workspace_bytes(PageGeometry const& geometry, bool has_block);
+size_t attention_workspace_bytes(PageGeometry const& geometry, AttentionKind kind);
 
 /// Throws Problem when the library has no kernels for steps of up to so many requests, on any GPU.
-void require_attention(PageGeometry const& geometry, bool has_block, int64_t max_requests);
+void require_attention(PageGeometry const& geometry, AttentionKind kind, int64_t max_requests);
 
 /// In the order in which they must run, with a workspace of attention_workspace_bytes().
-PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     Attention const& attention, Device const& device);
 
 } // namespace dflash_trt

@@ -58,15 +58,19 @@ PreparedLaunches joined(PreparedLaunch write, PreparedLaunches attention)
 
 } // namespace
 
-PreparedLaunches prepare_attend_pages(
-    PageGeometry const& geometry, int64_t heads, int64_t window, StepShape const& shape, Device const& device)
+PreparedLaunches prepare_attend_pages(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
+    StepShape const& shape, Device const& device)
 {
     // Rejected rows are written too: the next step overwrites them.
     PageWrite const write = page_write(kAttendPages, "k", "v", shape);
     Attention read = attention(kAttendPages, "context_lens", shape);
     read.num_rows = shape.num_tokens;
+    if (options.has_sinks)
+    {
+        read.sinks = input_slot(kAttendPages, "sinks");
+    }
     return joined(prepare_page_write(geometry, write, device),
-        prepare_attention(geometry, heads, {window, true, false}, read, device));
+        prepare_attention(geometry, heads, options, read, device));
 }
 
 PreparedLaunches prepare_write_draft_context(PageGeometry const& geometry, StepShape const& shape, Device const& device)
@@ -74,14 +78,14 @@ PreparedLaunches prepare_write_draft_context(PageGeometry const& geometry, StepS
     return {prepare_context_write(kWriteDraftContext, geometry, shape, device)};
 }
 
-PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     StepShape const& shape, Device const& device)
 {
     Attention read = attention(kAttendDraft, "next_context_lens", shape);
     read.num_rows = shape.num_requests * shape.block_rows;
     read.block = BlockSlots{input_slot(kAttendDraft, "block_k"), input_slot(kAttendDraft, "block_v")};
     return joined(prepare_context_write(kAttendDraft, geometry, shape, device),
-        prepare_attention(geometry, heads, mask, read, device));
+        prepare_attention(geometry, heads, options, read, device));
 }
 
 } // namespace dflash_trt

@@ -20,13 +20,13 @@ struct StepShape
     int64_t pages_per_request; // P
 };
 
-PreparedLaunches prepare_attend_pages(
-    PageGeometry const& geometry, int64_t heads, int64_t window, StepShape const& shape, Device const& device);
+PreparedLaunches prepare_attend_pages(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
+    StepShape const& shape, Device const& device);
 
 PreparedLaunches prepare_write_draft_context(
     PageGeometry const& geometry, StepShape const& shape, Device const& device);
 
-PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t heads, AttentionMask const& mask,
+PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     StepShape const& shape, Device const& device);
 
 } // namespace dflash_trt

@@ -12,6 +12,13 @@ namespace dflash_trt
 namespace
 {
 
+AttentionOptions options_of(PluginFields const& fields)
+{
+    AttentionMask const mask{
+        fields.integer("window"), fields.integer("is_causal") != 0, fields.integer("is_window_anchored") != 0};
+    return {mask, fields.real("score_scale"), fields.real("softcap"), false};
+}
+
 /// S, from the rows of all requests' blocks.
 int64_t block_rows(int64_t num_rows, int64_t num_requests)
 {
@@ -51,12 +58,12 @@ void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     }
     int64_t const max_requests = step_shape(max).num_requests;
     require_page_write(pages, true, max_requests);
-    require_attention(pages, true, max_requests);
+    require_attention(pages, {true, options_of(fields()).has_softcap()}, max_requests);
 }
 
 size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return attention_workspace_bytes(geometry(max, type), true);
+    return attention_workspace_bytes(geometry(max, type), {true, options_of(fields()).has_softcap()});
 }
 
 PreparedLaunches AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const
@@ -65,9 +72,7 @@ PreparedLaunches AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatT
     int64_t const heads = check_rows(inputs, "q", pages, 0);
     StepShape shape = step_shape(inputs);
     shape.block_rows = block_rows(inputs[input_index("q")].d[0], shape.num_requests);
-    AttentionMask const mask{
-        fields().integer("window"), fields().integer("is_causal") != 0, fields().integer("is_window_anchored") != 0};
-    return prepare_attend_draft(pages, heads, mask, shape, device);
+    return prepare_attend_draft(pages, heads, options_of(fields()), shape, device);
 }
 
 } // namespace dflash_trt
