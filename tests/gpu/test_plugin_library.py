@@ -22,6 +22,7 @@ pytestmark = [
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}
 SPOILT = 0.2
 FP8 = torch.float8_e4m3fn
+KERNELS = ("--head-dims", "64,128", "--softcaps", "without,with")
 LARGE = StepCase(
     num_tokens=(8,) * 30 + (300, 8),
     context_lens=tuple(37 * r % 900 for r in range(32)),
@@ -45,7 +46,7 @@ def library() -> PluginLibrary:
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + ("a" if major >= 9 else "")
     out = Path(__file__).parents[2] / "build" / "test_plugins_gpu"
-    built = build_library(out, "--arch", architecture, "--head-dims", "64,128", timeout_s=1500)
+    built = build_library(out, "--arch", architecture, *KERNELS, timeout_s=1500)
     return PluginLibrary(built.kernels)
 
 

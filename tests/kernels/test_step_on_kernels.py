@@ -4,10 +4,12 @@ Without a GPU the kernels run in Triton's interpreter, so pairs are tiny and flo
 """
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from tests.engine_dir.building import build
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+from tests.scored_pairs import score_as
 
 PAGE_SIZE = 4
 NUM_DRAFT_TOKENS = 2
@@ -358,3 +361,22 @@ def test_an_engine_larger_than_the_kernels_are_made_for_is_refused(
     odd = replace(reference.page_plan, page_size=12)
     with pytest.raises(ConfigError, match="page_size: expected a power of two on a GPU, found 12"):
         TorchGpuExecutor(reference.network, page_plan=odd, device=device, **sizes | {"max_batch_size": 4})
+
+
+@pytest.mark.parametrize("change", [{}, {"softcap": None}, {"scale": None}], ids=["same", "no soft cap", "no scale"])
+def test_scales_and_soft_caps_reach_the_kernels(
+    pair: tuple[Path, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """With a change, the negative control: PyTorch scores as the kernels do not."""
+    score_as(monkeypatch, {"scale": 0.6, "softcap": 0.7}, sys.modules[__name__])
+    reference, executor = make_executors(pair, device)
+    honest = torch_attention._attend
+    monkeypatch.setattr(torch_attention, "_attend", lambda *given: honest(*given[:-1], replace(given[-1], **change)))
+    batch, expected = start(reference)
+    found = run_batch(executor, batch)
+    if not change:
+        assert_same(found, expected)
+        batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+        assert_same(run_batch(executor, batch), run_batch(reference, batch))
+    else:
+        assert abs(found[0].logprobs[0] - expected[0].logprobs[0]) > 10 * LOGPROB_TOLERANCE

@@ -27,14 +27,16 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits
+from tests import engines
 from tests.engines import make_executor
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.interpreted_library import InterpretingDriver
+from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
+from tests.trt import networks
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.networks import MAX_SEQ_LEN
-from tests.trt.test_attention_scores import SCORES, score_as
 from tests.trt.test_plugins import define_with_plugins
 from tests.trt.test_step_tokens import make_pair
 from tests.trt.test_trt_executor import CPU, HOST_STREAM, LIMITS
@@ -118,7 +120,7 @@ def main() -> dict[str, Any]:
         results["canary"][name] = canary(ours)
         results["tokens"][name] = same_tokens(ours, pair, pages=pages)
     with pytest.MonkeyPatch.context() as patch:
-        score_as(patch, SCORES["sinks, a scale and a soft cap"])
+        score_as(patch, SCORES["sinks, a scale and a soft cap"], engines, networks)
         results["tokens"]["sinks, a scale and a soft cap"] = same_tokens(open_engine(pair, nodes), pair)
     results["canary"]["without drafts"] = canary(open_engine(pair, nodes, max_draft_len=0))
     results["canary"]["an address of 0"] = without_address(pair, nodes)

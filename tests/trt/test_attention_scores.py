@@ -1,62 +1,22 @@
 """Sinks, score scales and soft caps of attention: the TensorRT network gives torch's tokens with them."""
 
-import itertools
-
 import pytest
 import torch
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
-from dflash_trt.checkpoint.pair import open_pair
 from tests import engines
 from tests.engines import make_executor
+from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, logprobs, trace
 from tests.trt import networks
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import PAIRS, make_pair
 
-SCORES = {
-    "sinks": {"has_sinks": True},
-    "a scale": {"scale": 0.6},
-    "a soft cap": {"softcap": 0.7},
-    "sinks, a scale and a soft cap": {"has_sinks": True, "scale": 0.6, "softcap": 0.7},
-}
-
-
-class ScoredPair:
-    """An opened pair whose layers score as given, which no dense family does yet. Drafters have no sinks."""
-
-    def __init__(self, pair, fields, *, seed=0):
-        self._pair, self._seed = pair, seed
-        self.target = scored(pair.target, fields)
-        self.draft = pair.draft and scored(pair.draft, fields | {"has_sinks": False})
-
-    def iter_weights(self, **options):
-        names = [name for name in self.target.weights() if name.endswith(".sinks")]
-        generator = torch.Generator().manual_seed(self._seed)
-        sinks = {name: 1.0 + torch.randn(self.target.layers[0].mixer.num_heads, generator=generator) for name in names}
-        sinks = {name: tensor.to(options["dtype"]) for name, tensor in sinks.items()}
-        return itertools.chain(self._pair.iter_weights(**options), sinks.items())
-
-
-def scored(decoder, fields):
-    layers = tuple(
-        layer.model_copy(update={"mixer": layer.mixer.model_copy(update=fields)}) for layer in decoder.layers
-    )
-    return decoder.model_copy(update={"layers": layers})
-
-
-def score_as(monkeypatch, fields, *, seed=0):
-    """Pairs that are opened from now on."""
-    for module in (engines, networks):
-        monkeypatch.setattr(
-            module, "open_pair", lambda *given, **options: ScoredPair(open_pair(*given, **options), fields, seed=seed)
-        )
-
 
 def make_scored_executors(trt, root, monkeypatch, fields, *, name):
     """Ours, over the interpreted network of plain layers, and torch's."""
-    score_as(monkeypatch, fields)
+    score_as(monkeypatch, fields, engines, networks)
     pair = make_pair(root, **PAIRS[name])
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
     return InterpretedExecutor(define_pair(trt, *pair), num_pages=theirs.limits.num_pages), theirs
@@ -64,7 +24,7 @@ def make_scored_executors(trt, root, monkeypatch, fields, *, name):
 
 def make_nodes(trt, root, monkeypatch, fields, **options):
     """An executor over plugin nodes, the nodes, and torch's executor."""
-    score_as(monkeypatch, fields)
+    score_as(monkeypatch, fields, engines, networks)
     pair = make_pair(root, **PAIRS["sliding target layers"])
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
     defined, nodes = define_with_plugins(trt, *pair, **options)
