@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.torch import moe as torch_moe
-from dflash_trt.backends.torch.attention import Scores, attend_rows, plan_attention
+from dflash_trt.backends.torch.attention import attend_rows, plan_attention
 from dflash_trt.backends.torch.moe import (
     Choice,
     chosen_experts,
@@ -14,6 +14,7 @@ from dflash_trt.backends.torch.moe import (
     run_grouped_experts,
     separated,
 )
+from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors

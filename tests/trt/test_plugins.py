@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
@@ -121,7 +122,7 @@ def _window(settings):
 
 def _scores(settings, *, sinks=None):
     softcap = None if settings["softcap"] == NO_SOFTCAP else settings["softcap"]
-    return torch_attention.Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks)
+    return Scores(scale=settings["score_scale"], softcap=softcap, sinks=sinks)
 
 
 def _inputs(named):

@@ -9,12 +9,11 @@ cleared: what is not finite in one request stays there.
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from dflash_trt.backends.torch.scores import PLAIN_SCORES, Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.network.ops import Cache, StepInputs
@@ -43,18 +42,6 @@ class Gather:
     into: Tensor  # [2 * G * P, page_size * kv_heads * D]
     kv: tuple[Tensor, Tensor]  # views of it: [G, kv_heads, S, D]
     foreign: Tensor  # view of it: [2, G * P * page_size, kv_heads * D]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    """Scores and their softmax apart from the mask, as in `core.model.gqa.Gqa`. `scale` None: D ** -0.5."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [heads]
-
-
-PLAIN_SCORES: Final = Scores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +205,7 @@ def attend_rows(
         queries = q if group.rows is None else q[group.rows]
         keys, values = read_pages(cache, group, q.dtype, plan.scratch)
         bias = _causal_bias(group, mask, num_heads // k.shape[1], q.dtype)
-        attended = _attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, bias, scores)
+        attended = attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, bias, scores)
         if out is None or group.rows is None:
             return attended.reshape(len(q), num_heads * head_dim)
         out[group.rows] = attended.reshape(-1, num_heads, head_dim)
@@ -241,7 +228,7 @@ def attend_blocks(
     kv_heads = k.shape[1]
     keys, values = read_pages(cache, plan.group, q.dtype, plan.scratch)
     own_k, own_v = (x.view(num_requests, width, kv_heads, head_dim).transpose(1, 2) for x in (k, v))
-    attended = _attend(
+    attended = attend(
         q.view(num_requests, width, num_heads, head_dim),
         torch.cat((keys, own_k), dim=2),
         torch.cat((values, own_v), dim=2),
@@ -286,76 +273,6 @@ def _gather(pages: Tensor, group: QueryGroup, scratch: Scratch) -> Gather:
         kv=(k, v),
         foreign=into.view(2, -1, kv_heads * head_dim),
     )
-
-
-def _attend(
-    q: Tensor,  # [G, Q, heads, D]
-    keys: Tensor,  # [G, kv_heads, S, D]
-    values: Tensor,
-    bias: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
-    scores: Scores,
-) -> Tensor:
-    """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
-    num_requests, width, num_heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    if width == 1:  # in order as it is
-        stacked = q.view(num_requests, kv_heads, -1, head_dim)
-    else:
-        grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
-    sinks = None if scores.sinks is None else scores.sinks.float().repeat_interleave(width)
-    if scores.softcap is not None:
-        attended = _attend_with_softcap(stacked, keys, values, bias, sinks, scores)
-    elif sinks is not None:
-        attended = _attend_with_sinks(stacked, keys, values, bias, sinks, scores.scale)
-    else:
-        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scores.scale)
-    if width == 1:
-        return attended.reshape(num_requests, 1, num_heads, head_dim)
-    unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
-    return unstacked.reshape(num_requests, width, num_heads, head_dim)
-
-
-def _attend_with_sinks(
-    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor,  # float32 [heads * Q]
-    scale: float | None,
-) -> Tensor:
-    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
-
-    The call is the one that scaled_dot_product_attention makes on a CPU; it also returns log Z.
-    """
-    attended: Tensor
-    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        stacked, keys, values, attn_mask=bias, scale=scale
-    )
-    share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
-    return attended * share[..., None].to(attended.dtype)
-
-
-def _attend_with_softcap(
-    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,  # float32 [heads * Q]
-    scores: Scores,
-) -> Tensor:
-    """In steps, since scaled_dot_product_attention has no soft cap. float32 inside."""
-    assert scores.softcap is not None
-    scale = stacked.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    products = stacked.float() @ keys.float().transpose(2, 3)
-    logits = scores.softcap * torch.tanh(products * (scale / scores.softcap))
-    if bias is not None:
-        logits = logits + bias
-    if sinks is not None:  # the last column, which has no value
-        sink = sinks.view(1, *stacked.shape[1:3], 1).expand(len(logits), -1, -1, -1)
-        logits = torch.cat((logits, sink), dim=3)
-    weights = logits.softmax(dim=3)[..., : keys.shape[2]]
-    return (weights @ values.float()).to(values.dtype)
 
 
 def _causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:

@@ -17,6 +17,7 @@ from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
+from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
@@ -136,7 +137,7 @@ class TorchOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         attend: Any = torch_attention.attend_rows if rows.keeps_kv else torch_attention.attend_blocks
-        scores = torch_attention.Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks)
+        scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks)
         attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
 

@@ -1,0 +1,90 @@
+"""Scores, their softmax and what they weigh, over keys that are gathered: the arithmetic of attention on a CPU."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Scores and their softmax apart from the mask, as in `core.model.gqa.Gqa`. `scale` None: D ** -0.5."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [heads]
+
+
+PLAIN_SCORES: Final = Scores()
+
+
+def attend(
+    q: Tensor,  # [G, Q, heads, D]
+    keys: Tensor,  # [G, kv_heads, S, D]
+    values: Tensor,
+    bias: Tensor | None,  # [G, 1, heads/kv_heads * Q, S], added to the scores
+    scores: Scores,
+) -> Tensor:
+    """[G, Q, heads, D]. The query heads of one K/V head are stacked as rows, so that K and V are not repeated."""
+    num_requests, width, num_heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    if width == 1:  # in order as it is
+        stacked = q.view(num_requests, kv_heads, -1, head_dim)
+    else:
+        grouped = q.view(num_requests, width, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        stacked = grouped.reshape(num_requests, kv_heads, -1, head_dim)  # rows: (head of the group, query)
+    sinks = None if scores.sinks is None else scores.sinks.float().repeat_interleave(width)
+    if scores.softcap is not None:
+        attended = _attend_with_softcap(stacked, keys, values, bias, sinks, scores)
+    elif sinks is not None:
+        attended = _attend_with_sinks(stacked, keys, values, bias, sinks, scores.scale)
+    else:
+        attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scores.scale)
+    if width == 1:
+        return attended.reshape(num_requests, 1, num_heads, head_dim)
+    unstacked = attended.view(num_requests, kv_heads, -1, width, head_dim).permute(0, 3, 1, 2, 4)
+    return unstacked.reshape(num_requests, width, num_heads, head_dim)
+
+
+def _attend_with_sinks(
+    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor,  # float32 [heads * Q]
+    scale: float | None,
+) -> Tensor:
+    """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
+
+    The call is the one that scaled_dot_product_attention makes on a CPU; it also returns log Z.
+    """
+    attended: Tensor
+    attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        stacked, keys, values, attn_mask=bias, scale=scale
+    )
+    share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
+    return attended * share[..., None].to(attended.dtype)
+
+
+def _attend_with_softcap(
+    stacked: Tensor,  # [G, kv_heads, heads/kv_heads * Q, D]
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,  # float32 [heads * Q]
+    scores: Scores,
+) -> Tensor:
+    """In steps, since scaled_dot_product_attention has no soft cap. float32 inside."""
+    assert scores.softcap is not None
+    scale = stacked.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    products = stacked.float() @ keys.float().transpose(2, 3)
+    logits = scores.softcap * torch.tanh(products * (scale / scores.softcap))
+    if bias is not None:
+        logits = logits + bias
+    if sinks is not None:  # the last column, which has no value
+        sink = sinks.view(1, *stacked.shape[1:3], 1).expand(len(logits), -1, -1, -1)
+        logits = torch.cat((logits, sink), dim=3)
+    weights = logits.softmax(dim=3)[..., : keys.shape[2]]
+    return (weights @ values.float()).to(values.dtype)
