@@ -370,8 +370,8 @@ def test_scales_and_soft_caps_reach_the_kernels(
     """With a change, the negative control: PyTorch scores as the kernels do not."""
     score_as(monkeypatch, {"scale": 0.6, "softcap": 0.7}, sys.modules[__name__])
     reference, executor = make_executors(pair, device)
-    honest = torch_attention._attend
-    monkeypatch.setattr(torch_attention, "_attend", lambda *given: honest(*given[:-1], replace(given[-1], **change)))
+    honest = torch_attention.attend
+    monkeypatch.setattr(torch_attention, "attend", lambda *given: honest(*given[:-1], replace(given[-1], **change)))
     batch, expected = start(reference)
     found = run_batch(executor, batch)
     if not change:
