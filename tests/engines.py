@@ -13,8 +13,9 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model.draft import engine_states
+from dflash_trt.core.model.draft import engine_states, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
+from dflash_trt.formats.registry import split_quantized
 
 PAGE_SIZE = 4
 
@@ -30,7 +31,9 @@ def make_executor(
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages."""
     pair = open_pair(target, drafter)
+    table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
+    plain, quantized = split_quantized(tensors, table, pair.quantization.linears)
     page_plan = plan_pages(
         engine_states(pair.target, pair.draft, dtype=dtype_name(dtype)),
         page_size=PAGE_SIZE,
@@ -39,7 +42,7 @@ def make_executor(
         budget_bytes=1 << 28,
     )
     return TorchExecutor(
-        bind_tensors(pair.target, pair.draft, tensors),
+        bind_tensors(pair.target, pair.draft, plain, quantized),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
         max_num_tokens=1024,

@@ -4,16 +4,21 @@ Canonical: [experts, out, in], and for gate_up all gate rows above all up rows. 
 tensor that is being filled.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_trt.checkpoint.sharding import rank_experts, shard_expert
 from dflash_trt.checkpoint.tensors import StoredTensor
-from dflash_trt.formats.mxfp4 import BLOCK_BYTES, BLOCK_COLUMNS, dequantize_mxfp4
+from dflash_trt.core.errors import CheckpointError
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.weight_spec import WeightSpec, rank_shard, segments_of
+from dflash_trt.formats.mxfp4 import BLOCK_BYTES, BLOCK_COLUMNS, NAN_SCALE, Mxfp4
 
+SliceOf = Callable[[StoredTensor], Any]
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -50,35 +55,56 @@ def part_dtypes(layout: ExpertLayout) -> tuple[str, ...]:
 def read_experts(
     layout: ExpertLayout,
     parts: Sequence[StoredTensor],
-    shape: tuple[int, ...],
-    slice_of: Callable[[StoredTensor], Any],
+    spec: WeightSpec,
+    slice_of: SliceOf,
     *,
     dtype: torch.dtype,
-) -> Tensor:  # `shape`
-    tensor = torch.empty(shape, dtype=dtype)
-    half = shape[1] // 2
-    for mine, stored in zip(tensor, _experts(layout, parts, shape[0], slice_of), strict=True):
-        if layout.is_interleaved:
-            mine[:half].copy_(stored[0::2])  # casts to `dtype`
-            mine[half:].copy_(stored[1::2])
-        else:
-            mine.copy_(stored)
+    mapping: Mapping,
+) -> Tensor:  # rank_shard(spec, mapping).shape
+    """One rank's part of a weight or bias in a float dtype."""
+    tensor = torch.empty(rank_shard(spec, mapping).shape, dtype=dtype)
+    mine = rank_experts(spec.num_experts, mapping)
+    _fill(tensor, _experts(layout, parts, mine, spec.num_experts, slice_of), layout, spec, mapping)
     return tensor
 
 
+def read_mxfp4_experts(
+    layout: ExpertLayout, parts: Sequence[StoredTensor], spec: WeightSpec, slice_of: SliceOf, *, mapping: Mapping
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an `Mxfp4Weight` by field, as they are stored.
+
+    Raises:
+        CheckpointError: a scale is NaN.
+    """
+    mine = rank_experts(spec.num_experts, mapping)
+    layouts = Mxfp4().layout(rank_shard(spec, mapping).shape, len(segments_of(spec)))
+    for (field, wanted), stored in zip(layouts.items(), parts, strict=True):
+        tensor = torch.empty(wanted.shape, dtype=torch.uint8)
+        whole = slice_of(stored)
+        _fill(tensor, (whole[i : i + 1][0].flatten(1) for i in mine), layout, spec, mapping)
+        if field == "block_scale" and bool((tensor == NAN_SCALE).any()):
+            subject, hint = f"tensor '{stored.name}'", "Download the checkpoint again."
+            raise CheckpointError.about(subject, expected="E8M0 scales", found=f"NaN ({NAN_SCALE})", hint=hint)
+        yield field, tensor
+
+
+def _fill(tensor: Tensor, experts: Iterable[Tensor], layout: ExpertLayout, spec: WeightSpec, mapping: Mapping) -> None:
+    """Copy experts into this rank's tensor one by one; casts to its dtype."""
+    for mine, stored in zip(tensor, experts, strict=True):
+        rows = torch.cat((stored[0::2], stored[1::2])) if layout.is_interleaved else stored
+        mine.copy_(shard_expert(rows, replace(spec, shape=(spec.num_experts, *rows.shape)), mapping))
+
+
 def _experts(
-    layout: ExpertLayout, parts: Sequence[StoredTensor], num_experts: int, slice_of: Callable[[StoredTensor], Any]
+    layout: ExpertLayout, parts: Sequence[StoredTensor], mine: range, num_experts: int, slice_of: SliceOf
 ) -> Iterator[Tensor]:
     """Yield [out, in] or [out] of each expert. A slice must not outlive the next call of `slice_of`."""
     if layout.is_one_by_one:
         num_parts = len(parts) // num_experts
-        for start in range(0, len(parts), num_parts):
-            yield torch.cat([slice_of(part)[:] for part in parts[start : start + num_parts]])
+        for i in mine:
+            yield torch.cat([slice_of(part)[:] for part in parts[i * num_parts : (i + 1) * num_parts]])
         return
-    scales = slice_of(parts[1])[:] if layout.is_mxfp4 else None
     whole = slice_of(parts[0])
-    for i in range(num_experts):
+    for i in mine:
         (stored,) = whole[i : i + 1]
-        if scales is not None:
-            stored = dequantize_mxfp4(stored, scales[i])
         yield stored.t() if layout.is_transposed else stored

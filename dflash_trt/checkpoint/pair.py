@@ -48,12 +48,6 @@ class CheckpointPair(PairSpecs):
     _sources: dict[str, WeightSource] = field(repr=False)
     _quantized: dict[str, QuantizedSource] = field(repr=False)
 
-    @property
-    def has_mxfp4_experts(self) -> bool:
-        """True if experts are stored in MXFP4, so that `iter_weights` dequantizes them."""
-        layouts = (source.layout for source in self._sources.values())
-        return any(layout is not None and layout.is_mxfp4 for layout in layouts)
-
     def iter_weights(
         self, *, dtype: torch.dtype, mapping: Mapping, whole_names: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,6 +168,8 @@ def _open_drafter(
 
 def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
     formats = {name: source.format for side in sides for name, source in side.quantized.items()}
+    sources = [item for side in sides for item in side.sources.items()]
+    formats |= {name: "mxfp4" for name, source in sources if source.layout is not None and source.layout.is_mxfp4}
     kv_scales = sides[0].kv_scales
     return QuantizationSpec(
         linears={name: weight_format for name, weight_format in formats.items() if weight_format is not None},

@@ -1,6 +1,7 @@
 """Sharding of tensors: arithmetic on a WeightSpec and a Mapping."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -8,6 +9,7 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import WeightSpec, segment_specs, segments_of
 
 
@@ -15,12 +17,24 @@ def shard(
     tensor: torch.Tensor,  # spec.shape
     spec: WeightSpec,
     mapping: Mapping,
-) -> torch.Tensor:  # rank_shard(spec, mapping.tp_size).shape
+) -> torch.Tensor:  # rank_shard(spec, mapping).shape
     """This rank's shard of a canonical tensor; each fused segment is sharded on its own."""
     if spec.sharding != "rows":
         return tensor[rank_index(spec, mapping)]
-    parts = zip(torch.split(tensor, list(segments_of(spec))), segment_specs(spec), strict=True)
-    return torch.cat([part[rank_index(part_spec, mapping)] for part, part_spec in parts])
+    parts = zip(torch.split(tensor, list(segments_of(spec)), dim=spec.row_axis), segment_specs(spec), strict=True)
+    return torch.cat([part[rank_index(part_spec, mapping)] for part, part_spec in parts], dim=spec.row_axis)
+
+
+def shard_expert(tensor: torch.Tensor, spec: WeightSpec, mapping: Mapping) -> torch.Tensor:
+    """The same for a single expert of a tensor of experts."""
+    ranks = Mapping(world_size=mapping.moe_tp_size, tp_size=mapping.moe_tp_size, rank=mapping.moe_tp_rank)
+    return shard(tensor, replace(spec, shape=spec.shape[1:], num_experts=0), ranks)
+
+
+def rank_experts(num_experts: int, mapping: Mapping) -> range:
+    """Experts that this rank holds."""
+    num_mine = num_experts // mapping.ep_size
+    return range(mapping.ep_rank * num_mine, (mapping.ep_rank + 1) * num_mine)
 
 
 def rank_index(
@@ -28,19 +42,23 @@ def rank_index(
     mapping: Mapping,
 ) -> tuple[slice, ...]:
     """Index of this rank's shard in the whole tensor."""
+    rank, num_ranks, experts = mapping.tp_rank, mapping.tp_size, tuple[slice, ...]()
+    if spec.num_experts:
+        mine = rank_experts(spec.num_experts, mapping)
+        rank, num_ranks, experts = mapping.moe_tp_rank, mapping.moe_tp_size, (slice(mine.start, mine.stop),)
     if spec.sharding == "replicated":
-        return (slice(None),)
+        return (*experts, slice(None))
     if spec.sharding == "columns":
-        return slice(None), _share(spec.shape[1], 1, mapping)
+        return (*experts, slice(None), _share(spec.shape[-1], 1, rank, num_ranks))
     [part] = segment_specs(spec)
-    return (_share(part.shape[0], part.units[0], mapping),)
+    return (*experts, _share(segments_of(part)[0], part.units[0], rank, num_ranks))
 
 
-def _share(length: int, unit: int, mapping: Mapping) -> slice:
-    """This rank's part of `length` in whole units: some of them, or one that other ranks hold, too."""
+def _share(length: int, unit: int, rank: int, num_ranks: int) -> slice:
+    """A rank's part of `length` in whole units: some of them, or one that other ranks hold, too."""
     num_units = length // unit
-    start = mapping.tp_rank * num_units // mapping.tp_size
-    return slice(start * unit, (start + max(1, num_units // mapping.tp_size)) * unit)
+    start = rank * num_units // num_ranks
+    return slice(start * unit, (start + max(1, num_units // num_ranks)) * unit)
 
 
 def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mapping) -> list[str]:
@@ -49,16 +67,31 @@ def mapping_problems(target: TargetSpec, draft: DraftSpec | None, mapping: Mappi
     if mapping.pp_size != 1:
         hint = "Use tensor parallelism alone: pipeline parallelism is not implemented."
         problems.append(problem("mapping pp_size", expected="1", found=str(mapping.pp_size), hint=hint))
-    if mapping.tp_size != 1 and target.num_expert_layers > 0:
-        hint = "Use one rank: sharding of experts is not implemented."
-        found = f"{mapping.tp_size}, for a target with experts"
-        problems.append(problem("mapping tp_size", expected="1", found=found, hint=hint))
+    if mapping.ep_size != 1 and target.num_expert_layers == 0:
+        hint = "Leave ep_size out."
+        problems.append(
+            problem("mapping ep_size", expected="1, for no layer has experts", found=str(mapping.ep_size), hint=hint)
+        )
     for name, length, may_copy in _lengths(target, draft):
         if length % mapping.tp_size and not (may_copy and mapping.tp_size % length == 0):
             expected = f"a divisor {'or a multiple ' if may_copy else ''}of {name} {length}"
             hint = "Choose another tp_size: padding is not implemented."
             problems.append(problem("mapping tp_size", expected=expected, found=str(mapping.tp_size), hint=hint))
+    problems += _expert_problems(target, mapping)
     return problems
+
+
+def _expert_problems(target: TargetSpec, mapping: Mapping) -> Iterator[str]:
+    kinds = dict.fromkeys(layer.feed_forward for layer in target.layers if isinstance(layer.feed_forward, Moe))
+    for moe in kinds:
+        if moe.num_experts % mapping.ep_size:
+            expected, found = f"a divisor of num_experts {moe.num_experts}", str(mapping.ep_size)
+            yield problem("mapping ep_size", expected=expected, found=found, hint="Choose another ep_size.")
+        if moe.intermediate_size % mapping.moe_tp_size:
+            expected = f"tp_size / ep_size to divide an expert's intermediate_size {moe.intermediate_size}"
+            found = f"{mapping.tp_size} / {mapping.ep_size}"
+            hint = f"Set ep_size to {mapping.tp_size}: each rank then has whole experts."
+            yield problem("mapping", expected=expected, found=found, hint=hint)
 
 
 def _lengths(target: TargetSpec, draft: DraftSpec | None) -> Iterator[tuple[str, int, bool]]:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dflash_trt.checkpoint.expert_tensors import ExpertLayout, part_dtypes, part_shapes, read_experts
+from dflash_trt.checkpoint.expert_tensors import (
+    ExpertLayout,
+    part_dtypes,
+    part_shapes,
+    read_experts,
+    read_mxfp4_experts,
+)
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, read_quantized
@@ -21,6 +27,7 @@ from dflash_trt.core.errors import CheckpointError, problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, rank_shard, segment_specs
+from dflash_trt.formats.base import tensor_name
 
 _INTEGER_DTYPES = ("I64", "I32")
 _MAX_MAPPED_BYTES = 256 * 2**20
@@ -76,7 +83,8 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield one rank's canonical tensors in table order, one in memory at a time; integers stay int64.
 
-    A layer in `quantized` comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are not sharded.
+    A layer in `quantized`, or in MXFP4, comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are
+    not sharded.
 
     Raises:
         CheckpointError: a value is not finite, as stored or in `dtype`.
@@ -89,6 +97,10 @@ def read_weights(
                 yield from read_quantized(name, spec, quantized[name], opened.slice_of, dtype=dtype, mapping=cut)
                 continue
             source = sources[name]
+            if source.layout is not None and source.layout.is_mxfp4:
+                fields = read_mxfp4_experts(source.layout, source.parts, spec, opened.slice_of, mapping=cut)
+                yield from ((tensor_name(name, field), tensor) for field, tensor in fields)
+                continue
             if spec.is_integer:
                 yield name, shard(_read_integers(spec, source), spec, cut)
                 continue
@@ -127,11 +139,10 @@ class OpenFiles:
 
 def _read_floats(
     spec: WeightSpec, source: WeightSource, opened: OpenFiles, *, dtype: torch.dtype, mapping: Mapping
-) -> torch.Tensor:  # rank_shard(spec, mapping.tp_size).shape
+) -> torch.Tensor:  # rank_shard(spec, mapping).shape
     if source.layout is not None:
-        assert spec.sharding == "replicated", "mapping_problems refuses to shard experts"
-        return read_experts(source.layout, source.parts, spec.shape, opened.slice_of, dtype=dtype)
-    tensor = torch.empty(rank_shard(spec, mapping.tp_size).shape, dtype=dtype)
+        return read_experts(source.layout, source.parts, spec, opened.slice_of, dtype=dtype, mapping=mapping)
+    tensor = torch.empty(rank_shard(spec, mapping).shape, dtype=dtype)
     row = 0
     for part, part_spec in zip(source.parts, segment_specs(spec), strict=True):
         piece = opened.slice_of(part)[rank_index(part_spec, mapping)]

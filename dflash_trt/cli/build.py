@@ -53,6 +53,7 @@ class _BuildCommand(click.Command):
 @click.option("--max-draft-len", type=int, help="Drafts per request and step.")
 @click.option("--page-size", type=int, help="Token positions per K/V page.")
 @click.option("--tp-size", type=int, help="Ranks that share every layer, a process and a GPU each.")
+@click.option("--ep-size", type=int, help="Groups of those ranks that have a part of the experts each (default: 1).")
 @click.option("--quantization", metavar="FORMAT", help="Weight format of target and drafter, or none.")
 @click.option("--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.")
 @click.option("--kv-cache", metavar="FORMAT", help="fp8 or none: the format of K/V pages.")

@@ -32,15 +32,13 @@ def plan_table(plan: "QuantizationPlan", dtype: str) -> "Table":
     for linear in plan.linears:
         pattern = re.sub(r"\.layers\.\d+\.", ".layers.*.", linear.name)
         source = "the checkpoint" if linear.is_stored else "this build" if linear.format else ""
-        groups.setdefault((pattern, linear.format or dtype, source, linear.spec.shape[1]), []).append(linear)
+        groups.setdefault((pattern, linear.format or dtype, source, linear.spec.shape[-1]), []).append(linear)
     for (pattern, weight_format, source, columns), members in groups.items():
         name = pattern if len(members) == _num_alike(plan, pattern) else _listed(members)
         table.add_row(name, str(len(members)), str(columns), weight_format, source)
     pages = {"target K/V pages": plan.has_fp8_target_kv} | (
         {"draft K/V pages": plan.has_fp8_draft_kv} if plan.draft is not None else {}
     )
-    if plan.target.num_expert_layers:
-        table.add_row("experts of the target", str(plan.target.num_expert_layers), "", dtype, "never quantized")
     for name, has_fp8 in pages.items():
         table.add_row(name, "", "", "fp8" if has_fp8 else dtype, "")
     return table

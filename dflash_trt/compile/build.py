@@ -121,13 +121,13 @@ def _build(
     progress(BuildProgress(stage="checking"))
     backend = backend_of(config.backend)
     paths = _checkpoint_paths(config, base_dir)
-    mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
+    mapping = config.mapping
     compiler, pair, limits, plan, tokenizer, notes = _check(config, backend, mapping, paths, base_dir)
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
-    notes = [*notes, *pair.notes, *_weight_notes(pair, config, note)]
+    notes = [*notes, *pair.notes, *([note] if note else [])]
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,
@@ -209,14 +209,6 @@ def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes
     files = resolve_tokenizer(pair.tokenizer_files, vocab_size=pair.target.vocab_size, problems=problems)
     raise_all(CheckpointError, f"tokenizer of target {directory}", problems)
     return files
-
-
-def _weight_notes(pair: CheckpointPair, config: BuildConfig, calibration_note: str | None) -> list[str]:
-    """Notes about conversions of weights that the configuration does not ask for."""
-    notes = [] if calibration_note is None else [calibration_note]
-    if pair.has_mxfp4_experts:
-        notes.append(f"the target's experts, stored in MXFP4, are dequantized to {config.dtype}")
-    return notes
 
 
 @dataclass(frozen=True)

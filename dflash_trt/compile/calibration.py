@@ -17,7 +17,7 @@ from dflash_trt.compile.calibration_pass import CalibrationPass
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import Linear
@@ -138,6 +138,7 @@ class _PairWeights:
         )
 
     def _dequantized(self, linear: Linear[Tensor]) -> Linear[Tensor]:
-        if isinstance(linear.weight, QuantizedWeight):
-            return replace(linear, weight=dequantize(linear.weight, self._dtype))
-        return linear
+        weight = linear.weight
+        if not isinstance(weight, QuantizedWeight) or is_of_experts(weight):
+            return linear
+        return replace(linear, weight=dequantize(weight, self._dtype))

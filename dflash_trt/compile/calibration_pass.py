@@ -10,14 +10,16 @@ from torch import Tensor
 
 from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
+from dflash_trt.backends.torch.moe import apply_expert, chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Cache, KvDestination, Linear, Rows, StepInputs
+from dflash_trt.network.ops import Cache, Experts, KvDestination, Linear, Rows, StepInputs
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.quantize.calibrate import LinearBank
 
@@ -97,6 +99,15 @@ class _ObservedOps(TorchOps):
         assert isinstance(linear.weight, Tensor)
         out = self._bank(linear.name, x)[:, linear.first_row : linear.first_row + len(linear.weight)]
         return out if linear.bias is None else out + linear.bias
+
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
+        choice = chosen_experts(self.linear(x, experts.router), moe)
+        return run_chosen_experts(x, experts, moe, choice, self._expert)
+
+    def _expert(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        if linear.name in self._bank:
+            self._bank.observe(linear.name, x)
+        return apply_expert(x, linear)
 
     def attend(
         self,

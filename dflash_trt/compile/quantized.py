@@ -35,7 +35,7 @@ def plan_quantization(config: BuildConfig, pair: PairSpecs) -> QuantizationPlan:
         ConfigError: a choice that cannot be; all of them in one error.
     """
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
-    raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, tp_size=config.tp_size))
+    raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, config.mapping))
     if torch.cuda.is_available():
         require_hardware(plan.formats, torch.cuda.get_device_capability())
     return plan

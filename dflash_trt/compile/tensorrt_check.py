@@ -22,7 +22,6 @@ from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError, ConfigError, ErrorCollector, raise_all
-from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
@@ -93,7 +92,7 @@ def _read_pair(config: BuildConfig, base_dir: Path) -> PairSpecs:
 def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[str], PretrainedConfig]:
     """Limits, notes about them and the models, with all problems in one error."""
     errors = ErrorCollector()
-    mapping = Mapping(world_size=config.tp_size, tp_size=config.tp_size)
+    mapping = config.mapping
     cuts = mapping_problems(pair.target, pair.draft, mapping)
     errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
@@ -123,7 +122,7 @@ def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:
 def _build(config: PretrainedConfig, limits: EngineLimits, rank: int, progress: StepsCallback) -> BuiltPlan:
     spec = network_spec(config.model_copy(update={"mapping": config.mapping.of_rank(rank)}), limits)
     whole = engine_weights(config.target, config.draft, config.quantization)
-    table = {name: rank_shard(weight, config.mapping.tp_size) for name, weight in whole.items()}
+    table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}
     plain, quantized = split_quantized(blank_tensors(tensor_headers(config)), table, formats)
     return build_plan(

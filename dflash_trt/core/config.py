@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
 Backend = Literal["torch", "tensorrt"]
@@ -33,6 +34,7 @@ class BuildConfig(Frozen):
     max_draft_len: int | None = Field(default=None, ge=0, le=MAX_INT32)
     page_size: int = Field(default=32, ge=1, le=MAX_INT32)
     tp_size: int = Field(default=1, ge=1, le=1024)  # one process (and GPU) per rank
+    ep_size: int = Field(default=1, ge=1, le=1024)  # groups of ranks that have a part of the experts each
     quantization: QuantizationConfig | None = None
     plugins: PluginMode = "plugin"  # backend tensorrt: the plugin library, or native layers (slow, for checks)
     plugin_library: str | None = None  # backend tensorrt
@@ -46,12 +48,19 @@ class BuildConfig(Frozen):
             raise ValueError("dtype float16 needs backend tensorrt; backend torch has float32 and bfloat16")
         if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):
             raise ValueError("collectives plugin needs backend tensorrt and plugins plugin")
+        if self.tp_size % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the number of ranks")
         if self.max_num_tokens < self.max_batch_size:
             raise ValueError(
                 f"max_num_tokens {self.max_num_tokens} is less than max_batch_size {self.max_batch_size}: "
                 "every request needs at least one token per step"
             )
         return self
+
+    @property
+    def mapping(self) -> Mapping:
+        """That of rank 0."""
+        return Mapping(world_size=self.tp_size, tp_size=self.tp_size, ep_size=self.ep_size)
 
 
 def build_config_from(fields: AbcMapping[str, Any], *, source: str) -> BuildConfig:

@@ -10,24 +10,31 @@ NumRanks = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Mapping(Frozen):
-    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are adjacent."""
+    """world_size = tp_size * pp_size; ranks of one tensor-parallel group are adjacent.
+
+    Each of `ep_size` groups of adjacent ranks has a part of the experts, whose rows and columns its `moe_tp_size` ranks
+    divide. Everything else is divided by `tp_size`.
+    """
 
     world_size: NumRanks = 1
     tp_size: NumRanks = 1
     pp_size: NumRanks = 1
+    ep_size: NumRanks = 1
     rank: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.world_size != self.tp_size * self.pp_size:
             raise ValueError(f"world_size {self.world_size} is not tp_size {self.tp_size} * pp_size {self.pp_size}")
+        if self.tp_size % self.ep_size:
+            raise ValueError(f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
         return self
 
     def of_rank(self, rank: int) -> "Mapping":
         """The same mapping for another rank."""
-        return Mapping(world_size=self.world_size, tp_size=self.tp_size, pp_size=self.pp_size, rank=rank)
+        return Mapping(**(self.model_dump() | {"rank": rank}))
 
     def num_kv_heads_of(self, num_kv_heads: int) -> int:
         """K/V heads that each rank holds: its part of them, or a copy of one where there are more ranks than heads."""
@@ -36,3 +43,15 @@ class Mapping(Frozen):
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp_size
+
+    @property
+    def moe_tp_size(self) -> int:
+        return self.tp_size // self.ep_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.tp_rank % self.moe_tp_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.tp_rank // self.moe_tp_size

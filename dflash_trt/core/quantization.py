@@ -31,12 +31,14 @@ class CalibrationConfig(Frozen):
 class QuantizationConfig(Frozen):
     """Format of each part; "none" keeps the engine's dtype.
 
-    `drafter` and `draft_kv_cache` default to `target` and `kv_cache`. `draft_lm_head` is a format for the drafter's own
-    head, or for a copy of the target's head that only the drafter uses. `overrides` maps patterns over canonical names
-    ("*" matches anything) to formats; the last matching pattern wins.
+    `drafter` and `draft_kv_cache` default to `target` and `kv_cache`; `experts` default to `target`, where the
+    checkpoint does not have them in a format already. `draft_lm_head` is a format for the drafter's own head, or for a
+    copy of the target's head that only the drafter uses. `overrides` maps patterns over canonical names ("*" matches
+    anything) to formats; the last matching pattern wins.
     """
 
     target: FormatChoice = "none"
+    experts: FormatChoice | None = None
     drafter: FormatChoice | None = None
     lm_head: FormatChoice = "none"
     draft_lm_head: FormatChoice = "none"

@@ -8,24 +8,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dflash_trt.core.mapping import Mapping
+
 Sharding = Literal["replicated", "rows", "columns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSpec:
-    """A tensor of the whole model, and how tensor parallelism shards it.
+    """A tensor of the whole model, and how it is sharded over ranks.
 
-    `rows` shards axis 0 (output features), `columns` axis 1 (input features; an all-reduce sums the partial results).
-    `segments` are the row counts of parts fused along axis 0, each sharded on its own, as q, k and v are. `units` are
-    the rows of each segment that stay together (default: 1), as those of a K/V head do: with fewer units than ranks,
-    several ranks hold the same unit.
+    `rows` shards output features, `columns` input features (an all-reduce sums the partial results): axes 0 and 1, or 1
+    and 2 where axis 0 has `num_experts`, of which each rank has some.
+    `segments` are the row counts of parts fused along the axis of rows, each sharded on its own, as q, k and v are.
+    `units` are the rows of each segment that stay together (default: 1), as those of a K/V head do: with fewer units
+    than ranks, several ranks hold the same unit.
     """
 
     shape: tuple[int, ...]
     sharding: Sharding = "replicated"
     segments: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
+    num_experts: int = 0
     is_integer: bool = False  # token ids: never cast to the engine's dtype
+
+    @property
+    def row_axis(self) -> int:
+        return 1 if self.num_experts else 0
 
 
 WeightTable = dict[str, WeightSpec]
@@ -33,7 +41,7 @@ WeightTable = dict[str, WeightSpec]
 
 def segments_of(spec: WeightSpec) -> tuple[int, ...]:
     """Rows per fused part; one segment for a linear layer that is not fused."""
-    return spec.segments or (spec.shape[0],)
+    return spec.segments or (spec.shape[spec.row_axis],)
 
 
 def segment_specs(spec: WeightSpec) -> tuple[WeightSpec, ...]:
@@ -41,7 +49,7 @@ def segment_specs(spec: WeightSpec) -> tuple[WeightSpec, ...]:
     segments = segments_of(spec)
     units = spec.units or (1,) * len(segments)
     return tuple(
-        replace(spec, shape=(rows, *spec.shape[1:]), segments=(rows,), units=(unit,))
+        replace(_with_rows(spec, rows), segments=(rows,), units=(unit,))
         for rows, unit in zip(segments, units, strict=True)
     )
 
@@ -52,21 +60,31 @@ def extra_heads(table: WeightTable, linears: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in ("target.lm_head", "draft.lm_head") if name in wanted and name not in table)
 
 
-def rank_shard(spec: WeightSpec, tp_size: int) -> WeightSpec:
-    """Spec of the shard that each rank of `tp_size` holds."""
+def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
+    """Spec of the shard that each rank holds."""
+    num_ranks = mapping.tp_size
+    if spec.num_experts:
+        num_ranks, num_experts = mapping.moe_tp_size, spec.num_experts // mapping.ep_size
+        spec = replace(spec, num_experts=num_experts, shape=(num_experts, *spec.shape[1:]))
     if spec.sharding == "replicated":
         return spec
     if spec.sharding == "columns":
-        return replace(spec, shape=(spec.shape[0], spec.shape[1] // tp_size))
-    segments = tuple(max(part.units[0], part.shape[0] // tp_size) for part in segment_specs(spec))
-    return replace(spec, shape=(sum(segments), *spec.shape[1:]), segments=segments)
+        *leading, columns = spec.shape
+        return replace(spec, shape=(*leading, columns // num_ranks))
+    segments = tuple(max(part.units[0], segments_of(part)[0] // num_ranks) for part in segment_specs(spec))
+    return replace(_with_rows(spec, sum(segments)), segments=segments)
 
 
 def is_linear(spec: WeightSpec, name: str) -> bool:
-    """True if a canonical tensor is the weight of a GEMM: no vector, embedding or biases of experts."""
-    return len(spec.shape) == 2 and not name.endswith((".embedding", "_bias"))
+    """True if a canonical tensor is the weight of a GEMM, or of one per expert: no vector, bias or embedding."""
+    return len(spec.shape) == 2 + spec.row_axis and not name.endswith((".embedding", "_bias"))
 
 
 def row_sharded(shape: tuple[int, ...], segments: tuple[int, ...] = (), units: tuple[int, ...] = ()) -> WeightSpec:
     """Spec with output features sharded; `segments` if the rows are fused parts, `units` if they are K/V heads."""
     return WeightSpec(shape=shape, sharding="rows", segments=segments or shape[:1], units=units)
+
+
+def _with_rows(spec: WeightSpec, rows: int) -> WeightSpec:
+    axis = spec.row_axis
+    return replace(spec, shape=(*spec.shape[:axis], rows, *spec.shape[axis + 1 :]))

@@ -143,7 +143,7 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
     """Name, dtype and shape of every tensor in each `rank{r}.safetensors`, in the order of the file."""
     linears = config.quantization.linears if config.quantization else {}
     whole = engine_weights(config.target, config.draft, config.quantization)
-    table = {name: rank_shard(spec, config.mapping.tp_size) for name, spec in whole.items()}
+    table = {name: rank_shard(spec, config.mapping) for name, spec in whole.items()}
     headers: dict[str, TensorHeader] = {}
     for name, spec in table.items():
         if name in linears:

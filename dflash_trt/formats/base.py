@@ -55,19 +55,25 @@ class QuantizedWeight(Generic[T]):
     per_segment: ClassVar[tuple[str, ...]] = SCALES  # fields with one number per segment; the others have rows
 
     segments: tuple[int, ...]  # rows per stacked linear
-    weight_scale: T  # float32 [..., segments], or [..., out] where it is not `per_segment`
     input_scale: T | None  # float32 [..., segments]; None: activations stay as they are (weight-only)
 
     def tensors(self) -> dict[str, T]:
         """Tensors by field name, codes first and the scales that all formats have last."""
         own = [item.name for item in fields(self) if item.name != "segments" and item.name not in SCALES]
-        found = {name: getattr(self, name) for name in (*own, *SCALES)}
+        found = {name: getattr(self, name, None) for name in (*own, *SCALES)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def map_tensors(self, change: Callable[[str, T], U]) -> QuantizedWeight[U]:
         """The same weight with `change(field name, tensor)` in place of every tensor."""
         changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
         return cast("QuantizedWeight[U]", replace(self, **changed))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledWeight(QuantizedWeight[T]):
+    """A weight whose scales of blocks, if it has any, are not all."""
+
+    weight_scale: T  # float32 [..., segments], or [..., out] where it is not `per_segment`
 
 
 def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> QuantizedWeight[T]:
@@ -142,7 +148,8 @@ class WeightFormat(ABC):
 
     def dequantize(self, weight: QuantizedWeight[Tensor]) -> Tensor:
         """W [..., out, in] in float32, exact."""
-        return self.unscaled(weight, torch.float32) * row_scale(weight)[..., None]
+        values, scale = self.unscaled(weight, torch.float32), row_scale(weight)
+        return values if scale is None else values * scale[..., None]
 
     def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> QuantizedWeight[T]:
         """The inverse of `QuantizedWeight.tensors`."""
@@ -154,12 +161,25 @@ def tensor_name(linear: str, field_name: str) -> str:
     return linear if field_name == "codes" else f"{linear}.{field_name}"
 
 
-def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out]
-    """`weight_scale`, repeated for the rows of each segment where it is one number for all of them."""
-    scale = weight.weight_scale
+def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]
+    """`weight_scale`, repeated for the rows of each segment where it is one number for all of them; None without."""
+    if not isinstance(weight, ScaledWeight):
+        return None
+    scale: Tensor = weight.weight_scale
     if "weight_scale" not in weight.per_segment:
         return scale
     return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)
+
+
+def is_of_experts(weight: QuantizedWeight[Tensor]) -> bool:
+    """True if the tensors have an axis of experts before the others."""
+    codes = next(iter(weight.tensors().values()))
+    return codes.dim() > 2
+
+
+def expert_of(weight: QuantizedWeight[Tensor], index: int) -> QuantizedWeight[Tensor]:
+    """One expert's weight; views."""
+    return weight.map_tensors(lambda _, tensor: tensor[index])
 
 
 def segment_amax(weight: Tensor, segments: Sequence[int]) -> Tensor:  # float32 [..., segments]

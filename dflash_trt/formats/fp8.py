@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, ScaledWeight, T, TensorLayout, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Weight(QuantizedWeight[T]):
+class Fp8Weight(ScaledWeight[T]):
     """Codes with a scale per segment."""
 
     codes: T  # float8_e4m3fn [..., out, in]

@@ -1,26 +1,80 @@
-"""Dequantization of MXFP4 experts, as in gpt-oss.
+"""MXFP4: E2M1 values in blocks of 32 along `in`, each with an E8M0 scale, as in gpt-oss; activations stay as they are.
 
-A block is 32 E2M1 values along the input features, two to a byte, low nibble first, with one E8M0 scale (OCP
-Microscaling Formats, v1.0). Same results as `transformers.integrations.mxfp4.convert_moe_quantized_tensors`.
+    code c = sign << 3 | magnitude index; byte j of a row holds column 2j in bits 0-3 and column 2j + 1 in bits 4-7
+    W[n, k] = e2m1(code[n, k]) * 2 ** (block_scale[n, k // 32] - 127)
+
+OCP Microscaling Formats, v1.0. A scale of 255 is NaN there, and is refused when a checkpoint is read. Same results as
+`transformers.integrations.mxfp4.convert_moe_quantized_tensors`. Quantization gives the values of ModelOpt 0.47's
+`MXFP4QTensor`: the least power of two that lets no value of a block exceed 6, and ties to the smaller magnitude.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-BLOCK_COLUMNS = 32
-BLOCK_BYTES = BLOCK_COLUMNS // 2
+from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.nvfp4 import E2M1_BOUNDS, E2M1_MAX, E2M1_VALUES
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+BLOCK_COLUMNS: Final = 32
+BLOCK_BYTES: Final = BLOCK_COLUMNS // 2
+NAN_SCALE: Final = 255
+
+_BIAS = 127
+_VALUES = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)))
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)  # [byte, (low, high)]
-_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)  # of every scale; the last, NaN in E8M0, is infinite
 
 
-def dequantize_mxfp4(
-    blocks: Tensor,  # uint8 [rows, G, 16]
-    scales: Tensor,  # uint8 [rows, G]: 127 + the power of two
-) -> Tensor:  # float32 [rows, 32 * G]
-    """Dequantize, exactly. Looks up two codes at a time, since a checkpoint has billions."""
-    values = F.embedding(blocks.int(), _PAIRS).flatten(-2)  # [rows, G, 32]
-    return values.mul_(_POWERS[scales.int()][..., None]).flatten(1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mxfp4Weight(QuantizedWeight[T]):
+    """Codes with a power of two per block. `in` is a multiple of 32."""
+
+    codes: T  # uint8 [..., out, in / 2], two codes per byte, the even column in the low nibble
+    block_scale: T  # uint8 [..., out, in / 32]: 127 + the power of two
+
+
+class Mxfp4(WeightFormat):
+    name = "mxfp4"
+    weight_type = Mxfp4Weight
+    columns_per_block = BLOCK_COLUMNS
+
+    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+        *leading, columns = shape
+        return {
+            "codes": TensorLayout("uint8", (*leading, columns // 2)),
+            "block_scale": TensorLayout("uint8", (*leading, columns // BLOCK_COLUMNS)),
+        }
+
+    def quantize_matrix(
+        self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
+    ) -> QuantizedWeight[Tensor]:
+        rows, columns = weight.shape
+        blocks = weight.float().view(rows, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
+        powers = (blocks.abs().amax(dim=-1) / E2M1_MAX).log2().clamp(min=-_BIAS).ceil()
+        scaled = (blocks / powers.exp2()[..., None]).flatten(1)
+        magnitudes = torch.bucketize(scaled.abs(), torch.tensor(E2M1_BOUNDS, device=scaled.device)).to(torch.uint8)
+        nibbles = magnitudes | (scaled < 0).to(torch.uint8) << 3
+        return Mxfp4Weight(
+            segments=tuple(segments),
+            input_scale=None,
+            codes=nibbles[:, 0::2] | nibbles[:, 1::2] << 4,
+            block_scale=(powers + _BIAS).to(torch.uint8),
+        )
+
+    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+        assert isinstance(weight, Mxfp4Weight)
+        codes, scale = weight.codes, weight.block_scale
+        pairs, powers = (table.to(codes.device, dtype) for table in (_PAIRS, _powers()))
+        # Two codes at a time: a checkpoint has billions.
+        values = F.embedding(codes.int(), pairs).view(*scale.shape, BLOCK_COLUMNS)
+        return values.mul_(powers[scale.int()][..., None]).flatten(-2)
+
+
+def _powers() -> Tensor:  # float32 [256], by scale
+    return torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS)
+
+
+FORMATS = (Mxfp4(),)

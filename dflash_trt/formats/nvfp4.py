@@ -18,10 +18,11 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, ScaledWeight, T, TensorLayout, WeightFormat
 
 E2M1_MAX: Final = 6.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by magnitude index; the sign is bit 3
+E2M1_BOUNDS: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints between magnitudes
 BLOCK_SIZE: Final = 16
 
 _MIN_BLOCK_SCALE = 2.0**-9  # E4M3's smallest; a block scale of 0 would lose the block
@@ -29,7 +30,7 @@ _ROWS_AT_ONCE = 4096  # keeps the float32 intermediates of a large weight small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nvfp4Weight(QuantizedWeight[T]):
+class Nvfp4Weight(ScaledWeight[T]):
     """W4A4, or W4A16 when `input_scale` is None. `in` is a multiple of 16."""
 
     codes: T  # uint8 [..., out, in / 2], two codes per byte, the even column in the low nibble
@@ -105,7 +106,7 @@ def e2m1_values(codes: Tensor) -> Tensor:  # uint8 [N, in / 2] -> float32 [N, in
 
 def e2m1_codes(values: Tensor) -> Tensor:  # float32, any shape -> uint8 of the same shape
     """Round to E2M1, ties to even, saturating; code = sign << 3 | magnitude index."""
-    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
+    bounds = torch.tensor(E2M1_BOUNDS, device=values.device)
     # Counting the bounds below a value rounds ties down; the odd bounds are one ulp lower, so that their ties go up.
     bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))
     magnitude = torch.bucketize(values.abs(), bounds).to(torch.uint8)

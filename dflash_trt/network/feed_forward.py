@@ -19,12 +19,14 @@ class Mlp(Generic[T]):
 def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> Mlp[T] | Experts[T]:
     if isinstance(spec, Dense):
         return Mlp(gate_up=tensors.linear(f"{prefix}.gate_up"), down=tensors.summed_linear(f"{prefix}.down"))
+    mapping = tensors.mapping
+    num_experts = spec.num_experts // mapping.ep_size
     return StackedExperts(
         router=tensors.linear(f"{prefix}.router"),
-        gate_up=tensors[f"{prefix}.experts.gate_up"],
-        down=tensors[f"{prefix}.experts.down"],
-        gate_up_bias=tensors.find(f"{prefix}.experts.gate_up_bias"),
-        down_bias=tensors.find(f"{prefix}.experts.down_bias"),
+        gate_up=tensors.linear(f"{prefix}.experts.gate_up"),
+        down=tensors.summed_linear(f"{prefix}.experts.down", rank=mapping.moe_tp_rank),
+        num_experts=num_experts,
+        first_expert=num_experts * mapping.ep_rank,
     )
 
 

@@ -21,7 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear(Generic[T]):
-    """y = x @ weight.T + bias; weight [out, in], bias [out]. A quantized weight also says how x is quantized."""
+    """y = x @ weight.T + bias; weight [out, in], bias [out]. A quantized weight also says how x is quantized.
+
+    The linear of a layer's experts has [E, out, in] and [E, out].
+    """
 
     weight: T | QuantizedWeight[T]
     bias: T | None = None
@@ -31,19 +34,25 @@ class Linear(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(Generic[T]):
-    """The MLP of a layer with E experts of F features. A backend may hold them in a form of its own."""
+    """The MLP of a layer with experts of F features. A backend may hold them in a form of its own.
 
-    router: Linear[T]  # [E, H]
+    Of the experts that the router knows, a rank holds `num_experts` from `first_expert` on.
+    """
+
+    router: Linear[T]
+    num_experts: int
+    first_expert: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackedExperts(Experts[T]):
-    """As an engine stores them; gate_up has gate rows above up rows."""
+    """As an engine stores them: linear layers whose weights and biases have an axis of experts before the others.
 
-    gate_up: T  # [E, 2F, H]
-    down: T  # [E, H, F]
-    gate_up_bias: T | None = None  # [E, 2F]
-    down_bias: T | None = None  # [E, H]
+    gate_up [E, 2F, H] has gate rows above up rows, down is [E, H, F].
+    """
+
+    gate_up: Linear[T]
+    down: Linear[T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

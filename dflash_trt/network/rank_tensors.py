@@ -35,10 +35,13 @@ class RankTensors(Generic[T]):
         weight = self.quantized[name] if name in self.quantized else self.plain[name]
         return Linear(weight=weight, bias=self.plain.get(f"{name}_bias"), name=name)
 
-    def summed_linear(self, name: str) -> Linear[T]:
-        """A linear whose results the ranks add up: the bias must be added once, so only rank 0 keeps it."""
+    def summed_linear(self, name: str, *, rank: int | None = None) -> Linear[T]:
+        """A linear whose results the ranks add up: the bias must be added once, so only rank 0 keeps it.
+
+        `rank` is that among the ranks which divide this linear (default: all).
+        """
         linear = self.linear(name)
-        return linear if self.mapping.tp_rank == 0 else replace(linear, bias=None)
+        return replace(linear, bias=None) if (self.mapping.tp_rank if rank is None else rank) else linear
 
     def rows_of(self, linear: Linear[T], start: int, stop: int) -> Linear[T]:
         """The output features [start, stop) of a linear, as one of its own."""

@@ -34,16 +34,22 @@ class LinearBank(nn.Module):
         Raises:
             ConfigError: x has values that are not finite.
         """
-        if not bool(torch.isfinite(x).all()):
-            hint = "Check the checkpoint; a bfloat16 or float32 `dtype` has the range that float16 lacks."
-            subject = f"calibration: the input of {name}"
-            raise ConfigError.about(subject, expected="finite values", found="NaN or infinity", hint=hint)
+        _require_finite(name, x)
         out: Tensor = self.linears[_key(name)](x)
         return out
 
+    def observe(self, name: str, x: Tensor) -> None:
+        """Let ModelOpt observe an input of one of the experts that share a name, and their range.
+
+        Raises:
+            ConfigError: x has values that are not finite.
+        """
+        _require_finite(name, x)
+        self.linears[_key(name)].get_submodule("input_quantizer")(x)
+
 
 def observe(
-    weights: Mapping[str, Tensor],  # [out, in] by canonical name
+    weights: Mapping[str, Tensor],  # [out, in] by canonical name, or [experts, out, in]
     formats: Mapping[str, str],
     run: Callable[[LinearBank], None],
 ) -> dict[str, float]:
@@ -64,6 +70,13 @@ def observe(
         warnings.simplefilter("ignore")
         quantization.quantize(bank, {"quant_cfg": rules, "algorithm": "max"}, run)
     return {name: _range_of(name, bank.linears[_key(name)].input_quantizer) for name in weights}
+
+
+def _require_finite(name: str, x: Tensor) -> None:
+    if not bool(torch.isfinite(x).all()):
+        hint = "Check the checkpoint; a bfloat16 or float32 `dtype` has the range that float16 lacks."
+        subject = f"calibration: the input of {name}"
+        raise ConfigError.about(subject, expected="finite values", found="NaN or infinity", hint=hint)
 
 
 def modelopt_version() -> str:
@@ -109,6 +122,8 @@ def _range_of(name: str, quantizer: Any) -> float:
 
 def _linear(weight: Tensor) -> nn.Linear:
     """Shares the weight; `meta` keeps the constructor from allocating another."""
+    if weight.dim() == 3:
+        (weight,) = weight[:1]  # of the experts that share a range: only their inputs are observed
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear

@@ -1,6 +1,6 @@
 """The format of each linear layer, decided and checked before any work.
 
-Embeddings, norms, biases and experts are never quantized; routers only if an override names them.
+Embeddings, norms and biases are never quantized; routers only if an override names them.
 """
 
 import math
@@ -12,10 +12,11 @@ from typing import Literal
 from dflash_trt.core.dtype import FloatDType, num_bytes_of
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import FormatChoice, LayerKvScales, QuantizationConfig, QuantizationSpec
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
 Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
@@ -123,7 +124,7 @@ def make_plan(
     for name, spec in table.items():
         if not is_linear(spec, name):
             continue
-        asked = copies.get(name) or _asked(name, spec, config)
+        asked = copies.get(name) or _asked(name, spec, config, stored)
         planned = _planned(name, spec, asked, stored)
         problems += _linear_problems(planned, asked)
         linears.append(planned)
@@ -138,26 +139,30 @@ def make_plan(
     )
 
 
-def sharding_problems(plan: QuantizationPlan, *, tp_size: int) -> list[str]:
-    """Reasons why quantized layers cannot be sharded over this many ranks."""
+def sharding_problems(plan: QuantizationPlan, mapping: Mapping) -> list[str]:
+    """Reasons why quantized layers cannot be sharded over these ranks: a block is never split."""
     problems = []
     for linear in plan.linears:
         if linear.spec.sharding != "columns" or linear.format is None:
             continue
-        columns, block = linear.spec.shape[1] // tp_size, weight_format(linear.format).columns_per_block
+        columns = rank_shard(linear.spec, mapping).shape[-1]
+        block = weight_format(linear.format).columns_per_block
         if columns % block:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
+            experts = f", or set ep_size to {mapping.tp_size}" if linear.spec.num_experts else ""
             expected = f"input features per rank in blocks of {block} for {linear.format}"
-            found = f"{columns} with tp_size {tp_size}"
-            hint = f"Choose a smaller tp_size{override}."
+            found = f"{columns} with tp_size {mapping.tp_size}"
+            hint = f"Choose a smaller tp_size{experts}{override}."
             problems.append(problem(linear.name, expected=expected, found=found, hint=hint))
     return problems
 
 
 def component_of(name: str, spec: WeightSpec) -> Component:
     """Which row of a size table a canonical tensor belongs to."""
+    if spec.num_experts:
+        return "experts"
     if not is_linear(spec, name):
-        return "experts" if is_expert(name) else "embeddings and norms"
+        return "embeddings and norms"
     if name == "target.lm_head":
         return "lm_head"
     if name == "draft.lm_head":
@@ -167,11 +172,6 @@ def component_of(name: str, spec: WeightSpec) -> Component:
     if name == "draft.fc":
         return "fc"
     return "target" if name.startswith("target.") else "drafter"
-
-
-def is_expert(name: str) -> bool:
-    """True if a canonical tensor has the experts of a layer, whose quantization is not implemented."""
-    return ".experts." in name
 
 
 def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpec | None) -> dict[str, str]:
@@ -184,13 +184,15 @@ def _head_copies(config: QuantizationConfig, target: TargetSpec, draft: DraftSpe
     return {name: choice for name, choice in asked.items() if choice != "none"}
 
 
-def _asked(name: str, spec: WeightSpec, config: QuantizationConfig) -> FormatChoice:
+def _asked(name: str, spec: WeightSpec, config: QuantizationConfig, stored: QuantizationSpec) -> FormatChoice:
     override = _override(name, config)
     if override is not None:
         return override
     component = component_of(name, spec)
     choices: dict[Component, FormatChoice] = {
         "target": config.target,
+        # The target's format is for what has none yet: experts are often stored in one of their own.
+        "experts": config.experts or ("none" if name in stored.linears else config.target),
         "drafter": config.drafter_format,
         "fc": config.drafter_format,
         "lm_head": config.lm_head,
@@ -213,7 +215,7 @@ def _planned(name: str, spec: WeightSpec, asked: FormatChoice, stored: Quantizat
 
 
 def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[str]:
-    name, columns = planned.name, planned.spec.shape[1]
+    name, columns = planned.name, planned.spec.shape[-1]
     if planned.is_stored and asked not in ("none", planned.format):
         hint = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
         yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, hint=hint)
@@ -226,7 +228,7 @@ def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[st
 
 def _unknown_formats(config: QuantizationConfig) -> Iterator[str]:
     known = ("none", *weight_formats())
-    parts = {"target": config.target, "drafter": config.drafter, "lm_head": config.lm_head}
+    parts = {"target": config.target, "experts": config.experts, "drafter": config.drafter, "lm_head": config.lm_head}
     parts |= {"draft_lm_head": config.draft_lm_head}
     parts |= {f"override '{pattern}'": choice for pattern, choice in config.overrides.items()}
     for part, choice in parts.items():
@@ -244,16 +246,11 @@ def _config_problems(
     for pattern in config.overrides:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
-        if any(fnmatchcase(name, pattern) for name in table if is_expert(name)):
-            hint = "Remove the override: quantizing experts is not implemented, they stay in the engine's dtype."
-            subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear layer", found="only experts", hint=hint)
-        else:
-            nearest = nearest_name(pattern, names)
-            hint = f"Did you mean '{nearest}'? " if nearest else ""
-            hint = f"{hint}`dflash-trt build` prints the names in its plan."
-            subject = f"override '{pattern}'"
-            yield problem(subject, expected="a pattern that matches a linear layer", found="no match", hint=hint)
+        nearest = nearest_name(pattern, names)
+        hint = f"Did you mean '{nearest}'? " if nearest else ""
+        hint = f"{hint}`dflash-trt build` prints the names in its plan."
+        subject = f"override '{pattern}'"
+        yield problem(subject, expected="a pattern that matches a linear layer", found="no match", hint=hint)
     choices = (config.drafter, config.draft_kv_cache, config.draft_lm_head)
     if draft is None and any(choice not in (None, "none") for choice in choices):
         subject, found = "quantization", "a choice for the drafter"

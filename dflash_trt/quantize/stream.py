@@ -14,9 +14,9 @@ from dflash_trt.checkpoint.sharding import shard
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
-from dflash_trt.core.weight_spec import rank_shard, segments_of
+from dflash_trt.core.weight_spec import segments_of
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
-from dflash_trt.formats.registry import engine_tensors, format_with, quantized_tensors, weight_format
+from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -75,17 +75,15 @@ def _quantized_shard(
     linear: PlannedLinear, weight: Tensor, calibration: Calibration, mapping: RankMapping
 ) -> dict[str, Tensor]:
     """A whole weight, quantized, then cut as the weight is, but for what every rank has whole."""
-    whole = engine_tensors(linear.name, quantize_linear(linear, weight, calibration))
-    if mapping.tp_size == 1:
-        return whole
+    quantized = quantize_linear(linear, weight, calibration)
     cut = replace(linear.spec, segments=segments_of(linear.spec))
-    held = quantized_tensors(linear.name, {linear.name: rank_shard(cut, mapping.tp_size)}, linear.format or "")
-    return {
-        name: tensor
-        if tensor.shape == held[name].shape
-        else shard(tensor, replace(cut, shape=tuple(tensor.shape)), mapping)
-        for name, tensor in whole.items()
-    }
+
+    def share(field: str, tensor: Tensor) -> Tensor:
+        has_axis = field not in quantized.per_segment and (cut.sharding != "columns" or tensor.dim() == len(cut.shape))
+        sharding = cut.sharding if has_axis else "replicated"
+        return shard(tensor, replace(cut, shape=tuple(tensor.shape), sharding=sharding), mapping)
+
+    return engine_tensors(linear.name, quantized if mapping.tp_size == 1 else quantized.map_tensors(share))
 
 
 def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:
@@ -98,10 +96,10 @@ def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibrat
     known, segments = weight_format(linear.format), segments_of(linear.spec)
     weight_amax = segment_amax(weight, segments)
     if known.shares_weight_scale:
-        weight_amax = weight_amax.max().expand(len(segments)).clone()
+        weight_amax = weight_amax.amax(dim=-1, keepdim=True).expand_as(weight_amax).clone()
     input_amax = None
     if known.has_input_scale:
-        input_amax = torch.full((len(segments),), calibration.input_amax[linear.name])
+        input_amax = torch.full(weight_amax.shape, calibration.input_amax[linear.name])
     return known.quantize(weight, segments=segments, weight_amax=weight_amax, input_amax=input_amax)
 
 

@@ -39,7 +39,7 @@ def test_joining_the_shards_of_all_ranks_gives_the_tensor_back(case: tuple[Weigh
     spec, tp_size = case
     tensor = torch.arange(torch.Size(spec.shape).numel()).reshape(spec.shape)
     shards = [shard(tensor, spec, mapping) for mapping in ranks(tp_size)]
-    assert {tuple(piece.shape) for piece in shards} == {rank_shard(spec, tp_size).shape}
+    assert {tuple(piece.shape) for piece in shards} == {rank_shard(spec, mapping).shape for mapping in ranks(tp_size)}
     assert torch.equal(join(shards, spec), tensor)
 
 

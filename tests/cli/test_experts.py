@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from dflash_trt.backends.tensorrt.support import step_network_spec
@@ -28,18 +27,17 @@ def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("qwen3_moe") / "target", family="qwen3_moe", mlp_only_layers=[0])
 
 
-def test_a_build_says_that_it_dequantizes_mxfp4_and_the_engine_runs(gpt_oss, invoke, tmp_path, monkeypatch) -> None:
+def test_a_build_keeps_mxfp4_experts_as_they_are_and_the_engine_runs(gpt_oss, invoke, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     target, drafter = gpt_oss
     engine = tmp_path / "engine"
     words = ["--target", target, "--drafter", drafter, "-o", engine, "--dtype", "bfloat16", "--max-seq-len", "96"]
     result = invoke("build", *words)
     assert result.exit_code == 0, result.stderr
-    note = "note: the target's experts, stored in MXFP4, are dequantized to bfloat16"
-    assert note in result.stdout
-    assert load_file(engine / "rank0.safetensors")["target.layers.0.experts.down"].dtype == torch.bfloat16
+    stored = load_file(engine / "rank0.safetensors")
+    assert stored["target.layers.0.experts.down"].shape == (8, 64, 32)
+    assert stored["target.layers.0.experts.down.block_scale"].shape == (8, 64, 2)
     described = invoke("inspect", engine).stdout
-    assert note in described
     for words_of_a_row in (
         "gpt_oss",
         "8 of 64 features, 3 per token, in 4 of 4 layers",
@@ -56,35 +54,45 @@ def test_a_build_says_that_it_dequantizes_mxfp4_and_the_engine_runs(gpt_oss, inv
     assert run.exit_code == 0, run.stderr
 
 
-def test_experts_keep_the_dtype_while_the_rest_is_quantized(qwen3_moe, invoke, tmp_path, monkeypatch) -> None:
+def expert_bytes(engine: Path) -> tuple[int, int]:
+    """Before and after quantization."""
+    (row,) = [row for row in EngineDir.open(engine).provenance()["component_bytes"] if row["component"] == "experts"]
+    return row["plain_bytes"], row["planned_bytes"]
+
+
+def test_experts_are_quantized_as_the_target_is(qwen3_moe, invoke, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     engine = tmp_path / "engine"
     words = ["--target", qwen3_moe, "-o", engine, "--dtype", "float32", "--quantization", "nvfp4_w4a16"]
     result = invoke("build", *words)
     assert result.exit_code == 0, result.stderr
-    assert "experts of the target" in result.stderr and "never quantized" in result.stderr
+    assert "target.layers.*.experts.down" in result.stderr
     linears = EngineDir.open(engine).manifest.pretrained_config.quantization.linears
-    assert {"target.layers.0.gate_up", "target.layers.1.qkv"} <= set(linears)
-    assert not any("experts" in name or "router" in name for name in linears)
-    stored = load_file(engine / "rank0.safetensors")
-    assert stored["target.layers.1.experts.gate_up"].dtype == torch.float32
-    (experts,) = [
-        row for row in EngineDir.open(engine).provenance()["component_bytes"] if row["component"] == "experts"
-    ]
-    assert experts["plain_bytes"] == experts["planned_bytes"] == 3 * 8 * 3 * 32 * 64 * 4
+    assert {"target.layers.0.gate_up", "target.layers.1.qkv", "target.layers.1.experts.gate_up"} <= set(linears)
+    assert not any("router" in name for name in linears)
+    num_weights, num_scales = 3 * 8 * 3 * 32 * 64, 3 * 8 * 3
+    plain_bytes, planned_bytes = expert_bytes(engine)
+    assert plain_bytes == 4 * num_weights
+    assert planned_bytes == num_weights // 2 + num_weights // 16 + 4 * num_scales
     assert invoke("run", engine, "--prompt", "def f", "--max-new-tokens", "4").exit_code == 0
 
 
-def test_quantizing_experts_is_refused_by_name(qwen3_moe, invoke, tmp_path) -> None:
+def test_experts_keep_the_dtype_where_the_config_says_so(qwen3_moe, invoke, tmp_path) -> None:
     config = tmp_path / "pair.yaml"
-    config.write_text(
-        f"target: {qwen3_moe}\ndtype: float32\nquantization:\n  overrides:\n    '*.experts.down': nvfp4_w4a16\n"
-    )
+    config.write_text(f"target: {qwen3_moe}\ndtype: float32\nquantization: {{target: nvfp4_w4a16, experts: none}}\n")
+    result = invoke("build", config, "-o", tmp_path / "engine")
+    assert result.exit_code == 0, result.stderr
+    plain_bytes, planned_bytes = expert_bytes(tmp_path / "engine")
+    assert plain_bytes == planned_bytes
+
+
+def test_a_format_other_than_the_stored_one_is_refused_by_name(gpt_oss, invoke, tmp_path) -> None:
+    config = tmp_path / "pair.yaml"
+    config.write_text(f"target: {gpt_oss[0]}\nquantization: {{experts: nvfp4_w4a16}}\n")
     result = invoke("build", config, "-o", tmp_path / "engine")
     assert result.exit_code == 2
-    assert (
-        "override '*.experts.down': expected a pattern that matches a linear layer, found only experts" in result.stderr
-    )
+    expected = "target.layers.0.experts.gate_up: expected mxfp4, as the checkpoint holds it, found nvfp4_w4a16"
+    assert expected in result.stderr
 
 
 def test_a_tensorrt_engine_is_refused_for_experts(gpt_oss, invoke, tmp_path) -> None:

@@ -255,6 +255,7 @@ BUILT = BuildConfig(
     max_draft_len=2,
     page_size=4,
     tp_size=2,
+    ep_size=2,
     quantization=QUANTIZATION,
 )
 BUILT_WITH_COLLECTIVES = BuildConfig(target="t", backend="tensorrt", collectives="plugin")
@@ -263,7 +264,7 @@ BUILT_BY_TENSORRT = BuildConfig(target="t", backend="tensorrt", dtype="float16",
 
 def test_every_option_of_build_reaches_it(invoke, monkeypatch) -> None:
     builder = recorded(monkeypatch, "dflash_trt.compile.build", "build_engine")
-    words = ["build", *BUILD, "--tp-size", "2", "-o", "out"]
+    words = ["build", *BUILD, "--tp-size", "2", "--ep-size", "2", "-o", "out"]
     for more, overwrite in (([], False), (["--overwrite"], True)):
         assert invoke(*words, *more).stderr == "error: recorded\n"
         for callback in ("progress", "on_plan", "warn"):
@@ -302,7 +303,8 @@ def test_paths_of_flags_beside_a_yaml_file_are_relative_to_where_the_command_run
 
 
 def test_no_option_of_build_is_left_out_here() -> None:
-    cases = ([*BUILD, "--tp-size", "2", "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
+    ranks = ["--tp-size", "2", "--ep-size", "2"]
+    cases = ([*BUILD, *ranks, "-o", "out", "--overwrite"], [*TENSORRT, "--check"], COLLECTIVES)
     assert options_never_set(build, [], *cases) == {"config_file", "as_json"}
     fields = BuildConfig(target="default")
     for name in BuildConfig.model_fields:

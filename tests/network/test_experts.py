@@ -49,10 +49,11 @@ def random_experts(moe: Moe, *, seed: int = 0) -> StackedExperts[torch.Tensor]:
     num_experts, ffn = moe.num_experts, moe.intermediate_size
     return StackedExperts(
         router=Linear(weight=randn(num_experts, HIDDEN), bias=randn(num_experts) if moe.has_bias else None),
-        gate_up=randn(num_experts, 2 * ffn, HIDDEN),
-        down=randn(num_experts, HIDDEN, ffn),
-        gate_up_bias=randn(num_experts, 2 * ffn) if moe.has_bias else None,
-        down_bias=randn(num_experts, HIDDEN) if moe.has_bias else None,
+        num_experts=num_experts,
+        gate_up=Linear(
+            weight=randn(num_experts, 2 * ffn, HIDDEN), bias=randn(num_experts, 2 * ffn) if moe.has_bias else None
+        ),
+        down=Linear(weight=randn(num_experts, HIDDEN, ffn), bias=randn(num_experts, HIDDEN) if moe.has_bias else None),
     )
 
 
@@ -105,9 +106,9 @@ def test_experts_that_nobody_chose_are_not_run(moe: Moe) -> None:
     expected = run_chosen_experts(x, experts, moe, choice)
     unused = [e for e in range(moe.num_experts) if e not in choice.expert_ids]
     assert len(unused) >= 10
-    experts.gate_up[unused] = torch.nan
+    experts.gate_up.weight[unused] = torch.nan
     assert torch.equal(run_all_experts(x, experts, moe, choice).isfinite(), torch.ones_like(x, dtype=torch.bool))
-    experts.down[unused] = torch.nan
+    experts.down.weight[unused] = torch.nan
     assert torch.equal(run_chosen_experts(x, experts, moe, choice), expected)
 
 

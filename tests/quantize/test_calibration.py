@@ -298,18 +298,23 @@ def test_an_unquantized_executor_has_the_logits_of_its_steps(pair: tuple[Path, P
     assert logits[-1].max().item() == pytest.approx(run.logprobs[0], abs=1e-5)
 
 
-def test_a_target_with_experts_is_calibrated_around_them(tmp_path: Path, prompts_file: Path) -> None:
-    """Experts keep the engine's dtype; a router is a linear, which an override may name."""
+def test_the_experts_of_a_layer_share_the_range_of_their_inputs(tmp_path: Path, prompts_file: Path) -> None:
+    """A router is a linear, too, which an override may name."""
     target = make_target(tmp_path / "target", family="gpt_oss", num_hidden_layers=2)
     overrides = {"target.layers.1.router": "fp8"}
     ranges = calibrated((target, None), target="fp8", overrides=overrides).input_amax
-    linears = {f"target.layers.{i}.{kind}" for i in range(2) for kind in ("qkv", "o")}
+    kinds = ("qkv", "o", "experts.gate_up", "experts.down")
+    linears = {f"target.layers.{i}.{kind}" for i in range(2) for kind in kinds}
     assert set(ranges) == {*linears, "target.layers.1.router"}
     engine = build((target, None), tmp_path / "engine", prompts_file, target="fp8", overrides=overrides)
     plain = build((target, None), tmp_path / "plain")
     stored, unquantized = weights_of(engine), weights_of(plain)
     assert stored["target.layers.1.router"].dtype == torch.float8_e4m3fn
-    assert torch.equal(stored["target.layers.1.experts.down"], unquantized["target.layers.1.experts.down"])
+    down = "target.layers.1.experts.down"
+    assert stored[down].dtype == torch.float8_e4m3fn and stored[down].shape == unquantized[down].shape
+    assert torch.equal(stored[f"{down}.input_scale"], torch.full((8, 1), ranges[down] / 448))
+    largest = unquantized[down].abs().amax(dim=(1, 2))
+    assert torch.equal(stored[f"{down}.weight_scale"][:, 0], largest / 448)
     tokens = list(range(4, 24))
     found, expected = (TorchExecutor.open(each, RuntimeConfig()).target_logits(tokens) for each in (engine, plain))
     difference = (found - expected).norm() / expected.norm()

@@ -179,7 +179,7 @@ def test_two_ranks_hold_the_two_halves_of_a_quantized_weight(exports: Exports) -
     halves = []
     for rank in range(2):
         mapping = Mapping(world_size=2, tp_size=2, rank=rank)
-        share = {name: rank_shard(spec, 2) for name, spec in table.items()}
+        share = {name: rank_shard(spec, Mapping(world_size=2, tp_size=2)) for name, spec in table.items()}
         halves.append(
             split_quantized(
                 dict(pair.iter_weights(dtype=torch.float32, mapping=mapping)), share, pair.quantization.linears

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_quantized, dequantize
-from dflash_trt.formats.base import QuantizedWeight, row_scale
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, E2M1_VALUES, Nvfp4Weight
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
@@ -73,6 +73,8 @@ class DeviceInt4Weight(QuantizedWeight[Tensor]):
 def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
     """The layer as `apply_device_linear` wants it; reads scales back to the host here and never again."""
     weight = linear.weight
+    if isinstance(weight, QuantizedWeight) and is_of_experts(weight):
+        return linear
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
     if isinstance(weight, Nvfp4Weight) and weight.input_scale is None:
@@ -107,6 +109,7 @@ def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weigh
     input_scales = cast("list[float]", weight.input_scale.tolist())
     weight_scales = cast("list[float]", weight.weight_scale.tolist())
     rows = row_scale(weight)
+    assert rows is not None
     pieces, start = [], 0
     segments = zip(input_scales, weight_scales, weight.segments, strict=True)
     for input_scale, group in groupby(segments, key=lambda segment: segment[0]):
@@ -122,13 +125,7 @@ def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weigh
             )
         )
         start = stop
-    return DeviceFp8Weight(
-        segments=weight.segments,
-        weight_scale=weight.weight_scale,
-        input_scale=weight.input_scale,
-        pieces=tuple(pieces),
-        dtype=dtype,
-    )
+    return DeviceFp8Weight(segments=weight.segments, input_scale=weight.input_scale, pieces=tuple(pieces), dtype=dtype)
 
 
 def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | None) -> Tensor:
@@ -147,15 +144,16 @@ def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | N
 
 
 def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4Weight:
+    scale = row_scale(weight)
+    assert scale is not None
     numbers = (*E2M1_VALUES, *(-value for value in E2M1_VALUES))
     pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]  # the even column is the low nibble
     return DeviceInt4Weight(
         segments=weight.segments,
-        weight_scale=weight.weight_scale,
         input_scale=None,
         codes=weight.codes,
         block_scale=weight.block_scale,
-        row_scale=row_scale(weight),
+        row_scale=scale,
         values=torch.tensor(pairs, dtype=dtype, device=weight.codes.device),
     )
 

@@ -46,7 +46,7 @@ class PlanCompiler:
         spec = step_network_spec(config, limits)
         formats = config.quantization.linears if config.quantization else {}
         whole = engine_weights(config.target, config.draft, config.quantization)
-        table = {name: rank_shard(weight, config.mapping.tp_size) for name, weight in whole.items()}
+        table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
         with mapped_tensors(weights_file, tensor_headers(config)) as tensors:
             plain, quantized = split_quantized(tensors, table, formats)
             built = build_plan(

@@ -38,7 +38,7 @@ def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, 
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
     whole = engine_weights(manifest.target, manifest.draft, quantization)
-    table = {name: rank_shard(spec, mapping.tp_size) for name, spec in whole.items()}
+    table = {name: rank_shard(spec, mapping) for name, spec in whole.items()}
     plain, quantized = split_quantized(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
     return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, quantized, mapping=mapping)
 

@@ -5,19 +5,24 @@ the experts that somebody chose. On a GPU a captured step cannot: PyTorch's grou
 Where there is none, every row goes through every expert and those not chosen weigh nothing.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.linear import apply_linear
+from dflash_trt.backends.torch.quantized_linear import apply_quantized, dequantize
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.formats.base import QuantizedWeight, expert_of
 from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 
 _MAX_HIDDEN_ELEMENTS = 1 << 27  # of all experts' hidden rows together: a quarter of a GiB in bfloat16
+
+
+ApplyLinear = Callable[[Tensor, Linear[Tensor]], Tensor]  # x [N, in], one expert's linear -> [N, out]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +52,17 @@ def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
     return Choice(expert_ids, weights.to(logits.dtype))
 
 
-def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice) -> Tensor:
-    """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows.
+def apply_expert(x: Tensor, linear: Linear[Tensor]) -> Tensor:
+    """A quantized expert stays packed, and is dequantized for this call alone: no memory holds all of them."""
+    if not isinstance(linear.weight, QuantizedWeight):
+        return apply_linear(x, linear)
+    return apply_quantized(x, replace(linear, weight=dequantize(linear.weight, x.dtype, is_kept=False)))
+
+
+def run_chosen_experts(
+    x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice, apply: ApplyLinear = apply_expert
+) -> Tensor:
+    """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows. Experts of other ranks add nothing.
 
     A row adds up its results in the order of the experts, whoever else is there.
     """
@@ -58,19 +72,27 @@ def run_chosen_experts(x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Ch
     weights = choice.weights.flatten()
     out = torch.zeros_like(x)
     for expert_id, mine in enumerate(torch.split(places, num_rows)):
-        if len(mine) == 0:
+        index = expert_id - experts.first_expert
+        if len(mine) == 0 or not 0 <= index < experts.num_experts:
             continue
         rows = mine // num_chosen
-        mlp = experts.mlps[expert_id] if isinstance(experts, SeparateExperts) else _mlp(experts, expert_id)
-        result = apply_linear(activated(apply_linear(x[rows], mlp.gate_up), moe), mlp.down)
+        mlp = experts.mlps[index] if isinstance(experts, SeparateExperts) else _mlp(experts, index)
+        result = apply(activated(apply(x[rows], mlp.gate_up), moe), mlp.down)
         out.index_add_(0, rows, result * weights[mine, None])
     return out
 
 
 def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
-    """Views of what is stacked."""
+    """Views of what is stacked; quantized experts stay as they are."""
     assert isinstance(experts, StackedExperts)
-    return SeparateExperts(router=experts.router, mlps=tuple(map(partial(_mlp, experts), range(len(experts.down)))))
+    if isinstance(experts.gate_up.weight, QuantizedWeight) or isinstance(experts.down.weight, QuantizedWeight):
+        return experts
+    return SeparateExperts(
+        router=experts.router,
+        num_experts=experts.num_experts,
+        first_expert=experts.first_expert,
+        mlps=tuple(_mlp(experts, i) for i in range(experts.num_experts)),
+    )
 
 
 def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice: Choice) -> Tensor:
@@ -103,36 +125,42 @@ def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, ch
     ones = torch.ones_like(expert_ids, dtype=torch.int32)
     num_rows = ones.new_zeros(moe.num_experts).index_add_(0, expert_ids, ones)  # bincount would ask the device
     ends = num_rows.cumsum(0, dtype=torch.int32)
-    gate_up = F.grouped_mm(x[places // num_chosen], experts.gate_up.transpose(1, 2), offs=ends)
-    if experts.gate_up_bias is not None:
-        gate_up += experts.gate_up_bias[expert_ids]
-    results = F.grouped_mm(activated(gate_up, moe), experts.down.transpose(1, 2), offs=ends)
-    if experts.down_bias is not None:
-        results += experts.down_bias[expert_ids]
+    gate_up = F.grouped_mm(x[places // num_chosen], _plain(experts.gate_up).transpose(1, 2), offs=ends)
+    if experts.gate_up.bias is not None:
+        gate_up += experts.gate_up.bias[expert_ids]
+    results = F.grouped_mm(activated(gate_up, moe), _plain(experts.down).transpose(1, 2), offs=ends)
+    if experts.down.bias is not None:
+        results += experts.down.bias[expert_ids]
     by_row = torch.empty_like(results).index_copy_(0, places, results * choice.weights.flatten()[places, None])
     return by_row.view(len(x), num_chosen, -1).sum(dim=1)
 
 
-def _mlp(experts: Experts[Tensor], expert_id: int) -> Mlp[Tensor]:
+def _mlp(experts: Experts[Tensor], index: int) -> Mlp[Tensor]:
     assert isinstance(experts, StackedExperts)
-    gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert_id]
-    down_bias = None if experts.down_bias is None else experts.down_bias[expert_id]
-    return Mlp(
-        gate_up=Linear(weight=experts.gate_up[expert_id], bias=gate_up_bias),
-        down=Linear(weight=experts.down[expert_id], bias=down_bias),
-    )
+    return Mlp(gate_up=_expert(experts.gate_up, index), down=_expert(experts.down, index))
+
+
+def _expert(linear: Linear[Tensor], index: int) -> Linear[Tensor]:
+    weight = linear.weight
+    weight = expert_of(weight, index) if isinstance(weight, QuantizedWeight) else weight[index]
+    return replace(linear, weight=weight, bias=None if linear.bias is None else linear.bias[index])
 
 
 def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, weights: Tensor) -> Tensor:
-    gate_up = torch.matmul(x, experts.gate_up.transpose(1, 2))  # [E, N, 2F]
-    if experts.gate_up_bias is not None:
-        gate_up += experts.gate_up_bias[:, None]
+    gate_up = torch.matmul(x, _plain(experts.gate_up).transpose(1, 2))  # [E, N, 2F]
+    if experts.gate_up.bias is not None:
+        gate_up += experts.gate_up.bias[:, None]
     # Zero where not chosen, so that nothing an expert makes of a row it did not get can reach the sum.
     hidden = activated(gate_up, moe).masked_fill_((weights.t() == 0)[..., None], 0)
-    results = torch.bmm(hidden, experts.down.transpose(1, 2))  # [E, N, H]
-    if experts.down_bias is not None:
-        results += experts.down_bias[:, None]
+    results = torch.bmm(hidden, _plain(experts.down).transpose(1, 2))  # [E, N, H]
+    if experts.down.bias is not None:
+        results += experts.down.bias[:, None]
     return torch.einsum("enh,ne->nh", results, weights)
+
+
+def _plain(linear: Linear[Tensor]) -> Tensor:
+    assert isinstance(linear.weight, Tensor)
+    return linear.weight
 
 
 def activated(gate_up: Tensor, moe: Moe) -> Tensor:

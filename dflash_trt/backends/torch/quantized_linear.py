@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
-from dflash_trt.formats.base import QuantizedWeight, row_scale
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
 from dflash_trt.formats.registry import format_of
@@ -27,7 +27,7 @@ class Piece:
     """Consecutive segments that see the same activations: one GEMM."""
 
     linear: Linear[Tensor]  # [rows, in], the codes (times their block scales) in the compute dtype; no bias
-    scale: Tensor  # float32 [rows]: weight_scale * input_scale
+    scale: Tensor | None  # float32 [rows]: weight_scale * input_scale
     input_scale: float | None
 
 
@@ -39,21 +39,25 @@ class DequantizedWeight(QuantizedWeight[Tensor]):
     quantize: "QuantizeActivations | None"  # None for a weight-only format
 
 
-def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> DequantizedWeight:
-    """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products)."""
+def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True) -> DequantizedWeight:
+    """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products).
+
+    What is kept for many calls takes the time to be laid out for the CPU.
+    """
     assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
     values, scales = format_of(weight).unscaled(weight, dtype), row_scale(weight)
     pieces, start = [], 0
     for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in group)
-        scale = scales[start:stop] if input_scale is None else scales[start:stop] * input_scale
-        linear = pack_for_cpu(Linear(weight=values[start:stop]))
-        pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
+        scale = None if scales is None else scales[start:stop]
+        if scale is not None and input_scale is not None:
+            scale = scale * input_scale
+        linear = Linear(weight=values[start:stop])
+        pieces.append(Piece(linear=pack_for_cpu(linear) if is_kept else linear, scale=scale, input_scale=input_scale))
         start = stop
     return DequantizedWeight(
         segments=weight.segments,
-        weight_scale=weight.weight_scale,
         input_scale=weight.input_scale,
         pieces=tuple(pieces),
         quantize=None if weight.input_scale is None else ACTIVATIONS[type(weight)],
@@ -64,11 +68,13 @@ def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]
     """The layer in the form its device computes with, once, at load.
 
     A CPU gets exact codes in `dtype`. A GPU keeps what saves memory: FP8 codes for its FP8 units, 4-bit weights with
-    plain activations to be unpacked in each call.
+    plain activations to be unpacked in each call. Quantized experts stay packed anywhere.
     """
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
         return pack_for_cpu(linear)
+    if is_of_experts(weight):
+        return linear
     if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
@@ -81,9 +87,9 @@ def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     weight = linear.weight
     if isinstance(weight, Fp8Weight):
         return fp8_gemm(x, weight, linear.bias)
-    if isinstance(weight, Nvfp4Weight):
-        weight = dequantize(weight, x.dtype)
-    assert isinstance(weight, DequantizedWeight)
+    assert isinstance(weight, QuantizedWeight)
+    if not isinstance(weight, DequantizedWeight):
+        weight = dequantize(weight, x.dtype, is_kept=False)
     outs = [_apply_piece(x, piece, weight.quantize) for piece in weight.pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if linear.bias is None else out + linear.bias
@@ -115,6 +121,7 @@ def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tenso
     """Real FP8 x FP8 with float32 sums, one GEMM per run of segments with the same activations."""
     assert weight.input_scale is not None
     scales, outs, start = row_scale(weight), [], 0
+    assert scales is not None
     for input_scale, group in groupby(
         zip(weight.input_scale.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]
     ):
@@ -133,7 +140,8 @@ def _apply_piece(x: Tensor, piece: Piece, quantize: QuantizeActivations | None) 
     x_dtype = x.dtype
     if piece.input_scale is not None and quantize is not None:
         x = quantize(x, piece.input_scale).to(x_dtype)  # exact: few significant bits
-    return (apply_linear(x, piece.linear) * piece.scale).to(x_dtype)  # the scales in float32
+    product = apply_linear(x, piece.linear)
+    return product if piece.scale is None else (product * piece.scale).to(x_dtype)  # the scales in float32
 
 
 def _runs_fp8_gemm(weight: Fp8Weight[Tensor]) -> bool:

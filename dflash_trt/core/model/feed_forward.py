@@ -71,21 +71,27 @@ class Moe(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Empty: sharding of experts is not implemented, and `checkpoint/sharding.py` refuses it."""
+        """Empty: `Mapping.ep_size` divides `num_experts`, `Mapping.moe_tp_size` the intermediate size."""
         return {}
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
         """Experts are stacked along axis 0, gate rows above up rows."""
         experts, ffn = self.num_experts, self.intermediate_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "router": (experts, hidden_size),
-            "experts.gate_up": (experts, 2 * ffn, hidden_size),
-            "experts.down": (experts, hidden_size, ffn),
+        table = {
+            f"{prefix}.router": WeightSpec(shape=(experts, hidden_size)),
+            f"{prefix}.experts.gate_up": WeightSpec(
+                shape=(experts, 2 * ffn, hidden_size), sharding="rows", segments=(ffn, ffn), num_experts=experts
+            ),
+            f"{prefix}.experts.down": WeightSpec(
+                shape=(experts, hidden_size, ffn), sharding="columns", num_experts=experts
+            ),
         }
         if self.has_bias:
-            shapes |= {
-                "router_bias": (experts,),
-                "experts.gate_up_bias": (experts, 2 * ffn),
-                "experts.down_bias": (experts, hidden_size),
+            table |= {
+                f"{prefix}.router_bias": WeightSpec(shape=(experts,)),
+                f"{prefix}.experts.gate_up_bias": WeightSpec(
+                    shape=(experts, 2 * ffn), sharding="rows", segments=(ffn, ffn), num_experts=experts
+                ),
+                f"{prefix}.experts.down_bias": WeightSpec(shape=(experts, hidden_size), num_experts=experts),
             }
-        return {f"{prefix}.{name}": WeightSpec(shape=shape) for name, shape in shapes.items()}
+        return table
