@@ -77,7 +77,8 @@ def read_mxfp4_experts(
         CheckpointError: a scale is NaN.
     """
     mine = rank_experts(spec.num_experts, mapping)
-    layouts = Mxfp4().layout(rank_shard(spec, mapping).shape, len(segments_of(spec)))
+    share = rank_shard(spec, mapping)
+    layouts = Mxfp4().layout(share.shape, segments_of(share))
     for (field, wanted), stored in zip(layouts.items(), parts, strict=True):
         tensor = torch.empty(wanted.shape, dtype=torch.uint8)
         whole = slice_of(stored)

@@ -177,7 +177,7 @@ def _resolve_part(
 
 def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each kind of tensor; per-segment scales are scalars here."""
-    layout = known.layout((rows, columns), 1)
+    layout = known.layout((rows, columns), (rows,))
     return {
         kind: (
             safetensors_dtype(layout[field].dtype),

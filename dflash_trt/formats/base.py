@@ -2,7 +2,7 @@
 
 A canonical linear layer may be several fused along its rows (q, k, v; gate, up). Each of these *segments* has its own
 scalar scales: `segments` are their row counts, with sum `out`, and a tensor of scales has one float32 per segment,
-unless the format has one per row. In exact arithmetic, for the rows of segment s,
+unless the format has one per row, or block scales alone. In exact arithmetic, for the rows of segment s,
 
     y[:, rows of s] = x_s @ W_s.T + bias[rows of s]
 
@@ -53,9 +53,11 @@ class QuantizedWeight(Generic[T]):
     """Fields that all formats share; a format's subclass adds its codes."""
 
     per_segment: ClassVar[tuple[str, ...]] = SCALES  # fields with one number per segment; the others have rows
+    rows_per_block: ClassVar[Mapping[str, int]] = {}  # fields with a row per block of rows; segments share no block
 
     segments: tuple[int, ...]  # rows per stacked linear
-    input_scale: T | None  # float32 [..., segments]; None: activations stay as they are (weight-only)
+    weight_scale: T | None = None  # float32 [..., segments], or [..., out] where it is not `per_segment`
+    input_scale: T | None = None  # float32 [..., segments]; None: activations stay as they are (weight-only)
 
     def tensors(self) -> dict[str, T]:
         """Tensors by field name, codes first and the scales that all formats have last."""
@@ -63,17 +65,17 @@ class QuantizedWeight(Generic[T]):
         found = {name: getattr(self, name, None) for name in (*own, *SCALES)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
+    @classmethod
+    def rows_of(cls, name: str, segments: Sequence[int]) -> tuple[int, ...]:
+        """Rows of one field for each segment; the last block of a segment may have fewer rows than the others."""
+        if name in cls.per_segment:
+            return (1,) * len(segments)
+        return tuple(-(-rows // cls.rows_per_block.get(name, 1)) for rows in segments)
+
     def map_tensors(self, change: Callable[[str, T], U]) -> QuantizedWeight[U]:
         """The same weight with `change(field name, tensor)` in place of every tensor."""
         changed: dict[str, Any] = {name: change(name, tensor) for name, tensor in self.tensors().items()}
         return cast("QuantizedWeight[U]", replace(self, **changed))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaledWeight(QuantizedWeight[T]):
-    """A weight whose scales of blocks, if it has any, are not all."""
-
-    weight_scale: T  # float32 [..., segments], or [..., out] where it is not `per_segment`
 
 
 def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_rows: SliceRows[T]) -> QuantizedWeight[T]:
@@ -85,7 +87,8 @@ def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_row
     first, last = edges.index(start), edges.index(stop)
 
     def cut(name: str, tensor: T) -> T:
-        return slice_rows(tensor, first, last) if name in weight.per_segment else slice_rows(tensor, start, stop)
+        rows = weight.rows_of(name, weight.segments)
+        return slice_rows(tensor, sum(rows[:first]), sum(rows[:last]))
 
     return replace(weight.map_tensors(cut), segments=weight.segments[first:last])
 
@@ -102,18 +105,24 @@ class WeightFormat(ABC):
     has_input_scale: ClassVar[bool] = False  # activations are quantized too, with static scales from calibration
     shares_weight_scale: ClassVar[bool] = False  # all segments are quantized with the largest of their scales
     columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
+    has_partial_blocks: ClassVar[bool] = False  # the last block of a row or a segment may be smaller
     modelopt_algorithm: ClassVar[str | None] = None  # None: ModelOpt's checkpoints do not have it
     # Suffix of the ModelOpt tensor `MODULE.SUFFIX` that holds each field. Per-segment fields are scalars there.
     modelopt_tensors: ClassVar[Mapping[str, str]] = {}
     modelopt_activation: ClassVar[Mapping[str, Any]] = {}  # ModelOpt's description of the activation quantizer
 
+    @property
+    def rows_per_block(self) -> int:
+        """Output features of a segment that share a block scale and are never split."""
+        return max(self.weight_type.rows_per_block.values(), default=1)
+
     @abstractmethod
-    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         """Layout of a weight of this shape, by field, in the order of the file."""
 
     @abstractmethod
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
-        """W [..., out, in] without `weight_scale`; exact in float32 and bfloat16."""
+        """W [..., out, in] without `weight_scale`, rounded at most once; exact where block scales have few bits."""
 
     @abstractmethod
     def quantize_matrix(
@@ -147,13 +156,13 @@ class WeightFormat(ABC):
         return _stacked(experts)
 
     def dequantize(self, weight: QuantizedWeight[Tensor]) -> Tensor:
-        """W [..., out, in] in float32, exact."""
-        values, scale = self.unscaled(weight, torch.float32), row_scale(weight)
-        return values if scale is None else values * scale[..., None]
+        """W [..., out, in] in float32, each product rounded once."""
+        values = self.unscaled(weight, torch.float32)
+        return values if weight.weight_scale is None else values * row_scale(weight)[..., None]
 
     def weight_of(self, segments: tuple[int, ...], tensors: Mapping[str, T]) -> QuantizedWeight[T]:
         """The inverse of `QuantizedWeight.tensors`."""
-        return self.weight_type(segments=segments, **{"input_scale": None, **tensors})
+        return self.weight_type(segments=segments, **tensors)
 
 
 def tensor_name(linear: str, field_name: str) -> str:
@@ -161,11 +170,10 @@ def tensor_name(linear: str, field_name: str) -> str:
     return linear if field_name == "codes" else f"{linear}.{field_name}"
 
 
-def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]
-    """`weight_scale`, repeated for the rows of each segment where it is one number for all of them; None without."""
-    if not isinstance(weight, ScaledWeight):
-        return None
-    scale: Tensor = weight.weight_scale
+def row_scale(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out]
+    """`weight_scale`, repeated for the rows of each segment where it is one number for all of them."""
+    scale = weight.weight_scale
+    assert scale is not None, f"{type(weight).__name__} has no weight_scale"
     if "weight_scale" not in weight.per_segment:
         return scale
     return scale.repeat_interleave(torch.tensor(weight.segments, device=scale.device), dim=-1)

@@ -14,13 +14,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, ScaledWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Weight(ScaledWeight[T]):
+class Fp8Weight(QuantizedWeight[T]):
     """Codes with a scale per segment."""
 
+    weight_scale: T
     codes: T  # float8_e4m3fn [..., out, in]
 
 
@@ -34,8 +35,8 @@ class Fp8(WeightFormat):
     modelopt_tensors: ClassVar = {"codes": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"}
     modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # of its FP8_DEFAULT_CFG
 
-    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
-        scales = TensorLayout("float32", (*shape[:-2], num_segments))
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
+        scales = TensorLayout("float32", (*shape[:-2], len(segments)))
         return {"codes": TensorLayout("float8_e4m3fn", shape), "weight_scale": scales, "input_scale": scales}
 
     def quantize_matrix(

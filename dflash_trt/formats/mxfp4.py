@@ -41,7 +41,7 @@ class Mxfp4(WeightFormat):
     weight_type = Mxfp4Weight
     columns_per_block = BLOCK_COLUMNS
 
-    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         *leading, columns = shape
         return {
             "codes": TensorLayout("uint8", (*leading, columns // 2)),

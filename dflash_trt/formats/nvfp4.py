@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, ScaledWeight, T, TensorLayout, WeightFormat
+from dflash_trt.formats.base import E4M3_MAX, QuantizedWeight, T, TensorLayout, WeightFormat
 
 E2M1_MAX: Final = 6.0
 E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by magnitude index; the sign is bit 3
@@ -30,9 +30,10 @@ _ROWS_AT_ONCE = 4096  # keeps the float32 intermediates of a large weight small
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Nvfp4Weight(ScaledWeight[T]):
+class Nvfp4Weight(QuantizedWeight[T]):
     """W4A4, or W4A16 when `input_scale` is None. `in` is a multiple of 16."""
 
+    weight_scale: T
     codes: T  # uint8 [..., out, in / 2], two codes per byte, the even column in the low nibble
     block_scale: T  # float8_e4m3fn [..., out, in / 16]
 
@@ -45,12 +46,12 @@ class Nvfp4WeightOnly(WeightFormat):
     modelopt_algorithm = "W4A16_NVFP4"
     modelopt_tensors: ClassVar = {"codes": "weight", "block_scale": "weight_scale", "weight_scale": "weight_scale_2"}
 
-    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         *leading, columns = shape
         return {
             "codes": TensorLayout("uint8", (*leading, columns // 2)),
             "block_scale": TensorLayout("float8_e4m3fn", (*leading, columns // BLOCK_SIZE)),
-            "weight_scale": TensorLayout("float32", (*shape[:-2], num_segments)),
+            "weight_scale": TensorLayout("float32", (*shape[:-2], len(segments))),
         }
 
     def quantize_matrix(
@@ -92,8 +93,8 @@ class Nvfp4(Nvfp4WeightOnly):
         "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},
     }
 
-    def layout(self, shape: tuple[int, ...], num_segments: int) -> dict[str, TensorLayout]:
-        layout = super().layout(shape, num_segments)
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
+        layout = super().layout(shape, segments)
         return layout | {"input_scale": layout["weight_scale"]}
 
 

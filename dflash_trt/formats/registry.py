@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 from torch import Tensor
 
 from dflash_trt import formats
+from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.weight_spec import WeightTable, is_linear, segments_of
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segments_of
 from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightFormat, tensor_name
 
 
@@ -36,13 +38,14 @@ def format_of(weight: QuantizedWeight[Tensor]) -> WeightFormat:
     return next((item for item in known if item.has_input_scale == has_input_scale), known[0])
 
 
-def format_with(fields: Iterable[str]) -> WeightFormat:
-    """Format whose weights have exactly these tensors."""
-    wanted = set(fields)
+def format_with(tensors: Mapping[str, Tensor]) -> WeightFormat:
+    """Format whose weights have exactly these tensors, by field and dtype."""
+    wanted: dict[str, str] = {field: dtype_name(tensor.dtype) for field, tensor in tensors.items()}
     for item in weight_formats().values():
-        if item.layout((1, item.columns_per_block), 1).keys() == wanted:
+        layout = item.layout((1, item.columns_per_block), (1,))
+        if {field: tensor.dtype for field, tensor in layout.items()} == wanted:
             return item
-    raise AssertionError(f"no format has {sorted(wanted)}")
+    raise AssertionError(f"no format has {wanted}")
 
 
 def dequantize(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out, in]
@@ -53,8 +56,22 @@ def dequantize(weight: QuantizedWeight[Tensor]) -> Tensor:  # float32 [..., out,
 def quantized_tensors(name: str, table: WeightTable, format_name: str) -> dict[str, TensorLayout]:
     """Layout of one linear layer's tensors, by canonical name, in the order of the file; `table` may be a rank's."""
     spec = table[name]
-    layout = weight_format(format_name).layout(spec.shape, len(segments_of(spec)))
+    layout = weight_format(format_name).layout(spec.shape, segments_of(spec))
     return {tensor_name(name, field_name): tensor for field_name, tensor in layout.items()}
+
+
+def field_spec(spec: WeightSpec, known: WeightFormat, field_name: str, shape: tuple[int, ...]) -> WeightSpec:
+    """Spec of one tensor of a quantized linear layer, which is sharded as the layer is, block by block.
+
+    Ranks have one number per segment whole, and what has no columns where columns are divided.
+    """
+    rows_of = known.weight_type.rows_of
+    segments, units = rows_of(field_name, segments_of(spec)), rows_of(field_name, spec.units)
+    is_whole = field_name in known.weight_type.per_segment or (
+        spec.sharding == "columns" and len(shape) < len(spec.shape)
+    )
+    sharding = "replicated" if is_whole else spec.sharding
+    return replace(spec, shape=shape, segments=segments, units=units, sharding=sharding)
 
 
 def split_quantized(
@@ -65,7 +82,7 @@ def split_quantized(
     quantized: dict[str, QuantizedWeight[T]] = {}
     for name, format_name in linears.items():
         known, spec = weight_format(format_name), table[name]
-        names = {key: tensor_name(name, key) for key in known.layout(spec.shape, len(segments_of(spec)))}
+        names = {key: tensor_name(name, key) for key in known.layout(spec.shape, segments_of(spec))}
         quantized[name] = known.weight_of(segments_of(spec), {key: plain.pop(stored) for key, stored in names.items()})
     return plain, quantized
 

@@ -16,7 +16,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.quantization import FormatChoice, LayerKvScales, QuantizationConfig, QuantizationSpec
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard, segments_of
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
 Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
@@ -143,15 +143,18 @@ def sharding_problems(plan: QuantizationPlan, mapping: Mapping) -> list[str]:
     """Reasons why quantized layers cannot be sharded over these ranks: a block is never split."""
     problems = []
     for linear in plan.linears:
-        if linear.spec.sharding != "columns" or linear.format is None:
+        if linear.format is None or mapping.tp_size == 1:
             continue
-        columns = rank_shard(linear.spec, mapping).shape[-1]
-        block = weight_format(linear.format).columns_per_block
-        if columns % block:
+        known, share = weight_format(linear.format), rank_shard(linear.spec, mapping)
+        features = "input" if linear.spec.sharding == "columns" else "output"
+        sizes = share.shape[-1:] if features == "input" else segments_of(share)
+        block = known.columns_per_block if features == "input" else known.rows_per_block
+        wrong = [size for size in sizes if size % block and linear.spec.sharding != "replicated"]
+        if wrong:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
             experts = f", or set ep_size to {mapping.tp_size}" if linear.spec.num_experts else ""
-            expected = f"input features per rank in blocks of {block} for {linear.format}"
-            found = f"{columns} with tp_size {mapping.tp_size}"
+            expected = f"{features} features per rank in blocks of {block} for {linear.format}"
+            found = f"{wrong[0]} with tp_size {mapping.tp_size}"
             hint = f"Choose a smaller tp_size{experts}{override}."
             problems.append(problem(linear.name, expected=expected, found=found, hint=hint))
     return problems
@@ -219,9 +222,12 @@ def _linear_problems(planned: PlannedLinear, asked: FormatChoice) -> Iterator[st
     if planned.is_stored and asked not in ("none", planned.format):
         hint = "Quantize the unquantized checkpoint, or leave this part's choice out to take it as it is."
         yield problem(name, expected=f"{planned.format}, as the checkpoint holds it", found=asked, hint=hint)
-    elif planned.format is not None and columns % weight_format(planned.format).columns_per_block:
+        return
+    if planned.format is None or (known := weight_format(planned.format)).has_partial_blocks:
+        return
+    block = known.columns_per_block
+    if columns % block:
         hint = f"Add the override '{name}: fp8' or '{name}: none'."
-        block = weight_format(planned.format).columns_per_block
         expected = f"input features in blocks of {block} for {planned.format}"
         yield problem(name, expected=expected, found=str(columns), hint=hint)
 

@@ -4,7 +4,6 @@ Packs what the plan says, keeps what a checkpoint holds quantized, and adds the 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -16,7 +15,7 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.core.weight_spec import segments_of
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
-from dflash_trt.formats.registry import engine_tensors, format_with, weight_format
+from dflash_trt.formats.registry import engine_tensors, field_spec, format_with, weight_format
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -76,14 +75,12 @@ def _quantized_shard(
 ) -> dict[str, Tensor]:
     """A whole weight, quantized, then cut as the weight is, but for what every rank has whole."""
     quantized = quantize_linear(linear, weight, calibration)
-    cut = replace(linear.spec, segments=segments_of(linear.spec))
+    known = weight_format(linear.format or "")
 
-    def share(field: str, tensor: Tensor) -> Tensor:
-        has_axis = field not in quantized.per_segment and (cut.sharding != "columns" or tensor.dim() == len(cut.shape))
-        sharding = cut.sharding if has_axis else "replicated"
-        return shard(tensor, replace(cut, shape=tuple(tensor.shape), sharding=sharding), mapping)
+    def cut(field: str, tensor: Tensor) -> Tensor:
+        return shard(tensor, field_spec(linear.spec, known, field, tuple(tensor.shape)), mapping)
 
-    return engine_tensors(linear.name, quantized if mapping.tp_size == 1 else quantized.map_tensors(share))
+    return engine_tensors(linear.name, quantized if mapping.tp_size == 1 else quantized.map_tensors(cut))
 
 
 def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:
@@ -121,5 +118,5 @@ def _plain_part(name: str, held: Mapping[str, Tensor]) -> Tensor:
     if not scales:
         return held[name]
     tensors = {"codes": held[name], **scales}
-    known = format_with(tensors.keys())
+    known = format_with(tensors)
     return known.dequantize(known.weight_of((len(held[name]),), tensors))

@@ -109,7 +109,6 @@ def _fp8_weight(weight: Fp8Weight[Tensor], dtype: torch.dtype) -> DeviceFp8Weigh
     input_scales = cast("list[float]", weight.input_scale.tolist())
     weight_scales = cast("list[float]", weight.weight_scale.tolist())
     rows = row_scale(weight)
-    assert rows is not None
     pieces, start = [], 0
     segments = zip(input_scales, weight_scales, weight.segments, strict=True)
     for input_scale, group in groupby(segments, key=lambda segment: segment[0]):
@@ -144,8 +143,6 @@ def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | N
 
 
 def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4Weight:
-    scale = row_scale(weight)
-    assert scale is not None
     numbers = (*E2M1_VALUES, *(-value for value in E2M1_VALUES))
     pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]  # the even column is the low nibble
     return DeviceInt4Weight(
@@ -153,7 +150,7 @@ def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4W
         input_scale=None,
         codes=weight.codes,
         block_scale=weight.block_scale,
-        row_scale=scale,
+        row_scale=row_scale(weight),
         values=torch.tensor(pairs, dtype=dtype, device=weight.codes.device),
     )
 

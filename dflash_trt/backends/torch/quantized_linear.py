@@ -46,7 +46,8 @@ def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: 
     """
     assert dtype in (torch.float32, torch.bfloat16), f"quantized weights do not compute in {dtype}"
     input_scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
-    values, scales = format_of(weight).unscaled(weight, dtype), row_scale(weight)
+    values = format_of(weight).unscaled(weight, dtype)
+    scales = None if weight.weight_scale is None else row_scale(weight)
     pieces, start = [], 0
     for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in group)
@@ -121,7 +122,6 @@ def fp8_gemm(x: Tensor, weight: Fp8Weight[Tensor], bias: Tensor | None) -> Tenso
     """Real FP8 x FP8 with float32 sums, one GEMM per run of segments with the same activations."""
     assert weight.input_scale is not None
     scales, outs, start = row_scale(weight), [], 0
-    assert scales is not None
     for input_scale, group in groupby(
         zip(weight.input_scale.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]
     ):
