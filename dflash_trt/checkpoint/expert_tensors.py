@@ -16,7 +16,7 @@ from dflash_trt.checkpoint.tensors import StoredTensor
 from dflash_trt.core.errors import CheckpointError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.weight_spec import WeightSpec, rank_shard, segments_of
-from dflash_trt.formats.mxfp4 import BLOCK_BYTES, BLOCK_COLUMNS, NAN_SCALE, Mxfp4
+from dflash_trt.formats.mxfp4 import BLOCK_BYTES, BLOCK_SIZE, NAN_SCALE, Mxfp4
 
 SliceOf = Callable[[StoredTensor], Any]
 FLOAT_DTYPES = ("F32", "BF16", "F16")
@@ -43,7 +43,7 @@ def part_shapes(layout: ExpertLayout, shape: tuple[int, ...], num_parts: int) ->
     if layout.is_one_by_one:
         return [(rows * num_experts // num_parts, *shape[2:])] * num_parts
     if layout.is_mxfp4:
-        scales = (num_experts, rows, shape[2] // BLOCK_COLUMNS)
+        scales = (num_experts, rows, shape[2] // BLOCK_SIZE)
         return [(*scales, BLOCK_BYTES), scales]
     return [(num_experts, *reversed(shape[1:])) if layout.is_transposed else shape]
 

@@ -1,10 +1,15 @@
-"""FP8: E4M3 "fn" (no infinity, largest 448, smallest subnormal 2**-9; to nearest even, saturating), W8A8, per tensor.
+"""FP8: E4M3 "fn" (no infinity, largest 448, smallest subnormal 2**-9; to nearest even, saturating); W8A8 or W8A16.
+
+`fp8`, W8A8, per tensor:
 
     W_s = codes * weight_scale[s]
     x_s = e4m3(clamp(x / input_scale[s], -448, 448)) * input_scale[s]          static, per tensor
 
 `weight_scale` is amax / 448, likewise `input_scale`. The codes are those that ModelOpt 0.47's exporter writes, bit for
 bit, when given the same ranges: the division is in the weight's own dtype, so bfloat16 weights round twice.
+
+`fp8_w8a16`, weight-only, per channel: W[n, k] = codes[n, k] * weight_scale[n], a row's amax / 448.
+It also holds weights per tensor that come without a scale for their activations: a row's scale is then the tensor's.
 """
 
 from collections.abc import Sequence
@@ -22,6 +27,16 @@ class Fp8Weight(QuantizedWeight[T]):
     """Codes with a scale per segment."""
 
     weight_scale: T
+    codes: T  # float8_e4m3fn [..., out, in]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8RowWeight(QuantizedWeight[T]):
+    """Codes with a scale per row, for activations that are not quantized."""
+
+    per_segment: ClassVar[tuple[str, ...]] = ("input_scale",)
+
+    weight_scale: T  # float32 [..., out]
     codes: T  # float8_e4m3fn [..., out, in]
 
 
@@ -58,9 +73,34 @@ class Fp8(WeightFormat):
         return values
 
 
+class Fp8WeightOnly(WeightFormat):
+    name = "fp8_w8a16"
+    weight_type = Fp8RowWeight
+
+    def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
+        return {"codes": TensorLayout("float8_e4m3fn", shape), "weight_scale": TensorLayout("float32", shape[:-1])}
+
+    def quantize_matrix(
+        self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
+    ) -> QuantizedWeight[Tensor]:
+        scale = e4m3_scale(weight.float().abs().amax(dim=1))
+        codes = e4m3(weight.float() / scale[:, None])
+        return Fp8RowWeight(segments=tuple(segments), weight_scale=scale, codes=codes)
+
+    def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
+        assert isinstance(weight, Fp8RowWeight)
+        values: Tensor = weight.codes.to(dtype)
+        return values
+
+
+def e4m3_scale(amax: Tensor) -> Tensor:  # float32, any shape
+    """Scale for a range; 1 where all values are 0."""
+    return torch.where(amax > 0, amax.float() / E4M3_MAX, 1.0)
+
+
 def e4m3(values: Tensor) -> Tensor:  # float8_e4m3fn
     """Round to nearest even, saturating."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-FORMATS = (Fp8(),)
+FORMATS = (Fp8(), Fp8WeightOnly())

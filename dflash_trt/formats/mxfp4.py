@@ -19,8 +19,8 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightFormat
 from dflash_trt.formats.nvfp4 import E2M1_BOUNDS, E2M1_MAX, E2M1_VALUES
 
-BLOCK_COLUMNS: Final = 32
-BLOCK_BYTES: Final = BLOCK_COLUMNS // 2
+BLOCK_SIZE: Final = 32
+BLOCK_BYTES: Final = BLOCK_SIZE // 2
 NAN_SCALE: Final = 255
 
 _BIAS = 127
@@ -39,20 +39,20 @@ class Mxfp4Weight(QuantizedWeight[T]):
 class Mxfp4(WeightFormat):
     name = "mxfp4"
     weight_type = Mxfp4Weight
-    columns_per_block = BLOCK_COLUMNS
+    columns_per_block = BLOCK_SIZE
 
     def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         *leading, columns = shape
         return {
             "codes": TensorLayout("uint8", (*leading, columns // 2)),
-            "block_scale": TensorLayout("uint8", (*leading, columns // BLOCK_COLUMNS)),
+            "block_scale": TensorLayout("uint8", (*leading, columns // BLOCK_SIZE)),
         }
 
     def quantize_matrix(
         self, weight: Tensor, *, segments: Sequence[int], weight_amax: Tensor, input_amax: Tensor | None
     ) -> QuantizedWeight[Tensor]:
         rows, columns = weight.shape
-        blocks = weight.float().view(rows, columns // BLOCK_COLUMNS, BLOCK_COLUMNS)
+        blocks = weight.float().view(rows, columns // BLOCK_SIZE, BLOCK_SIZE)
         powers = (blocks.abs().amax(dim=-1) / E2M1_MAX).log2().clamp(min=-_BIAS).ceil()
         scaled = (blocks / powers.exp2()[..., None]).flatten(1)
         magnitudes = torch.bucketize(scaled.abs(), torch.tensor(E2M1_BOUNDS, device=scaled.device)).to(torch.uint8)
@@ -69,7 +69,7 @@ class Mxfp4(WeightFormat):
         codes, scale = weight.codes, weight.block_scale
         pairs, powers = (table.to(codes.device, dtype) for table in (_PAIRS, _powers()))
         # Two codes at a time: a checkpoint has billions.
-        values = F.embedding(codes.int(), pairs).view(*scale.shape, BLOCK_COLUMNS)
+        values = F.embedding(codes.int(), pairs).view(*scale.shape, BLOCK_SIZE)
         return values.mul_(powers[scale.int()][..., None]).flatten(-2)
 
 

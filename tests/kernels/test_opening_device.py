@@ -59,8 +59,8 @@ def on_gpu(monkeypatch, capability):
         (
             H200,
             linears("nvfp4"),
-            "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights on a GPU, found nvfp4 (quantized "
-            "activations, no GPU kernel yet) in target.layers.0.qkv and 2 more. Build with --quantization nvfp4_w4a16 "
+            "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights on a GPU, found nvfp4 (no GPU kernel "
+            "yet) in target.layers.0.qkv and 2 more. Build with --quantization nvfp4_w4a16 "
             "or fp8, or",
         ),
         (

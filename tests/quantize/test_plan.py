@@ -177,6 +177,7 @@ def test_a_wrong_key_or_value_is_named(section: dict[str, Any], words: str) -> N
 
 def test_an_unknown_format_is_named_with_the_known_ones(specs: Any) -> None:
     words = refusal(specs, target="fp4", lm_head="nvfp", overrides={"draft.fc": "fp9"})
-    assert "format of target: expected none, fp8, mxfp4, nvfp4, nvfp4_w4a16, found fp4" in words
+    assert "format of target: expected none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4, nvfp4_w4a16, " in words
+    assert ", found fp4" in words
     assert "format of lm_head" in words and "Did you mean 'nvfp4'?" in words
     assert "override 'draft.fc'" in words

@@ -70,13 +70,13 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
-    from dflash_trt.backends.cuda.linear import ACTIVATIONS
+    from dflash_trt.backends.cuda.linear import ACTIVATIONS, WEIGHT_ONLY
 
     yield from unsupported_formats(
         quantization,
-        lambda known: not known.has_input_scale or known.weight_type in ACTIVATIONS,
+        lambda known: known.weight_type in (ACTIVATIONS if known.has_input_scale else WEIGHT_ONLY),
         where=" on a GPU",
-        why=" (quantized activations, no GPU kernel yet)",
+        why=" (no GPU kernel yet)",
         hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
     )
     if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):

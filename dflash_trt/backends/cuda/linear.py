@@ -21,6 +21,7 @@ from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
 
 ACTIVATIONS: Final = (Fp8Weight,)  # classes of weights for which a kernel quantizes activations
+WEIGHT_ONLY: Final = (Nvfp4Weight,)  # classes that stay quantized in the GPU's memory under unquantized activations
 
 
 class Activation(Protocol):

@@ -1,7 +1,8 @@
 """Quantized linear layers in PyTorch: exact on any device, and FP8 tensor cores where a GPU has them.
 
 The exact path multiplies the codes themselves, which every compute dtype holds without rounding, and applies the
-scales to the product: what the GPU formats do, up to the order of the sum. Formats: `formats/base.py`.
+scales to the product: what the GPU formats do, up to the order of the sum. Block scales are in the operand, each
+product rounded once where they are no powers of two. Formats: `formats/base.py`.
 """
 
 from collections.abc import Callable
@@ -33,14 +34,14 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DequantizedWeight(QuantizedWeight[Tensor]):
-    """A quantized weight prepared for unquantized GEMMs, without rounding."""
+    """A quantized weight prepared for unquantized GEMMs."""
 
     pieces: tuple[Piece, ...]
     quantize: "QuantizeActivations | None"  # None for a weight-only format
 
 
 def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True) -> DequantizedWeight:
-    """Codes as numbers of `dtype` (float32 or bfloat16: float16 has not the range for their products).
+    """Codes, times their block scales, as numbers of `dtype` (float32 or bfloat16: float16 has not their range).
 
     What is kept for many calls takes the time to be laid out for the CPU.
     """
@@ -51,9 +52,7 @@ def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: 
     pieces, start = [], 0
     for input_scale, group in groupby(zip(input_scales, weight.segments, strict=True), key=lambda pair: pair[0]):
         stop = start + sum(rows for _, rows in group)
-        scale = None if scales is None else scales[start:stop]
-        if scale is not None and input_scale is not None:
-            scale = scale * input_scale
+        scale = None if scales is None else scales[start:stop] * (1.0 if input_scale is None else input_scale)
         linear = Linear(weight=values[start:stop])
         pieces.append(Piece(linear=pack_for_cpu(linear) if is_kept else linear, scale=scale, input_scale=input_scale))
         start = stop
