@@ -14,18 +14,15 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.formats.base import QuantizedWeight, T, TensorLayout, WeightFormat
-from dflash_trt.formats.nvfp4 import E2M1_BOUNDS, E2M1_MAX, E2M1_VALUES
+from dflash_trt.formats.nvfp4 import E2M1_BOUNDS, E2M1_MAX, e2m1_values
 
 BLOCK_SIZE: Final = 32
 BLOCK_BYTES: Final = BLOCK_SIZE // 2
 NAN_SCALE: Final = 255
 
 _BIAS = 127
-_VALUES = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)))
-_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)  # [byte, (low, high)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +63,10 @@ class Mxfp4(WeightFormat):
 
     def unscaled(self, weight: QuantizedWeight[Tensor], dtype: torch.dtype) -> Tensor:
         assert isinstance(weight, Mxfp4Weight)
-        codes, scale = weight.codes, weight.block_scale
-        pairs, powers = (table.to(codes.device, dtype) for table in (_PAIRS, _powers()))
-        # Two codes at a time: a checkpoint has billions.
-        values = F.embedding(codes.int(), pairs).view(*scale.shape, BLOCK_SIZE)
+        scale = weight.block_scale
+        values = e2m1_values(weight.codes).to(dtype).view(*scale.shape, BLOCK_SIZE)
+        powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).to(scale.device, dtype)  # by scale
         return values.mul_(powers[scale.int()][..., None]).flatten(-2)
-
-
-def _powers() -> Tensor:  # float32 [256], by scale
-    return torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS)
 
 
 FORMATS = (Mxfp4(),)

@@ -46,7 +46,7 @@ def write_calibration_prompts(root: Path) -> None:
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def build(root: Path, *, tp_size: int, **fields: Any) -> EngineDir:
+def build(root: Path, *, tp_size: int, overwrite: bool = False, **fields: Any) -> EngineDir:
     """`root` holds target and drafter."""
     config = BuildConfig(
         target="target",
@@ -54,7 +54,7 @@ def build(root: Path, *, tp_size: int, **fields: Any) -> EngineDir:
         **({"dtype": "float32", "tp_size": tp_size, "max_seq_len": 64, "page_size": 4, "max_batch_size": 8} | fields),
     )
     return build_engine(
-        config, root / f"tp{tp_size}", base_dir=root, overwrite=False, command=("build",), progress=lambda _: None
+        config, root / f"tp{tp_size}", base_dir=root, overwrite=overwrite, command=("build",), progress=lambda _: None
     )
 
 
