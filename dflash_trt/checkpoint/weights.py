@@ -31,6 +31,7 @@ from dflash_trt.formats.base import tensor_name
 
 _INTEGER_DTYPES = ("I64", "I32")
 _MAX_MAPPED_BYTES = 256 * 2**20
+_BYTES_AT_ONCE = 64 * 2**20
 _OTHER_CHECKPOINT = "Use a checkpoint that belongs to its config.json."
 
 
@@ -122,13 +123,14 @@ class OpenFiles:
         self._num_bytes_read = 0
         stack.callback(self._close)
 
-    def slice_of(self, stored: StoredTensor) -> Any:
+    def slice_of(self, stored: StoredTensor, num_bytes: int | None = None) -> Any:
+        """The tensor, of which `num_bytes` (default: all) will be read."""
         if self._num_bytes_read > _MAX_MAPPED_BYTES:
             self._close()
         if stored.path not in self._files:
             file = safe_open(stored.path, framework="pt", device="cpu")
             self._files[stored.path] = self._open_ones.enter_context(file)
-        self._num_bytes_read += stored.num_bytes
+        self._num_bytes_read += stored.num_bytes if num_bytes is None else num_bytes
         return self._files[stored.path].get_slice(stored.name)
 
     def _close(self) -> None:
@@ -145,9 +147,14 @@ def _read_floats(
     tensor = torch.empty(rank_shard(spec, mapping).shape, dtype=dtype)
     row = 0
     for part, part_spec in zip(source.parts, segment_specs(spec), strict=True):
-        piece = opened.slice_of(part)[rank_index(part_spec, mapping)]
-        tensor[row : row + piece.shape[0]].copy_(piece)  # casts to `dtype`
-        row += piece.shape[0]
+        rows, *columns = rank_index(part_spec, mapping)
+        start, stop, _ = rows.indices(part.shape[0])
+        row_bytes = max(1, part.num_bytes // part.shape[0])
+        for first in range(start, stop, max(1, _BYTES_AT_ONCE // row_bytes)):
+            last = min(stop, first + max(1, _BYTES_AT_ONCE // row_bytes))
+            piece = opened.slice_of(part, (last - first) * row_bytes)[(slice(first, last), *columns)]
+            tensor[row : row + last - first].copy_(piece)  # casts to `dtype`
+            row += last - first
     return tensor
 
 
@@ -159,7 +166,7 @@ def _read_integers(spec: WeightSpec, source: WeightSource) -> torch.Tensor:  # i
 
 
 def _require_finite(name: str, tensor: torch.Tensor, source: WeightSource) -> None:
-    if bool(torch.isfinite(tensor).all()):
+    if all(bool(part.isfinite().all()) for part in tensor.flatten().split(_BYTES_AT_ONCE)):
         return
     where = listed([part.name for part in source.parts])
     hint = "Download the checkpoint again; if it is whole, build with a dtype of wider range (bfloat16 or float32)."
