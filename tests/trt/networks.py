@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_trt.backends.step_inputs import step_inputs, step_result
 from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.host_weights import host_quantized, host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensor
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.network import (
@@ -30,7 +30,7 @@ from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
-from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.formats.base import QuantizedWeight, tensor_name
 from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
@@ -104,6 +104,17 @@ def open_spec(
         mapping=mapping,
     )
     return spec, dict(pair.iter_weights(dtype=torch_dtype(dtype), mapping=mapping))
+
+
+def host_tensors(tensors: Mapping[str, Tensor]) -> dict[str, HostTensor]:
+    return {name: host_tensor(name, tensor) for name, tensor in tensors.items()}
+
+
+def host_quantized(quantized: Mapping[str, QuantizedWeight[Tensor]]) -> dict[str, QuantizedWeight[HostTensor]]:
+    def hosted(name: str, weight: QuantizedWeight[Tensor]) -> QuantizedWeight[HostTensor]:
+        return weight.map_tensors(lambda field, tensor: host_tensor(tensor_name(name, field), tensor))
+
+    return {name: hosted(name, weight) for name, weight in quantized.items()}
 
 
 def tensor_of(host: HostTensor) -> Tensor:

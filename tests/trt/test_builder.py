@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
-from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensors
+from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
 from dflash_trt.backends.tensorrt.network import pages_of
 from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
@@ -18,7 +18,7 @@ from dflash_trt.core.errors import BuildError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.engine_dir import EngineLimits
 from tests.engines import PAGE_SIZE
-from tests.trt.networks import MAX_SEQ_LEN, define_pair, open_spec
+from tests.trt.networks import MAX_SEQ_LEN, define_pair, host_tensors, open_spec
 from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
 LIMITS = EngineLimits(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt.host_weights import host_quantized
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
@@ -12,7 +11,7 @@ from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.network.ops import Linear
 from tests.trt.interpreter import NetworkInterpreter
-from tests.trt.networks import tensor_of
+from tests.trt.networks import host_quantized, tensor_of
 
 ROWS, COLUMNS = (8, 16, 8), 64
 GENERATOR = torch.Generator().manual_seed(0)

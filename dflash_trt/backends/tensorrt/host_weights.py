@@ -19,7 +19,6 @@ from dflash_trt.core.dtype import DType, dtype_name, safetensors_dtype, stored_d
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.engine_dir import TensorHeader
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
-from dflash_trt.formats.base import QuantizedWeight, tensor_name
 
 _GIVE_BACK_S: Final = 0.1  # between two times that mapped pages are given back
 
@@ -30,17 +29,6 @@ def host_tensor(name: str, tensor: Tensor) -> HostTensor:
     return HostTensor(
         name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), address=tensor.data_ptr(), owner=tensor
     )
-
-
-def host_tensors(tensors: AbcMapping[str, Tensor]) -> dict[str, HostTensor]:
-    return {name: host_tensor(name, tensor) for name, tensor in tensors.items()}
-
-
-def host_quantized(quantized: AbcMapping[str, QuantizedWeight[Tensor]]) -> dict[str, QuantizedWeight[HostTensor]]:
-    def hosted(name: str, weight: QuantizedWeight[Tensor]) -> QuantizedWeight[HostTensor]:
-        return weight.map_tensors(lambda field, tensor: host_tensor(tensor_name(name, field), tensor))
-
-    return {name: hosted(name, weight) for name, weight in quantized.items()}
 
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:
