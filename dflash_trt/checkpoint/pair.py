@@ -18,7 +18,7 @@ from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelo
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
-from dflash_trt.checkpoint.specs import PairSpecs, directory_problems, pair_heading
+from dflash_trt.checkpoint.specs import PairSpecs, directory_problems, pair_heading, read_specs
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.checkpoint.tensors import StoredTensors, scan_tensors
 from dflash_trt.checkpoint.tied_head import resolve_tied_head
@@ -103,6 +103,21 @@ def open_pair(
         _sources={name: source for side in sides for name, source in side.sources.items()},
         _quantized={name: source for side in sides for name, source in side.quantized.items()},
     )
+
+
+def read_pair(
+    target: Path, drafter: Path | None, *, drafter_overrides: AbcMapping[str, Any] | None = None
+) -> PairSpecs:
+    """Read a pair whose tensors need not be there: they are checked if both directories have some.
+
+    Raises:
+        ConfigError: a config is wrong or the two do not fit.
+        CheckpointError: tensors or tokenizers that are there are wrong.
+    """
+    directories = [target] if drafter is None else [target, drafter]
+    has_tensors = all(any(directory.glob("*.safetensors")) for directory in directories)
+    read = open_pair if has_tensors else read_specs
+    return read(target, drafter, drafter_overrides=drafter_overrides)
 
 
 @dataclass(frozen=True, kw_only=True)

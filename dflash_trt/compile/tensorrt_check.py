@@ -14,9 +14,9 @@ from dflash_trt.backends.tensorrt.host_weights import blank_rope_tables, blank_t
 from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.sizes import RankSizes, rank_sizes
 from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
-from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
-from dflash_trt.checkpoint.specs import PairSpecs, read_specs
+from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import plan_quantization
@@ -61,7 +61,8 @@ def check_config(
         CheckpointError: the tensors or tokenizers are, where they are there.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
-    pair = _read_pair(config, base_dir)
+    drafter = None if config.drafter is None else base_dir / config.drafter
+    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
     limits, notes, pretrained = _checked(config, pair)
     linears = pretrained.quantization.linears if pretrained.quantization else {}
     models = [pair.target, *([pair.draft] if pair.draft else [])]
@@ -78,15 +79,6 @@ def check_config(
         compute_capability=CHECK_CAPABILITY,
         notes=(*notes, *pair.notes),
     )
-
-
-def _read_pair(config: BuildConfig, base_dir: Path) -> PairSpecs:
-    """The pair, proven by the headers of its tensors where these are there."""
-    target, drafter = base_dir / config.target, None if config.drafter is None else base_dir / config.drafter
-    directories = [target] if drafter is None else [target, drafter]
-    has_tensors = all(any(directory.glob("*.safetensors")) for directory in directories)
-    read = open_pair if has_tensors else read_specs
-    return read(target, drafter, drafter_overrides=config.drafter_overrides)
 
 
 def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[str], PretrainedConfig]:

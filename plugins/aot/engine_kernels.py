@@ -109,18 +109,18 @@ def kernels_of_engine(directory: Path) -> tuple[EngineKernels, tuple[str, ...]]:
 
 
 def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
-    """Kernels of an engine that is not built yet; its checkpoints are relative to `base_dir`.
+    """Kernels of an engine that is not built yet; its checkpoints, or their configs alone, are relative to `base_dir`.
 
     Raises:
         ConfigError: a limit or a foreign config is wrong, or a head_dim that no kernel has.
-        CheckpointError: the tensors or tokenizers are.
+        CheckpointError: the tensors or tokenizers are, where they are there.
     """
-    from dflash_trt.checkpoint.pair import open_pair
+    from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.compile.limits import resolve_limits
     from dflash_trt.compile.quantized import plan_quantization
 
     drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = open_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
     limits, _ = resolve_limits(config, pair.target, pair.draft)
     pretrained = PretrainedConfig(
         target=pair.target,
@@ -142,7 +142,7 @@ def _layers(
     model: DecoderSpec, states: tuple[PagedKv, ...], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
     for layer, state in zip(model.layers, states, strict=True):
-        num_kv_heads = max(1, layer.mixer.num_kv_heads // mapping.tp_size)  # at least one on each rank
+        num_kv_heads = mapping.num_kv_heads_of(layer.mixer.num_kv_heads)
         yield LayerKernels(
             is_drafter=model.role == "draft",
             head_dim=state.head_dim,

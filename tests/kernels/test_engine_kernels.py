@@ -120,6 +120,16 @@ def test_an_engine_of_another_backend_and_its_build_configuration_name_the_same_
     )
 
 
+def test_config_files_alone_name_the_kernels(tmp_path: Path) -> None:
+    config = configured(tmp_path, head_dim=32)
+    kernels = kernels_of_config(config, tmp_path)
+    tensors = [*tmp_path.rglob("*.safetensors")]
+    assert len(tensors) == 2
+    for path in tensors:
+        path.unlink()
+    assert kernels_of_config(config, tmp_path) == kernels
+
+
 def test_an_engine_that_no_kernel_serves_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="head_dims: expected multiples of 16 from 16 to 256, found 8"):
         kernels_of_config(configured(tmp_path, head_dim=8), tmp_path)
