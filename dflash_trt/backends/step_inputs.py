@@ -58,15 +58,16 @@ class StepShapes:
 
 
 def sequence_batch(
-    token_ids: Sequence[int], *, page_size: int, context_len: int = 0, num_draft_tokens: int = 0
+    token_ids: Sequence[int], *, page_size: int, context_len: int = 0, num_draft_tokens: int = 0, first_page: int = 0
 ) -> StepBatch:
-    """One sequence, or a chunk of it, on the first pages, for measuring: it overwrites what is there."""
+    """One sequence, or a chunk of it, on neighbouring pages, for measuring: it overwrites what is there."""
+    num_pages = -(-(context_len + len(token_ids)) // page_size)
     request = ScheduledRequest(
         request_id="sequence",
         token_ids=tuple(token_ids),
         context_len=context_len,
         num_candidates=0,
-        page_ids=tuple(range(-(-(context_len + len(token_ids)) // page_size))),
+        page_ids=tuple(range(first_page, first_page + num_pages)),
         sampling=StepSampling(),
     )
     return StepBatch(requests=(request,), num_draft_tokens=num_draft_tokens)

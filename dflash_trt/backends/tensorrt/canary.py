@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.step_inputs import sequence_batch
 from dflash_trt.backends.tensorrt.buffers import EngineState
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.step_plan import StepExecutor
 
@@ -50,18 +51,14 @@ def check_pages(executor: PagedExecutor) -> str:
 
 def _written(executor: PagedExecutor, place: range, num_tokens: int) -> dict[str, Tensor]:  # float32 [num_tokens, ...]
     """Rows of K and V that a prefill chunk of these tokens leaves at these pages, by state."""
+    limits, tokens = executor.limits, [1 + i % 2 for i in range(num_tokens)]
     executor.state.fill(CANARY)
-    request = ScheduledRequest(
-        request_id="canary",
-        token_ids=tuple(1 + i % 2 for i in range(num_tokens)),
-        context_len=0,
-        num_candidates=0,
-        page_ids=tuple(place),
-        sampling=StepSampling(),
+    chunk = sequence_batch(
+        tokens, page_size=limits.page_size, num_draft_tokens=limits.max_draft_len, first_page=place.start
     )
-    run_batch(executor, StepBatch(requests=(request,), num_draft_tokens=executor.limits.max_draft_len))
+    run_batch(executor, chunk)
     return {
-        name: _rows_of(name, pages[: executor.limits.num_pages], place, num_tokens)
+        name: _rows_of(name, pages[: limits.num_pages], place, num_tokens)
         for name, pages in executor.state.pages.items()
     }
 

@@ -8,8 +8,9 @@ others: its K/V of every layer after the first must change. What the sums should
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.step_inputs import sequence_batch
 from dflash_trt.backends.tensorrt.canary import PagedExecutor
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError
 
 _TOKENS, _OTHER_TOKENS = (1, 2, 1), (2, 1, 2)
@@ -40,13 +41,6 @@ def _written(executor: PagedExecutor, token_ids: tuple[int, ...]) -> dict[str, T
     """The first page of each state after these tokens, in float32."""
     limits = executor.limits
     executor.state.fill(0.0)
-    request = ScheduledRequest(
-        request_id="exchange check",
-        token_ids=token_ids[: min(limits.page_size, limits.max_num_tokens, limits.max_seq_len)],
-        context_len=0,
-        num_candidates=0,
-        page_ids=(0,),
-        sampling=StepSampling(),
-    )
-    run_batch(executor, StepBatch(requests=(request,), num_draft_tokens=limits.max_draft_len))
+    tokens = token_ids[: min(limits.page_size, limits.max_num_tokens, limits.max_seq_len)]
+    run_batch(executor, sequence_batch(tokens, page_size=limits.page_size, num_draft_tokens=limits.max_draft_len))
     return {name: pages[0].to(torch.float32, copy=True) for name, pages in executor.state.pages.items()}
