@@ -143,12 +143,12 @@ def _build(
             writer.add_tokenizer_file(name, content)
         if library is not None:
             writer.add_plugin_library(library)
-        tensorrt = None
+        plans = []
         for rank in range(mapping.world_size):
             if compiler is None:
                 writer.add_weights(rank, pretrained, weights.of_rank(rank))
             else:
-                tensorrt = _add_plan(writer, compiler, weights, rank, limits)
+                plans.append(_add_plan(writer, compiler, weights, rank, limits))
         record = BuildRecord(
             command=tuple(command),
             working_dir=str(Path.cwd()),
@@ -160,7 +160,7 @@ def _build(
             component_bytes=component_sizes(plan, config),
             build_time_s=round(time.monotonic() - started, 3),
         )
-        writer.finish(pretrained, limits, record, tensorrt=tensorrt)
+        writer.finish(pretrained, limits, record, tensorrt=plans[0] if plans else None)
 
 
 def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:

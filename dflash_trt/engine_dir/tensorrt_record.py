@@ -1,4 +1,4 @@
-"""The record of `rank{r}.engine` in config.json: enough to refuse a wrong machine before loading a plan."""
+"""The record of the plans in config.json: enough to refuse a wrong machine before loading a plan."""
 
 from typing import Annotated, Final, Literal, Self
 
@@ -17,7 +17,10 @@ class ProfileRecord(Frozen):
 
 
 class TensorRTRecord(Frozen):
-    """Build of the plans. `compute_capability` as in "9.0"; `plugin_library` is a file of the directory."""
+    """Build of rank 0's plan, which stands for the others'.
+
+    `compute_capability` as in "9.0"; `plugin_library` is a file of the directory.
+    """
 
     tensorrt_version: str
     gpu_name: str

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.backends.tensorrt import build_rank
+from dflash_trt.backends.tensorrt.build_rank import record_of
 from dflash_trt.backends.tensorrt.builder import PlanOptions
 from dflash_trt.cli.main import cli
 from dflash_trt.engine_dir import EngineDir
@@ -42,7 +43,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plan_for_every_rank_is_built_and_written(
     trt: ModuleType, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, quantization: str
 ) -> None:
+    records = []
     monkeypatch.setattr(build_rank, "plan_options", lambda config, base_dir: RTX)
+    monkeypatch.setattr(build_rank, "record_of", lambda *built: records.append(record_of(*built)) or records[-1])
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     config = {
         "target": str(root / "target"),
@@ -67,3 +70,4 @@ def test_a_plan_for_every_rank_is_built_and_written(
     assert len(set(plans)) == tp_size  # each with its own weights
     record = engine.manifest.tensorrt
     assert record is not None and record.collectives == "native"
+    assert len(records) == tp_size and record == records[0] != records[-1]  # times of ranks differ
