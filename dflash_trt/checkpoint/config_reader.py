@@ -33,18 +33,21 @@ def read_json_object(path: Path, *, label: str, problems: list[str]) -> dict[str
 
 
 class ConfigReader:
-    """Reads one JSON object key by key, and knows which keys were read.
+    """Reads one JSON object key by key, and knows which keys were read. `notes` get what was assumed for absent keys.
 
     A wrong or missing value appends to `problems` and gives a valid placeholder, so that one pass finds every problem.
     The caller must not use the values once `problems` has grown. A null counts as absent.
     """
 
-    def __init__(self, fields: Fields, *, label: str, problems: list[str], prefix: str = "") -> None:
+    def __init__(
+        self, fields: Fields, *, label: str, problems: list[str], notes: list[str] | None = None, prefix: str = ""
+    ) -> None:
         self._fields = fields
         self._label = label
         self._prefix = prefix
         self._known: set[str] = set()
         self.problems = problems
+        self.notes = [] if notes is None else notes
 
     def subject(self, name: str) -> str:
         return f"{self._label} key '{self._prefix}{printable(name)}'"
@@ -65,6 +68,11 @@ class ConfigReader:
     def refuse(self, name: str, *, expected: str, hint: str = "") -> None:
         found = shown(self.value(name)) if name in self._fields else "nothing"
         self.problems.append(problem(self.subject(name), expected=expected, found=found, hint=hint))
+
+    def note(self, name: str, assumed: str) -> None:
+        """Say what an absent or ambiguous key is taken to be."""
+        found = shown(self.value(name)) if name in self._fields else "absent"
+        self.notes.append(f"{self.subject(name)} is {found}: {assumed}")
 
     def integer(self, name: str, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         value = self.optional_integer(name, minimum=minimum, maximum=maximum)
@@ -134,7 +142,7 @@ class ConfigReader:
 
     def nested(self, name: str, fields: Fields) -> "ConfigReader":
         prefix = f"{self._prefix}{name}."
-        return ConfigReader(fields, label=self._label, problems=self.problems, prefix=prefix)
+        return ConfigReader(fields, label=self._label, problems=self.problems, notes=self.notes, prefix=prefix)
 
     def require(self, name: str, *allowed: Any, hint: str, default: Any = None) -> None:
         """Refuse all values but the allowed ones; an absent key counts as `default`."""

@@ -105,10 +105,13 @@ def require_dense(reader: ConfigReader) -> None:
         reader.require(name, hint="Experts are not implemented for this architecture: use a dense checkpoint.")
 
 
-def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> dict[str, Any]:
+def read_rope(
+    reader: ConfigReader, *, default_theta: float | None = None, default_scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Fields of a RopeSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
-    `default_theta` applies if neither schema has a theta; None makes the key required.
+    `default_theta` applies if neither schema has a theta; None makes the key required. `default_scaling` stands for an
+    absent section.
     """
     reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
@@ -116,9 +119,9 @@ def read_rope(reader: ConfigReader, *, default_theta: float | None = None) -> di
         hint = "Remove the one that the checkpoint was not trained with."
         reader.refuse("rope_scaling", expected="no such key beside rope_parameters", hint=hint)
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
-    section = reader.optional_section(name) or reader.nested(name, {})
+    section = reader.optional_section(name) or reader.nested(name, default_scaling or {})
     theta = _read_theta(reader, section, default_theta)
-    fields = _read_scaling(section, theta)
+    fields = _read_scaling(section, theta, reader.value("max_position_embeddings"))
     section.finish()
     return fields
 
@@ -168,7 +171,7 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
     return reader.number("rope_theta")
 
 
-def _read_scaling(section: ConfigReader, theta: float) -> dict[str, Any]:
+def _read_scaling(section: ConfigReader, theta: float, max_positions: Any) -> dict[str, Any]:
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
     section.require("type", rope_type, hint="Remove it: it is the old name of rope_type.")
     section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
@@ -183,13 +186,22 @@ def _read_scaling(section: ConfigReader, theta: float) -> dict[str, Any]:
     if rope_type != "default":
         fields["factor"] = section.number("factor")
     if rope_type in ("llama3", "yarn"):
-        fields["original_max_position_embeddings"] = section.integer("original_max_position_embeddings")
+        fields["original_max_position_embeddings"] = _read_original_positions(section, max_positions)
     if rope_type == "llama3":
         fields["low_freq_factor"] = section.number("low_freq_factor")
         fields["high_freq_factor"] = section.number("high_freq_factor")
     if rope_type == "yarn":
         fields |= _yarn_fields(section)
     return fields
+
+
+def _read_original_positions(section: ConfigReader, max_positions: Any) -> int:
+    """transformers takes max_position_embeddings for an absent key."""
+    name = "original_max_position_embeddings"
+    if not section.has(name) and isinstance(max_positions, int):
+        section.note(name, f"max_position_embeddings, {max_positions}, as in transformers")
+        return max_positions
+    return section.integer(name)
 
 
 def _yarn_fields(section: ConfigReader) -> dict[str, Any]:

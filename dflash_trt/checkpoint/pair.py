@@ -140,7 +140,7 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
         return _ABSENT
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
     config = read_modelopt_config(directory, label="target", problems=config_problems)
-    spec = parse_target(directory, config_problems)
+    spec = parse_target(directory, config_problems, notes=notes)
     if spec is None:
         return _ABSENT
     spec = resolve_tied_head(spec, stored, notes)

@@ -51,7 +51,7 @@ def read_specs(
         label: read_modelopt_config(directory, label=label, problems=problems)
         for label, directory in directories.items()
     }
-    target_spec = parse_target(target, problems)
+    target_spec = parse_target(target, problems, notes=notes)
     draft_spec = None
     if drafter is not None:
         draft_spec = parse_draft(drafter, (), problems, notes=notes, overrides=drafter_overrides or {})

@@ -16,13 +16,13 @@ from dflash_trt.core.model.decoder import TargetSpec
 _LABEL = "target config.json"
 
 
-def parse_target(directory: Path, problems: list[str]) -> TargetSpec | None:
-    """Read the spec of the target in `directory`; None if `problems` has grown."""
+def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> TargetSpec | None:
+    """Read the spec of the target in `directory`; None if `problems` has grown. `notes` get what was assumed."""
     num_problems = len(problems)
     fields = read_json_object(directory / "config.json", label=_LABEL, problems=problems)
     if fields is None:
         return None
-    reader = ConfigReader(fields, label=_LABEL, problems=problems)
+    reader = ConfigReader(fields, label=_LABEL, problems=problems, notes=notes)
     family = _read_family(reader)
     if family is None:
         return None  # errors about the other keys would only be noise

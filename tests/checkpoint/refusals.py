@@ -25,7 +25,7 @@ Copy = Callable[[str], Path]  # the fixture `copy_of`
 def read_target_spec(directory: Path) -> TargetSpec:
     """The target's spec from its configs alone."""
     problems: list[str] = []
-    spec = parse_target(directory, problems)
+    spec = parse_target(directory, problems, notes=[])
     raise_all(ConfigError, f"target {directory}", problems)
     assert spec is not None
     return spec

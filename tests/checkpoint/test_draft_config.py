@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3Config
 
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.drafters.zlab import default_target_layer_ids
@@ -14,7 +14,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
-from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash, read_draft_spec, read_target_spec
+from tests.checkpoint.refusals import Copy, draft_refusal, edit_dflash, read_draft_spec, read_target_spec, remove_keys
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
 from tests.specs import Flat
 
@@ -302,19 +302,13 @@ def test_window_and_causality_are_resolved_per_layer(
 @pytest.mark.parametrize(
     ("fields", "key"),
     [
-        ({"layer_types": T, "sliding_window": 8, "use_sliding_window": False}, "use_sliding_window"),
-        ({"layer_types": T, "sliding_window": 8, "use_sliding_window": None}, "use_sliding_window"),
         ({"layer_types": T, "use_sliding_window": True}, "sliding_window"),
         ({"layer_types": T, "sliding_window": 8, "swa_window_size": 9, "use_sliding_window": True}, "swa_window_size"),
         ({"layer_types": T[1:] * 2, "use_swa": True, "swa_window_size": 8}, "use_swa"),
         ({"layer_types": None, "use_swa": True}, "swa_window_size"),
-        (
-            {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "use_sliding_window",
-        ),
     ],
 )
-def test_windows_that_implementations_read_differently_are_refused(
+def test_windows_without_a_size_or_with_two_answers_are_refused(
     copy_of: Copy, fields: dict[str, Any], key: str
 ) -> None:
     drafter = copy_of("zlab")
@@ -322,6 +316,58 @@ def test_windows_that_implementations_read_differently_are_refused(
     message = draft_refusal(drafter)
     assert f"key '{key}'" in message
     assert "problems" not in message
+
+
+IMPLIED = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8}
+OPEN: list[tuple[dict[str, Any], tuple[AttentionMask, ...], str]] = [
+    (
+        {"layer_types": T, "sliding_window": 8, "use_sliding_window": None},
+        (SLIDING_CAUSAL, FULL),
+        "key 'use_sliding_window' is null: sliding layers have their window of 8 tokens",
+    ),
+    (
+        {"layer_types": T, "sliding_window": 8, "use_sliding_window": False},
+        (FULL_CAUSAL, FULL),
+        "key 'use_sliding_window' is false: layers that layer_types calls sliding have no window",
+    ),
+    (IMPLIED | {"max_window_layers": 1}, (FULL, SLIDING_CAUSAL), "the last 1 of 2 layers slide"),
+    (IMPLIED | {"max_window_layers": 0}, (SLIDING_CAUSAL,) * 2, "the last 2 of 2 layers slide"),
+    (IMPLIED, (FULL, FULL), "the last 0 of 2 layers slide"),
+    (IMPLIED | {"sliding_window": None}, (FULL, FULL), ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected", "note"), OPEN)
+def test_windows_that_a_file_leaves_open_are_chosen_with_a_note(
+    copy_of: Copy, fields: dict[str, Any], expected: tuple[AttentionMask, ...], note: str
+) -> None:
+    drafter = copy_of("zlab")
+    edit_json(drafter / "config.json", **fields)
+    spec, notes = spec_and_notes(drafter)
+    assert Flat(spec).masks == expected
+    assert [note in found for found in notes] == ([True] if note else [])
+
+
+@pytest.mark.parametrize("fields", [fields for fields, *_ in OPEN if fields["use_sliding_window"] is not None])
+def test_windows_that_a_file_leaves_open_are_those_of_transformers(copy_of: Copy, fields: dict[str, Any]) -> None:
+    drafter = copy_of("zlab")
+    remove_keys(drafter / "config.json", "max_window_layers")
+    edit_json(drafter / "config.json", **fields)
+    theirs = Qwen3Config.from_pretrained(drafter)
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [mask.window for mask in Flat(spec_and_notes(drafter)[0]).masks] == windows
+
+
+def test_a_gpt_oss_drafter_that_transformers_has_saved_keeps_its_windows(tmp_path: Path) -> None:
+    """GptOssConfig writes layer_types and a window, and knows no use_sliding_window."""
+    drafter = published("z-lab__gpt-oss-20b-DFlash", tmp_path)
+    theirs = AutoConfig.from_pretrained(drafter)
+    saved = {name: getattr(theirs, name) for name in ("layer_types", "sliding_window", "rope_parameters")}
+    edit_json(drafter / "config.json", **saved)
+    spec, notes = spec_and_notes(drafter)
+    assert Flat(spec).masks == (AttentionMask(window=128, is_causal=True), FULL) * 4
+    assert Flat(spec).rope == GPT_OSS_ROPE
+    assert len(notes) == 1 and "key 'use_sliding_window' is absent: sliding layers have their window of 128" in notes[0]
 
 
 # What changes the algorithm

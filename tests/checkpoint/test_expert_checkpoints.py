@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_trt.checkpoint.names import target_names
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.errors import CheckpointError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask
@@ -305,10 +306,22 @@ def test_quantization_of_gpt_oss_by_another_tool_is_refused(copy_of: Any) -> Non
     assert "key 'quantization_config.group_size'" in target_refusal(target)
 
 
-def test_a_gpt_oss_target_without_its_rope_scaling_is_refused(copy_of: Any) -> None:
+def test_what_a_gpt_oss_target_leaves_out_is_what_transformers_assumes(copy_of: Any) -> None:
     target = copy_of("gpt_oss")
-    remove_keys(target / "config.json", "rope_parameters")
-    assert "expected an explicit RoPE scaling, since model_type is gpt_oss" in target_refusal(target)
+    remove_keys(target / "config.json", "rope_parameters", "layer_types", "sliding_window")
+    edit_json(target / "config.json", rope_theta=150000)
+    theirs, notes = GptOssConfig.from_pretrained(target), list[str]()
+    spec = parse_target(target, [], notes=notes)
+    assert spec is not None
+    edit_json(target / "config.json", rope_parameters=theirs.rope_parameters)
+    assert Flat(spec).rope == Flat(read_target_spec(target)).rope
+    kinds = [
+        "sliding_attention" if mask.window == theirs.sliding_window else "full_attention" for mask in Flat(spec).masks
+    ]
+    assert kinds == theirs.layer_types
+    assert [note.partition(":")[0] for note in notes] == [
+        f"target config.json key '{name}' is absent" for name in ("rope_scaling", "sliding_window")
+    ]
 
 
 def test_a_missing_expert_and_a_block_of_another_size_are_named(copy_of: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
+from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, read_target_spec, remove_keys, target_refusal
@@ -145,7 +146,6 @@ def test_a_qwen3_file_without_rope_theta_is_refused(copy_of: Copy) -> None:
         ({"type": "mrope", "mrope_section": [1]}, "rope_parameters.type"),
         ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "rope_parameters.mrope_section"),
         ({"rope_type": "linear"}, "rope_parameters.factor"),
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_parameters.original_max_position_embeddings"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "rope_parameters.partial_rotary_factor"),
         ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "rope_parameters.type"),
         ({"full_attention": {"rope_type": "default"}}, "rope_parameters.full_attention"),
@@ -155,6 +155,19 @@ def test_a_rope_that_is_not_implemented_is_refused(copy_of: Copy, rope: dict[str
     target = copy_of("llama")
     edit_json(target / "config.json", rope_parameters={"rope_theta": 1e4, **rope})
     assert f"key '{key}'" in target_refusal(target)
+
+
+def test_original_positions_that_a_config_leaves_out_are_those_of_transformers(copy_of: Copy) -> None:
+    target = copy_of("llama")
+    edit_json(target / "config.json", rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0})
+    theirs = LlamaConfig.from_pretrained(target).rope_parameters["original_max_position_embeddings"]
+    notes: list[str] = []
+    spec = parse_target(target, [], notes=notes)
+    assert spec is not None and Flat(spec).rope.original_max_position_embeddings == theirs
+    assert notes == [
+        "target config.json key 'rope_parameters.original_max_position_embeddings' is absent: "
+        f"max_position_embeddings, {theirs}, as in transformers"
+    ]
 
 
 def test_two_different_thetas_are_refused(copy_of: Copy) -> None:

@@ -1,15 +1,18 @@
 """Attention masks of a drafter's layers.
 
-A wrong mask raises no error and only lowers acceptance. So every case is either resolved by a rule here or refused.
+A wrong mask raises no error and only lowers acceptance. So every case is resolved by a rule here, with a note where
+readers differ, or refused where a file contradicts itself.
 """
 
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
-from dflash_trt.checkpoint.decoder_config import read_layer_types, require_window
+from dflash_trt.checkpoint.decoder_config import read_layer_types
 
 MaskFields = dict[str, Any]  # of an AttentionMask
 
+_QWEN3_MAX_WINDOW_LAYERS = 28  # the default of transformers' Qwen3Config
+_OVERRIDE = "drafter_overrides may say otherwise"
 _SAY_IT = "Add layer_types and is_causal as the drafter was trained."
 
 
@@ -17,7 +20,7 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
     """`is_causal` > `causal` > (`use_swa` without layer_types: all sliding, non-causal) > per-layer default.
 
     By default sliding layers are causal and full ones are not; the explicit keys apply to every layer. Without
-    layer_types and use_swa every layer is full.
+    layer_types, use_swa and use_sliding_window every layer is full.
     """
     is_causal = reader.optional_flag("is_causal")
     causal = reader.optional_flag("causal")
@@ -32,13 +35,12 @@ def zlab_masks(reader: ConfigReader, num_layers: int) -> list[MaskFields]:
             reader.refuse("swa_window_size", expected="an integer, since use_swa is true", hint="Add it.")
         return [{"window": window, "is_causal": _first(is_causal, causal, False)}] * num_layers
     if is_sliding is None:
-        is_sliding = (False,) * num_layers
-        _refuse_implied_layer_types(reader, num_layers)
+        is_sliding = _implied_layer_types(reader, num_layers)
     reader.ignore(("max_window_layers",))
     window = sliding_window
     if any(is_sliding):
-        require_window(reader, window)
-        reader.require("swa_window_size", window, hint=_SAY_IT)
+        window = _window_in_use(reader, sliding_window)
+        reader.require("swa_window_size", sliding_window, hint=_SAY_IT)
     else:
         reader.ignore(("use_sliding_window",))
         reader.require("use_swa", False, hint=f"No layer is sliding. {_SAY_IT}")
@@ -56,20 +58,41 @@ def speculators_masks(reader: ConfigReader, num_layers: int, *, non_causal: bool
     is_sliding = read_layer_types(reader, num_layers)
     window = reader.optional_integer("sliding_window")
     if is_sliding is None:
-        is_sliding = (False,) * num_layers
-        _refuse_implied_layer_types(reader, num_layers)
+        is_sliding = _implied_layer_types(reader, num_layers)
     reader.ignore(("max_window_layers", "use_sliding_window"))
     if any(is_sliding):
-        require_window(reader, window)
+        window = _window_in_use(reader, window)
     sliding = {"window": window, "is_causal": not non_causal, "is_window_anchored": True}
     return [sliding if slides else {"is_causal": False} for slides in is_sliding]
 
 
-def _refuse_implied_layer_types(reader: ConfigReader, num_layers: int) -> None:
-    """Refuse use_sliding_window without layer_types, which Hugging Face and other engines read differently."""
+def _implied_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Layers without layer_types, as transformers' Qwen3Config has them: with use_sliding_window and a window that is
+    not null, those from max_window_layers on are sliding. Some engines read full attention in every layer.
+    """
     first_sliding = reader.optional_integer("max_window_layers", minimum=0)
-    if reader.flag("use_sliding_window", default=False) and (first_sliding is None or first_sliding < num_layers):
-        reader.refuse("use_sliding_window", expected="layer_types beside it", hint=_SAY_IT)
+    has_no_window = reader.is_given("sliding_window") and not reader.has("sliding_window")
+    if not reader.flag("use_sliding_window", default=False) or has_no_window:
+        return (False,) * num_layers
+    first = _QWEN3_MAX_WINDOW_LAYERS if first_sliding is None else first_sliding
+    num_sliding = max(0, num_layers - first)
+    reader.note("layer_types", f"the last {num_sliding} of {num_layers} layers slide, as in transformers; {_OVERRIDE}")
+    return tuple(i >= first for i in range(num_layers))
+
+
+def _window_in_use(reader: ConfigReader, window: int | None) -> int | None:
+    """The window of sliding layers; None if use_sliding_window is false, as in transformers. There an absent key is
+    false, too, but a file that names sliding layers and a window means them.
+    """
+    uses_window = reader.optional_flag("use_sliding_window")
+    if uses_window is False:
+        reader.note("use_sliding_window", f"layers that layer_types calls sliding have no window; {_OVERRIDE}")
+        return None
+    if window is None:
+        reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
+    if uses_window is None:
+        reader.note("use_sliding_window", f"sliding layers have their window of {window} tokens; {_OVERRIDE}")
+    return window
 
 
 def _first(*values: bool | None) -> bool:

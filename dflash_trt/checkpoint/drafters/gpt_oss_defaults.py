@@ -9,16 +9,7 @@ import json
 from typing import Any
 
 from dflash_trt.checkpoint.config_reader import Fields
-
-_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-_WINDOW = 128
+from dflash_trt.checkpoint.families.gpt_oss import DEFAULT_ROPE, DEFAULT_WINDOW
 
 
 def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
@@ -28,7 +19,9 @@ def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
         return stated
     if not any(fields.get(name) is not None for name in ("rope_scaling", "rope_parameters")):
         trained = fields.get("initial_context_length")
-        stated["rope_scaling"] = _ROPE | ({"original_max_position_embeddings": trained} if trained is not None else {})
+        stated["rope_scaling"] = DEFAULT_ROPE | (
+            {"original_max_position_embeddings": trained} if trained is not None else {}
+        )
         notes.append(
             "the drafter's config.json has model_type gpt_oss and no rope_scaling: YaRN of factor 32, as in SGLang; "
             f"override rope_scaling with {json.dumps({'rope_type': 'default'})} for unscaled RoPE"
@@ -39,10 +32,10 @@ def with_gpt_oss_defaults(fields: Fields, notes: list[str]) -> dict[str, Any]:
     if slides is True and isinstance(num_layers, int):
         kinds = ("sliding_attention", "full_attention")
         stated["layer_types"] = [kinds[i % 2] for i in range(num_layers)]
-        stated["sliding_window"] = fields.get("sliding_window") or _WINDOW
+        stated["sliding_window"] = fields.get("sliding_window") or DEFAULT_WINDOW
     elif slides is None:
         notes.append(
             "the drafter's config.json has model_type gpt_oss and no layer_types: full attention in every layer, as in "
-            f"SGLang; override use_sliding_window with true for windows of {_WINDOW} tokens in every other layer"
+            f"SGLang; override use_sliding_window with true for windows of {DEFAULT_WINDOW} tokens in every other layer"
         )
     return stated

@@ -35,7 +35,7 @@ def read(
     file_fields: Mapping[str, Any], tensor_names: Collection[str], problems: list[str], notes: list[str]
 ) -> dict[str, Any]:
     """Read the fields of a DraftSpec. Only the tensors show if the drafter has its own embedding."""
-    reader = ConfigReader(file_fields, label=LABEL, problems=problems)
+    reader = ConfigReader(file_fields, label=LABEL, problems=problems, notes=notes)
     reader.ignore(("architectures", "model_type"))
     if reader.value(SPECULATORS_KEY) != "dflash":
         reader.refuse(SPECULATORS_KEY, expected='"dflash"', hint=NOT_IMPLEMENTED)

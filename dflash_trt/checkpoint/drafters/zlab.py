@@ -64,7 +64,7 @@ def read(
 ) -> dict[str, Any]:
     """Read the fields of a DraftSpec, in either schema."""
     stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
-    reader = ConfigReader(stated, label=LABEL, problems=problems)
+    reader = ConfigReader(stated, label=LABEL, problems=problems, notes=notes)
     reader.require("architectures", [ARCHITECTURE], hint="DFlash2 is not implemented: use a DFlash drafter.")
     require_modelopt(reader)
     require_plain_decoder(reader)

@@ -14,15 +14,28 @@ from dflash_trt.core.model.feed_forward import Moe
 
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # alpha is in no config.json
 
+# Of transformers' GptOssConfig, which vLLM and SGLang read, too.
+DEFAULT_WINDOW = 128
+DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_mxfp4(reader)
     reader.ignore(("initial_context_length",))  # repeats the RoPE's original_max_position_embeddings
     if not (reader.has("rope_scaling") or reader.has("rope_parameters")):
-        hint = 'Add "rope_scaling" as the checkpoint was trained (the published ones: yarn, factor 32).'
-        reader.refuse("rope_scaling", expected="an explicit RoPE scaling, since model_type is gpt_oss", hint=hint)
+        reader.note("rope_scaling", "YaRN of factor 32, as in transformers; add the key for another")
     masks = _read_masks(reader, sizes.num_layers)
-    mixer = sizes.mixer_fields(reader, has_biases=True) | {"rope": read_rope(reader), "has_sinks": True}
+    mixer = sizes.mixer_fields(reader, has_biases=True) | {
+        "rope": read_rope(reader, default_scaling=DEFAULT_ROPE),
+        "has_sinks": True,
+    }
     return layers_of(mixer, _read_moe(reader, sizes.intermediate_size), masks)
 
 
@@ -32,6 +45,9 @@ def _read_masks(reader: ConfigReader, num_layers: int) -> list[dict[str, Any]]:
     if is_sliding is None:
         is_sliding = tuple(i % 2 == 0 for i in range(num_layers))
     window = reader.optional_integer("sliding_window")
+    if any(is_sliding) and not reader.is_given("sliding_window"):
+        reader.note("sliding_window", f"{DEFAULT_WINDOW}, as in transformers; add the key for another")
+        window = DEFAULT_WINDOW
     if window is None and any(is_sliding):
         reader.refuse("sliding_window", expected="an integer, since some layers are sliding", hint="Add it.")
     return [{"window": window if slides else None} for slides in is_sliding]
