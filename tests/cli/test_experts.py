@@ -1,6 +1,7 @@
 """Targets with experts through the commands: what a build, its plan and `inspect` say of them, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.expert_files import to_mxfp4
-from tests.factories import make_target, make_zlab_drafter
+from tests.checkpoint.refusals import remove_keys
+from tests.factories import edit_json, make_target, make_zlab_drafter
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,35 @@ def test_a_build_keeps_mxfp4_experts_as_they_are_and_the_engine_runs(gpt_oss, in
     assert all(layer["mixer"]["has_sinks"] is True for layer in layers)
     run = invoke("run", engine, "--prompt", "def f", "--max-new-tokens", "8")
     assert run.exit_code == 0, run.stderr
+
+
+def test_a_build_says_how_it_reads_what_gpt_oss_leaves_open(gpt_oss, invoke, tmp_path, monkeypatch) -> None:
+    """The drafter has the keys of z-lab/gpt-oss-20b-DFlash; the target has no rope_scaling."""
+    monkeypatch.setenv("COLUMNS", "200")
+    target, drafter = (shutil.copytree(path, tmp_path / path.name) for path in gpt_oss)
+    windows = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    remove_keys(drafter / "config.json", *windows, "num_target_layers", "rope_scaling")
+    edit_json(drafter / "config.json", model_type="gpt_oss", rope_theta=150000, initial_context_length=4096)
+    remove_keys(target / "config.json", "rope_parameters")
+    edit_json(target / "config.json", rope_theta=150000, initial_context_length=4096)
+    words = ["build", "--target", target, "--drafter", drafter, "--dtype", "float32", "--max-seq-len", "96"]
+    result = invoke(*words, "-o", tmp_path / "engine")
+    assert result.exit_code == 0, result.stderr
+    notes = [
+        "target config.json key 'rope_scaling' is absent: YaRN of factor 32, as in transformers",
+        "the drafter's config.json has model_type gpt_oss and no rope_scaling: YaRN of factor 32",
+        "the drafter's config.json has model_type gpt_oss and no layer_types: full attention in every layer",
+    ]
+    recorded = json.loads((tmp_path / "engine" / "provenance.json").read_text())["notes"]
+    for note in notes:
+        assert f"note: {note}" in result.stdout
+        assert note in "".join(recorded)
+    result = invoke(*words, "-o", tmp_path / "windows", "--drafter-override", "use_sliding_window=true", "--json")
+    assert result.exit_code == 0, result.stderr
+    draft = json.loads(invoke("inspect", tmp_path / "windows", "--json").stdout)["draft"]
+    assert [layer["mixer"]["mask"]["window"] for layer in draft["layers"]] == [128, None]
+    found = "".join(json.loads(result.stdout)["notes"])
+    assert "'use_sliding_window' is true instead of nothing" in found and "no layer_types" not in found
 
 
 def expert_bytes(engine: Path) -> tuple[int, int]:

@@ -165,7 +165,7 @@ def test_one_changed_number_of_the_config_is_noticed(tmp_path, options, changes)
 def test_a_drafter_like_that_of_gpt_oss_drafts_for_it(tmp_path):
     """The keys of z-lab/gpt-oss-20b-DFlash: model_type gpt_oss, biases, no layer_types, no num_target_layers.
 
-    With the RoPE scaling that its published config.json lacks, which is refused without it.
+    With the target's RoPE scaling; tests/parity/test_dflash.py reads the published file, which has none.
     """
     target = make_target(tmp_path / "target", tokenizer=False, vocab_size=SMALL_VOCAB, **GPT_OSS)
     drafter = make_zlab_drafter(
