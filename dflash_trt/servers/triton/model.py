@@ -73,7 +73,7 @@ class TritonPythonModel:
         self._book.close()
 
     def is_ready(self) -> bool:
-        """For servers of 2026; older ones call a model ready whatever happens to it."""
+        """False after a failure, for a server that asks; Triton 2.51 calls a model ready whatever happens to it."""
         return self._llm.failure is None
 
     def _end(self, failure: str) -> None:
