@@ -2,14 +2,23 @@
 
 #include "tensorrt/tensor_types.h"
 
-#include <utility>
-
 namespace dflash_trt
 {
 
-CollectiveShape CollectivePlugin::shape_of(nvinfer1::PluginTensorDesc const& x) const
+std::unique_ptr<StepPlugin> CollectivePlugin::copy() const
 {
-    return {float_type_of(x.type), num_ranks(), x.dims.d[0] * x.dims.d[1]};
+    return std::make_unique<CollectivePlugin>(*this);
+}
+
+void CollectivePlugin::set_output_shapes(
+    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
+{
+    outputs[0] = inputs[0];
+    if (is_gather())
+    {
+        outputs[0].d[0] = builder.operation(
+            nvinfer1::DimensionOperation::kPROD, *inputs[0].d[0], *builder.constant(num_ranks()));
+    }
 }
 
 void CollectivePlugin::check_build(nvinfer1::Dims const*, FloatType) const {}
@@ -25,50 +34,12 @@ PreparedLaunches CollectivePlugin::prepare(nvinfer1::Dims const*, FloatType, Dev
     return {};
 }
 
-AllReducePlugin::AllReducePlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
-    : CollectivePlugin(kAllReduce, std::move(fields), phase)
-{
-}
-
-std::unique_ptr<StepPlugin> AllReducePlugin::copy() const
-{
-    return std::make_unique<AllReducePlugin>(*this);
-}
-
-void AllReducePlugin::set_output_shapes(
-    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder&) const
-{
-    outputs[0] = inputs[0];
-}
-
-void AllReducePlugin::run_prepared(PreparedLaunches const&, nvinfer1::PluginTensorDesc const* inputs,
+void CollectivePlugin::run_prepared(PreparedLaunches const&, nvinfer1::PluginTensorDesc const* inputs,
     CallTensors const& tensors, CUstream stream) const
 {
-    all_reduce(shape_of(inputs[0]), tensors.inputs[0], tensors.outputs[0], stream);
-}
-
-AllGatherPlugin::AllGatherPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase)
-    : CollectivePlugin(kAllGather, std::move(fields), phase)
-{
-}
-
-std::unique_ptr<StepPlugin> AllGatherPlugin::copy() const
-{
-    return std::make_unique<AllGatherPlugin>(*this);
-}
-
-void AllGatherPlugin::set_output_shapes(
-    nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
-{
-    outputs[0] = inputs[0];
-    outputs[0].d[0] = builder.operation(
-        nvinfer1::DimensionOperation::kPROD, *inputs[0].d[0], *builder.constant(num_ranks()));
-}
-
-void AllGatherPlugin::run_prepared(PreparedLaunches const&, nvinfer1::PluginTensorDesc const* inputs,
-    CallTensors const& tensors, CUstream stream) const
-{
-    all_gather(shape_of(inputs[0]), tensors.inputs[0], tensors.outputs[0], stream);
+    nvinfer1::Dims const& dims = inputs[0].dims; // of a matrix
+    CollectiveShape const shape{float_type_of(inputs[0].type), num_ranks(), dims.d[0] * dims.d[1]};
+    (is_gather() ? all_gather : all_reduce)(shape, tensors.inputs[0], tensors.outputs[0], stream);
 }
 
 } // namespace dflash_trt

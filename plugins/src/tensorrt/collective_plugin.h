@@ -7,45 +7,24 @@
 namespace dflash_trt
 {
 
-class CollectivePlugin : public StepPlugin
+/// Its contract is kAllReduce or kAllGather.
+class CollectivePlugin final : public StepPlugin
 {
-protected:
+public:
     using StepPlugin::StepPlugin;
 
-    [[nodiscard]] int64_t num_ranks() const { return fields().integer("num_ranks"); }
-    /// Of a call's only input, a matrix.
-    [[nodiscard]] CollectiveShape shape_of(nvinfer1::PluginTensorDesc const& x) const;
-
 private:
+    [[nodiscard]] bool is_gather() const { return &contract() == &kAllGather; }
+    [[nodiscard]] int64_t num_ranks() const { return fields().integer("num_ranks"); }
+
+    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
+    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
+        nvinfer1::IExprBuilder& builder) const override;
     void check_build(nvinfer1::Dims const* max, FloatType type) const override;
     [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
     /// No launches: NCCL makes its own.
     [[nodiscard]] PreparedLaunches prepare(
         nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
-};
-
-class AllReducePlugin final : public CollectivePlugin
-{
-public:
-    AllReducePlugin(PluginFields fields, nvinfer1::TensorRTPhase phase);
-
-private:
-    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
-    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
-        nvinfer1::IExprBuilder& builder) const override;
-    void run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const* inputs,
-        CallTensors const& tensors, CUstream stream) const override;
-};
-
-class AllGatherPlugin final : public CollectivePlugin
-{
-public:
-    AllGatherPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase);
-
-private:
-    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
-    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
-        nvinfer1::IExprBuilder& builder) const override;
     void run_prepared(PreparedLaunches const& launches, nvinfer1::PluginTensorDesc const* inputs,
         CallTensors const& tensors, CUstream stream) const override;
 };

@@ -21,6 +21,12 @@ std::unique_ptr<dflash_trt::StepPlugin> make(dflash_trt::PluginFields fields, nv
     return std::make_unique<Plugin>(std::move(fields), phase);
 }
 
+template <dflash_trt::PluginContract const& contract>
+std::unique_ptr<dflash_trt::StepPlugin> make_collective(dflash_trt::PluginFields fields, nvinfer1::TensorRTPhase phase)
+{
+    return std::make_unique<dflash_trt::CollectivePlugin>(contract, std::move(fields), phase);
+}
+
 } // namespace
 
 extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(
@@ -31,8 +37,8 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static PluginCreator attend_draft_creator(kAttendDraft, make<AttendDraftPlugin>);
     static PluginCreator write_draft_context_creator(kWriteDraftContext, make<WriteDraftContextPlugin>);
     static PluginCreator sample_and_accept_creator(kSampleAndAccept, make<SampleAndAcceptPlugin>);
-    static PluginCreator all_reduce_creator(kAllReduce, make<AllReducePlugin>);
-    static PluginCreator all_gather_creator(kAllGather, make<AllGatherPlugin>);
+    static PluginCreator all_reduce_creator(kAllReduce, make_collective<kAllReduce>);
+    static PluginCreator all_gather_creator(kAllGather, make_collective<kAllGather>);
     static std::array<nvinfer1::IPluginCreatorInterface*, 6> const creators{&attend_pages_creator,
         &attend_draft_creator, &write_draft_context_creator, &sample_and_accept_creator, &all_reduce_creator,
         &all_gather_creator};
