@@ -166,7 +166,7 @@ def _read_integers(spec: WeightSpec, source: WeightSource) -> torch.Tensor:  # i
 
 
 def _require_finite(name: str, tensor: torch.Tensor, source: WeightSource) -> None:
-    if all(bool(part.isfinite().all()) for part in tensor.flatten().split(_BYTES_AT_ONCE)):
+    if all(bool(part.isfinite().all()) for part in torch.split(tensor.flatten(), _BYTES_AT_ONCE)):
         return
     where = listed([part.name for part in source.parts])
     hint = "Download the checkpoint again; if it is whole, build with a dtype of wider range (bfloat16 or float32)."
