@@ -1,11 +1,11 @@
-"""K/V scales of a ModelOpt export; `core/quantization` has the canonical form."""
+"""K/V scales of a quantized checkpoint; `core/quantization` has the canonical form."""
 
 from dataclasses import dataclass, replace
 
 from safetensors import safe_open
 
-from dflash_trt.checkpoint.modelopt_config import ModelOptConfig
-from dflash_trt.checkpoint.quantized_weights import read_number
+from dflash_trt.checkpoint.producers.base import FLOATS, Scheme
+from dflash_trt.checkpoint.quantized_reading import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
@@ -23,15 +23,15 @@ class KvScaleSource:
 
 
 def resolve_kv_scales(
-    spec: TargetSpec, stored: StoredTensors, config: ModelOptConfig | None, *, label: str, problems: list[str]
+    spec: TargetSpec, stored: StoredTensors, scheme: Scheme | None, *, label: str, problems: list[str]
 ) -> tuple[tuple[KvScaleSource, ...] | None, StoredTensors]:
     """Return one source per layer for FP8 K/V (None without), and the remaining tensors.
 
-    ModelOpt writes the scales of all layers or of none.
+    Producers write the scales of all layers or of none.
     """
-    if config is None or not config.has_fp8_kv:
+    if scheme is None or not scheme.has_fp8_kv:
         return None, stored
-    names = [f"model.layers.{i}.self_attn.{x}_proj.{x}_scale" for i in range(spec.num_layers) for x in "kv"]
+    names = [f"model.layers.{i}.{scheme.kv_scale.format(x=x)}" for i in range(spec.num_layers) for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
     missing = [name for name in names if name not in found]
     if found and missing:
@@ -50,7 +50,7 @@ def resolve_kv_scales(
             hint=_EXPORT_AGAIN,
         )
         for tensor in found.values()
-        if tensor.dtype != "F32" or tensor.shape not in ((), (1,))
+        if tensor.dtype not in FLOATS or tensor.shape not in ((), (1,))
     ]
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in found}
     return sources, replace(stored, tensors=rest)

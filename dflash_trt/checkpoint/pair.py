@@ -14,9 +14,9 @@ import torch
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.kv_scales import KvScaleSource, read_kv_scales, resolve_kv_scales
-from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, read_modelopt_config
 from dflash_trt.checkpoint.names import draft_names, target_names
-from dflash_trt.checkpoint.quantized_weights import QuantizedSource, resolve_quantized
+from dflash_trt.checkpoint.producers.base import description_files, read_scheme
+from dflash_trt.checkpoint.quantized_weights import QuantizedSource, format_notes, resolve_quantized
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.specs import PairSpecs, directory_problems, pair_heading, read_specs
 from dflash_trt.checkpoint.target_config import parse_target
@@ -31,7 +31,7 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.weight_spec import WeightTable
 
-_CONFIG_FILES = ("config.json", "generation_config.json", QUANT_CONFIG_FILE)
+_CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class CheckpointPair(PairSpecs):
         """Yield one rank's canonical tensors: fused, sharded, cast to `dtype` (integers stay int64), in table order.
 
         `whole_names` are not sharded: quantizing a weight needs its whole range. A linear layer that is stored
-        quantized comes as its tensors, see `quantized_weights.read_quantized`. One tensor is in memory at a time.
+        quantized comes as its tensors, see `quantized_reading.read_quantized`. One tensor is in memory at a time.
 
         Raises:
             ConfigError: the pair cannot be sharded for this mapping. Raised before the first tensor is read.
@@ -87,6 +87,8 @@ def open_pair(
     if isinstance(specs[0], TargetSpec) and isinstance(specs[-1], DraftSpec):
         config_problems += compatibility_problems(specs[0], specs[-1])
         notes += compatibility_notes(specs[0], specs[-1])
+    for side in sides:
+        notes += format_notes(side.stored_formats(), "target" if side is sides[0] else "drafter")
     error = ConfigError if config_problems else CheckpointError
     raise_all(error, pair_heading(target, drafter), [*config_problems, *tensor_problems])
     target_spec, draft_spec = specs[0], specs[1] if drafter is not None else None
@@ -131,6 +133,9 @@ class _Side:
     quantized: dict[str, QuantizedSource] = field(default_factory=dict)
     kv_scales: tuple[KvScaleSource, ...] | None = None
 
+    def stored_formats(self) -> list[str]:
+        return [source.format for source in self.quantized.values() if source.format is not None]
+
 
 _ABSENT = _Side(spec=None, table={}, sources={}, files=())
 
@@ -139,15 +144,15 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
     if not _is_directory(directory, "target", config_problems):
         return _ABSENT
     stored = scan_tensors(directory, label="target", problems=tensor_problems)
-    config = read_modelopt_config(directory, label="target", problems=config_problems)
+    scheme = read_scheme(directory, label="target", problems=config_problems)
     spec = parse_target(directory, config_problems, notes=notes)
     if spec is None:
         return _ABSENT
     spec = resolve_tied_head(spec, stored, notes)
     table = spec.weights()
     names = target_names(spec, _all_names(stored))
-    kv_scales, rest = resolve_kv_scales(spec, stored, config, label="target", problems=tensor_problems)
-    quantized, rest = resolve_quantized(table, names, rest, config, label="target", problems=tensor_problems)
+    kv_scales, rest = resolve_kv_scales(spec, stored, scheme, label="target", problems=tensor_problems)
+    quantized, rest = resolve_quantized(table, names, rest, scheme, label="target", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
     sources = resolve_sources(plain, plain_names, rest, spec=spec, label="target", problems=tensor_problems)
@@ -165,14 +170,14 @@ def _open_drafter(
     if not _is_directory(directory, "drafter", config_problems):
         return _ABSENT
     stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
-    config = read_modelopt_config(directory, label="drafter", problems=config_problems)
+    scheme = read_scheme(directory, label="drafter", problems=config_problems)
     spec = parse_draft(directory, _all_names(stored), config_problems, notes=notes, overrides=overrides)
     if spec is None:
         return _ABSENT
     table = spec.weights()
     names = draft_names(spec, _all_names(stored))
     num_problems = len(tensor_problems)
-    quantized, rest = resolve_quantized(table, names, stored, config, label="drafter", problems=tensor_problems)
+    quantized, rest = resolve_quantized(table, names, stored, scheme, label="drafter", problems=tensor_problems)
     plain = {name: weight for name, weight in table.items() if name not in quantized}
     plain_names = {name: names[name] for name in plain}
     sources = resolve_sources(plain, plain_names, rest, spec=spec, label="drafter", problems=tensor_problems)
@@ -203,5 +208,5 @@ def _all_names(stored: StoredTensors) -> frozenset[str]:
 
 
 def _source_files(directory: Path, stored: StoredTensors) -> tuple[Path, ...]:
-    configs = (directory / name for name in _CONFIG_FILES)
+    configs = (directory / name for name in (*_CONFIG_FILES, *description_files()))
     return (*(path for path in configs if path.is_file()), *stored.files)

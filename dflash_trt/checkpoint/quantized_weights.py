@@ -1,41 +1,36 @@
-"""Quantized linear layers of a ModelOpt export: checks of their tensors, and the reading of one rank's shard.
+"""Quantized linear layers of a checkpoint: where their tensors are, and checks of these by their headers.
 
-Foreign per module M: `M.weight` (codes), `M.weight_scale` (FP8: a number; NVFP4: block scales), `M.weight_scale_2`
-(NVFP4: a number), `M.input_scale`; K/V scales are `k_proj.k_scale` and `v_proj.v_scale`. Canonical names and layouts:
-`formats/base.py`, where the parts of a fused linear layer are segments, each with its own scales.
+`producers/` says how a checkpoint stores the weights of a module, `quantized_reading` reads them. The parts of a fused
+linear layer are segments, each with its own scales.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from dflash_trt.checkpoint.foreign_names import ForeignTable
-from dflash_trt.checkpoint.modelopt_config import QUANT_CONFIG_FILE, ModelOptConfig
-from dflash_trt.checkpoint.sharding import rank_index
+from dflash_trt.checkpoint.producers.base import FLOATS, WORDS, Scheme, StoredFormat
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
-from dflash_trt.core.errors import CheckpointError, problem
-from dflash_trt.core.mapping import Mapping
+from dflash_trt.core.errors import problem
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segment_specs
-from dflash_trt.formats.base import WeightFormat, tensor_name
+from dflash_trt.formats.base import TensorLayout
 from dflash_trt.formats.registry import weight_format
 
-_PACKED_DTYPES = ("F8_E4M3", "U8")
 _EXPORT_AGAIN = "Export the checkpoint again."
-
-OpenSlice = Callable[[StoredTensor], Any]  # the stored tensor, to be indexed as safetensors' slices are
+_OFTEN_UNQUANTIZED = (".lm_head", ".router")  # which producers leave out without a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedPart:
-    """One of the linear layers fused in a canonical one. It is unquantized, without `scales`, if `format` is None."""
+    """One of the linear layers fused in a canonical one. If `stored` is None, its `codes` are an unquantized weight."""
 
-    weight: StoredTensor
-    format: str | None
-    scales: dict[str, StoredTensor]
+    stored: StoredFormat | None
+    tensors: Mapping[str, StoredTensor]  # by field
+
+    @property
+    def format(self) -> str | None:
+        return None if self.stored is None else self.stored.format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,174 +49,122 @@ def resolve_quantized(
     table: WeightTable,
     names: ForeignTable,
     stored: StoredTensors,
-    config: ModelOptConfig | None,
+    scheme: Scheme | None,
     *,
     label: str,
     problems: list[str],
 ) -> tuple[dict[str, QuantizedSource], StoredTensors]:
     """Return a checkpoint's quantized linear layers, and the remaining tensors."""
-    if config is None:
+    if scheme is None:
         return {}, stored
+    finder = _Finder(stored, scheme, label, problems)
     sources: dict[str, QuantizedSource] = {}
-    used: set[str] = set()
     for canonical, spec in table.items():
-        parts = [stored.tensors.get(name) for name in names[canonical].parts]
-        if not any(part is not None and part.dtype in _PACKED_DTYPES for part in parts) or not is_linear(
-            spec, canonical
-        ):
+        if not is_linear(spec, canonical) or names[canonical].layout is not None:
             continue
-        if None in parts:
-            continue  # `resolve_sources` reports missing tensors
-        quantized = tuple(
-            _resolve_part(part, part_spec.shape[0], part_spec.shape[1], stored, config, label=label, problems=problems)
-            for part, part_spec in zip(parts, segment_specs(spec), strict=True)
-            if part is not None
-        )
-        sources[canonical] = QuantizedSource(parts=quantized)
-        used |= {tensor.name for part in quantized for tensor in (part.weight, *part.scales.values())}
+        may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)
+        found = zip(names[canonical].parts, segment_specs(spec), strict=True)
+        parts = [finder.part(name, part_spec, may_be_plain=may_be_plain) for name, part_spec in found]
+        whole = tuple(part for part in parts if part is not None)
+        # A layer without one of its parts is left to `resolve_sources`, which reports missing tensors.
+        if len(whole) == len(parts) and any(part.stored is not None for part in whole):
+            sources[canonical] = QuantizedSource(parts=whole)
+    used = {name for source in sources.values() for part in source.parts for name in _names(part)}
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
     return sources, replace(stored, tensors=rest)
 
 
-def read_quantized(
-    name: str, spec: WeightSpec, source: QuantizedSource, open_slice: OpenSlice, *, dtype: torch.dtype, mapping: Mapping
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the engine tensors of a quantized linear layer, in the order of its format's layout.
-
-    Parts of different formats come one by one, as layers `NAME/0`, `NAME/1`, ...
-
-    Raises:
-        CheckpointError: a scale or a code is not finite, or a scale is not positive.
-    """
-    if source.format is not None:
-        yield from _read_parts(name, spec, source.parts, open_slice, weight_format(source.format), mapping)
-        return
-    for i, (part, part_spec) in enumerate(zip(source.parts, segment_specs(spec), strict=True)):
-        if part.format is not None:
-            yield from _read_parts(f"{name}/{i}", part_spec, (part,), open_slice, weight_format(part.format), mapping)
-        else:
-            yield f"{name}/{i}", _cut(part.weight, part_spec, part, open_slice, mapping).to(dtype)
-
-
-def _read_parts(
-    name: str,
-    spec: WeightSpec,
-    parts: tuple[QuantizedPart, ...],
-    open_slice: OpenSlice,
-    known: WeightFormat,
-    mapping: Mapping,
-) -> Iterator[tuple[str, Tensor]]:
-    for field, kind in known.modelopt_tensors.items():
-        stored = [part.weight if field == "codes" else part.scales[kind] for part in parts]
-        if field in known.weight_type.per_segment:
-            yield tensor_name(name, field), _numbers(stored, open_slice)
-            continue
-        sources = zip(stored, segment_specs(spec), parts, strict=True)
-        pieces = [_cut(tensor, part_spec, part, open_slice, mapping) for tensor, part_spec, part in sources]
-        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
-        yield tensor_name(name, field), joined.view(pieces[0].dtype)
-
-
-def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
-    """Read a scalar scale.
-
-    Raises:
-        CheckpointError: it is not finite and positive.
-    """
-    value = float(_whole(stored, open_slice).float().reshape(()))
-    if not (0.0 < value < float("inf")):
-        subject = f"tensor '{stored.name}'"
-        raise CheckpointError.about(
-            subject, expected="a finite, positive scale", found=f"{value:g}", hint=_EXPORT_AGAIN
+def format_notes(formats: Iterable[str], label: str) -> list[str]:
+    """Which formats a checkpoint has, and whether activations are quantized under them. `formats` are of linears."""
+    notes = []
+    for name, count in Counter(formats).items():
+        way = (
+            "quantized with the stored scales" if weight_format(name).has_input_scale else "left in the engine's dtype"
         )
-    return value
+        why = "" if weight_format(name).has_input_scale else " (the checkpoint has no scales for them)"
+        notes.append(f"{label}: {count} linear layers are stored in {name}; their activations are {way}{why}")
+    return notes
 
 
-def _resolve_part(
-    weight: StoredTensor,
-    rows: int,
-    columns: int,
-    stored: StoredTensors,
-    config: ModelOptConfig,
-    *,
-    label: str,
-    problems: list[str],
-) -> QuantizedPart:
-    module = weight.name.removesuffix(".weight")
-    claimed = config.format_of(module)
-    if weight.dtype not in _PACKED_DTYPES:
-        return QuantizedPart(weight=weight, format=None, scales={})
-    subject = f"{label} tensor '{weight.name}'"
-    if claimed is None:
-        expected = f"an unquantized dtype, as in {QUANT_CONFIG_FILE}"
-        problems.append(problem(subject, expected=expected, found=weight.dtype, hint=_EXPORT_AGAIN))
-        return QuantizedPart(weight=weight, format=None, scales={})
-    known = weight_format(claimed)
-    shapes = _shapes(known, rows, columns)
-    _check(weight, shapes["weight"], known, label=label, problems=problems)
-    scales = {}
-    missing = []
-    for kind in [kind for kind in known.modelopt_tensors.values() if kind != "weight"]:
-        scale = stored.tensors.get(f"{module}.{kind}")
-        if scale is None:
-            missing.append(f"{module}.{kind}")
-            continue
-        _check(scale, shapes[kind], known, label=label, problems=problems)
-        scales[kind] = scale
-    if missing:
-        found = f"no {listed(missing)}"
-        expected = f"the scales of {claimed}"
-        problems.append(problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN))
-    return QuantizedPart(weight=weight, format=claimed, scales=scales)
+@dataclass(frozen=True)
+class _Finder:
+    """Finds the tensors of one module after the other, and checks their headers."""
+
+    stored: StoredTensors
+    scheme: Scheme
+    label: str
+    problems: list[str]
+
+    def part(self, name: str, spec: WeightSpec, *, may_be_plain: bool) -> QuantizedPart | None:
+        """The weight `name`, of whichever format the scheme says; None if it is missing."""
+        module = name.removesuffix(".weight")
+        claimed, plain = self.scheme.format_of(module), self.stored.tensors.get(name)
+        codes = None if claimed is None else self.stored.tensors.get(f"{module}.{claimed.fields['codes'].suffix}")
+        if claimed is not None and codes is not None and codes.dtype not in FLOATS:
+            return self._quantized(module, claimed, codes, spec)
+        if plain is None:
+            return None
+        if plain.dtype not in FLOATS:
+            expected = f"an unquantized dtype, as in {self.scheme.source}"
+            self._refuse(plain, expected=expected, found=plain.dtype)
+        elif claimed is not None and not may_be_plain:
+            expected = f"a weight in {claimed.format} with its scales, as in {self.scheme.source}"
+            self._refuse(plain, expected=expected, found=f"an unquantized weight in {plain.dtype}")
+        return QuantizedPart(stored=None, tensors={"codes": plain})
+
+    def _quantized(self, module: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec) -> QuantizedPart:
+        layout = weight_format(claimed.format).layout(spec.shape, spec.segments)
+        names = {field: f"{module}.{stored_field.suffix}" for field, stored_field in claimed.fields.items()}
+        tensors = {field: self.stored.tensors[name] for field, name in names.items() if name in self.stored.tensors}
+        for field, tensor in tensors.items():
+            self._check(tensor, field, claimed, layout[field])
+        missing = [name for field, name in names.items() if field not in tensors]
+        if missing:
+            self._refuse(codes, expected=f"the scales of {claimed.format}", found=f"no {listed(missing)}")
+        extra = {name: self.stored.tensors.get(f"{module}.{name}") for name in claimed.ignored}
+        return QuantizedPart(stored=claimed, tensors=tensors | {k: v for k, v in extra.items() if v is not None})
+
+    def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, layout: TensorLayout) -> None:
+        dtypes, shapes = stored_layout(field, claimed, layout)
+        if tensor.dtype in dtypes and (tensor.shape in shapes or (field != "codes" and _squeezed(tensor) in shapes)):
+            return
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        block = weight_format(claimed.format).columns_per_block
+        if field == "block_scale" and len(tensor.shape) == 2 and tensor.shape[1]:
+            columns = shapes[0][-1] * block * claimed.fields[field].repeats
+            found += f" (blocks of {columns // tensor.shape[1]} columns instead of {block})"
+        self._refuse(tensor, expected=f"{dtypes[0]} {list(shapes[0])} for {claimed.format}", found=found)
+
+    def _refuse(self, tensor: StoredTensor, *, expected: str, found: str) -> None:
+        subject = f"{self.label} tensor '{tensor.name}'"
+        self.problems.append(problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN))
 
 
-def _shapes(known: WeightFormat, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each kind of tensor; per-segment scales are scalars here."""
-    layout = known.layout((rows, columns), (rows,))
-    return {
-        kind: (
-            safetensors_dtype(layout[field].dtype),
-            () if field in known.weight_type.per_segment else layout[field].shape,
-        )
-        for field, kind in known.modelopt_tensors.items()
-    }
+def stored_layout(
+    field: str,
+    stored: StoredFormat,
+    layout: TensorLayout,  # of one segment
+) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Dtypes and shapes that a stored tensor may have, the expected ones first. Scales may have more axes of size 1."""
+    known, place = weight_format(stored.format).weight_type, stored.fields[field]
+    dtypes = place.dtypes or (safetensors_dtype(layout.dtype),)
+    if field in known.per_segment:
+        return dtypes, ((),)
+    *leading, last = layout.shape
+    if dtypes == WORDS:
+        return dtypes, ((*leading, last // 4),)
+    shape = (*leading, last // place.repeats)
+    # A scale per row may be one for all rows.
+    return dtypes, (shape, _without_ones(shape)) if len(shape) > 1 else (shape, _without_ones(shape), ())
 
 
-def _check(
-    tensor: StoredTensor, expected: tuple[str, tuple[int, ...]], known: WeightFormat, *, label: str, problems: list[str]
-) -> None:
-    dtype, shape = expected
-    is_number = shape == () and tensor.shape in ((), (1,))
-    if tensor.dtype == dtype and (tensor.shape == shape or is_number):
-        return
-    hint = ""
-    block = known.columns_per_block
-    if dtype == "F8_E4M3" and len(tensor.shape) == len(shape) == 2 and block > 1 and tensor.shape[1]:
-        hint = f" (blocks of {shape[1] * block // tensor.shape[1]} columns instead of {block})"
-    wanted, found = f"{dtype} {list(shape)} for {known.name}", f"{tensor.dtype} {list(tensor.shape)}{hint}"
-    problems.append(problem(f"{label} tensor '{tensor.name}'", expected=wanted, found=found, hint=_EXPORT_AGAIN))
+def _names(part: QuantizedPart) -> list[str]:
+    return [tensor.name for tensor in part.tensors.values()]
 
 
-def _cut(
-    stored: StoredTensor, part_spec: WeightSpec, part: QuantizedPart, open_slice: OpenSlice, mapping: Mapping
-) -> Tensor:
-    """Read this rank's shard of codes or block scales, and refuse NaN."""
-    tensor: Tensor = open_slice(stored)[rank_index(replace(part_spec, shape=stored.shape), mapping)]
-    if stored.dtype == "F8_E4M3":
-        raw = tensor.view(torch.uint8)
-        is_nan = (raw & 0x7F) == 0x7F
-        is_wrong = is_nan | (raw > 0x7F) if stored is not part.weight else is_nan  # a block scale is never negative
-        if bool(is_wrong.any()):
-            found = f"{int(is_wrong.sum())} codes that are NaN or of the wrong sign"
-            expected = "finite E4M3 values"
-            raise CheckpointError.about(f"tensor '{stored.name}'", expected=expected, found=found, hint=_EXPORT_AGAIN)
-    return tensor
+def _squeezed(tensor: StoredTensor) -> tuple[int, ...]:
+    return _without_ones(tensor.shape)
 
 
-def _numbers(scales: list[StoredTensor], open_slice: OpenSlice) -> Tensor:  # float32 [segments]
-    return torch.tensor([read_number(scale, open_slice) for scale in scales], dtype=torch.float32)
-
-
-def _whole(stored: StoredTensor, open_slice: OpenSlice) -> Tensor:
-    tensor: Tensor = open_slice(stored)[...]
-    return tensor
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

@@ -12,8 +12,9 @@ from typing import Any
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.foreign_names import ForeignTable
-from dflash_trt.checkpoint.modelopt_config import ModelOptConfig, read_modelopt_config
 from dflash_trt.checkpoint.names import draft_names, target_names
+from dflash_trt.checkpoint.producers.base import Scheme, read_scheme
+from dflash_trt.checkpoint.quantized_weights import format_notes
 from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
@@ -47,10 +48,7 @@ def read_specs(
         problems += directory_problems(directory, label)
     if problems:
         raise_all(ConfigError, pair_heading(target, drafter), problems)
-    stored = {
-        label: read_modelopt_config(directory, label=label, problems=problems)
-        for label, directory in directories.items()
-    }
+    stored = {label: read_scheme(directory, label=label, problems=problems) for label, directory in directories.items()}
     target_spec = parse_target(target, problems, notes=notes)
     draft_spec = None
     if drafter is not None:
@@ -61,8 +59,11 @@ def read_specs(
     raise_all(ConfigError, pair_heading(target, drafter), problems)
     assert target_spec is not None
     linears = dict(_formats(target_spec.weights(), target_names(target_spec), stored["target"]))
+    notes += format_notes(linears.values(), "target")
     if draft_spec is not None:
-        linears |= _formats(draft_spec.weights(), draft_names(draft_spec, ()), stored["drafter"])
+        of_drafter = dict(_formats(draft_spec.weights(), draft_names(draft_spec, ()), stored["drafter"]))
+        notes += format_notes(of_drafter.values(), "drafter")
+        linears |= of_drafter
     has_fp8_kv = stored["target"] is not None and stored["target"].has_fp8_kv
     quantization = QuantizationSpec(
         linears=linears, target_kv=(LayerKvScales(),) * target_spec.num_layers if has_fp8_kv else None
@@ -83,14 +84,15 @@ def pair_heading(target: Path, drafter: Path | None) -> str:
     return f"target {target}" if drafter is None else f"target {target} with drafter {drafter}"
 
 
-def _formats(table: WeightTable, names: ForeignTable, config: ModelOptConfig | None) -> Iterator[tuple[str, str]]:
+def _formats(table: WeightTable, names: ForeignTable, scheme: Scheme | None) -> Iterator[tuple[str, str]]:
     """The format of each linear layer whose parts all have the same."""
-    if config is None:
+    if scheme is None:
         return
     for canonical, spec in table.items():
         if not is_linear(spec, canonical):
             continue
-        formats = {config.format_of(name.removesuffix(".weight")) for name in names[canonical].parts}
+        claimed = [scheme.format_of(name.removesuffix(".weight")) for name in names[canonical].parts]
+        formats = {None if stored is None else stored.format for stored in claimed}
         known = formats.pop() if len(formats) == 1 else None
         if known is not None:
             yield canonical, known

@@ -19,7 +19,8 @@ from dflash_trt.checkpoint.expert_tensors import (
 )
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
-from dflash_trt.checkpoint.quantized_weights import QuantizedSource, read_quantized
+from dflash_trt.checkpoint.quantized_reading import read_quantized
+from dflash_trt.checkpoint.quantized_weights import QuantizedSource
 from dflash_trt.checkpoint.sharding import rank_index, shard
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.checkpoint.vocabulary import read_draft_to_target
@@ -84,7 +85,7 @@ def read_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield one rank's canonical tensors in table order, one in memory at a time; integers stay int64.
 
-    A layer in `quantized`, or in MXFP4, comes as its tensors; see `quantized_weights.read_quantized`. `whole_names` are
+    A layer in `quantized`, or in MXFP4, comes as its tensors; see `quantized_reading.read_quantized`. `whole_names` are
     not sharded.
 
     Raises:

@@ -94,7 +94,7 @@ def slice_quantized(weight: QuantizedWeight[T], start: int, stop: int, slice_row
 
 
 class WeightFormat(ABC):
-    """One format: its layout, arithmetic, required hardware, and spelling in ModelOpt's checkpoints."""
+    """One format: its layout, arithmetic and required hardware; `checkpoint/producers` knows how files store it."""
 
     name: ClassVar[str]
     weight_type: ClassVar[type[QuantizedWeight[Any]]]
@@ -106,9 +106,6 @@ class WeightFormat(ABC):
     shares_weight_scale: ClassVar[bool] = False  # all segments are quantized with the largest of their scales
     columns_per_block: ClassVar[int] = 1  # input features that share a block scale and are never split
     has_partial_blocks: ClassVar[bool] = False  # the last block of a row or a segment may be smaller
-    modelopt_algorithm: ClassVar[str | None] = None  # None: ModelOpt's checkpoints do not have it
-    # Suffix of the ModelOpt tensor `MODULE.SUFFIX` that holds each field. Per-segment fields are scalars there.
-    modelopt_tensors: ClassVar[Mapping[str, str]] = {}
     modelopt_activation: ClassVar[Mapping[str, Any]] = {}  # ModelOpt's description of the activation quantizer
 
     @property

@@ -8,7 +8,7 @@
 `weight_scale` is amax / 448, likewise `input_scale`. The codes are those that ModelOpt 0.47's exporter writes, bit for
 bit, when given the same ranges: the division is in the weight's own dtype, so bfloat16 weights round twice.
 
-`fp8_w8a16`, weight-only, per channel: W[n, k] = codes[n, k] * weight_scale[n], a row's amax / 448.
+`fp8_w8a16`, weight-only, per channel: W[n, k] = codes[n, k] * weight_scale[n], a row's weight_scale being amax / 448.
 It also holds weights per tensor that come without a scale for their activations: a row's scale is then the tensor's.
 """
 
@@ -46,8 +46,6 @@ class Fp8(WeightFormat):
     first_capability = (8, 9)  # Ada and Hopper
     instead = "Use `none`, or `nvfp4_w4a16`, whose weights are dequantized before the GEMM."
     has_input_scale = True
-    modelopt_algorithm = "FP8"
-    modelopt_tensors: ClassVar = {"codes": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"}
     modelopt_activation: ClassVar = {"num_bits": (4, 3), "axis": None}  # of its FP8_DEFAULT_CFG
 
     def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:

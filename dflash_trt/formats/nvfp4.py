@@ -44,8 +44,6 @@ class Nvfp4WeightOnly(WeightFormat):
     weight_type = Nvfp4Weight
     shares_weight_scale = True
     columns_per_block = BLOCK_SIZE
-    modelopt_algorithm = "W4A16_NVFP4"
-    modelopt_tensors: ClassVar = {"codes": "weight", "block_scale": "weight_scale", "weight_scale": "weight_scale_2"}
 
     def layout(self, shape: tuple[int, ...], segments: Sequence[int]) -> dict[str, TensorLayout]:
         *leading, columns = shape
@@ -87,8 +85,6 @@ class Nvfp4(Nvfp4WeightOnly):
     first_capability = (10, 0)  # Blackwell
     instead = "Use `fp8` for speed, or `nvfp4_w4a16` for 4-bit weights with unquantized activations."
     has_input_scale = True
-    modelopt_algorithm = "NVFP4"
-    modelopt_tensors: ClassVar = {**Nvfp4WeightOnly.modelopt_tensors, "input_scale": "input_scale"}
     modelopt_activation: ClassVar = {  # of its NVFP4_DEFAULT_CFG
         "num_bits": (2, 1),
         "block_sizes": {-1: BLOCK_SIZE, "type": "dynamic", "scale_bits": (4, 3)},

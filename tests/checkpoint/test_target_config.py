@@ -242,7 +242,7 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("llama", "architectures", None),
     ("llama", "architectures", ["LlamaForCausalLM", "Other"]),
     ("llama", "model_type", "qwen3"),
-    ("llama", "quantization_config", {"quant_method": "fp8"}),
+    ("llama", "quantization_config", {"quant_method": "gptq"}),
     ("llama", "hidden_act", "gelu"),
     ("llama", "partial_rotary_factor", 0.5),
     ("llama", "pretraining_tp", 2),

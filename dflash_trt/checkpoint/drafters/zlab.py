@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
 from dflash_trt.checkpoint.drafters.gpt_oss_defaults import with_gpt_oss_defaults
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
-from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.errors import problem
 from dflash_trt.core.json_object import printable
 
@@ -66,7 +66,7 @@ def read(
     stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
     reader = ConfigReader(stated, label=LABEL, problems=problems, notes=notes)
     reader.require("architectures", [ARCHITECTURE], hint="DFlash2 is not implemented: use a DFlash drafter.")
-    require_modelopt(reader)
+    require_known_producer(reader)
     require_plain_decoder(reader)
     require_dense(reader)
     for name, allowed in _NEUTRAL_VALUES.items():

@@ -8,8 +8,8 @@ from dflash_trt.checkpoint.decoder_config import DecoderSizes, layers_of, read_l
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
-from dflash_trt.checkpoint.modelopt_config import require_mxfp4
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.mxfp4_config import require_mxfp4
 from dflash_trt.core.model.feed_forward import Moe
 
 _SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702  # alpha is in no config.json

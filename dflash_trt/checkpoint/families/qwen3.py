@@ -12,12 +12,12 @@ from dflash_trt.checkpoint.decoder_config import (
     require_window,
 )
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.modelopt_config import require_modelopt
+from dflash_trt.checkpoint.producers.base import require_known_producer
 
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_dense(reader)
-    require_modelopt(reader)
+    require_known_producer(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     return layers_of(mixer, sizes.dense_fields(), _read_masks(reader, sizes))
 

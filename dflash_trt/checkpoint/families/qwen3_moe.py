@@ -8,14 +8,14 @@ from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignTable, expert_tensors, one
-from dflash_trt.checkpoint.modelopt_config import require_modelopt
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.feed_forward import Moe
 
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     """Read the layers. Windows were never published and are refused."""
-    require_modelopt(reader)
+    require_known_producer(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     reader.require("qkv_bias", mixer["has_qkv_bias"], hint="Use attention_bias: it is the key that transformers reads.")
     reader.require("use_qk_norm", True, hint=NOT_IMPLEMENTED)

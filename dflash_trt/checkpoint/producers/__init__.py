@@ -1,0 +1,1 @@
+"""Tools that quantize checkpoints: one file each, found by its PRODUCER."""
