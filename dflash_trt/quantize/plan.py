@@ -147,9 +147,11 @@ def sharding_problems(plan: QuantizationPlan, mapping: Mapping) -> list[str]:
             continue
         known, share = weight_format(linear.format), rank_shard(linear.spec, mapping)
         features = "input" if linear.spec.sharding == "columns" else "output"
-        sizes = share.shape[-1:] if features == "input" else segments_of(share)
+        whole, sizes = (linear.spec.shape[-1:], share.shape[-1:])
+        if features == "output":
+            whole, sizes = segments_of(linear.spec), segments_of(share)
         block = known.columns_per_block if features == "input" else known.rows_per_block
-        wrong = [size for size in sizes if size % block and linear.spec.sharding != "replicated"]
+        wrong = [size for size, uncut in zip(sizes, whole, strict=True) if size % block and size != uncut]
         if wrong:
             override = "" if linear.is_stored else f", or add the override '{linear.name}: fp8'"
             experts = f", or set ep_size to {mapping.tp_size}" if linear.spec.num_experts else ""
