@@ -5,6 +5,7 @@ producer stores the reciprocal, in the format's dtype if that holds them exactly
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from dflash_trt.checkpoint.producers.base import WORDS
 from dflash_trt.checkpoint.quantized_weights import QuantizedPart, QuantizedSource
-from dflash_trt.checkpoint.sharding import rank_index
+from dflash_trt.checkpoint.sharding import expert_ranks, rank_experts, rank_index, shard
 from dflash_trt.checkpoint.tensors import StoredTensor
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import CheckpointError
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.weight_spec import WeightSpec, segment_specs
-from dflash_trt.formats.base import tensor_name
+from dflash_trt.core.weight_spec import WeightSpec, rank_shard, segment_specs, segments_of
+from dflash_trt.formats.base import WeightFormat, tensor_name
 from dflash_trt.formats.registry import field_spec, weight_format
 
 _EXPORT_AGAIN = "Export the checkpoint again."
@@ -36,6 +37,9 @@ def read_quantized(
     Raises:
         CheckpointError: a scale or a code is not finite, a scale is not positive, or its dtype here cannot hold it.
     """
+    if spec.num_experts:
+        yield from _read_experts(name, spec, source.parts, open_slice, mapping)
+        return
     if source.format is not None:
         yield from _read_parts(name, spec, source.parts, open_slice, mapping)
         return
@@ -62,18 +66,49 @@ def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
 def _read_parts(
     name: str, spec: WeightSpec, parts: tuple[QuantizedPart, ...], open_slice: OpenSlice, mapping: Mapping
 ) -> Iterator[tuple[str, Tensor]]:
+    for field in _format(parts).layout(spec.shape, segments_of(spec)):
+        yield tensor_name(name, field), _read_field(field, spec, parts, open_slice, mapping)
+
+
+def _read_experts(
+    name: str, spec: WeightSpec, parts: tuple[QuantizedPart, ...], open_slice: OpenSlice, mapping: Mapping
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's experts, one in memory beside the tensor that is being filled."""
+    share, expert = rank_shard(spec, mapping), replace(spec, shape=spec.shape[1:], num_experts=0)
+    mine, ranks = rank_experts(spec.num_experts, mapping), expert_ranks(mapping)
+    num_parts = len(parts) // spec.num_experts
+    for field, layout in _format(parts).layout(share.shape, segments_of(share)).items():
+        tensor = torch.empty(layout.shape, dtype=torch_dtype(layout.dtype))
+        for row, i in zip(tensor, mine, strict=True):
+            if num_parts:
+                of_expert = parts[i * num_parts : (i + 1) * num_parts]
+                row.copy_(_read_field(field, expert, of_expert, open_slice, ranks))
+            else:
+                row.copy_(_read_field(field, expert, parts, _of_expert(open_slice, i), ranks))
+        yield tensor_name(name, field), tensor
+
+
+def _of_expert(open_slice: OpenSlice, index: int) -> OpenSlice:
+    return lambda stored: open_slice(stored)[index : index + 1][0]
+
+
+def _format(parts: tuple[QuantizedPart, ...]) -> WeightFormat:
     assert parts[0].stored is not None
-    known, specs = weight_format(parts[0].stored.format), segment_specs(spec)
-    for field in known.layout(spec.shape, [part_spec.shape[0] for part_spec in specs]):
-        if field in known.weight_type.per_segment:
-            numbers = [_read_scalar(part, field, open_slice) for part in parts]
-            yield tensor_name(name, field), torch.tensor(numbers, dtype=torch.float32)
-            continue
-        read = _read_codes if field == "codes" else _read_scales
-        pairs = zip(parts, specs, strict=True)
-        pieces = [read(part, field, part_spec, open_slice, mapping) for part, part_spec in pairs]
-        joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
-        yield tensor_name(name, field), joined.view(pieces[0].dtype)
+    return weight_format(parts[0].stored.format)
+
+
+def _read_field(
+    field: str, spec: WeightSpec, parts: tuple[QuantizedPart, ...], open_slice: OpenSlice, mapping: Mapping
+) -> Tensor:
+    """One tensor of a matrix, of which each part holds a segment, or the only part all."""
+    if field in _format(parts).weight_type.per_segment:
+        return torch.tensor([_read_scalar(part, field, open_slice) for part in parts], dtype=torch.float32)
+    read = _read_codes if field == "codes" else _read_scales
+    specs = (spec,) if len(parts) == 1 else segment_specs(spec)
+    pairs = zip(parts, specs, strict=True)
+    pieces = [read(part, field, part_spec, open_slice, mapping) for part, part_spec in pairs]
+    joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
+    return joined.view(pieces[0].dtype)
 
 
 def _read_scalar(part: QuantizedPart, field: str, open_slice: OpenSlice) -> float:
@@ -87,8 +122,10 @@ def _read_codes(part: QuantizedPart, field: str, spec: WeightSpec, open_slice: O
     """This rank's shard; refuses NaN."""
     assert part.stored is not None
     stored = part.tensors[field]
-    index = rank_index(field_spec(spec, weight_format(part.stored.format), field, stored.shape), mapping)
-    tensor: Tensor = open_slice(stored)[index].contiguous()
+    cut = field_spec(spec, weight_format(part.stored.format), field, stored.shape)
+    whole: Any = open_slice(stored)
+    tensor: Tensor = shard(whole, cut, mapping) if len(cut.segments) > 1 else whole[rank_index(cut, mapping)]
+    tensor = tensor.contiguous()
     if stored.dtype in WORDS:
         return tensor.view(torch.uint8)
     if stored.dtype == "F8_E4M3":
@@ -102,7 +139,7 @@ def _read_scales(part: QuantizedPart, field: str, spec: WeightSpec, open_slice: 
     """This rank's shard of the scales of rows or blocks, as the format has them."""
     assert part.stored is not None
     stored, known = part.tensors[field], weight_format(part.stored.format)
-    layout, repeats = known.layout(spec.shape, spec.segments)[field], part.stored.fields[field].repeats
+    layout, repeats = known.layout(spec.shape, segments_of(spec))[field], part.stored.fields[field].repeats
     tensor, dtype = _whole(stored, open_slice), torch_dtype(layout.dtype)
     is_wrong = ~(tensor.float().isfinite() & ~tensor.float().signbit())
     if bool(is_wrong.any()):
@@ -118,7 +155,7 @@ def _read_scales(part: QuantizedPart, field: str, spec: WeightSpec, open_slice: 
         exact = exact.reshape(()).expand(layout.shape)
     else:
         exact = exact.reshape(*layout.shape[:-1], layout.shape[-1] // repeats).repeat_interleave(repeats, dim=-1)
-    return exact[rank_index(field_spec(spec, known, field, layout.shape), mapping)].contiguous()
+    return shard(exact, field_spec(spec, known, field, layout.shape), mapping).contiguous()
 
 
 def _whole(stored: StoredTensor, open_slice: OpenSlice) -> Tensor:

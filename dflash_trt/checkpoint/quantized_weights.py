@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.checkpoint.expert_tensors import ExpertLayout
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
 from dflash_trt.checkpoint.producers.base import FLOATS, WORDS, Scheme, StoredFormat
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
 from dflash_trt.core.errors import problem
-from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segment_specs
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segment_specs, segments_of
 from dflash_trt.formats.base import TensorLayout
 from dflash_trt.formats.registry import weight_format
 
@@ -35,7 +36,10 @@ class QuantizedPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedSource:
-    """Parts of a canonical linear layer; `format` is None if they differ."""
+    """Parts of a canonical linear layer; `format` is None if they differ.
+
+    Experts have their parts one after the other, or a single part for all.
+    """
 
     parts: tuple[QuantizedPart, ...]
 
@@ -60,18 +64,33 @@ def resolve_quantized(
     finder = _Finder(stored, scheme, label, problems)
     sources: dict[str, QuantizedSource] = {}
     for canonical, spec in table.items():
-        if not is_linear(spec, canonical) or names[canonical].layout is not None:
+        specs = part_specs(spec, names[canonical]) if is_linear(spec, canonical) else None
+        if specs is None:
             continue
         may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)
-        found = zip(names[canonical].parts, segment_specs(spec), strict=True)
+        found = zip(names[canonical].parts, specs, strict=True)
         parts = [finder.part(name, part_spec, may_be_plain=may_be_plain) for name, part_spec in found]
         whole = tuple(part for part in parts if part is not None)
         # A layer without one of its parts is left to `resolve_sources`, which reports missing tensors.
         if len(whole) == len(parts) and any(part.stored is not None for part in whole):
-            sources[canonical] = QuantizedSource(parts=whole)
+            source = sources[canonical] = QuantizedSource(parts=whole)
+            if spec.num_experts and source.format is None:
+                finder.refuse_mixed(names[canonical], source)
     used = {name for source in sources.values() for part in source.parts for name in _names(part)}
     rest = {name: tensor for name, tensor in stored.tensors.items() if name not in used}
     return sources, replace(stored, tensors=rest)
+
+
+def part_specs(spec: WeightSpec, foreign: ForeignNames) -> tuple[WeightSpec, ...] | None:
+    """Spec of each stored part; None for experts in a layout that no producer quantizes."""
+    if foreign.layout is None:
+        return segment_specs(spec)
+    if foreign.layout == ExpertLayout():
+        return (spec,)
+    if not foreign.layout.is_one_by_one:
+        return None
+    expert = replace(spec, shape=spec.shape[1:], num_experts=0)
+    return segment_specs(expert) * spec.num_experts
 
 
 def format_notes(formats: Iterable[str], label: str) -> list[str]:
@@ -99,9 +118,9 @@ class _Finder:
         """The weight `name`, of whichever format the scheme says; None if it is missing."""
         module = name.removesuffix(".weight")
         claimed, plain = self.scheme.format_of(module), self.stored.tensors.get(name)
-        codes = None if claimed is None else self.stored.tensors.get(f"{module}.{claimed.fields['codes'].suffix}")
+        codes = None if claimed is None else self.stored.tensors.get(_beside(name, claimed.fields["codes"].suffix))
         if claimed is not None and codes is not None and codes.dtype not in FLOATS:
-            return self._quantized(module, claimed, codes, spec)
+            return self._quantized(name, claimed, codes, spec)
         if plain is None:
             return None
         if plain.dtype not in FLOATS:
@@ -112,16 +131,21 @@ class _Finder:
             self._refuse(plain, expected=expected, found=f"an unquantized weight in {plain.dtype}")
         return QuantizedPart(stored=None, tensors={"codes": plain})
 
-    def _quantized(self, module: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec) -> QuantizedPart:
-        layout = weight_format(claimed.format).layout(spec.shape, spec.segments)
-        names = {field: f"{module}.{stored_field.suffix}" for field, stored_field in claimed.fields.items()}
+    def refuse_mixed(self, foreign: ForeignNames, source: QuantizedSource) -> None:
+        found = " and ".join(sorted({part.format or "unquantized" for part in source.parts}))
+        subject = f"{self.label} tensors '{foreign.parts[0]}' to '{foreign.parts[-1]}'"
+        self.problems.append(problem(subject, expected="experts of one format", found=found, hint=_EXPORT_AGAIN))
+
+    def _quantized(self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec) -> QuantizedPart:
+        layout = weight_format(claimed.format).layout(spec.shape, segments_of(spec))
+        names = {field: _beside(name, stored_field.suffix) for field, stored_field in claimed.fields.items()}
         tensors = {field: self.stored.tensors[name] for field, name in names.items() if name in self.stored.tensors}
         for field, tensor in tensors.items():
             self._check(tensor, field, claimed, layout[field])
         missing = [name for field, name in names.items() if field not in tensors]
         if missing:
             self._refuse(codes, expected=f"the scales of {claimed.format}", found=f"no {listed(missing)}")
-        extra = {name: self.stored.tensors.get(f"{module}.{name}") for name in claimed.ignored}
+        extra = {suffix: self.stored.tensors.get(_beside(name, suffix)) for suffix in claimed.ignored}
         return QuantizedPart(stored=claimed, tensors=tensors | {k: v for k, v in extra.items() if v is not None})
 
     def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, layout: TensorLayout) -> None:
@@ -156,6 +180,13 @@ def stored_layout(
     shape = (*leading, last // place.repeats)
     # A scale per row may be one for all rows.
     return dtypes, (shape, _without_ones(shape)) if len(shape) > 1 else (shape, _without_ones(shape), ())
+
+
+def _beside(name: str, suffix: str) -> str:
+    """A tensor of the module whose weight is `name`; that of stacked experts has no `.weight` at its end."""
+    if name.endswith(".weight"):
+        return f"{name.removesuffix('weight')}{suffix}"
+    return f"{name}{suffix.removeprefix('weight')}"
 
 
 def _names(part: QuantizedPart) -> list[str]:

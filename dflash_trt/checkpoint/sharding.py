@@ -27,8 +27,12 @@ def shard(
 
 def shard_expert(tensor: torch.Tensor, spec: WeightSpec, mapping: Mapping) -> torch.Tensor:
     """The same for a single expert of a tensor of experts."""
-    ranks = Mapping(world_size=mapping.moe_tp_size, tp_size=mapping.moe_tp_size, rank=mapping.moe_tp_rank)
-    return shard(tensor, replace(spec, shape=spec.shape[1:], num_experts=0), ranks)
+    return shard(tensor, replace(spec, shape=spec.shape[1:], num_experts=0), expert_ranks(mapping))
+
+
+def expert_ranks(mapping: Mapping) -> Mapping:
+    """The ranks that divide the rows and columns of an expert."""
+    return Mapping(world_size=mapping.moe_tp_size, tp_size=mapping.moe_tp_size, rank=mapping.moe_tp_rank)
 
 
 def rank_experts(num_experts: int, mapping: Mapping) -> range:

@@ -62,9 +62,18 @@ def test_only_tensorrt_compiles(tmp_path) -> None:
 def test_a_cpu_names_a_format_whose_activations_it_cannot_quantize(target, monkeypatch) -> None:
     monkeypatch.delitem(ACTIVATIONS, Nvfp4Weight)
     (message,) = backend_of("torch").unsupported(target, None, NVFP4, ALONE)
-    assert message.startswith(
-        "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights, found nvfp4 in target.layers.0.qkv and 0 more"
-    )
+    assert message.startswith("linear layers: expected fp8, ")
+    assert " nvfp4_w4a16 or unquantized weights, found nvfp4 in target.layers.0.qkv and 0 more" in message
+
+
+@pytest.mark.parametrize("name", ["fp8_w8a16", "fp8_block", "int4"])
+@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
+def test_a_weight_only_format_without_a_kernel_is_not_unpacked_but_refused(target, monkeypatch, backend, name) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    quantization = QuantizationSpec(linears={"target.layers.0.qkv": name})
+    (message,) = backend_of(backend).unsupported(target, None, quantization, ALONE)
+    assert f"found {name}" in message and "in target.layers.0.qkv" in message
+    assert subjects("torch", target, quantization) == []
 
 
 def test_tensorrt_names_a_format_without_a_lowering(target, monkeypatch) -> None:
