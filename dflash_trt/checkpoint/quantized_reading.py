@@ -152,7 +152,7 @@ def _read_scales(part: QuantizedPart, field: str, spec: WeightSpec, open_slice: 
         found = f"scales in {stored.dtype} that it rounds"
         raise _wrong(stored, expected=f"scales that {layout.dtype} holds exactly", found=found)
     if tensor.numel() == 1:
-        exact = exact.reshape(()).expand(layout.shape)
+        exact = exact.reshape((1,) * len(layout.shape)).repeat(layout.shape)
     else:
         exact = exact.reshape(*layout.shape[:-1], layout.shape[-1] // repeats).repeat_interleave(repeats, dim=-1)
     return shard(exact, field_spec(spec, known, field, layout.shape), mapping).contiguous()

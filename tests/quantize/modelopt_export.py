@@ -78,6 +78,8 @@ def main(target: Path, drafter: Path, output: Path) -> None:
     export_target(target, output / "target-fp8", mtq.FP8_DEFAULT_CFG)
     export_target(target, output / "target-nvfp4", mtq.NVFP4_DEFAULT_CFG)
     export_target(target, output / "target-nvfp4_w4a16", mtq.W4A16_NVFP4_CFG)
+    export_target(target, output / "target-fp8_w8a16", mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG)
+    export_target(target, output / "target-fp8_block", mtq.FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG)
     export_target(target, output / "target-fp8-kv", with_fp8_kv(mtq.FP8_DEFAULT_CFG))
     export_target(target, output / "target-mixed", mixed_config())
     export_drafter(target, drafter, output / "drafter-fp8", mtq.FP8_DEFAULT_CFG)
