@@ -209,4 +209,4 @@ def test_two_ranks_hold_the_two_halves_of_a_quantized_weight(exports: Exports) -
 
 
 def test_nibbles_are_read_as_modelopt_writes_them() -> None:
-    assert e2m1_values(torch.tensor([[0x3A]], dtype=torch.uint8)).tolist() == [[-1.0, 1.5]]
+    assert e2m1_values(torch.tensor([[0x3A, 0x21]], dtype=torch.uint8)).tolist() == [[-1.0, 1.5, 0.5, 1.0]]
