@@ -15,8 +15,8 @@ from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
-from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.formats.registry import dequantize, split_quantized
+from dflash_trt.formats.base import QuantizedWeight, segment_amax
+from dflash_trt.formats.registry import dequantize, split_quantized, weight_format
 from tests.checkpoint.compressed_target import INPUT_RANGE, NVFP4_MAX, PUBLISHED, compress
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, weights_of
 from tests.engines import decode, make_executor
@@ -213,3 +213,13 @@ def test_scales_that_bfloat16_rounds_are_refused(source: Path, tmp_path: Path) -
 def compress_int4(source: Path, tmp_path: Path) -> Path:
     compress(source, tmp_path / "target", "INT4 g32")
     return tmp_path / "target"
+
+
+def test_our_int4_is_what_its_compressor_writes(source: Path, tmp_path: Path) -> None:
+    path = compress_int4(source, tmp_path)
+    stored, plain = load_file(path / "model.safetensors"), load_file(source / "model.safetensors")[f"{DOWN}.weight"]
+    segments = (len(plain),)
+    ranges = segment_amax(plain, segments)
+    ours = weight_format("int4").quantize(plain, segments=segments, weight_amax=ranges, input_amax=None)
+    assert torch.equal(ours.block_scale, stored[f"{DOWN}.weight_scale"])
+    assert torch.equal(ours.codes.view(torch.int32), stored[f"{DOWN}.weight_packed"])
