@@ -29,8 +29,8 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     is_in = columns < hidden_size
     value = tl.load(x + row * x_stride + columns, mask=is_in, other=0.0).to(tl.float32)
-    result = _normed(value, weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
-    _store(normed + row * hidden_size + columns, result, scale, is_in, HAS_SCALE)
+    result = normed_row(value, weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
+    store_row(normed + row * hidden_size + columns, result, scale, is_in, HAS_SCALE)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def add_rms_norm_kernel(
     added += tl.load(residual + at, mask=is_in, other=0.0).to(tl.float32)
     added = added.to(total.dtype.element_ty)  # what the next layer reads is what is normed
     tl.store(total + at, added, mask=is_in)
-    result = _normed(added.to(tl.float32), weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
-    _store(normed + at, result, scale, is_in, HAS_SCALE)
+    result = normed_row(added.to(tl.float32), weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
+    store_row(normed + at, result, scale, is_in, HAS_SCALE)
 
 
 @triton.jit
@@ -74,18 +74,18 @@ def silu_mul_kernel(
     up = tl.load(gate_up + row * 2 * ffn_size + ffn_size + columns, mask=is_in, other=0.0)
     silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)  # rounded here too: the network's silu is an op of its own
     result = (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
-    _store(gated + row * ffn_size + columns, result, scale, is_in, HAS_SCALE)
+    store_row(gated + row * ffn_size + columns, result, scale, is_in, HAS_SCALE)
 
 
 @triton.jit
-def _normed(value, weight, columns, is_in, eps, hidden_size):
+def normed_row(value, weight, columns, is_in, eps, hidden_size):
     mean_square = tl.sum(value * value, axis=0) / hidden_size
     scale = tl.load(weight + columns, mask=is_in, other=0.0).to(tl.float32)
     return value * (1.0 / tl.sqrt_rn(mean_square + eps)) * scale
 
 
 @triton.jit
-def _store(target, value, scale, is_in, HAS_SCALE: tl.constexpr):
+def store_row(target, value, scale, is_in, HAS_SCALE: tl.constexpr):
     if HAS_SCALE:
         tl.store(target, e4m3(value.to(tl.float32), tl.load(scale)).to(target.dtype.element_ty), mask=is_in)
     else:

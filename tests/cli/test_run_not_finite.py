@@ -1,6 +1,7 @@
 """A network that overflows for one request: `run` says so, the others get their texts, and the exit code is 1."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_damaged(engine: Any, **options: Any) -> Any:
         network = load(engine, **options)
-        network.target_weights.embedding[BAD_TOKEN] = torch.nan
-        return network
+        embedding = network.target_weights.embedding.clone()
+        embedding[BAD_TOKEN] = torch.nan
+        return replace(network, target_weights=replace(network.target_weights, embedding=embedding))
 
     monkeypatch.setattr(torch_executor, "load_network", load_damaged)
 

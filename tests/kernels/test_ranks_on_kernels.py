@@ -13,20 +13,23 @@ from tests.traces import PROMPTS, integers, logprobs, trace
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
-def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [(), ("memory",)], ids=["gloo", "shared memory"])
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path, memory: tuple[str, ...]) -> None:
     make_zlab_pair(tmp_path)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         expected, _ = trace(one, **REQUESTS)
         expected_logits = one.target_logits(PROMPTS[0])
-    words = [sys.executable, "-m", "tests.kernels.rank_on_kernels", engines[1].path, tmp_path / "store"]
+    files = [engines[1].path, tmp_path / "store", *(tmp_path / name for name in memory)]
+    words = [sys.executable, "-m", "tests.kernels.rank_on_kernels", *files]
     with subprocess.Popen([str(word) for word in words], cwd=Path(__file__).parents[2]) as other:
         try:
-            found, perturbed = run_rank(0, engines[1].path, tmp_path / "store")
+            found, perturbed = run_rank(0, *files)
         except BaseException:
             other.kill()
             raise
     assert other.returncode == 0
+    assert all(any((tmp_path / name).read_bytes()) for name in memory)
     assert integers(found) == integers(expected)
     torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-4)
     assert (perturbed - expected_logits).abs().max() > 0.1

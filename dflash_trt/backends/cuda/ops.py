@@ -35,6 +35,7 @@ from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
+from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
 from dflash_trt.kernels.rope_and_pages_launch import (
     DraftLayers,
     Rotation,
@@ -75,18 +76,40 @@ class Heads:
     rope: RopeRows | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RankSum:
+    """The sum of what the ranks have, through memory that they share; computed by the norm that follows or on its own.
+
+    Read once, and by every rank in the same way.
+    """
+
+    x: Tensor
+    peers: PeerBuffers
+
+    def value(self) -> Tensor:
+        return one_shot_sum(self.x, self.peers)
+
+
 @dataclass(slots=True)
 class Sum:
     """a + b, computed by the norm that follows or by whoever needs it first."""
 
     a: Tensor
-    b: Tensor
+    b: Tensor | RankSum
     total: Tensor | None = field(default=None)
 
     def value(self) -> Tensor:
         if self.total is None:
-            self.total = self.a + self.b
+            self.total = self.a + _tensor(self.b)
         return self.total
+
+    def add_and_norm(self, weight: Tensor, eps: float, scale: Tensor | None) -> Tensor:
+        if isinstance(self.b, RankSum):
+            b = self.b
+            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, scale=scale)
+        else:
+            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, scale=scale)
+        return normed
 
 
 @dataclass(slots=True)
@@ -109,8 +132,7 @@ class Norm:
     def _run(self, scale: Tensor | None) -> Tensor:
         source = self.source
         if isinstance(source, Sum) and source.total is None:
-            source.total, normed = add_rms_norm(source.a, source.b, self.weight, self.eps, scale=scale)
-            return normed
+            return source.add_and_norm(self.weight, self.eps, scale)
         return rms_norm(_tensor(source), self.weight, self.eps, scale=scale)
 
 
@@ -127,7 +149,7 @@ class Gated:
         return silu_mul(self.gate_up, scale=scale)
 
 
-Value = Tensor | Heads | Sum | Norm | Gated
+Value = Tensor | Heads | RankSum | Sum | Norm | Gated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +161,7 @@ class GpuResources:
     attended: Tensor  # flat; kept from step to step so that rows of no request always hold finite numbers
     sampling_workspace: Mapping[str, Tensor]
     draft_layers: DraftLayers | None  # their k_norms and pages
+    peers: PeerBuffers | None = None  # for sums of few rows over ranks
 
     @classmethod
     def allocate(
@@ -152,6 +175,7 @@ class GpuResources:
         draft_layers: DraftLayers | None,
         dtype: torch.dtype,
         device: torch.device,
+        peers: PeerBuffers | None = None,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
         mixers = {layer.mixer.shard(mapping) for decoder in decoders for layer in decoder.layers}
@@ -167,6 +191,7 @@ class GpuResources:
             attended=torch.zeros(max_tokens * most_features, dtype=dtype, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
+            peers=peers,
         )
 
 
@@ -207,7 +232,7 @@ class TorchGpuOps:
         return Norm(x if isinstance(x, Sum) else _tensor(x), _tensor(weight), eps)
 
     def add(self, a: Value, b: Value) -> Sum:
-        return Sum(_tensor(a), _tensor(b))
+        return Sum(_tensor(a), b if isinstance(b, RankSum) else _tensor(b))
 
     def scale(self, x: Value, factor: float) -> Tensor:
         return _tensor(x) if factor == 1.0 else _tensor(x) * factor
@@ -334,8 +359,9 @@ class TorchGpuOps:
         tokens = _tensor(token_ids)
         return _tensor(draft_to_target).index_select(0, tokens.flatten()).view(tokens.shape).int()
 
-    def all_reduce(self, x: Value) -> Tensor:
-        return self._ranks.all_reduce(_tensor(x))
+    def all_reduce(self, x: Value) -> Tensor | RankSum:
+        rows, peers = _tensor(x), self._resources.peers
+        return RankSum(rows, peers) if peers is not None and peers.takes(rows) else self._ranks.all_reduce(rows)
 
     def all_gather_vocab(self, logits: Value) -> Tensor:
         return self._ranks.all_gather_columns(_tensor(logits))

@@ -19,6 +19,7 @@ from dflash_trt.backends.torch.loading import (
     allocate_state,
     limits_of,
     load_network,
+    mapped_weights,
     rotaries_of,
     states_of,
 )
@@ -92,17 +93,18 @@ class TorchExecutor:
             torch.set_num_threads(config.num_threads)
         manifest = engine.manifest
         build = manifest.build_config
-        network = load_network(engine, rank=rank, use_drafter=config.use_drafter)
-        page_plan = plan_engine_pages(manifest, config)
-        return cls(
-            network,
-            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
-            max_batch_size=build.max_batch_size,
-            max_num_tokens=build.max_num_tokens,
-            max_draft_len=build.max_draft_len,
-            quantization=manifest.pretrained_config.quantization,
-            ranks=ranks,
-        )
+        with mapped_weights(engine, rank) as tensors:
+            network = load_network(engine, rank=rank, use_drafter=config.use_drafter, tensors=tensors)
+            page_plan = plan_engine_pages(manifest, config)
+            return cls(
+                network,
+                page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+                max_batch_size=build.max_batch_size,
+                max_num_tokens=build.max_num_tokens,
+                max_draft_len=build.max_draft_len,
+                quantization=manifest.pretrained_config.quantization,
+                ranks=ranks,
+            )
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Run one step at once. Shapes and limits are the caller's duty, so a violation is a bug and asserted."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.core.dtype import dtype_name, torch_dtype
+from dflash_trt.core.dtype import dtype_name, stored_dtype, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
@@ -22,6 +23,8 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, PagedKv
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.engine_dir.manifest import tensor_headers
+from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.ops import Cache, Experts, Linear, StepState
@@ -32,14 +35,43 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir import EngineDir
 
 
-def load_network(engine: EngineDir, *, rank: int = 0, use_drafter: bool = True, device: str = "cpu") -> Network[Tensor]:
-    """One rank's network; quantized linear layers as they are stored."""
+@contextmanager
+def mapped_weights(engine: EngineDir, rank: int) -> Iterator[dict[str, Tensor]]:
+    """One rank's tensors on the CPU, read when they are used. At the end, memory of what was copied into another layout
+    goes back to the system; what is used again is read again.
+    """
+    headers = tensor_headers(engine.manifest.pretrained_config)
+    with engine.weights_path(rank).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    tensors = {}
+    for name, start in tensor_offsets(headers).items():
+        header = headers[name]
+        content, dtype = memory[start : start + header.num_bytes], torch_dtype(stored_dtype(header.dtype) or "")
+        if start % dtype.itemsize:
+            content = content.clone()
+        tensors[name] = content.view(dtype).view(header.shape)
+    yield tensors
+    mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def load_network(
+    engine: EngineDir,
+    *,
+    rank: int = 0,
+    use_drafter: bool = True,
+    device: str = "cpu",
+    tensors: dict[str, Tensor] | None = None,
+) -> Network[Tensor]:
+    """One rank's network, from its file or from its `tensors`; quantized linear layers as they are stored."""
     manifest = engine.manifest
     mapping = manifest.pretrained_config.mapping.of_rank(rank)
     quantization = manifest.pretrained_config.quantization or QuantizationSpec()
     whole = engine_weights(manifest.target, manifest.draft, quantization)
     table = {name: rank_shard(spec, mapping) for name, spec in whole.items()}
-    plain, quantized = split_quantized(load_file(engine.weights_path(rank), device=device), table, quantization.linears)
+    if tensors is None:
+        tensors = load_file(engine.weights_path(rank), device=device)
+    plain, quantized = split_quantized(tensors, table, quantization.linears)
     return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, quantized, mapping=mapping)
 
 

@@ -68,14 +68,17 @@ class ProcessRanks:
     """Implements RankGroup over processes: gloo for tensors on the CPU, NCCL for those on a GPU.
 
     The group is this object's own, so that a program's default group, and other engines, are left alone.
-    `num_calls` counts what was exchanged: ranks with the same count are at the same place.
+    `num_calls` counts what was exchanged: ranks with the same count are at the same place. `on_abort` ends exchanges
+    that go another way.
     """
 
     def __init__(
-        self, group: Any, rank: int, num_ranks: int, device: torch.device, *, opening_timeout: timedelta
+        self, group: Any, store: Any, rank: int, num_ranks: int, device: torch.device, *, opening_timeout: timedelta
     ) -> None:
         self.num_ranks = num_ranks
-        self._rank = rank
+        self.rank = rank
+        self.store = store
+        self.on_abort: list[Callable[[], None]] = []
         self.device = device
         self.num_calls = 0
         self._group = group
@@ -108,7 +111,9 @@ class ProcessRanks:
         options._timeout = timedelta(seconds=timeout_s)
         with _named_errors():
             group = make_group(store, rank, num_ranks, options)
-        ranks = cls(group, rank, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s))
+        ranks = cls(
+            group, store, rank, num_ranks, device, opening_timeout=timedelta(seconds=opening_timeout_s or timeout_s)
+        )
         ranks.smallest(0)  # NCCL connects with the first exchange, which must not be captured
         return ranks
 
@@ -132,13 +137,15 @@ class ProcessRanks:
         return int(tensor.item())
 
     def shared_bytes(self, make: Callable[[], bytes], num_bytes: int) -> bytes:
-        content = make() if self._rank == 0 else bytes(num_bytes)
+        content = make() if self.rank == 0 else bytes(num_bytes)
         summed = self.all_reduce(torch.tensor(list(content), dtype=torch.int32, device=self.device))
         return bytes(summed.tolist())
 
     def abort(self) -> None:
         """End exchanges that wait for a rank that is gone, from another thread. Nothing can be exchanged after it."""
         self._group.abort()
+        for end in self.on_abort:
+            end()
 
     def _exchange(self, start: Callable[..., Any], *arguments: Any) -> None:
         """Start it and wait for it: on a GPU, only the stream does."""
