@@ -1,0 +1,142 @@
+"""How the kernel of `routing.py` is launched. Allocates outputs; nothing depends on a tensor's content."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.routing import SIGMOID_TOP_K, SOFTMAX_TOP_K, TOP_K_SOFTMAX, routing_kernel
+from dflash_trt.kernels.tensor_checks import check, check_tensor
+
+KINDS: Final = {"softmax_top_k": SOFTMAX_TOP_K, "top_k_softmax": TOP_K_SOFTMAX, "sigmoid_top_k": SIGMOID_TOP_K}
+TOKEN_TILES: Final = (16, 32, 64)
+MAX_EXPERTS: Final = 1024
+FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_SCORES: Final = 4096  # of one program
+_MAX_ROWS: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """The decision of one layer's router.
+
+    "softmax_top_k": softmax over all experts, then the top k, divided by their sum if `normalizes`. "top_k_softmax":
+    softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighed by the sigmoids,
+    which are divided by their sum if `normalizes`. Weights are multiplied by `factor`, but for "top_k_softmax".
+    """
+
+    kind: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
+    num_chosen: int
+    normalizes: bool = False
+    factor: float = 1.0
+    choice_bias: Tensor | None = None  # float32 [num_experts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """Entries sorted by expert and cut into tiles of `tokens`; see `routing.py`."""
+
+    expert_ids: Tensor  # int32 [N, num_chosen]
+    weights: Tensor  # float32 [N, num_chosen]
+    order: Tensor  # int32 [N * num_chosen]
+    tiles: Tensor  # int32 [3, num_tiles]
+    tokens: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tiles.shape[1]
+
+    @property
+    def num_chosen(self) -> int:
+        return self.expert_ids.shape[1]
+
+
+def new_ticket(device: torch.device) -> Tensor:
+    """Shared by all launches of one stream."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def tile_tokens(num_rows: int, num_chosen: int, num_experts: int) -> int:
+    """Entries of a tile: the fewest that hold what an expert gets on average."""
+    return next((tile for tile in TOKEN_TILES if tile * num_experts >= num_rows * num_chosen), TOKEN_TILES[-1])
+
+
+def max_tiles(num_rows: int, num_chosen: int, num_experts: int, tokens: int) -> int:
+    """Tiles for any choice: each expert that has entries may have one that is not full."""
+    num_entries = num_rows * num_chosen
+    num_ragged = min(num_entries, num_experts)
+    return num_ragged + (num_entries - num_ragged) // tokens
+
+
+def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, num_experts], int32 [1]
+    """Choose and sort. NaN logits are below every number, so that each row has `num_chosen` experts."""
+    num_rows, num_experts = logits.shape
+    _check(logits, router)
+    tokens = tile_tokens(num_rows, router.num_chosen, num_experts)
+    experts = next_power_of_2(num_experts)
+    rows = max(1, min(_MAX_ROWS, _MAX_SCORES // experts))
+    num_programs = -(-num_rows // rows)
+    num_tiles = max_tiles(num_rows, router.num_chosen, num_experts, tokens)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    routing = Routing(
+        expert_ids=new(num_rows, router.num_chosen),
+        weights=new(num_rows, router.num_chosen, dtype=torch.float32),
+        order=new(num_rows * router.num_chosen),
+        tiles=new(3, num_tiles),
+        tokens=tokens,
+    )
+    routing_kernel[(num_programs,)](
+        logits,
+        ticket if router.choice_bias is None else router.choice_bias,
+        routing.expert_ids,
+        routing.weights,
+        routing.order,
+        routing.tiles,
+        new(num_rows, router.num_chosen),
+        new(num_programs + 1, experts),
+        ticket,
+        num_rows,
+        num_tiles,
+        num_experts,
+        router.num_chosen,
+        router.factor,
+        **routing_constants(router, num_experts=num_experts, tokens=tokens),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return routing
+
+
+def routing_constants(router: Router, *, num_experts: int, tokens: int) -> dict[str, int | bool]:
+    experts = next_power_of_2(num_experts)
+    return {
+        "KIND": KINDS[router.kind],
+        "NORMALIZES": router.normalizes,
+        "HAS_BIAS": router.choice_bias is not None,
+        "EXPERTS": experts,
+        "CHOSEN": next_power_of_2(router.num_chosen),
+        "ROWS": max(1, min(_MAX_ROWS, _MAX_SCORES // experts)),
+        "PROGRAMS": max(1, _MAX_SCORES // experts),
+        "TILES": max(1, _MAX_SCORES // experts),
+        "ENTRIES": 1024,
+        "TOKENS": tokens,
+    }
+
+
+def _check(logits: Tensor, router: Router) -> None:
+    num_rows, num_experts = logits.shape
+    check_tensor("logits", logits, dtype=FLOATS, shape=[num_rows, num_experts])
+    if router.choice_bias is not None:
+        check_tensor("choice_bias", router.choice_bias, dtype=torch.float32, shape=[num_experts])
+    check(
+        0 < router.num_chosen <= num_experts <= MAX_EXPERTS,
+        "experts of a layer",
+        expected=f"at most {MAX_EXPERTS}, and as many as a token goes through",
+        found=f"{num_experts}, {router.num_chosen} for each token",
+        hint='Run this engine with device "cpu".',
+    )
