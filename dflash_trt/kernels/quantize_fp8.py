@@ -31,7 +31,26 @@ def quantize_fp8_kernel(
 @triton.jit
 def e4m3(value, scale):
     """value / scale as E4M3 has it, still in float32."""
-    value = tl.div_rn(value, scale + tl.zeros_like(value))
+    return round_e4m3(tl.div_rn(value, scale + tl.zeros_like(value)))
+
+
+@triton.jit
+def fp8(value, scale, inverse):
+    """value / scale in E4M3, with `inverse` = 1 / scale: for kernels that quantize as they go."""
+    value = quotient(value, scale, inverse)
+    return tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX).to(tl.float8e4nv)
+
+
+@triton.jit
+def quotient(value, scale, inverse):
+    """value / scale, rounded correctly if `inverse` is (Markstein), in three instructions instead of thirty."""
+    guess = value * inverse
+    return tl.fma(tl.fma(-guess, scale + tl.zeros_like(value), value), inverse + tl.zeros_like(value), guess)
+
+
+@triton.jit
+def round_e4m3(value):
+    """To nearest even, saturating, still in float32."""
     value = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX)
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits of mantissa

@@ -2,7 +2,7 @@
 
 `tests/kernels/reference_experts.py` defines the results in PyTorch. An *entry* is one choice of one row, numbered
 row * num_chosen + choice. The entries of an expert, in their order, are cut into tiles of TOKENS, so that the kernels
-of `experts.py` need only the index of a tile.
+of `experts.py` need only the index of a tile. Of all experts, `num_here` from `first_expert` on have tiles.
 """
 
 # mypy: ignore-errors
@@ -19,22 +19,24 @@ _MIN_LOGIT = tl.constexpr(-80.0)  # of a sigmoid, whose exponential must not ove
 _NEGLIGIBLE = tl.constexpr(1e-20)  # added to a sum of sigmoids, which may underflow
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "first_expert", "num_here"])
 def routing_kernel(
     logits,  # F [N, num_experts]
     choice_bias,  # float32 [num_experts]: added for the choice alone; read only with HAS_BIAS
     expert_ids,  # out, int32 [N, num_chosen], best first
     weights,  # out, float32 [N, num_chosen], rounded to F
     order,  # out, int32 [N * num_chosen]: entries by expert
-    tiles,  # out, int32 [3, num_tiles]: expert (-1: none), first place in `order`, the place after the last
+    tiles,  # out, int32 [3, num_tiles]: index of the expert (-1: none), first place in `order`, end
     ranks,  # int32 [N, num_chosen]: place among the entries of the same expert and program
     counts,  # int32 [programs + 1, EXPERTS]: entries per program and expert, then those before; last row: first places
     ticket,  # int32 [1]: zero between launches
     num_rows,
     num_tiles,
+    first_expert,
+    num_here,
+    factor,
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
-    factor,
     KIND: tl.constexpr,
     NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -84,7 +86,7 @@ def routing_kernel(
     if tl.atomic_add(ticket, 1, sem="acq_rel") == num_programs - 1:
         tl.debug_barrier()
         tl.store(ticket, 0)
-        _add_up(counts, tiles, num_programs, num_tiles, EXPERTS, PROGRAMS, TILES, TOKENS)
+        _add_up(counts, tiles, num_programs, num_tiles, first_expert, num_here, EXPERTS, PROGRAMS, TILES, TOKENS)
         tl.debug_barrier()
         _sort(
             expert_ids, ranks, counts, order, num_rows * num_chosen, num_programs, num_chosen * ROWS, EXPERTS, ENTRIES
@@ -141,6 +143,8 @@ def _add_up(
     tiles,
     num_programs,
     num_tiles,
+    first_expert,
+    num_here,
     EXPERTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILES: tl.constexpr,
@@ -158,12 +162,13 @@ def _add_up(
         totals += tl.sum(here, axis=0)
     first_places = tl.cumsum(totals, axis=0) - totals
     tl.store(counts + num_programs * EXPERTS + experts, first_places)
-    expert_tiles = (totals + TOKENS - 1) // TOKENS
+    indices = experts - first_expert
+    expert_tiles = tl.where((indices >= 0) & (indices < num_here), (totals + TOKENS - 1) // TOKENS, 0)
     end_tiles = tl.cumsum(expert_tiles, axis=0)
     for start in range(0, num_tiles, TILES):
         here = start + tl.arange(0, TILES)
         is_mine = (here[:, None] >= (end_tiles - expert_tiles)[None, :]) & (here[:, None] < end_tiles[None, :])
-        expert = tl.max(tl.where(is_mine, experts[None, :], -1), axis=1)
+        expert = tl.max(tl.where(is_mine, indices[None, :], -1), axis=1)
         offset = (here[:, None] - (end_tiles - expert_tiles)[None, :]) * TOKENS
         first = tl.sum(tl.where(is_mine, first_places[None, :] + offset, 0), axis=1)
         end = tl.sum(tl.where(is_mine, (first_places + totals)[None, :], 0), axis=1)

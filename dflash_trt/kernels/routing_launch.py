@@ -23,14 +23,17 @@ class Router:
     """The decision of one layer's router.
 
     "softmax_top_k": softmax over all experts, then the top k, divided by their sum if `normalizes`. "top_k_softmax":
-    softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighed by the sigmoids,
+    softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighed by sigmoids,
     which are divided by their sum if `normalizes`. Weights are multiplied by `factor`, but for "top_k_softmax".
+    `num_here` experts from `first_expert` on are computed here.
     """
 
     kind: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
     num_chosen: int
     normalizes: bool = False
     factor: float = 1.0
+    first_expert: int = 0
+    num_here: int | None = None  # experts of this rank; None: all
     choice_bias: Tensor | None = None  # float32 [num_experts]
 
 
@@ -43,6 +46,7 @@ class Routing:
     order: Tensor  # int32 [N * num_chosen]
     tiles: Tensor  # int32 [3, num_tiles]
     tokens: int
+    router: Router
 
     @property
     def num_tiles(self) -> int:
@@ -78,7 +82,8 @@ def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, n
     experts = next_power_of_2(num_experts)
     rows = max(1, min(_MAX_ROWS, _MAX_SCORES // experts))
     num_programs = -(-num_rows // rows)
-    num_tiles = max_tiles(num_rows, router.num_chosen, num_experts, tokens)
+    num_here = num_experts if router.num_here is None else router.num_here
+    num_tiles = max_tiles(num_rows, router.num_chosen, num_here, tokens)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -89,6 +94,7 @@ def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, n
         order=new(num_rows * router.num_chosen),
         tiles=new(3, num_tiles),
         tokens=tokens,
+        router=router,
     )
     routing_kernel[(num_programs,)](
         logits,
@@ -102,8 +108,8 @@ def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, n
         ticket,
         num_rows,
         num_tiles,
-        num_experts,
-        router.num_chosen,
+        router.first_expert,
+        num_here,
         router.factor,
         **routing_constants(router, num_experts=num_experts, tokens=tokens),
         num_warps=4,
@@ -115,6 +121,8 @@ def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, n
 def routing_constants(router: Router, *, num_experts: int, tokens: int) -> dict[str, int | bool]:
     experts = next_power_of_2(num_experts)
     return {
+        "num_experts": num_experts,
+        "num_chosen": router.num_chosen,
         "KIND": KINDS[router.kind],
         "NORMALIZES": router.normalizes,
         "HAS_BIAS": router.choice_bias is not None,

@@ -1,5 +1,7 @@
 """Definitions of the kernels of `routing.py` and `experts.py` in plain PyTorch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,26 @@ def tiles(expert_ids: Tensor, *, num_experts: int, tokens: int) -> list[tuple[in
         found += [(expert, at, min(at + tokens, first + count)) for at in range(first, first + count, tokens)]
         first += count
     return found
+
+
+def run_experts(
+    x: Tensor,  # float32 [N, H]
+    gate_up: Tensor,  # float32 [E, 2F, H], dequantized
+    down: Tensor,  # float32 [E, H, F]
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    activation: Callable[[Tensor], Tensor],
+    biases: tuple[Tensor, Tensor] | None = None,
+    quantize_input: Callable[[Tensor, int, int], Tensor] = lambda x, expert, segment: x,
+    quantize_hidden: Callable[[Tensor, int], Tensor] = lambda x, expert: x,
+) -> Tensor:
+    """Row by row and choice by choice. The quantizers round and scale back, with the scales of an expert."""
+    out = torch.zeros_like(x)
+    for row, chosen in enumerate(ids.tolist()):
+        for choice, e in enumerate(chosen):
+            halves = [part @ quantize_input(x[row], e, s) for s, part in enumerate(gate_up[e].chunk(2))]
+            both = torch.cat(halves) + (0 if biases is None else biases[0][e])
+            result = down[e] @ quantize_hidden(activation(both), e) + (0 if biases is None else biases[1][e])
+            out[row] += weights[row, choice] * result
+    return out

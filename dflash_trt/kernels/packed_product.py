@@ -1,0 +1,196 @@
+"""Products with weights that stay packed: a tile is dequantized in registers on its way to the tensor cores.
+
+Weights are the left operand, tokens the right one: as few as 16 tokens fill an instruction of the tensor cores, and
+what was dequantized is multiplied out of registers. Formats: `formats/`. INT4 weights are rounded to the dtype of
+the activations; those of the other formats fit it.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803, SIM300  (functions of the Triton language: no types but constexpr, whose names are in capitals)
+
+import triton
+import triton.language as tl
+
+from dflash_trt.kernels.quantize_fp8 import fp8
+from dflash_trt.kernels.quantize_nvfp4 import nvfp4
+
+PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4 = range(6)  # FORM
+AS_THEY_ARE, ROUNDED_HERE, CODES = range(3)  # INPUT: activations in F, in F to be quantized, as codes of the format
+
+_PLAIN, _FP8, _FP8_BLOCK = tl.constexpr(PLAIN), tl.constexpr(FP8), tl.constexpr(FP8_BLOCK)
+_MXFP4, _NVFP4, _INT4 = tl.constexpr(MXFP4), tl.constexpr(NVFP4), tl.constexpr(INT4)
+_AS_THEY_ARE, _ROUNDED_HERE = tl.constexpr(AS_THEY_ARE), tl.constexpr(ROUNDED_HERE)
+_FP8_BLOCK_SIZE = tl.constexpr(128)
+
+
+@triton.jit
+def product(
+    x,  # F, or codes: float8_e4m3fn, or uint8 of two columns each; rows of IN
+    x_block_scale,  # float8_e4m3fn, rows of IN / 16; read only with NVFP4 codes
+    x_rows,  # int64 [TOKENS]
+    is_token,
+    input_scale,  # float32; read only with ROUNDED_HERE
+    codes,  # rows of IN, two columns a byte in 4-bit formats
+    block_scale,  # as the format has it
+    rows,  # int64 [OUT], of the weight
+    scale_rows,  # int64 [OUT], of `block_scale`
+    is_row,
+    OUT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    FORM: tl.constexpr,
+    INPUT: tl.constexpr,
+):
+    """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows."""
+    acc = tl.zeros((OUT, TOKENS), tl.float32)
+    inverse = 1.0 / input_scale
+    for start in range(0, IN, BLOCK_IN):
+        if FORM == _NVFP4 and INPUT != _AS_THEY_ARE:
+            w = _packed(codes, rows, is_row, start, IN, BLOCK_IN)
+            w_scale = _scales(block_scale, scale_rows, is_row, start, IN, BLOCK_IN, 16)
+            if INPUT == _ROUNDED_HERE:
+                values = _unpacked(x, x_rows, is_token, start, IN, BLOCK_IN).to(tl.float32)
+                x_codes, scales = nvfp4(values, input_scale, TOKENS, BLOCK_IN)
+                x_scale = scales.to(tl.float8e4nv)
+            else:
+                x_codes = _packed(x, x_rows, is_token, start, IN, BLOCK_IN)
+                x_scale = _scales(x_block_scale, x_rows, is_token, start, IN, BLOCK_IN, 16)
+            acc = tl.dot_scaled(w, w_scale, "e2m1", tl.trans(x_codes), x_scale, "e2m1", acc)
+        else:
+            tokens = _unpacked(x, x_rows, is_token, start, IN, BLOCK_IN)
+            if INPUT == _ROUNDED_HERE:
+                tokens = fp8(tokens.to(tl.float32), input_scale, inverse)
+            if FORM == _FP8_BLOCK:
+                w = _e4m3(_unpacked(codes, rows, is_row, start, IN, BLOCK_IN), tokens.dtype)
+                at = scale_rows * tl.cdiv(IN, _FP8_BLOCK_SIZE) + start // _FP8_BLOCK_SIZE
+                scale = tl.load(block_scale + at, mask=is_row, other=0.0)  # BLOCK_IN columns are within a block
+                acc += tl.dot(w, tl.trans(tokens), input_precision="ieee") * scale[:, None]
+            elif FORM == _MXFP4 and tokens.dtype == tl.bfloat16:
+                w = _packed(codes, rows, is_row, start, IN, BLOCK_IN)
+                scale = _scales(block_scale, scale_rows, is_row, start, IN, BLOCK_IN, 32)
+                acc = tl.dot_scaled(w, scale, "e2m1", tl.trans(tokens), None, "bf16", acc, fast_math=True)
+            elif INPUT != _AS_THEY_ARE:  # FP8
+                w = _unpacked(codes, rows, is_row, start, IN, BLOCK_IN)
+                acc = tl.dot(w, tl.trans(tokens), acc)
+            else:
+                w = _weights(codes, block_scale, rows, scale_rows, is_row, start, tokens.dtype, OUT, IN, BLOCK_IN, FORM)
+                acc = tl.dot(w, tl.trans(tokens), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _unpacked(tensor, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.constexpr):
+    columns = start + tl.arange(0, BLOCK_IN)
+    is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN)[None, :]
+    return tl.load(tensor + rows[:, None] * IN + columns[None, :], mask=is_in, other=0.0)
+
+
+@triton.jit
+def _packed(codes, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.constexpr):
+    columns = start // 2 + tl.arange(0, BLOCK_IN // 2)
+    is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN // 2)[None, :]
+    return tl.load(codes + rows[:, None] * (IN // 2) + columns[None, :], mask=is_in, other=0)
+
+
+@triton.jit
+def _scales(block_scale, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.constexpr, SIZE: tl.constexpr):
+    columns = start // SIZE + tl.arange(0, BLOCK_IN // SIZE)
+    is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN // SIZE)[None, :]
+    other: tl.constexpr = 0 if block_scale.dtype.element_ty == tl.uint8 else 0.0
+    return tl.load(block_scale + rows[:, None] * (IN // SIZE) + columns[None, :], mask=is_in, other=other)
+
+
+@triton.jit
+def _weights(
+    codes,
+    block_scale,
+    rows,
+    scale_rows,
+    is_row,
+    start,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """[OUT, BLOCK_IN] in DTYPE, with their block scales."""
+    if FORM == _PLAIN:
+        return _unpacked(codes, rows, is_row, start, IN, BLOCK_IN).to(DTYPE)
+    elif FORM == _FP8:
+        return _e4m3(_unpacked(codes, rows, is_row, start, IN, BLOCK_IN), DTYPE)
+    else:
+        pairs = _packed(codes, rows, is_row, start, IN, BLOCK_IN).to(tl.uint32)
+        size: tl.constexpr = 16 if FORM == _NVFP4 else 32
+        scale = _scales(block_scale, scale_rows, is_row, start, IN, BLOCK_IN, size)
+        if FORM == _INT4:
+            low, high = _int4(pairs & 15, DTYPE), _int4(pairs >> 4, DTYPE)
+            scale = scale.to(DTYPE)
+        else:
+            low, high = _e2m1(pairs & 15, 0, DTYPE), _e2m1(pairs & 240, 4, DTYPE)
+            scale = _e8m0(scale, DTYPE) if FORM == _MXFP4 else _e4m3(scale, DTYPE)
+        blocks = tl.reshape(tl.interleave(low, high), (OUT, BLOCK_IN // size, size))
+        return tl.reshape(blocks * scale[:, :, None], (OUT, BLOCK_IN))
+
+
+# Conversions by bits, since those of the hardware take a quarter to an eighth of its other instructions' rate: a code
+# shifted to where DTYPE has its exponent is the number, but for a constant power of two. Shifts are products, which
+# take one instruction for sign and magnitude.
+
+
+@triton.jit
+def _e2m1(code, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+    """uint32, code << SHIFT of an E2M1 number -> DTYPE."""
+    if DTYPE == tl.float32:
+        bits = (code * ((1 << (28 - SHIFT)) | (1 << (22 - SHIFT)))) & 0x81C00000
+        return bits.to(tl.uint32).to(DTYPE, bitcast=True) * 2.0**126
+    elif DTYPE == tl.float16:
+        bits = (code * ((1 << (12 - SHIFT)) | (1 << (9 - SHIFT)))) & 0x8E00
+        return bits.to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**14
+    else:
+        bits = (code * ((1 << (12 - SHIFT)) | (1 << (6 - SHIFT)))) & 0x81C0
+        return bits.to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def _e4m3(code, DTYPE: tl.constexpr):
+    """float8_e4m3fn, not NaN -> DTYPE."""
+    signed = code.to(tl.int8, bitcast=True).to(tl.int32)  # copies of the sign fill the bits above the magnitude
+    if DTYPE == tl.float32:
+        return ((signed << 20) & -0x78100000).to(DTYPE, bitcast=True) * 2.0**120
+    elif DTYPE == tl.float16:
+        return ((signed << 7) & 0xBF80).to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**8
+    else:
+        return ((signed << 4) & 0x87F0).to(tl.uint16).to(DTYPE, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def _int4(code, DTYPE: tl.constexpr):
+    """uint32 nibble -> DTYPE, code - 8: the last bits of a number whose unit is 1."""
+    if DTYPE == tl.float32:
+        return (code | 0x4B000000).to(tl.uint32).to(DTYPE, bitcast=True) - 8388616.0
+    elif DTYPE == tl.float16:
+        return (code | 0x6400).to(tl.uint16).to(DTYPE, bitcast=True) - 1032.0
+    else:
+        return (code | 0x4300).to(tl.uint16).to(DTYPE, bitcast=True) - 136.0
+
+
+@triton.jit
+def _e8m0(code, DTYPE: tl.constexpr):
+    """uint8 -> 2 ** (code - 127), in float32 and bfloat16."""
+    if DTYPE == tl.float32:
+        bits = code.to(tl.uint32) << 23
+        return tl.where(bits == 0, 1 << 22, bits).to(tl.uint32).to(tl.float32, bitcast=True)
+    else:
+        bits = code.to(tl.uint16) << 7
+        return tl.where(bits == 0, 1 << 6, bits).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def rows_of_scales(block_rows, num_block_rows, expert, features, rows, is_row, FORM: tl.constexpr):
+    """Rows of `block_scale`: those of the weight, but for FP8 blocks, which `block_rows` int32 [out] has."""
+    if FORM == _FP8_BLOCK:
+        return expert * num_block_rows + tl.load(block_rows + features, mask=is_row, other=0)
+    else:
+        return rows
