@@ -11,7 +11,11 @@ from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_IN: Final = 128  # an FP8 block has one scale for as many columns
-_CODES: Final = {PLAIN: FLOATS, FP8: torch.float8_e4m3fn, FP8_BLOCK: torch.float8_e4m3fn}
+_CODES: Final[dict[int, tuple[torch.dtype, ...]]] = {
+    PLAIN: FLOATS,
+    FP8: (torch.float8_e4m3fn,),
+    FP8_BLOCK: (torch.float8_e4m3fn,),
+}
 _BLOCK_SCALES: Final = {FP8_BLOCK: (torch.float32,), MXFP4: (torch.uint8,), NVFP4: (torch.float8_e4m3fn,), INT4: FLOATS}
 _BLOCK_COLUMNS: Final = {MXFP4: 32, NVFP4: 16, INT4: 32}
 FORMS: Final = (PLAIN, FP8, FP8_BLOCK, MXFP4, NVFP4, INT4)
@@ -45,7 +49,7 @@ class PackedMatrix:
     def check(self) -> None:
         """Raises ValueError for tensors that the kernels would misread."""
         *experts, out_size, _ = self.codes.shape
-        check_tensor("codes", self.codes, dtype=_CODES.get(self.form, torch.uint8), shape=self.codes.shape)
+        check_tensor("codes", self.codes, dtype=_CODES.get(self.form, (torch.uint8,)), shape=self.codes.shape)
         if self.form in _BLOCK_SCALES:
             assert self.block_scale is not None
             blocks = [*experts, *self._block_shape()]

@@ -1,19 +1,10 @@
-"""Experts and sinks as ops: both ways of running experts agree, and a row gets what it gets alone."""
+"""Experts and sinks as ops: experts in either form agree, and a row gets what it gets alone."""
 
 import pytest
 import torch
 
-from dflash_trt.backends.torch import moe as torch_moe
 from dflash_trt.backends.torch.attention import attend_rows, plan_attention
-from dflash_trt.backends.torch.moe import (
-    Choice,
-    chosen_experts,
-    has_grouped_gemm,
-    run_all_experts,
-    run_chosen_experts,
-    run_grouped_experts,
-    separated,
-)
+from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts, separated
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import AttentionMask
@@ -64,30 +55,13 @@ def rows_and_choice(moe: Moe, experts: Experts[torch.Tensor], num_rows: int) -> 
 
 
 @SPECS
-@pytest.mark.parametrize("num_rows", [1, 37])
-def test_a_grouped_gemm_gives_what_running_the_chosen_ones_gives(moe: Moe, num_rows: int) -> None:
-    experts = random_experts(moe)
-    x, choice = rows_and_choice(moe, experts, num_rows)
-    assert has_grouped_gemm(x)
-    expected = run_chosen_experts(x, experts, moe, choice)
-    torch.testing.assert_close(run_grouped_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
-    other = Choice((choice.expert_ids + 1) % moe.num_experts, choice.weights)
-    assert (run_grouped_experts(x, experts, moe, other) - expected).abs().max() > 0.01
-
-
-@SPECS
-def test_running_all_experts_gives_what_running_the_chosen_ones_gives(
-    moe: Moe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_separate_experts_give_what_stacked_ones_give(moe: Moe) -> None:
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, 37)
     expected = run_chosen_experts(x, experts, moe, choice)
-    torch.testing.assert_close(run_all_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(run_chosen_experts(x, separated(experts), moe, choice), expected, rtol=0, atol=1e-6)
-    monkeypatch.setattr(torch_moe, "_MAX_HIDDEN_ELEMENTS", 10 * moe.num_experts * HIDDEN)  # ten rows at once
-    torch.testing.assert_close(run_all_experts(x, experts, moe, choice), expected, rtol=0, atol=1e-6)
     other = Choice(choice.expert_ids, choice.weights.flip(1))
-    assert (run_all_experts(x, experts, moe, other) - expected).abs().max() > 0.01
+    assert (run_chosen_experts(x, separated(experts), moe, other) - expected).abs().max() > 0.01
 
 
 @SPECS
@@ -107,7 +81,6 @@ def test_experts_that_nobody_chose_are_not_run(moe: Moe) -> None:
     unused = [e for e in range(moe.num_experts) if e not in choice.expert_ids]
     assert len(unused) >= 10
     experts.gate_up.weight[unused] = torch.nan
-    assert torch.equal(run_all_experts(x, experts, moe, choice).isfinite(), torch.ones_like(x, dtype=torch.bool))
     experts.down.weight[unused] = torch.nan
     assert torch.equal(run_chosen_experts(x, experts, moe, choice), expected)
 

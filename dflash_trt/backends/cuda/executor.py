@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.linear import prepare_device_linear
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
@@ -28,9 +29,9 @@ from dflash_trt.backends.torch.loading import (
     limits_of,
     load_network,
     states_of,
+    with_experts,
     with_linears,
 )
-from dflash_trt.backends.torch.moe import has_grouped_gemm
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
@@ -79,7 +80,7 @@ class TorchGpuExecutor:
         self._ranks = ranks
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
-        self.network = with_linears(network, prepare_device_linear)
+        self.network = with_linears(with_experts(network, prepare_device_experts), prepare_device_linear)
         self.limits = limits_of(
             network,
             page_plan,
@@ -102,9 +103,6 @@ class TorchGpuExecutor:
             dtype=activation_dtype(network),
             device=device,
         )
-        # Experts without a grouped GEMM: a prefill step had better ask the host which are chosen than run all.
-        has_experts = network.target.num_expert_layers > 0
-        self._asks_host = has_experts and not has_grouped_gemm(network.target_weights.embedding)
         self._device = device
         self._shapes = StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
@@ -181,7 +179,7 @@ class TorchGpuExecutor:
             self._staging.stage(padding, shape)
             with self.on_stream():
                 self._staging.upload()
-                if self._is_captured(shape):
+                if shape.has_graph:
                     self.graphs.capture(shape, partial(self._enqueue, shape))
                 else:
                     self._enqueue(shape)
@@ -222,30 +220,22 @@ class TorchGpuExecutor:
             self._staging.upload()
             self._staging.assemble(shape)
             inputs = self._staging.inputs(shape)
-            ops: Any = TorchGpuOps(inputs, self._resources, may_ask_host=True, num_draft_tokens=0, ranks=self._ranks)
+            ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
 
     def _run(self, shape: StepShape) -> None:
-        if self._is_captured(shape):
+        if shape.has_graph:
             self.graphs.run(shape, partial(self._enqueue, shape))
         else:
             self._enqueue(shape)
-
-    def _is_captured(self, shape: StepShape) -> bool:
-        return shape.has_graph and (shape.is_decode or not self._asks_host)
 
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
         self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         ops: Any = TorchGpuOps(
-            inputs,
-            self._resources,
-            num_draft_tokens=shape.num_draft_tokens,
-            outputs=outputs,
-            ranks=self._ranks,
-            may_ask_host=not self._is_captured(shape),
+            inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs, ranks=self._ranks
         )
         result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:

@@ -2,7 +2,6 @@
 
 Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
 they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
-The one exception: without a grouped GEMM, a prefill step of a target with experts asks which are chosen.
 One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
 interpreter, in float32, for tests.
 """
@@ -15,14 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
-from dflash_trt.backends.torch.moe import (
-    chosen_experts,
-    has_grouped_gemm,
-    run_all_experts,
-    run_chosen_experts,
-    run_grouped_experts,
-)
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
@@ -44,17 +37,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     store_draft_context,
 )
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import (
-    Acceptance,
-    Cache,
-    Experts,
-    KvDestination,
-    Linear,
-    Rows,
-    StackedExperts,
-    StepInputs,
-    TokenBlocks,
-)
+from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
 
 
@@ -206,17 +189,13 @@ class TorchGpuOps:
         num_draft_tokens: int,
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
-        may_ask_host: bool = False,
     ) -> None:
-        """`outputs` is where sampling writes, when the caller wants it at a fixed place. A step that is never captured
-        in a graph `may_ask_host` which experts are chosen, where the device cannot go on without.
-        """
+        """`outputs` is where sampling writes, when the caller wants it at a fixed place."""
         self._inputs = inputs
         self._resources = resources
         self._num_draft_tokens = num_draft_tokens
         self._outputs = outputs
         self._ranks = ranks
-        self._may_ask_host = may_ask_host
 
     def embedding(self, table: Value, token_ids: Value) -> Tensor:
         return F.embedding(_tensor(token_ids), _tensor(table))
@@ -241,13 +220,8 @@ class TorchGpuOps:
         return Gated(_tensor(gate_up))
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
-        assert isinstance(experts, StackedExperts)
-        choice = chosen_experts(self.linear(x, experts.router), moe)
-        rows = _tensor(x)
-        if has_grouped_gemm(rows):
-            return run_grouped_experts(rows, experts, moe, choice)
-        run_experts = run_chosen_experts if self._may_ask_host else run_all_experts
-        return run_experts(rows, experts, moe, choice)
+        assert isinstance(experts, DeviceExperts)
+        return run_device_experts(_tensor(x), self.linear(x, experts.router), experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:
         return torch.split(_tensor(x), list(sizes), dim=-1)

@@ -1,8 +1,7 @@
 """A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
 
-Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. On a CPU the host looks at the choice and runs
-the experts that somebody chose. On a GPU a captured step cannot: PyTorch's grouped GEMM reads the choice on the device.
-Where there is none, every row goes through every expert and those not chosen weigh nothing.
+Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. The host looks at the choice and runs the
+experts that somebody chose; a GPU has kernels that need not ask it (`backends/cuda/experts.py`).
 """
 
 from collections.abc import Callable
@@ -18,9 +17,6 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, expert_of
 from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
-
-_MAX_HIDDEN_ELEMENTS = 1 << 27  # of all experts' hidden rows together: a quarter of a GiB in bfloat16
-
 
 ApplyLinear = Callable[[Tensor, Linear[Tensor]], Tensor]  # x [N, in], one expert's linear -> [N, out]
 
@@ -95,46 +91,6 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
     )
 
 
-def run_all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice: Choice) -> Tensor:
-    """The same without a word to the host, for a step that may be captured in a graph."""
-    weights = x.new_zeros(len(x), moe.num_experts).scatter_(1, choice.expert_ids, choice.weights)
-    widest = max(2 * moe.intermediate_size, x.shape[1])
-    rows_at_once = max(1, _MAX_HIDDEN_ELEMENTS // (moe.num_experts * widest))
-    parts = [
-        _all_experts(rows, experts, moe, row_weights)
-        for rows, row_weights in zip(torch.split(x, rows_at_once), torch.split(weights, rows_at_once), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def has_grouped_gemm(x: Tensor) -> bool:
-    """True if PyTorch has one for these rows that never asks the host: its own kernels are for bfloat16 on SM90 and
-    SM100, and what it does elsewhere on a GPU reads the groups back. A CPU takes any type.
-    """
-    if not hasattr(F, "grouped_mm"):  # from PyTorch 2.10 on
-        return False
-    return not x.is_cuda or (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10))
-
-
-def run_grouped_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, choice: Choice) -> Tensor:
-    """The same: the rows of all experts in one GEMM. A row adds up its results in the order of its choice."""
-    num_chosen = choice.expert_ids.shape[1]
-    chosen = choice.expert_ids.flatten()
-    places = chosen.argsort(stable=True)
-    expert_ids = chosen[places]
-    ones = torch.ones_like(expert_ids, dtype=torch.int32)
-    num_rows = ones.new_zeros(moe.num_experts).index_add_(0, expert_ids, ones)  # bincount would ask the device
-    ends = num_rows.cumsum(0, dtype=torch.int32)
-    gate_up = F.grouped_mm(x[places // num_chosen], _plain(experts.gate_up).transpose(1, 2), offs=ends)
-    if experts.gate_up.bias is not None:
-        gate_up += experts.gate_up.bias[expert_ids]
-    results = F.grouped_mm(activated(gate_up, moe), _plain(experts.down).transpose(1, 2), offs=ends)
-    if experts.down.bias is not None:
-        results += experts.down.bias[expert_ids]
-    by_row = torch.empty_like(results).index_copy_(0, places, results * choice.weights.flatten()[places, None])
-    return by_row.view(len(x), num_chosen, -1).sum(dim=1)
-
-
 def _mlp(experts: Experts[Tensor], index: int) -> Mlp[Tensor]:
     assert isinstance(experts, StackedExperts)
     return Mlp(gate_up=_expert(experts.gate_up, index), down=_expert(experts.down, index))
@@ -144,23 +100,6 @@ def _expert(linear: Linear[Tensor], index: int) -> Linear[Tensor]:
     weight = linear.weight
     weight = expert_of(weight, index) if isinstance(weight, QuantizedWeight) else weight[index]
     return replace(linear, weight=weight, bias=None if linear.bias is None else linear.bias[index])
-
-
-def _all_experts(x: Tensor, experts: StackedExperts[Tensor], moe: Moe, weights: Tensor) -> Tensor:
-    gate_up = torch.matmul(x, _plain(experts.gate_up).transpose(1, 2))  # [E, N, 2F]
-    if experts.gate_up.bias is not None:
-        gate_up += experts.gate_up.bias[:, None]
-    # Zero where not chosen, so that nothing an expert makes of a row it did not get can reach the sum.
-    hidden = activated(gate_up, moe).masked_fill_((weights.t() == 0)[..., None], 0)
-    results = torch.bmm(hidden, _plain(experts.down).transpose(1, 2))  # [E, N, H]
-    if experts.down.bias is not None:
-        results += experts.down.bias[:, None]
-    return torch.einsum("enh,ne->nh", results, weights)
-
-
-def _plain(linear: Linear[Tensor]) -> Tensor:
-    assert isinstance(linear.weight, Tensor)
-    return linear.weight
 
 
 def activated(gate_up: Tensor, moe: Moe) -> Tensor:

@@ -1,0 +1,54 @@
+"""Experts on a GPU: packed in its memory, four launches behind the router's GEMM, and nothing that asks the host."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dflash_trt.backends.cuda.packed import packed_matrix
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
+from dflash_trt.kernels.packed_matrix import PackedMatrix
+from dflash_trt.kernels.routing_launch import Router, new_ticket, route
+from dflash_trt.network.ops import Experts, StackedExperts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceExperts(Experts[Tensor]):
+    """Experts of one rank."""
+
+    gate_up: PackedMatrix  # [E, 2F, H]
+    down: PackedMatrix  # [E, H, F]
+    ticket: Tensor  # int32 [1]
+
+
+def prepare_device_experts(experts: Experts[Tensor]) -> DeviceExperts:
+    """The experts of a layer as `run_device_experts` wants them; once, at load."""
+    assert isinstance(experts, StackedExperts)
+    gate_up, down = packed_matrix(experts.gate_up), packed_matrix(experts.down)
+    return DeviceExperts(
+        router=experts.router,
+        num_experts=experts.num_experts,
+        first_expert=experts.first_expert,
+        gate_up=gate_up,
+        down=down,
+        ticket=new_ticket(down.codes.device),
+    )
+
+
+def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
+    """x [N, H] and the router's logits [N, moe.num_experts] -> [N, H]; experts of other ranks add nothing."""
+    router = Router(
+        kind=moe.routing,
+        num_chosen=moe.num_experts_per_token,
+        normalizes=moe.normalizes_top_k,
+        first_expert=experts.first_expert,
+        num_here=None if experts.num_experts == moe.num_experts else experts.num_experts,
+    )
+    packed = PackedExperts(
+        gate_up=experts.gate_up,
+        down=experts.down,
+        activation=moe.activation,
+        limit=moe.limit or 0.0,
+        alpha=moe.alpha or 0.0,
+    )
+    return run_experts(x.contiguous(), packed, route(logits, router, experts.ticket))

@@ -1,0 +1,79 @@
+"""Weights as the kernels of `packed_product.py` read them: packed, with their scales prepared once, at load."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dflash_trt.formats.base import QuantizedWeight, row_scale
+from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
+from dflash_trt.formats.fp8_block import Fp8BlockWeight
+from dflash_trt.formats.int4 import Int4Weight
+from dflash_trt.formats.mxfp4 import Mxfp4Weight
+from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.kernels.packed_matrix import PackedMatrix
+from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.network.ops import Linear
+
+FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
+    Fp8Weight: FP8,
+    Fp8RowWeight: FP8,
+    Fp8BlockWeight: FP8_BLOCK,
+    Mxfp4Weight: MXFP4,
+    Nvfp4Weight: NVFP4,
+    Int4Weight: INT4,
+}
+
+
+def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
+    """One matrix, or those of a layer's experts. Reads scales back to the host.
+
+    Raises:
+        ValueError: no kernel reads such a tensor.
+    """
+    weight = linear.weight
+    bias = None if linear.bias is None else linear.bias.contiguous()
+    if not isinstance(weight, QuantizedWeight):
+        matrix = PackedMatrix(form=PLAIN, codes=weight.contiguous(), bias=bias)
+    else:
+        tensors = weight.tensors()
+        block_scale = tensors.get("block_scale")
+        matrix = PackedMatrix(
+            form=FORMS[type(weight)],
+            codes=tensors["codes"].contiguous(),
+            block_scale=None if block_scale is None else block_scale.contiguous(),
+            block_rows=_block_rows(weight),
+            row_scale=_row_scale(weight),
+            input_scale=_input_scale(weight),
+            bias=bias,
+        )
+    matrix.check()
+    return matrix
+
+
+def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]
+    """The scales of weights and inputs together."""
+    scale = None if weight.weight_scale is None else row_scale(weight)
+    if weight.input_scale is None:
+        return None if scale is None else scale.contiguous()
+    repeats = torch.tensor(weight.segments, device=weight.input_scale.device)
+    of_inputs = weight.input_scale.repeat_interleave(repeats, dim=-1)
+    return of_inputs if scale is None else scale * of_inputs
+
+
+def _input_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., 1 or segments]
+    scale = weight.input_scale
+    if scale is None:
+        return None
+    is_shared = bool((scale == scale[..., :1]).all())
+    return (scale[..., :1] if is_shared else scale).contiguous()
+
+
+def _block_rows(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # int32 [out]
+    if not isinstance(weight, Fp8BlockWeight):
+        return None
+    rows_per_block, rows, first = weight.rows_per_block["block_scale"], [], 0
+    for num_rows, num_blocks in zip(weight.segments, weight.rows_of("block_scale", weight.segments), strict=True):
+        rows.append(first + torch.arange(num_rows, dtype=torch.int32) // rows_per_block)
+        first += num_blocks
+    return torch.cat(rows).to(weight.block_scale.device)
