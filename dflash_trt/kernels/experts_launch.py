@@ -76,8 +76,8 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
     hidden, hidden_block_scale = _new_hidden(x, down, routing.order.numel())
     expert_gate_up_kernel[(routing.num_tiles, -(-down.in_size // GATE_OUT))](
         x,
-        gate_up.codes,
-        _or(gate_up.block_scale, x),
+        gate_up.codes_argument,
+        gate_up.block_scale_argument,
         _or(gate_up.block_rows, x),
         _or(gate_up.row_scale, x),
         _or(gate_up.bias, x),
@@ -107,8 +107,8 @@ def _down(
     expert_down_kernel[(routing.num_tiles, -(-down.out_size // DOWN_OUT))](
         hidden,
         hidden_block_scale,
-        down.codes,
-        _or(down.block_scale, results),
+        down.codes_argument,
+        down.block_scale_argument,
         _or(down.block_rows, results),
         _or(down.row_scale, results),
         _or(down.bias, results),

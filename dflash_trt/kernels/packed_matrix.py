@@ -46,6 +46,18 @@ class PackedMatrix:
         """True if gate and up rows see activations that are quantized with scales of their own."""
         return self.input_scale is not None and self.input_scale.shape[-1] == 2
 
+    @property
+    def codes_argument(self) -> Tensor:
+        """As a kernel reads it: GPUs before SM89 have no FP8, and need none to dequantize it."""
+        return _bytes(self.codes) if self.input_scale is None else self.codes
+
+    @property
+    def block_scale_argument(self) -> Tensor:
+        """Any tensor stands in for one that is not read."""
+        if self.block_scale is None:
+            return self.codes_argument
+        return _bytes(self.block_scale) if self.input_scale is None else self.block_scale
+
     def check(self) -> None:
         """Raises ValueError for tensors that the kernels would misread."""
         *experts, out_size, _ = self.codes.shape
@@ -76,3 +88,7 @@ class PackedMatrix:
         if self.form == FP8_BLOCK:
             return None, -(-self.in_size // BLOCK_IN)
         return self.out_size, self.in_size // _BLOCK_COLUMNS[self.form]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -83,7 +83,8 @@ def product(
 def _unpacked(tensor, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.constexpr):
     columns = start + tl.arange(0, BLOCK_IN)
     is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN)[None, :]
-    return tl.load(tensor + rows[:, None] * IN + columns[None, :], mask=is_in, other=0.0)
+    other: tl.constexpr = 0 if tensor.dtype.element_ty == tl.uint8 else 0.0
+    return tl.load(tensor + rows[:, None] * IN + columns[None, :], mask=is_in, other=other)
 
 
 @triton.jit
@@ -155,7 +156,7 @@ def _e2m1(code, SHIFT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _e4m3(code, DTYPE: tl.constexpr):
-    """float8_e4m3fn, not NaN -> DTYPE."""
+    """float8_e4m3fn, not NaN, or its byte -> DTYPE."""
     signed = code.to(tl.int8, bitcast=True).to(tl.int32)  # copies of the sign fill the bits above the magnitude
     if DTYPE == tl.float32:
         return ((signed << 20) & -0x78100000).to(DTYPE, bitcast=True) * 2.0**120

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.kernels.exact_fp8 import convert_exactly
+from tests.kernels.exact_scaled_dot import scales_exactly
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +18,13 @@ def exact_fp8(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_exactly(interpreter._convert_float))
+
+
+@pytest.fixture
+def exact_codes(exact_fp8: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 and NVFP4; see exact_scaled_dot.py."""
+    if device.type == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter, "_dot_scaled_scale_to_f32", scales_exactly(interpreter._dot_scaled_scale_to_f32))

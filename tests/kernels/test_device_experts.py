@@ -9,7 +9,6 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, segment_amax
 from dflash_trt.formats.registry import weight_formats
 from dflash_trt.network.ops import Linear, StackedExperts
-from tests.kernels.exact_scaled_dot import scales_exactly
 
 HIDDEN, FFN = 128, 64
 MOE = Moe(num_experts=6, num_experts_per_token=2, intermediate_size=FFN, routing="softmax_top_k", normalizes_top_k=True)
@@ -35,15 +34,6 @@ def make_experts(format_name: str) -> StackedExperts[torch.Tensor]:
         gate_up=quantized_linear(format_name, (MOE.num_experts, 2 * FFN, HIDDEN), (FFN, FFN), 1),
         down=quantized_linear(format_name, (MOE.num_experts, HIDDEN, FFN), (HIDDEN,), 2),
     )
-
-
-@pytest.fixture
-def exact_codes(exact_fp8: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        return
-    from triton.runtime import interpreter
-
-    monkeypatch.setattr(interpreter, "_dot_scaled_scale_to_f32", scales_exactly(interpreter._dot_scaled_scale_to_f32))
 
 
 @pytest.mark.parametrize("format_name", sorted(weight_formats()))

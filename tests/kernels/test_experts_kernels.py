@@ -15,7 +15,6 @@ from dflash_trt.kernels import experts_launch, routing_launch
 from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
 from dflash_trt.kernels.routing_launch import Router, Routing, new_ticket, route
 from tests.kernels import reference_experts
-from tests.kernels.exact_scaled_dot import scales_exactly
 from tests.kernels.packed_weights import Weight, make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,15 +32,6 @@ CLAMPED = Moe(
 )
 SILU = CLAMPED.model_copy(update={"activation": "silu"})
 WEIGHT_ONLY = ["plain", "fp8", "fp8_block", "mxfp4", "nvfp4", "int4"]
-
-
-@pytest.fixture
-def exact_codes(exact_fp8: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    monkeypatch.setattr(interpreter, "_dot_scaled_scale_to_f32", scales_exactly(interpreter._dot_scaled_scale_to_f32))
 
 
 def make_experts(

@@ -1,6 +1,6 @@
 """Linears prepared for a GPU against the definition of the formats; a CPU emulates the FP8 product."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_trt.backends.cuda.linear import (
     DeviceFp8Weight,
-    DeviceInt4Weight,
+    DevicePackedWeight,
     Plain,
     apply_device_linear,
     prepare_device_linear,
@@ -16,11 +16,14 @@ from dflash_trt.backends.cuda.linear import (
 from dflash_trt.backends.graphs import waits_raise
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import weight_format as known_format
+from dflash_trt.formats.registry import weight_formats
+from dflash_trt.kernels import packed_linear_launch, quantize_fp8_launch, quantize_nvfp4_launch
 from dflash_trt.network.ops import Linear
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
 
 SEGMENTS = (32, 16, 48)
-FORMATS = ["fp8", "nvfp4", "nvfp4_w4a16"]
+pytestmark = pytest.mark.usefixtures("exact_codes")
+FORMATS = sorted(weight_formats())
 # float32 sums in another order: measured on a CPU, 3.7e-7. FP8 units sum with fewer bits: not measured on a GPU.
 SUM_TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-6
 
@@ -30,8 +33,9 @@ def quantized_weight(weight_format, *, input_amax=(3.0, 3.0, 3.0), are_equal=Fal
     ranges = segment_amax(weight, SEGMENTS)
     if are_equal:
         ranges = ranges.amax().expand(3).clone()
-    amax = None if weight_format == "nvfp4_w4a16" else torch.tensor(input_amax)
-    return known_format(weight_format).quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
+    known = known_format(weight_format)
+    amax = torch.tensor(input_amax) if known.has_input_scale else None
+    return known.quantize(weight, segments=SEGMENTS, weight_amax=ranges, input_amax=amax)
 
 
 def moved(weight, device):
@@ -54,8 +58,8 @@ def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, ar
     weight, x = quantized_weight(weight_format, input_amax=input_amax, are_equal=are_equal), activations()
     prepared, found = run(weight, x, device)
     assert relative(found, defined_output(x, weight, weight_format)) < SUM_TOLERANCE
-    kind = {"fp8": DeviceFp8Weight, "nvfp4_w4a16": DeviceInt4Weight}.get(weight_format)
-    assert kind is None or isinstance(prepared, kind)
+    kind = DeviceFp8Weight if weight_format == "fp8" else DevicePackedWeight
+    assert isinstance(prepared, kind)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -63,7 +67,12 @@ def test_another_scale_gives_another_output(weight_format, device):
     """The negative control."""
     weight, x = quantized_weight(weight_format), activations()
     expected = defined_output(x, weight, weight_format)
-    weight.weight_scale[1] *= 1.1
+    if weight.weight_scale is not None:
+        weight.weight_scale[1] *= 1.1
+    elif weight.block_scale.is_floating_point():
+        weight.block_scale[1] *= 1.1
+    else:
+        weight.block_scale[1] += 1
     assert relative(run(weight, x, device)[1], expected) > 5 * SUM_TOLERANCE
 
 
@@ -84,19 +93,58 @@ def test_plain_weights_are_left_alone(device):
 class NoHost(TorchDispatchMode):
     """Raises where a tensor of the host meets one of the device, which here is "meta": it has no content to read."""
 
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
         tensors = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
         assert {x.device.type for x in tensors} <= {"meta"}, func
         return func(*args, **(kwargs or {}))
 
 
-def test_4_bit_weights_are_multiplied_without_a_word_to_the_host():
-    prepared = prepare_device_linear(Linear(weight=quantized_weight("nvfp4_w4a16")), torch.bfloat16)
-    linear, x = Linear(weight=moved(prepared.weight, "meta")), torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
-    with NoHost():
+class Launches:
+    """Stands in for a kernel, which has nothing to read on "meta"; counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            assert {x.device.type for x in args if isinstance(x, torch.Tensor)} == {"meta"}
+            self.count += 1
+
+        return launch
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_layer_takes_one_gemm_and_one_quantization_without_a_word_to_the_host(weight_format, monkeypatch):
+    gemm, quantizations = Launches(), Launches()
+    monkeypatch.setattr(packed_linear_launch, "packed_linear_kernel", gemm)
+    monkeypatch.setattr(quantize_nvfp4_launch, "quantize_nvfp4_kernel", quantizations)
+    monkeypatch.setattr(quantize_fp8_launch, "quantize_fp8_kernel", quantizations)
+    prepared = prepare_device_linear(Linear(weight=quantized_weight(weight_format, are_equal=True)), torch.bfloat16)
+    x = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")
+    linear = on_meta(prepared)
+    with NoHost() as seen:
         assert apply_device_linear(Plain(x), linear).shape == (5, 96)
+        scaled_mms = sum("_scaled_mm" in name for name in seen.names)
         with pytest.raises(AssertionError):  # the negative control
             x * torch.ones(())
+    assert gemm.count + scaled_mms == 1
+    assert quantizations.count == known_format(weight_format).has_input_scale
+
+
+def on_meta(value):
+    """Every tensor of a prepared layer."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, tuple):
+        return tuple(on_meta(item) for item in value)
+    if is_dataclass(value):
+        return replace(value, **{item.name: on_meta(getattr(value, item.name)) for item in fields(value)})
+    return value
 
 
 @pytest.mark.gpu

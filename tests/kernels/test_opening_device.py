@@ -40,7 +40,7 @@ def test_a_gpu_without_triton_is_refused_rather_than_left_idle(monkeypatch):
 
 FP8_PAGES = QuantizationSpec(target_kv=(LayerKvScales(),))
 DRAFT_FP8_PAGES = QuantizationSpec(draft_kv=(LayerKvScales(),))
-H200, A10, L4 = (9, 0), (8, 6), (8, 9)
+B200, H200, A10, L4 = (10, 0), (9, 0), (8, 6), (8, 9)
 
 
 def linears(weight_format):
@@ -59,10 +59,9 @@ def on_gpu(monkeypatch, capability):
         (
             H200,
             linears("nvfp4"),
-            "linear layers: expected fp8, nvfp4_w4a16 or unquantized weights on a GPU, found nvfp4 (no GPU kernel "
-            "yet) in target.layers.0.qkv and 2 more. Build with --quantization nvfp4_w4a16 "
-            "or fp8, or",
+            "format nvfp4: expected a GPU of compute capability 10.0 or newer, found 9.0. Use `fp8` for speed, or",
         ),
+        (A10, linears("fp8"), "format fp8: expected a GPU of compute capability 8.9 or newer, found 8.6. Use"),
         (
             A10,
             FP8_PAGES,
@@ -87,7 +86,8 @@ def test_formats_that_a_gpu_cannot_run_are_refused_before_loading(
     [
         (H200, linears("nvfp4_w4a16")),
         (H200, linears("fp8")),
-        (A10, linears("fp8")),  # the weights are unpacked there
+        (B200, linears("nvfp4")),
+        *((A10, linears(name)) for name in ("nvfp4_w4a16", "fp8_w8a16", "fp8_block", "mxfp4", "int4")),
         (L4, FP8_PAGES),
         (H200, QuantizationSpec()),
     ],

@@ -71,6 +71,7 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
     from dflash_trt.backends.cuda.linear import ACTIVATIONS, WEIGHT_ONLY
+    from dflash_trt.formats.registry import weight_format
 
     yield from unsupported_formats(
         quantization,
@@ -79,6 +80,16 @@ def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]
         why=" (no GPU kernel yet)",
         hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
     )
+    for name in sorted(set(quantization.linears.values())):
+        known = weight_format(name)
+        first = known.first_capability
+        if first is not None and capability < first:
+            yield problem(
+                f"format {name}",
+                expected=f"a GPU of compute capability {first[0]}.{first[1]} or newer",
+                found=f"{capability[0]}.{capability[1]}",
+                hint=f'{known.instead} Or run this engine with device "cpu".',
+            )
     if capability < FP8_CAPABILITY and (quantization.target_kv or quantization.draft_kv):
         yield problem(
             "K/V pages",

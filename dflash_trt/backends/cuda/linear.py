@@ -1,10 +1,11 @@
 """Linear layers on a GPU, prepared once at load so that a step reads no scale back to the host.
 
-Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations; 4-bit
-weights with plain activations stay quantized and are unpacked in each call; the rest is unpacked as on a CPU.
+Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations, with sums
+as the tensor cores keep them. Weights for plain activations stay packed, and a GEMM dequantizes them in registers.
 Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Protocol, cast
@@ -13,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.cuda.packed import FORMS, packed_matrix
 from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_quantized, dequantize
-from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
+from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
-from dflash_trt.formats.nvfp4 import BLOCK_SIZE, E2M1_VALUES, Nvfp4Weight
+from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.kernels.packed_linear_launch import packed_linear
+from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
 
-ACTIVATIONS: Final = (Fp8Weight,)  # classes of weights for which a kernel quantizes activations
-WEIGHT_ONLY: Final = (Nvfp4Weight,)  # classes that stay quantized in the GPU's memory under unquantized activations
+ACTIVATIONS: Final = (Fp8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
+WEIGHT_ONLY: Final = tuple(FORMS)  # classes that stay quantized in the GPU's memory under unquantized activations
 
 
 class Activation(Protocol):
@@ -62,13 +66,10 @@ class DeviceFp8Weight(QuantizedWeight[Tensor]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceInt4Weight(QuantizedWeight[Tensor]):
-    """NVFP4 weights for unquantized activations."""
+class DevicePackedWeight(QuantizedWeight[Tensor]):
+    """Weights that a GEMM dequantizes in registers; each run of segments with the same activations is one."""
 
-    codes: Tensor  # uint8 [out, in / 2]
-    block_scale: Tensor  # float8_e4m3fn [out, in / 16]
-    row_scale: Tensor  # float32 [out]
-    values: Tensor  # [256, 2] in the compute dtype: the two numbers of every byte
+    matrices: tuple[PackedMatrix, ...]
 
 
 def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
@@ -78,8 +79,9 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
         return linear
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
-    if isinstance(weight, Nvfp4Weight) and weight.input_scale is None:
-        return replace(linear, weight=_int4_weight(weight, dtype))
+    if isinstance(weight, Nvfp4Weight) or (isinstance(weight, tuple(FORMS)) and weight.input_scale is None):
+        parts = [packed_matrix(part) for part in _parts_of_one_input(linear, weight)]
+        return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=tuple(parts)))
     if isinstance(weight, QuantizedWeight):
         return replace(linear, weight=dequantize(weight, dtype))
     return linear
@@ -91,12 +93,23 @@ def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tenso
     if isinstance(weight, DeviceFp8Weight):
         return _apply_fp8(activation, weight, linear.bias)
     x = activation.value()
-    if isinstance(weight, DeviceInt4Weight):
-        out = F.linear(x, _dequantized(weight, x.dtype)).mul_(weight.row_scale)
-        return out if linear.bias is None else out.add_(linear.bias)
+    if isinstance(weight, DevicePackedWeight):
+        outs = [packed_linear(x.contiguous(), matrix) for matrix in weight.matrices]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     if isinstance(weight, QuantizedWeight):
         return apply_quantized(x, linear)
     return F.linear(x, weight, linear.bias)
+
+
+def _parts_of_one_input(linear: Linear[Tensor], weight: QuantizedWeight[Tensor]) -> Iterator[Linear[Tensor]]:
+    """The layer in runs of segments whose activations are quantized with the same scale."""
+    scales = [None] * len(weight.segments) if weight.input_scale is None else weight.input_scale.tolist()
+    start = 0
+    for _, group in groupby(zip(scales, weight.segments, strict=True), key=lambda segment: segment[0]):
+        stop = start + sum(rows for _, rows in group)
+        part = slice_quantized(weight, start, stop, lambda tensor, first, end: tensor[first:end])
+        yield Linear(weight=part, bias=None if linear.bias is None else linear.bias[start:stop])
+        start = stop
 
 
 def _has_fp8_gemm(codes: Tensor) -> bool:
@@ -137,26 +150,8 @@ def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | N
             scale_a=piece.input_scale,
             scale_b=piece.weight_scale,
             out_dtype=weight.dtype,
+            use_fast_accum=True,
         )
         outs.append(out if piece.row_scale is None else out.mul_(piece.row_scale))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     return out if bias is None else out.add_(bias)
-
-
-def _int4_weight(weight: Nvfp4Weight[Tensor], dtype: torch.dtype) -> DeviceInt4Weight:
-    numbers = (*E2M1_VALUES, *(-value for value in E2M1_VALUES))
-    pairs = [(numbers[byte & 15], numbers[byte >> 4]) for byte in range(256)]  # the even column is the low nibble
-    return DeviceInt4Weight(
-        segments=weight.segments,
-        input_scale=None,
-        codes=weight.codes,
-        block_scale=weight.block_scale,
-        row_scale=row_scale(weight),
-        values=torch.tensor(pairs, dtype=dtype, device=weight.codes.device),
-    )
-
-
-def _dequantized(weight: DeviceInt4Weight, dtype: torch.dtype) -> Tensor:  # [out, in], without the row scales
-    rows, num_blocks = weight.block_scale.shape
-    values = F.embedding(weight.codes.int(), weight.values).view(rows, num_blocks, BLOCK_SIZE)
-    return values.mul_(weight.block_scale.to(dtype)[..., None]).view(rows, num_blocks * BLOCK_SIZE)
