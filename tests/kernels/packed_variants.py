@@ -1,0 +1,140 @@
+"""The kernels of routing, experts and packed layers with the sizes of gpt-oss, to be compiled ahead and looked at."""
+
+import torch
+
+from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel
+from dflash_trt.kernels.experts_launch import (
+    NUM_STAGES,
+    PackedExperts,
+    down_constants,
+    gate_up_constants,
+    product_warps,
+)
+from dflash_trt.kernels.packed_linear import packed_linear_kernel
+from dflash_trt.kernels.packed_linear_launch import NUM_STAGES as LINEAR_STAGES
+from dflash_trt.kernels.packed_linear_launch import NUM_WARPS as LINEAR_WARPS
+from dflash_trt.kernels.packed_linear_launch import packed_linear_constants
+from dflash_trt.kernels.packed_matrix import PackedMatrix
+from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.routing import routing_kernel
+from dflash_trt.kernels.routing_launch import Router, routing_constants
+from plugins.aot.variant import KernelVariant, pointer
+
+HIDDEN = FFN = 2880
+FORMS = {"plain": PLAIN, "fp8": FP8, "fp8_block": FP8_BLOCK, "mxfp4": MXFP4, "nvfp4": NVFP4, "int4": INT4}
+F, FLOATS, INTS, BYTES = (pointer(dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32, torch.int8))
+E4M3 = pointer(torch.float8_e4m3fn)
+BYTES = BYTES.replace("i8", "u8")
+
+
+def matrix(form: str, out_size: int, in_size: int, *, has_input_scale: bool) -> PackedMatrix:
+    """Shapes alone. With "+" after a 4- or 8-bit form, see `experts_variants`."""
+    packed = form in ("mxfp4", "nvfp4", "int4")
+    codes = torch.empty((2, out_size, in_size // (2 if packed else 1)), device="meta", dtype=torch.uint8)
+    scale = torch.empty((2, 1), device="meta")
+    has_row_scale = form in ("fp8", "nvfp4")
+    return PackedMatrix(
+        form=FORMS[form],
+        codes=codes,
+        row_scale=scale if has_row_scale else None,
+        input_scale=scale if has_input_scale else None,
+        bias=scale,
+    )
+
+
+def types(form: str, *, has_input_scale: bool) -> dict[str, str]:
+    codes = F if form == "plain" else E4M3 if has_input_scale and form == "fp8" else BYTES
+    block_scale = {"fp8_block": FLOATS, "int4": F}.get(form, codes)
+    if form == "nvfp4" and has_input_scale:
+        block_scale = E4M3
+    return {"codes": codes, "block_scale": block_scale, "block_rows": INTS, "row_scale": FLOATS, "bias": F}
+
+
+def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -> tuple[KernelVariant, ...]:
+    """`has_input_scale`: the activations are quantized, too."""
+    weights = types(form, has_input_scale=has_input_scale)
+    gate_up = matrix(form, 2 * FFN, HIDDEN, has_input_scale=has_input_scale)
+    down = matrix(form, HIDDEN, FFN, has_input_scale=has_input_scale)
+    experts = PackedExperts(gate_up=gate_up, down=down, activation="clamped_swiglu", limit=7.0, alpha=1.702)
+    hidden = F if not has_input_scale else E4M3 if form == "fp8" else BYTES
+    sorted_rows = {"order": INTS, "tiles": INTS}
+    name = f"{form}{'_quantized' if has_input_scale else ''}_t{tokens}"
+    options = {"num_warps": product_warps(tokens), "num_stages": NUM_STAGES, "grid": ("num_tiles", "45", "1")}
+    return (
+        KernelVariant(
+            name=f"gate_up_{name}",
+            kernel=expert_gate_up_kernel,
+            signature={
+                "x": F,
+                **weights,
+                "input_scale": FLOATS,
+                **sorted_rows,
+                "hidden": hidden,
+                "hidden_block_scale": E4M3 if has_input_scale else F,
+                "hidden_scale": FLOATS,
+                **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
+                **dict.fromkeys(("limit", "alpha"), "fp32"),
+            },
+            constexprs={"num_chosen": 4, **gate_up_constants(experts, tokens=tokens)},
+            **options,
+        ),
+        KernelVariant(
+            name=f"down_{name}",
+            kernel=expert_down_kernel,
+            signature={
+                "hidden": hidden,
+                "hidden_block_scale": E4M3 if has_input_scale else F,
+                **weights,
+                **sorted_rows,
+                "weights": FLOATS,
+                "results": F,
+                **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
+            },
+            constexprs=down_constants(down, tokens=tokens),
+            **options,
+        ),
+    )
+
+
+def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -> KernelVariant:
+    weights = types(form, has_input_scale=has_input_scale)
+    constants = packed_linear_constants(matrix(form, 4096, 4096, has_input_scale=has_input_scale), num_rows=num_rows)
+    x = BYTES if has_input_scale else F
+    return KernelVariant(
+        name=f"linear_{form}{'_quantized' if has_input_scale else ''}_t{constants['TOKENS']}",
+        kernel=packed_linear_kernel,
+        signature={
+            "x": x,
+            "x_block_scale": E4M3 if has_input_scale else x,
+            **weights,
+            "out": F,
+            "num_rows": "i32",
+            "num_block_rows": "i32",
+        },
+        constexprs=constants,
+        num_warps=LINEAR_WARPS,
+        num_stages=LINEAR_STAGES,
+        grid=("1", "64", "1"),
+    )
+
+
+def routing_variant(num_experts: int, num_chosen: int) -> KernelVariant:
+    router = Router(kind="softmax_top_k", num_chosen=num_chosen, normalizes=True)
+    integers = ("order", "tiles", "ranks", "counts", "ticket")
+    return KernelVariant(
+        name=f"routing_e{num_experts}_k{num_chosen}",
+        kernel=routing_kernel,
+        signature={
+            "logits": F,
+            "choice_bias": INTS,
+            "expert_ids": INTS,
+            "weights": FLOATS,
+            **dict.fromkeys(integers, INTS),
+            **dict.fromkeys(("num_rows", "num_tiles", "first_expert", "num_here"), "i32"),
+            "factor": "fp32",
+        },
+        constexprs=routing_constants(router, num_experts=num_experts, tokens=16),
+        num_warps=4,
+        num_stages=1,
+        grid=("num_rows", "1", "1"),
+    )

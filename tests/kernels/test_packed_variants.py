@@ -1,0 +1,54 @@
+"""Routing, experts and packed layers compile for every architecture, and the right units multiply."""
+
+import json
+import os
+import subprocess
+import sys
+
+COMPILE = """
+import json, re, sys
+from plugins.aot.compile import compile_variant, prepare_compiler
+prepare_compiler(sys.argv[1])
+import triton
+from triton.backends.compiler import GPUTarget
+from plugins.aot.compile import _registers_and_stack
+from tests.kernels.packed_variants import experts_variants, linear_variant, routing_variant
+
+hopper = [
+    routing_variant(128, 4),
+    *experts_variants("mxfp4", tokens=16),
+    *experts_variants("fp8", tokens=64, has_input_scale=True),
+    experts_variants("fp8_block", tokens=64)[1],
+    linear_variant("nvfp4", num_rows=64),
+]
+blackwell = [
+    *experts_variants("mxfp4", tokens=16),
+    *experts_variants("nvfp4", tokens=16, has_input_scale=True),
+    linear_variant("nvfp4", num_rows=64, has_input_scale=True),
+]
+plan = [(90, hopper), (100, blackwell), (103, blackwell[3:4]), (86, [linear_variant("nvfp4", num_rows=8)])]
+for arch, variants in plan:
+    for variant in variants:
+        compiled = triton.compile(variant.source(), target=GPUTarget("cuda", arch, 32), options=variant.options)
+        registers, stack = _registers_and_stack(compiled.asm["cubin"])
+        units = sorted(set(re.findall("wgmma.mma_async|mma.sync|kind::[a-z0-9]+", compiled.asm["ptx"])))
+        print(json.dumps({"arch": arch, "name": variant.name, "registers": registers, "stack": stack,
+                          "shared": compiled.metadata.shared, "units": units}))
+"""
+
+
+def test_the_kernels_compile_without_spills_and_use_the_tensor_cores_of_each_architecture(tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-c", COMPILE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["arch"] for row in rows} == {86, 90, 100, 103}
+    for row in rows:
+        assert row["stack"] == 0, row
+        assert row["shared"] <= 99 * 1024, row
+        products = {86: ["mma.sync"], 90: ["wgmma.mma_async"]}.get(row["arch"], ["kind::f16"])
+        if row["arch"] in (100, 103) and "nvfp4_quantized" in row["name"]:
+            products = ["kind::mxf4nvf4"]  # FP4 operands with their block scales
+        assert row["units"] == ([] if "routing" in row["name"] else products), row
