@@ -80,13 +80,13 @@ def make_executors(
     pair: tuple[Path, Path],
     device: torch.device,
     *,
-    has_fp8: bool = False,
+    weight_format: str | None = None,
     pages: QuantizationSpec | None = None,
     max_num_tokens: int = 48,
 ) -> tuple[TorchExecutor, TorchGpuExecutor]:
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
-    formats = fp8_linears(opened, tensors) if has_fp8 else {}
+    formats = quantized_linears(opened, tensors, weight_format) if weight_format else {}
     table = engine_weights(opened.target, opened.draft, None)
     copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
     networks = [bind_tensors(opened.target, opened.draft, *split_quantized(copy, table, formats)) for copy in copies]
@@ -104,19 +104,21 @@ def make_executors(
     )
 
 
-def fp8_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Pack every linear but the head in place, with activations calibrated to 6; their formats."""
+def quantized_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor], format_name: str) -> dict[str, str]:
+    """Pack every linear of whole blocks but the head, in place, with activations calibrated to 6; their formats."""
     formats: dict[str, str] = {}
     for name, spec in engine_weights(pair.target, pair.draft, None).items():
         if not is_linear(spec, name) or name.endswith("lm_head"):
             continue
+        known = known_format(format_name)
+        if spec.shape[-1] % known.columns_per_block:
+            continue
         weight, segments = tensors[name], segments_of(spec)
         ranges = segment_amax(weight, segments)
-        quantized = known_format("fp8").quantize(
-            weight, segments=segments, weight_amax=ranges, input_amax=torch.full_like(ranges, 6.0)
-        )
+        input_amax = torch.full_like(ranges, 6.0) if known.has_input_scale else None
+        quantized = known.quantize(weight, segments=segments, weight_amax=ranges, input_amax=input_amax)
         tensors |= engine_tensors(name, quantized)
-        formats[name] = "fp8"
+        formats[name] = format_name
     return formats
 
 
@@ -217,7 +219,7 @@ def test_windows_from_the_anchor_and_a_tap_on_the_last_layer_reach_the_kernels(
 
 
 def test_an_fp8_engine_gives_the_tokens_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
-    reference, executor = make_executors(pair, device, has_fp8=True)
+    reference, executor = make_executors(pair, device, weight_format="fp8")
     batch = StepBatch(requests=(prefill("a", 5, StepSampling(), first_page=0),), num_draft_tokens=NUM_DRAFT_TOKENS)
     found, expected = run_batch(executor, batch), run_batch(reference, batch)
     assert found[0].emitted_tokens == expected[0].emitted_tokens

@@ -79,12 +79,12 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
         return linear
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
-    if isinstance(weight, Nvfp4Weight) or (isinstance(weight, tuple(FORMS)) and weight.input_scale is None):
+    if not isinstance(weight, QuantizedWeight):
+        return linear
+    if isinstance(weight, Nvfp4Weight) or (type(weight) in FORMS and weight.input_scale is None):
         parts = [packed_matrix(part) for part in _parts_of_one_input(linear, weight)]
         return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=tuple(parts)))
-    if isinstance(weight, QuantizedWeight):
-        return replace(linear, weight=dequantize(weight, dtype))
-    return linear
+    return replace(linear, weight=dequantize(weight, dtype))
 
 
 def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tensor:
