@@ -74,6 +74,11 @@ def test_weights_sum_to_one_where_they_should(moe: Moe) -> None:
 
 
 @SPECS
+def test_equal_logits_go_to_the_lower_expert(moe: Moe) -> None:
+    assert (chosen_experts(torch.zeros(5, moe.num_experts).bfloat16(), moe).expert_ids == torch.arange(3)).all()
+
+
+@SPECS
 def test_experts_that_nobody_chose_are_not_run(moe: Moe) -> None:
     experts = random_experts(moe)
     x, choice = rows_and_choice(moe, experts, 2)

@@ -37,15 +37,21 @@ class Choice:
 
 
 def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
-    """The router's decision, in the order of operations of `Moe.routing`."""
+    """The router's decision, in the order of operations of `Moe.routing`; of equal logits the lower expert."""
     if moe.routing == "top_k_softmax":
-        best, expert_ids = logits.topk(moe.num_experts_per_token, dim=-1)
+        best, expert_ids = _largest(logits, moe.num_experts_per_token)
         return Choice(expert_ids, best.softmax(dim=-1))
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-    weights, expert_ids = probabilities.topk(moe.num_experts_per_token, dim=-1)
+    weights, expert_ids = _largest(probabilities, moe.num_experts_per_token)
     if moe.normalizes_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return Choice(expert_ids, weights.to(logits.dtype))
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """torch.topk with a rule for ties."""
+    ordered, indices = values.sort(dim=-1, descending=True, stable=True)
+    return ordered[..., :count], indices[..., :count]
 
 
 def apply_expert(x: Tensor, linear: Linear[Tensor]) -> Tensor:
