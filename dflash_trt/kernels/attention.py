@@ -5,7 +5,7 @@ the keys that the tile may see. Rows of the tile are (query row, query head), so
 a verify block and each key is read once for all heads that share it. Scores are kept in base 2. The kernel
 itself is a single function, longer than functions elsewhere: splitting it would only name its arguments twice.
 
-Names in grid expressions: `num_rows`, the query rows N of all requests; `row_capacity` = N / (TILE / heads_per_kv) +
+Names in grid expressions: `num_rows`, the query rows N of all requests; `tile_capacity` = N / (TILE / heads_per_kv) +
 num_requests, which bounds the number of tiles.
 """
 
@@ -15,10 +15,31 @@ num_requests, which bounds the number of tiles.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention_partition import ceil_div, locate, request_lengths, splits_of, tiles_and_blocks
+from dflash_trt.kernels.attention_partition import (
+    ceil_div,
+    load_place,
+    load_range,
+    plan_item,
+    query_row,
+    split_and_number,
+)
+from dflash_trt.kernels.attention_reduction import LOG2_E, divisor_of
 from dflash_trt.kernels.state_pools import pooled
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+
+@triton.jit
+def load_queries(rows, is_dim, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        return tl.load(rows)
+    return tl.load(rows, mask=is_dim, other=0.0)
+
+
+@triton.jit
+def for_pages(queries, pages):
+    """Queries in the type of the products: every FP8 number is a float16, and becomes one in few instructions."""
+    if pages.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        return queries.to(tl.float16)
+    return queries
 
 
 @triton.jit
@@ -45,6 +66,14 @@ def absorb(products, factor, v, maximum, total, output):
 
 
 @triton.jit
+def block_start(block, begin, num_left, right_begin, KEY_BLOCK: tl.constexpr, IS_MASKED: tl.constexpr):
+    """The first key of a block: the first `num_left` blocks start at `begin`, the others at `right_begin`."""
+    if not IS_MASKED:
+        return begin + block * KEY_BLOCK
+    return tl.where(block < num_left, begin + block * KEY_BLOCK, right_begin + (block - num_left) * KEY_BLOCK)
+
+
+@triton.jit
 def absorb_stored(
     queries,
     pages,
@@ -64,6 +93,7 @@ def absorb_stored(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    PAGE_RUN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,  # False: every row sees every key of these blocks
 ):
@@ -73,21 +103,25 @@ def absorb_stored(
     dim = tl.arange(0, DIM)
     is_dim = dim[None, :] < HEAD_DIM
     in_block = tl.arange(0, KEY_BLOCK)
+    num_runs: tl.constexpr = KEY_BLOCK // PAGE_RUN
+    in_run = tl.arange(0, PAGE_RUN)[None, :]
+    runs = tl.arange(0, num_runs) * PAGE_RUN
     row_size = kv_heads * HEAD_DIM
     page_size = 1 << page_shift
+    # Inside a page 32 bits are enough.
+    pages += kv_head * HEAD_DIM
     # The page of a key is loaded one block ahead: a load that waits for another cannot be pipelined far enough.
-    next_key = tl.where(num_left > 0, begin, right_begin) + in_block
-    next_page = tl.load(page_rows + (next_key >> page_shift), mask=next_key < key_end, other=0)
+    next_run = block_start(0, begin, num_left, right_begin, KEY_BLOCK, IS_MASKED) + runs
+    next_page = tl.load(page_rows + (next_run >> page_shift), mask=next_run < key_end, other=0)
     for block in range(0, num_blocks):
-        key = tl.where(block < num_left, begin + block * KEY_BLOCK, right_begin + (block - num_left) * KEY_BLOCK)
-        key += in_block
+        key = block_start(block, begin, num_left, right_begin, KEY_BLOCK, IS_MASKED) + in_block
+        run = next_run
         page = next_page.to(tl.int64)
-        after = block + 1
-        next_key = tl.where(after < num_left, begin + after * KEY_BLOCK, right_begin + (after - num_left) * KEY_BLOCK)
-        next_key += in_block
-        next_page = tl.load(page_rows + (next_key >> page_shift), mask=next_key < key_end, other=0)
-        slot = page * (2 * page_size) + (key & (page_size - 1))
-        k_rows = pages + slot[:, None] * row_size + (kv_head * HEAD_DIM + dim)[None, :]
+        next_run = block_start(block + 1, begin, num_left, right_begin, KEY_BLOCK, IS_MASKED) + runs
+        next_page = tl.load(page_rows + (next_run >> page_shift), mask=next_run < key_end, other=0)
+        first = page * (2 * page_size * row_size) + (run & (page_size - 1)) * row_size
+        slot = tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK])
+        k_rows = pages + slot[:, None] + dim[None, :]
         v_rows = k_rows + page_size * row_size
         if IS_MASKED:
             is_stored = (key < key_end)[:, None] & is_dim
@@ -152,6 +186,7 @@ def absorb_own_block(
         "pages_per_request",
         "kv_heads",
         "heads_per_kv",
+        "heads_reciprocal",
         "page_shift",
         "state_index",
         "max_lag",
@@ -170,8 +205,9 @@ def attention_kernel(
     block_k,  # F, N rows of [kv_heads, D], block_k_stride apart; read only with HAS_BLOCK
     block_v,
     attended,  # out, F [N, heads, D]
-    partials,  # float32 [2 * work_slots, kv_heads, TILE, D]
-    partial_stats,  # float32 [2 * work_slots, kv_heads, 2, TILE]: maximum, total
+    partials,  # float32 [work_slots, kv_heads, TILE, D]
+    partial_stats,  # float32 [work_slots, kv_heads, 2, TILE]: maximum, total
+    plan,  # int32 [items, PLAN_WORDS]; read only with PLANNED, which reads neither offsets nor lengths
     token_offsets,  # int32 [R + 1]; not read with HAS_BLOCK
     context_lens,  # int32 [R], positions stored before the first query row
     page_table,  # int32 [R, pages_per_request]
@@ -187,6 +223,7 @@ def attention_kernel(
     pages_per_request,
     kv_heads,
     heads_per_kv,
+    heads_reciprocal,  # of heads_per_kv, see `query_row`
     page_shift,  # page_size == 1 << page_shift
     state_index,  # in state_pools
     max_lag,  # a key is visible when -max_lead <= query_position - key_position <= max_lag
@@ -202,78 +239,79 @@ def attention_kernel(
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,  # a power of two, at least num_requests
     HAS_BLOCK: tl.constexpr,
+    PAGE_RUN: tl.constexpr,  # keys whose page is looked up once; divides page_size and KEY_BLOCK
     HAS_SOFTCAP: tl.constexpr,
     HAS_FULL_LOOP: tl.constexpr,
     POOLED: tl.constexpr,
+    PLANNED: tl.constexpr,
 ):
-    """Grid: (kv_heads, row_capacity + work_slots)."""
+    """Grid: (kv_heads, tile_capacity + work_slots)."""
     kv_head = tl.program_id(0)
-    rows_per_tile = TILE // heads_per_kv
-    request, item, first_slot, blocks_per_split = locate(
-        tl.program_id(1),
-        token_offsets,
-        context_lens,
-        num_requests,
-        block_rows,
-        rows_per_tile,
-        max_lag,
-        min_rows,
-        max_rows,
-        work_slots,
-        TILE,
-        KEY_BLOCK,
-        REQUESTS,
-        HAS_BLOCK,
-        False,
-    )
-    if request >= num_requests:
+    if PLANNED:
+        request, token, num_rows, position, key_begin, key_end = load_range(plan, tl.program_id(1))
+    else:
+        request, token, num_rows, position, key_begin, key_end, slot, splits = plan_item(
+            tl.program_id(1),
+            tl.num_programs(1) - work_slots,
+            token_offsets,
+            context_lens,
+            num_requests,
+            block_rows,
+            TILE // heads_per_kv,
+            max_lag,
+            window_step,
+            min_rows,
+            max_rows,
+            work_slots,
+            0,
+            TILE,
+            KEY_BLOCK,
+            REQUESTS,
+            HAS_BLOCK,
+        )
+    if num_rows == 0:
         return
-    num_rows, context = request_lengths(token_offsets, context_lens, request, True, block_rows, HAS_BLOCK)
-    num_tiles, num_blocks = tiles_and_blocks(
-        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK
-    )
-    num_splits = splits_of(num_blocks, blocks_per_split)
-    # Neighbouring programs take the tiles of one split, which read the same keys.
-    split = item // num_tiles
-    first_row = (item % num_tiles) * rows_per_tile
-    first_token = request * block_rows if HAS_BLOCK else tl.load(token_offsets + request)
 
     if POOLED:  # loaded here: earlier or later, ptxas spills registers of some variants
         pages = pooled(state_pools, state_index, pages.dtype)
         if pages.to(tl.int64) == 0:  # no state
             return
     in_tile = tl.arange(0, TILE)
-    row = first_row + in_tile // heads_per_kv
-    is_row = (in_tile < rows_per_tile * heads_per_kv) & (row < num_rows)
-    head = kv_head * heads_per_kv + in_tile % heads_per_kv
-    position = context + row
+    num_filled = num_rows * heads_per_kv
+    is_row = in_tile < num_filled
+    # The rest of the tile repeats its last row: masks would cost more.
+    filled = tl.minimum(in_tile, num_filled - 1)
+    row = query_row(filled, heads_reciprocal)
     dim = tl.arange(0, DIM)
     is_dim = dim[None, :] < HEAD_DIM
     heads = kv_heads * heads_per_kv
-    q_offset = ((first_token + row).to(tl.int64) * heads + head)[:, None] * HEAD_DIM + dim[None, :]
-    queries = tl.load(q + q_offset, mask=is_row[:, None] & is_dim, other=0.0)
+    # A tile's own offsets fit into 32 bits.
+    q_first = (token.to(tl.int64) * heads + kv_head * heads_per_kv) * HEAD_DIM
+    to_next_row = (heads - heads_per_kv) * HEAD_DIM
+    q_offset = (filled * HEAD_DIM + row * to_next_row)[:, None] + dim[None, :]
+    queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
+    queries = for_pages(queries, pages)
 
-    last_row = tl.minimum(num_rows, first_row + rows_per_tile) - 1
-    key_stop = context if HAS_BLOCK else context + last_row + 1
-    key_start = tl.maximum(context + first_row * window_step - max_lag, 0) // KEY_BLOCK * KEY_BLOCK
-    keys_per_split = ceil_div(ceil_div(tl.maximum(key_stop - key_start, 0), KEY_BLOCK), num_splits) * KEY_BLOCK
-    key_begin = key_start + split * keys_per_split
-    key_end = tl.minimum(key_begin + keys_per_split, key_stop)
-    lowest = context + row * window_step - max_lag
-    highest = tl.minimum(position + max_lead, key_end - 1)
+    # A window moves with the row, or counts from the request's first.
+    anchor = position
+    if HAS_BLOCK:
+        anchor -= tl.where(window_step > 0, 0, token - request * block_rows)
+    lowest = anchor + row * window_step - max_lag
+    highest = tl.minimum(position + row + max_lead, key_end - 1)
 
-    # The sink takes part in the softmax once: as what split 0 starts from. has_sinks is 0 or 1.
-    sink = tl.load(sinks + head, mask=is_row & (split + tl.zeros_like(head) < has_sinks), other=float("-inf"))
-    maximum = sink * LOG2_E
-    total = tl.where(maximum == float("-inf"), 0.0, 1.0)
-    state = (maximum, total, tl.zeros([TILE, DIM], tl.float32))
+    state = (
+        tl.full([TILE], float("-inf"), tl.float32),
+        tl.zeros([TILE], tl.float32),
+        tl.zeros([TILE, DIM], tl.float32),
+    )
     page_rows = page_table + request.to(tl.int64) * pages_per_request
     factors = (score_scale * k_scale, softcap)
     full_begin = key_begin
     full_end = key_begin
     if HAS_FULL_LOOP:  # the blocks that every row of the tile sees whole, without masks
-        first_full = ceil_div(tl.maximum(context + last_row * window_step - max_lag, key_begin), KEY_BLOCK) * KEY_BLOCK
-        last_full = tl.minimum(context + first_row + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
+        last_lowest = anchor + (num_rows - 1) * window_step - max_lag
+        first_full = ceil_div(tl.maximum(last_lowest, key_begin), KEY_BLOCK) * KEY_BLOCK
+        last_full = tl.minimum(position + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
         full_begin = tl.where(first_full < last_full, first_full, key_begin)
         full_end = tl.where(first_full < last_full, last_full, key_begin)
         num_full = (full_end - full_begin) // KEY_BLOCK
@@ -296,6 +334,7 @@ def attention_kernel(
             HEAD_DIM,
             DIM,
             KEY_BLOCK,
+            PAGE_RUN,
             HAS_SOFTCAP,
             False,
         )
@@ -319,23 +358,29 @@ def attention_kernel(
         HEAD_DIM,
         DIM,
         KEY_BLOCK,
+        PAGE_RUN,
         HAS_SOFTCAP,
         True,
     )
     output *= v_scale
 
+    if PLANNED:  # not before: two registers less in the loop
+        slot, splits = load_place(plan, tl.program_id(1))
+    split, num_splits = split_and_number(splits)
     if HAS_BLOCK:
         if split == num_splits - 1:
+            first_slot_row = request * block_rows
+            block_queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
             maximum, total, output = absorb_own_block(
-                queries,
-                block_k + first_token.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM,
-                block_v + first_token.to(tl.int64) * block_v_stride + kv_head * HEAD_DIM,
+                block_queries,
+                block_k + first_slot_row.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM,
+                block_v + first_slot_row.to(tl.int64) * block_v_stride + kv_head * HEAD_DIM,
                 block_k_stride,
                 block_v_stride,
-                row,
-                num_rows,
+                token - first_slot_row + row,
+                block_rows,
                 # A window that counts from the first row hides nothing of the block itself.
-                tl.where(window_step > 0, max_lag, num_rows),
+                tl.where(window_step > 0, max_lag, block_rows),
                 max_lead,
                 (score_scale, softcap),
                 (maximum, total, output),
@@ -346,12 +391,12 @@ def attention_kernel(
             )
 
     if num_splits == 1:
-        divisor = tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(attended + q_offset, output / divisor, mask=is_row[:, None] & is_dim)
+        divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, filled, row, heads_per_kv, has_sinks)
+        tl.store(attended + q_first + q_offset, output / divisor[:, None], mask=is_row[:, None] & is_dim)
     else:
-        slot_head = (first_slot + item).to(tl.int64) * kv_heads + kv_head
+        slot_head = slot.to(tl.int64) * kv_heads + kv_head
         stats = partial_stats + slot_head * (2 * TILE) + in_tile
         tl.store(stats, maximum)
         tl.store(stats + TILE, total)
-        offset = (slot_head * TILE + in_tile)[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(partials + offset, output, mask=is_row[:, None] & is_dim)
+        offset = in_tile[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(partials + slot_head * (TILE * HEAD_DIM) + offset, output, mask=is_row[:, None] & is_dim)

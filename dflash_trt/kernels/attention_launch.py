@@ -4,33 +4,43 @@ The plugin library's launcher does the same from the same numbers: it compiles `
 variant (`attention_variants.py`). Nothing here reads a tensor's content, so a launch can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
+from dflash_trt.kernels.attention_plan import (
+    AttentionPlans,
+    Partition,
+    RequestTensors,
+    key_block,
+    page_run,
+    split_blocks,
+)
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
-from dflash_trt.kernels.launch_rules import ANY_ROWS, NO_WINDOW, max_lag, max_lead, num_partials, num_stats, work_slots
+from dflash_trt.kernels.launch_rules import (
+    ANY_ROWS,
+    FP8_MIN_TILE,
+    NO_WINDOW,
+    heads_reciprocal,
+    max_lag,
+    max_lead,
+    num_partials,
+    num_stats,
+    work_slots,
+)
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 
 TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
 MIN_FULL_LOOP_TILE = 64  # from here on masks cost more than a second loop
 REDUCTION_ROWS = 8
-REDUCTION_SPLITS = 8
+REDUCTION_STAGES = 4
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-INTERPRETER_MULTIPROCESSORS = 1  # few programs, which the interpreter runs one by one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestTensors:
-    """The step's requests: `token_offsets` int32 [R + 1], `context_lens` int32 [R], `page_table` int32 [R, P]."""
-
-    token_offsets: Tensor
-    context_lens: Tensor
-    page_table: Tensor
+FIXED_TILE = 64  # with splits of a fixed length
+INTERPRETER_MULTIPROCESSORS = 3  # few programs, which the interpreter runs one by one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +50,9 @@ class AttentionOptions:
     `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
     turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
     value. The other scales are those of FP8 pages.
+
+    `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
+    and the result of a row depends on its own position and keys alone, to the last bit.
     """
 
     window: int | None = None
@@ -50,6 +63,7 @@ class AttentionOptions:
     sinks: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    split_length: int | None = None
 
     @property
     def max_lag(self) -> int:
@@ -89,6 +103,12 @@ def tile_rows(query_rows: int, heads_per_kv: int) -> int:
     return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
 
 
+def tiles_of_pages(dtype: torch.dtype, page_dtype: torch.dtype, tiles: tuple[int, ...] = TILES) -> tuple[int, ...]:
+    """`tiles`, or those in their place: FP8 becomes float16 in too many instructions for fewer rows."""
+    floor = FP8_MIN_TILE if page_dtype.itemsize == 1 and dtype.itemsize == 2 else 0
+    return tuple(sorted({max(floor, tile) for tile in tiles}))
+
+
 def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> WorkspaceSize:
     return WorkspaceSize(
         num_partials=num_partials(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots),
@@ -96,20 +116,14 @@ def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -
     )
 
 
-def attention_constants(
-    *, tile: int, head_dim: int, dtype: torch.dtype, max_requests: int, has_block: bool
-) -> dict[str, int | bool]:
-    """Constants of both kernels. `max_requests` is rounded up: see `request_capacity`."""
-    dim = max(16, next_power_of_2(head_dim))
-    key_block = max(16, min(128, 16384 // (dim * dtype.itemsize)))
-    return {
-        "HEAD_DIM": head_dim,
-        "DIM": dim,
-        "TILE": tile,
-        "KEY_BLOCK": key_block,
-        "REQUESTS": request_capacity(max_requests),
-        "HAS_BLOCK": has_block,
-    }
+def attention_constants(*, head_dim: int) -> dict[str, int]:
+    """Constants of the kernels that read K/V, but for the partition's."""
+    return {"HEAD_DIM": head_dim, "DIM": max(16, next_power_of_2(head_dim))}
+
+
+def has_full_loop(*, tile: int, is_split_fixed: bool = False) -> bool:
+    """Blocks without masks come before those at the start of a window: not where the order of sums is fixed."""
+    return tile >= MIN_FULL_LOOP_TILE and not is_split_fixed
 
 
 def attention_options(*, tile: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -133,7 +147,7 @@ def allocate_workspace(*, kv_heads: int, head_dim: int, device: torch.device) ->
             tile=tile,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            num_slots=work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=slots),
+            num_slots=work_slots(kv_heads=kv_heads, num_multiprocessors=slots),
         )
         for tile in TILES
     )
@@ -148,6 +162,7 @@ def attend_pages(
     *,
     workspace: Tensor,  # see `allocate_workspace`
     num_verify_rows: int,  # K + 1: what most requests have; the others are prefill chunks
+    plans: AttentionPlans | None = None,  # of the step; None: this call's own
     attended: Tensor | None = None,  # out, F [T, heads, D]
 ) -> Tensor:
     """Causal attention of the step's tokens over their requests' pages, F [T, heads, D].
@@ -166,8 +181,8 @@ def attend_pages(
         hint="Only a draft block has an anchor.",
     )
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    launch = _Launch.of(q, pages, requests, options, workspace, attended)
-    if len(q) <= num_requests * num_verify_rows:
+    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended)
+    if len(q) <= num_requests * num_verify_rows or options.split_length is not None:
         # The most rows that one request can have: then its keys are read once, whoever else is in the step.
         most_rows = max(1, min(num_verify_rows, len(q) - num_requests + 1))
         launch.run(query_rows=most_rows, block=None)
@@ -186,6 +201,7 @@ def attend_draft(
     options: AttentionOptions,
     *,
     workspace: Tensor,
+    plans: AttentionPlans | None = None,
     attended: Tensor | None = None,
 ) -> Tensor:
     """Attention of the draft blocks over their requests' stored context and over themselves, F [R * S, heads, D]."""
@@ -200,7 +216,7 @@ def attend_draft(
     for name, tensor in zip(("block_k", "block_v"), block, strict=True):
         shape = [len(q), pages.shape[3], pages.shape[4]]
         check_tensor(name, tensor, dtype=q.dtype, shape=shape, row_stride_is_free=True)
-    launch = _Launch.of(q, pages, requests, options, workspace, attended)
+    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended)
     launch.run(query_rows=len(q) // num_requests, block=block)
     return launch.attended
 
@@ -214,6 +230,7 @@ class _Launch:
     requests: RequestTensors
     options: AttentionOptions
     workspace: Tensor
+    plans: AttentionPlans
     attended: Tensor
 
     @classmethod
@@ -224,9 +241,11 @@ class _Launch:
         requests: RequestTensors,
         options: AttentionOptions,
         workspace: Tensor,
+        plans: AttentionPlans | None,
         attended: Tensor | None,
     ) -> "_Launch":
         attended = torch.empty_like(q) if attended is None else attended
+        plans = AttentionPlans() if plans is None else plans
         num_requests = len(requests.context_lens)
         check_tensor("q", q, dtype=FLOATS, shape=[None, None, None])
         heads, head_dim = q.shape[1:]
@@ -243,35 +262,54 @@ class _Launch:
         )
         if options.sinks is not None:
             check_tensor("sinks", options.sinks, dtype=torch.float32, shape=[heads])
-        return cls(q=q, pages=pages, requests=requests, options=options, workspace=workspace, attended=attended)
+        return cls(
+            q=q, pages=pages, requests=requests, options=options, workspace=workspace, plans=plans, attended=attended
+        )
 
     def run(
         self, *, query_rows: int, block: tuple[Tensor, Tensor] | None, min_rows: int = 1, max_rows: int = ANY_ROWS
     ) -> None:
         """Both kernels with the tile for `query_rows`, over the requests with min_rows to max_rows rows."""
-        kv_heads, head_dim = self.pages.shape[3:]
-        heads_per_kv = self.q.shape[1] // kv_heads
-        tile = tile_rows(query_rows, heads_per_kv)
-        num_requests = len(self.requests.context_lens)
-        slots = work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=num_multiprocessors(self.q.device))
-        part = _Part(
-            tile=tile,
-            row_capacity=len(self.q) // (tile // heads_per_kv) + num_requests,
-            num_slots=slots,
-            min_rows=min_rows,
-            max_rows=max_rows,
-            constants=attention_constants(
-                tile=tile, head_dim=head_dim, dtype=self.q.dtype, max_requests=num_requests, has_block=block is not None
-            ),
-        )
-        partials, stats = self._partials(part)
-        self._attend(part, (self.q, self.q) if block is None else block, partials, stats)
-        self._reduce(part, partials, stats)
+        partition = replace(self._partition(query_rows, block is not None), min_rows=min_rows, max_rows=max_rows)
+        plan = self.plans.of(self.requests, partition)
+        partials, stats = self._partials(partition)
+        self._attend(partition, plan, (self.q, self.q) if block is None else block, partials, stats)
+        self._reduce(partition, plan, partials, stats)
 
-    def _attend(self, part: "_Part", block: tuple[Tensor, Tensor], partials: Tensor, stats: Tensor) -> None:
+    def _partition(self, query_rows: int, has_block: bool) -> Partition:
+        options, kv_heads = self.options, self.pages.shape[3]
+        num_requests, heads_per_kv = len(self.requests.context_lens), self.q.shape[1] // kv_heads
+        keys = key_block(head_dim=self.q.shape[2], dtype=self.q.dtype)
+        shared = Partition(
+            num_rows=len(self.q),
+            num_requests=num_requests,
+            request_capacity=request_capacity(num_requests),
+            has_block=has_block,
+            tile=self._tile(query_rows, heads_per_kv),
+            heads_per_kv=heads_per_kv,
+            key_block=keys,
+            max_lag=options.max_lag,
+            window_step=options.window_step,
+            num_slots=work_slots(kv_heads=kv_heads, num_multiprocessors=num_multiprocessors(self.q.device)),
+        )
+        if options.split_length is None:
+            return shared
+        num_keys = self.requests.page_table.shape[1] * self.pages.shape[2]
+        max_splits = num_keys // options.split_length + 2  # a window may touch one more
+        length = split_blocks(options.split_length, keys)
+        return replace(shared, num_slots=max_splits * shared.tile_capacity, split_blocks=length)
+
+    def _tile(self, query_rows: int, heads_per_kv: int) -> int:
+        if self.options.split_length is not None:  # every row in the same tile, in whatever company
+            return max(FIXED_TILE, tile_rows(1, heads_per_kv))
+        return tiles_of_pages(self.q.dtype, self.pages.dtype, (tile_rows(query_rows, heads_per_kv),))[0]
+
+    def _attend(
+        self, part: Partition, plan: Tensor, block: tuple[Tensor, Tensor], partials: Tensor, stats: Tensor
+    ) -> None:
         options, requests = self.options, self.requests
-        num_requests, (page_size, kv_heads, head_dim) = len(requests.context_lens), self.pages.shape[2:]
-        attention_kernel[(kv_heads, part.row_capacity + part.num_slots)](
+        page_size, kv_heads, head_dim = self.pages.shape[2:]
+        attention_kernel[(kv_heads, part.num_items)](
             self.q,
             self.pages,
             requests.page_table,  # not read: pages are given
@@ -279,6 +317,7 @@ class _Launch:
             self.attended,
             partials,
             stats,
+            plan,
             requests.token_offsets,
             requests.context_lens,
             requests.page_table,
@@ -287,13 +326,14 @@ class _Launch:
             options.k_scale,
             options.v_scale,
             options.softcap or 1.0,
-            num_requests,
-            len(self.q) // num_requests,
+            part.num_requests,
+            part.block_rows,
             block[0].stride(0),
             block[1].stride(0),
             requests.page_table.shape[1],
             kv_heads,
-            self.q.shape[1] // kv_heads,
+            part.heads_per_kv,
+            heads_reciprocal(heads_per_kv=part.heads_per_kv),
             page_size.bit_length() - 1,
             0,
             options.max_lag,
@@ -303,39 +343,49 @@ class _Launch:
             part.max_rows,
             part.num_slots,
             int(options.sinks is not None),
+            **attention_constants(head_dim=head_dim),
             **part.constants,
+            PAGE_RUN=page_run(page_size=page_size, key_block=part.key_block),
             HAS_SOFTCAP=options.softcap is not None,
-            HAS_FULL_LOOP=part.tile >= MIN_FULL_LOOP_TILE,
+            HAS_FULL_LOOP=has_full_loop(tile=part.tile, is_split_fixed=part.split_blocks > 0),
             POOLED=False,
+            PLANNED=True,
             **attention_options(tile=part.tile, head_dim=head_dim, dtype=self.q.dtype),
             enable_fp_fusion=True,
         )
 
-    def _reduce(self, part: "_Part", partials: Tensor, stats: Tensor) -> None:
-        num_requests, kv_heads = len(self.requests.context_lens), self.pages.shape[3]
-        attention_reduction_kernel[(kv_heads, part.row_capacity, part.tile // REDUCTION_ROWS)](
+    def _reduce(self, part: Partition, plan: Tensor, partials: Tensor, stats: Tensor) -> None:
+        options, requests, kv_heads = self.options, self.requests, self.pages.shape[3]
+        attention_reduction_kernel[(kv_heads, part.tile_capacity, part.tile // REDUCTION_ROWS)](
             self.attended,
             partials,
             stats,
-            self.requests.token_offsets,
-            self.requests.context_lens,
-            num_requests,
-            len(self.q) // num_requests,
+            plan,
+            requests.token_offsets,
+            requests.context_lens,
+            stats if options.sinks is None else options.sinks,
+            part.num_requests,
+            part.block_rows,
             kv_heads,
-            self.q.shape[1] // kv_heads,
-            self.options.max_lag,
+            part.heads_per_kv,
+            heads_reciprocal(heads_per_kv=part.heads_per_kv),
+            options.max_lag,
+            options.window_step,
             part.min_rows,
             part.max_rows,
             part.num_slots,
+            int(options.sinks is not None),
+            **attention_constants(head_dim=self.q.shape[2]),
             **part.constants,
+            PLANNED=True,
             ROWS=REDUCTION_ROWS,
-            SPLITS=REDUCTION_SPLITS,
+            STAGES=REDUCTION_STAGES,
             num_warps=4,
             num_stages=1,
             enable_fp_fusion=True,
         )
 
-    def _partials(self, part: "_Part") -> tuple[Tensor, Tensor]:
+    def _partials(self, part: Partition) -> tuple[Tensor, Tensor]:
         size = workspace_size(
             tile=part.tile, kv_heads=self.pages.shape[3], head_dim=self.q.shape[2], num_slots=part.num_slots
         )
@@ -348,15 +398,3 @@ class _Launch:
             hint="Make it with allocate_workspace for these heads.",
         )
         return self.workspace[: size.num_partials], self.workspace[size.num_partials : size.num_elements]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """One launch: the requests with min_rows to max_rows rows, in tiles of one size."""
-
-    tile: int
-    row_capacity: int
-    num_slots: int
-    min_rows: int
-    max_rows: int
-    constants: dict[str, int | bool]

@@ -1,11 +1,18 @@
-"""Partition of a step's attention among programs, each of which computes its part from lengths on the device.
+"""Partition of a step's attention among programs, worked out on the device from lengths that only it knows.
 
 So the grid depends on capacities alone and a launch can be captured in a CUDA graph without a plan from the host.
+`attention_plan_kernel` writes the plan once for all layers that share it; a kernel without a plan computes its own
+item with the same function.
 
-The query rows of a request are cut into tiles, the keys a tile may see into splits. All tiles of a request have the
-same number of splits: as many as bring the step's work, counted in key blocks, to about `work_slots` equal pieces
-per K/V head. Then tiles + work_slots bounds the number of items, and 2 * work_slots the number of partial results,
-because a tile of b blocks is split only when b exceeds the piece p, and ceil(b / p) <= 2 * b / p.
+The query rows of a request are cut into tiles, the keys a tile may see into splits; an item is one of each. All tiles
+of a request have the same number of splits. The split is the smallest whose items fit into one wave of `work_slots`
+programs per K/V head: with W key blocks and n tiles, p = W / (work_slots - n) blocks give at most
+W / p + n = work_slots items. Where tiles alone take more than half of the wave, p = W / (work_slots / 2): only
+requests longer than twice the mean of a slot are split, and ceil(b / p) <= 2 * b / p bounds the partial results.
+Either way they are at most `work_slots`.
+
+With `split_blocks` a split has that many key blocks, from a multiple of them on: then what a row sums up in which
+order depends on its own position alone, not on the other requests or on the rows of its chunk.
 """
 
 # mypy: ignore-errors
@@ -14,10 +21,18 @@ because a tile of b blocks is split only when b exceeds the piece p, and ceil(b 
 import triton
 import triton.language as tl
 
+PLAN_WORDS = tl.constexpr(8)  # int32, of an item: the result of `plan_item`, in its order
+
 
 @triton.jit
 def ceil_div(a, b):
     return (a + b - 1) // b
+
+
+@triton.jit
+def query_row(in_tile, heads_reciprocal):
+    """in_tile // heads_per_kv, for a reciprocal of ceil(2^16 / heads_per_kv) and up to 128 rows of a tile."""
+    return (in_tile * heads_reciprocal) >> 16
 
 
 @triton.jit
@@ -28,12 +43,26 @@ def tiles_and_blocks(
     served = tl.where((rows >= min_rows) & (rows <= max_rows), rows, 0)
     keys = context if HAS_BLOCK else context + rows
     seen = tl.minimum(keys, max_lag + tl.minimum(rows, rows_per_tile))
-    return ceil_div(served, rows_per_tile), ceil_div(seen, KEY_BLOCK)
+    # A window may begin anywhere in a block: its keys can touch one more. Without one, they begin at 0.
+    return ceil_div(served, rows_per_tile), ceil_div(seen, KEY_BLOCK) + (seen < keys).to(tl.int32)
 
 
 @triton.jit
-def splits_of(blocks, blocks_per_split):
-    return tl.maximum(ceil_div(blocks, blocks_per_split), 1)
+def blocks_per_split(tiles, blocks, work_slots, split_blocks, TILE: tl.constexpr):
+    """The same for every tile of the step; `tiles` and `blocks` are those of all requests."""
+    num_tiles = tl.sum(tiles, 0)
+    places = tl.maximum(tl.maximum(work_slots - num_tiles, work_slots // 2), 1)
+    # The reduction's work for a split grows with the tile: fewer key blocks than this are not worth a split.
+    min_blocks = max(2, TILE // 16)
+    share = tl.maximum(ceil_div(tl.sum(tiles * blocks, 0), places), min_blocks)
+    return tl.where(split_blocks > 0, split_blocks, share)
+
+
+@triton.jit
+def splits_of(blocks, share, split_blocks, is_windowed):
+    """Splits of a tile of so many blocks. Under a window, those of a fixed length may be one more: see the file."""
+    more = tl.where((split_blocks > 0) & is_windowed, 1, 0)
+    return tl.maximum(ceil_div(blocks, share), 1) + more
 
 
 @triton.jit
@@ -49,40 +78,160 @@ def request_lengths(token_offsets, context_lens, index, is_request, block_rows, 
 
 
 @triton.jit
-def locate(
-    index,  # of an item, or of a tile when COUNTS_TILES
-    token_offsets,
-    context_lens,
+def plan_item(
+    index,
+    tile_capacity,
+    token_offsets,  # int32 [R + 1]; not read with HAS_BLOCK
+    context_lens,  # int32 [R]
     num_requests,
-    block_rows,
+    block_rows,  # S; read only with HAS_BLOCK
     rows_per_tile,
     max_lag,
+    window_step,
     min_rows,
     max_rows,
     work_slots,
+    split_blocks,  # 0: as many splits as fill the GPU
     TILE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
-    COUNTS_TILES: tl.constexpr,
 ):
-    """(request, index within the request, its first partial slot, key blocks per split).
+    """Of an item below `tile_capacity`, the first split of a tile, or above it, one of the other splits.
 
-    The request is num_requests or more when there is no such item.
+    (request, first query row, number of rows, position of the first, first key, behind the last key, place among
+    the partial results, split and number of splits) of the item at `index`. It has no rows when there is none.
     """
     requests = tl.arange(0, REQUESTS)
     rows, context = request_lengths(
         token_offsets, context_lens, requests, requests < num_requests, block_rows, HAS_BLOCK
     )
     tiles, blocks = tiles_and_blocks(rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK)
-    num_blocks = tl.sum(tiles * blocks, 0)
-    # The reduction's work for a split grows with the tile: fewer key blocks than this are not worth a split.
-    min_blocks_per_split = max(2, TILE // 16)
-    blocks_per_split = tl.maximum(ceil_div(num_blocks, work_slots), min_blocks_per_split)
-    splits = splits_of(blocks, blocks_per_split)
-    items = tiles if COUNTS_TILES else tiles * splits
+    share = blocks_per_split(tiles, blocks, work_slots, split_blocks, TILE)
+    is_windowed = context + rows > max_lag
+    splits = splits_of(blocks, share, split_blocks, is_windowed)
+    is_first = index < tile_capacity
+    index -= tl.where(is_first, 0, tile_capacity)
+    items = tl.where(is_first, tiles, tiles * (splits - 1))
     request = tl.sum((tl.cumsum(items, 0) <= index).to(tl.int32), 0)
     is_before = requests < request
     local = index - tl.sum(tl.where(is_before, items, 0), 0)
     first_slot = tl.sum(tl.where(is_before & (splits > 1), tiles * splits, 0), 0)
-    return request, local, first_slot, blocks_per_split
+
+    is_item = request < num_requests
+    num_rows, context = request_lengths(token_offsets, context_lens, request, is_item, block_rows, HAS_BLOCK)
+    num_tiles, num_blocks = tiles_and_blocks(
+        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK
+    )
+    num_splits = splits_of(num_blocks, share, split_blocks, context + num_rows > max_lag)
+    # Neighbouring items are the tiles of one split, which read the same keys.
+    num_tiles = tl.maximum(num_tiles, 1)
+    split = local // num_tiles + tl.where(is_first, 0, 1)
+    tile = local % num_tiles
+    first_row = tile * rows_per_tile
+    tile_rows = tl.minimum(num_rows - first_row, rows_per_tile)
+    key_stop = context if HAS_BLOCK else context + first_row + tile_rows
+    key_start = tl.maximum(context + first_row * window_step - max_lag, 0) // KEY_BLOCK
+    num_blocks = ceil_div(tl.maximum(key_stop - key_start * KEY_BLOCK, 0), KEY_BLOCK)
+    length = tl.maximum(tl.where(split_blocks > 0, split_blocks, ceil_div(num_blocks, num_splits)), 1)
+    origin = tl.where(split_blocks > 0, key_start // length * length, key_start)
+    key_begin = tl.maximum(origin + split * length, key_start) * KEY_BLOCK
+    key_end = tl.minimum((origin + (split + 1) * length) * KEY_BLOCK, key_stop)
+    token = request * block_rows if HAS_BLOCK else tl.load(token_offsets + request, mask=is_item, other=0)
+    return (
+        request,
+        token + first_row,
+        tl.where(is_item, tile_rows, 0),
+        context + first_row,
+        key_begin,
+        key_end,
+        first_slot + tile * num_splits + split,
+        split * 65536 + num_splits,
+    )
+
+
+@triton.jit
+def split_and_number(splits):
+    """(split, number of splits) from the last word of an item."""
+    return splits >> 16, splits & 65535
+
+
+@triton.jit
+def load_range(plan, index):
+    """The first six words of `plan_item`, as the plan's kernel has written them: rows and keys.
+
+    All at once: volatile, or the compiler would load most of them after a branch on one.
+    """
+    words = plan + index * PLAN_WORDS
+    return (
+        tl.load(words, volatile=True),
+        tl.load(words + 1, volatile=True),
+        tl.load(words + 2, volatile=True),
+        tl.load(words + 3, volatile=True),
+        tl.load(words + 4, volatile=True),
+        tl.load(words + 5, volatile=True),
+    )
+
+
+@triton.jit
+def load_place(plan, index):
+    """The last two words: place among the partial results, split and number of splits."""
+    words = plan + index * PLAN_WORDS
+    return tl.load(words + 6), tl.load(words + 7)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_requests",
+        "block_rows",
+        "rows_per_tile",
+        "max_lag",
+        "window_step",
+        "min_rows",
+        "max_rows",
+        "work_slots",
+        "split_blocks",
+    ]
+)
+def attention_plan_kernel(
+    plan,  # out, int32 [items, PLAN_WORDS]
+    token_offsets,
+    context_lens,
+    num_requests,
+    block_rows,
+    rows_per_tile,
+    max_lag,
+    window_step,
+    min_rows,
+    max_rows,
+    work_slots,
+    split_blocks,
+    TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    HAS_BLOCK: tl.constexpr,
+):
+    """All items of a step. Grid: (tiles + work_slots,)."""
+    index = tl.program_id(0)
+    item = plan_item(
+        index,
+        tl.num_programs(0) - work_slots,
+        token_offsets,
+        context_lens,
+        num_requests,
+        block_rows,
+        rows_per_tile,
+        max_lag,
+        window_step,
+        min_rows,
+        max_rows,
+        work_slots,
+        split_blocks,
+        TILE,
+        KEY_BLOCK,
+        REQUESTS,
+        HAS_BLOCK,
+    )
+    words = plan + index * PLAN_WORDS
+    for i in tl.static_range(8):
+        tl.store(words + i, item[i])

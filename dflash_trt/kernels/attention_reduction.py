@@ -9,7 +9,22 @@ Names in grid expressions are those of attention.py.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention_partition import locate, request_lengths, splits_of, tiles_and_blocks
+from dflash_trt.kernels.attention_partition import load_place, load_range, plan_item, query_row, split_and_number
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def divisor_of(maximum, total, sinks, in_tile, row, heads_per_kv, has_sinks):
+    """Of the sum of values: the sum of weights, with the sink's, which has no value. has_sinks is 0 or 1.
+
+    It comes last, so that no split of the keys changes the order of the sum.
+    """
+    head = in_tile - row * heads_per_kv
+    sink = tl.load(sinks + head, mask=head < heads_per_kv * has_sinks, other=float("-inf"))
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total += tl.exp2(sink * LOG2_E - shift)
+    return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit(
@@ -18,91 +33,102 @@ from dflash_trt.kernels.attention_partition import locate, request_lengths, spli
         "block_rows",
         "kv_heads",
         "heads_per_kv",
+        "heads_reciprocal",
         "max_lag",
+        "window_step",
         "min_rows",
         "max_rows",
         "work_slots",
+        "has_sinks",
     ]
 )
 def attention_reduction_kernel(
     attended,  # out, F [N, heads, D]
-    partials,  # float32 [2 * work_slots, kv_heads, TILE, D]
-    partial_stats,  # float32 [2 * work_slots, kv_heads, 2, TILE]
+    partials,  # float32 [work_slots, kv_heads, TILE, D]
+    partial_stats,  # float32 [work_slots, kv_heads, 2, TILE]
+    plan,  # int32 [items, PLAN_WORDS]; read only with PLANNED
     token_offsets,
     context_lens,
+    sinks,  # float32 [heads]; read only with has_sinks
     num_requests,
     block_rows,
     kv_heads,
     heads_per_kv,
+    heads_reciprocal,
     max_lag,
+    window_step,
     min_rows,
     max_rows,
     work_slots,
+    has_sinks,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
+    PLANNED: tl.constexpr,
     ROWS: tl.constexpr,  # of the tile, taken by one program
-    SPLITS: tl.constexpr,  # partial results loaded at once
+    STAGES: tl.constexpr,  # of the loads' pipeline
 ):
-    """Join the splits of each tile that has more than one. Grid: (kv_heads, row_capacity, TILE / ROWS)."""
+    """Join the splits of each tile that has more than one. Grid: (kv_heads, tile_capacity, TILE / ROWS).
+
+    They are added one by one: what the sum is rounded to does not depend on how many splits without keys there are.
+    """
     kv_head = tl.program_id(0)
-    rows_per_tile = TILE // heads_per_kv
-    request, tile, first_slot, blocks_per_split = locate(
-        tl.program_id(1),
-        token_offsets,
-        context_lens,
-        num_requests,
-        block_rows,
-        rows_per_tile,
-        max_lag,
-        min_rows,
-        max_rows,
-        work_slots,
-        TILE,
-        KEY_BLOCK,
-        REQUESTS,
-        HAS_BLOCK,
-        True,
-    )
-    if request >= num_requests:
+    if PLANNED:
+        _, token, num_rows, _, _, _ = load_range(plan, tl.program_id(1))
+        slot, splits = load_place(plan, tl.program_id(1))
+    else:
+        _, token, num_rows, _, _, _, slot, splits = plan_item(
+            tl.program_id(1),
+            tl.num_programs(1),
+            token_offsets,
+            context_lens,
+            num_requests,
+            block_rows,
+            TILE // heads_per_kv,
+            max_lag,
+            window_step,
+            min_rows,
+            max_rows,
+            work_slots,
+            0,
+            TILE,
+            KEY_BLOCK,
+            REQUESTS,
+            HAS_BLOCK,
+        )
+    _, num_splits = split_and_number(splits)
+    if (num_rows == 0) | (num_splits == 1):
         return
-    num_rows, context = request_lengths(token_offsets, context_lens, request, True, block_rows, HAS_BLOCK)
-    num_tiles, num_blocks = tiles_and_blocks(
-        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK
-    )
-    num_splits = splits_of(num_blocks, blocks_per_split)
-    if num_splits == 1:
-        return
-    first_token = request * block_rows if HAS_BLOCK else tl.load(token_offsets + request)
     in_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    row = tile * rows_per_tile + in_tile // heads_per_kv
-    is_row = (in_tile < rows_per_tile * heads_per_kv) & (row < num_rows)
+    row = query_row(in_tile, heads_reciprocal)
+    is_row = row < num_rows
     dim = tl.arange(0, DIM)
     is_dim = dim < HEAD_DIM
+    is_part = is_row[:, None] & is_dim[None, :]
 
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DIM], tl.float32)
-    for first_split in range(0, num_splits, SPLITS):
-        split = first_split + tl.arange(0, SPLITS)
-        slot_head = (first_slot + split * num_tiles + tile).to(tl.int64) * kv_heads + kv_head  # [SPLITS]
-        is_part = (split < num_splits)[:, None] & is_row[None, :]
-        stats = partial_stats + slot_head[:, None] * (2 * TILE) + in_tile[None, :]
-        part_maximum = tl.load(stats, mask=is_part, other=float("-inf"))  # [SPLITS, ROWS]
-        part_total = tl.load(stats + TILE, mask=is_part, other=0.0)
-        offset = (slot_head[:, None] * TILE + in_tile[None, :])[:, :, None] * HEAD_DIM + dim[None, None, :]
-        part = tl.load(partials + offset, mask=is_part[:, :, None] & is_dim[None, None, :], other=0.0)
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+    first = slot.to(tl.int64) * kv_heads + kv_head
+    stats = partial_stats + first * (2 * TILE) + in_tile
+    parts = partials + first * (TILE * HEAD_DIM) + (in_tile[:, None] * HEAD_DIM + dim[None, :])
+    for _ in tl.range(0, num_splits, num_stages=STAGES):
+        part_maximum = tl.load(stats, mask=is_row, other=float("-inf"))
+        part_total = tl.load(stats + TILE, mask=is_row, other=0.0)
+        part = tl.load(parts, mask=is_part, other=0.0)
+        stats += kv_heads * (2 * TILE)
+        parts += kv_heads * (TILE * HEAD_DIM)
+        new_maximum = tl.maximum(maximum, part_maximum)
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(part_maximum - shift[None, :])
+        weight = tl.exp2(part_maximum - shift)
         decay = tl.exp2(maximum - shift)
-        total = total * decay + tl.sum(part_total * weight, 0)
-        output = output * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        total = total * decay + part_total * weight
+        output = output * decay[:, None] + part * weight[:, None]
         maximum = new_maximum
-    head = kv_head * heads_per_kv + in_tile % heads_per_kv
-    offset = ((first_token + row).to(tl.int64) * (kv_heads * heads_per_kv) + head)[:, None] * HEAD_DIM + dim[None, :]
-    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(attended + offset, output / divisor, mask=is_row[:, None] & is_dim[None, :])
+    divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, in_tile, row, heads_per_kv, has_sinks)
+    offset = (in_tile + row * (kv_heads - 1) * heads_per_kv)[:, None] * HEAD_DIM + dim[None, :]
+    out = attended + (token.to(tl.int64) * kv_heads + kv_head) * heads_per_kv * HEAD_DIM
+    tl.store(out + offset, output / divisor[:, None], mask=is_part)

@@ -12,29 +12,32 @@ NO_WINDOW: Final = 0
 # What most requests of a step have at most: a verify block. A node of TensorRT is not told K, and any number gives
 # right results; this one decides from where on prefill chunks get attention tiles of their own.
 VERIFY_ROWS: Final = 16
+PROGRAMS_PER_MULTIPROCESSOR: Final = 2  # of attention: what shared memory and registers of all tiles but 128 allow
+FP8_MIN_TILE: Final = 64  # rows of a tile over FP8 pages in 16-bit networks
 # A node's partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
 MAX_MULTIPROCESSORS: Final = 192
 HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
 MAX_HEAD_DIM: Final = 256
 
 
-def work_slots(*, tile: int, kv_heads: int, num_multiprocessors: int) -> int:
-    """Pieces per K/V head that the step's work is cut into: programs for two to three rounds of a GPU.
+def work_slots(*, kv_heads: int, num_multiprocessors: int) -> int:
+    """Programs per K/V head that run at once: one wave of the GPU, which the step's work is cut into."""
+    return max(1, num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR // kv_heads)
 
-    As many of a tile's programs run on a multiprocessor at once as shared memory and registers allow: 3 of 16 rows
-    down to 1 of 128. Finer pieces would even out the last round, and cost more partial results.
-    """
-    return max(1, num_multiprocessors * min(8, 256 // tile) // kv_heads)
+
+def heads_reciprocal(*, heads_per_kv: int) -> int:
+    """Factor that replaces a division by heads_per_kv: see `attention.query_row`."""
+    return (65536 + heads_per_kv - 1) // heads_per_kv
 
 
 def num_partials(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> int:
-    """float32 elements of partial results: at most two for each slot."""
-    return 2 * num_slots * kv_heads * tile * head_dim
+    """float32 elements of partial results: at most one for each slot."""
+    return num_slots * kv_heads * tile * head_dim
 
 
 def num_stats(*, tile: int, kv_heads: int, num_slots: int) -> int:
     """float32 elements that say how partial results are weighed: a maximum and a sum for each row."""
-    return 2 * num_slots * kv_heads * tile * 2
+    return num_slots * kv_heads * tile * 2
 
 
 def max_lag(*, window: int, is_window_anchored: int) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.attention_launch import FLOATS, RequestTensors
+from dflash_trt.kernels.attention_launch import FLOATS
+from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor

@@ -4,14 +4,18 @@ import torch
 
 from dflash_trt.kernels.attention import attention_kernel
 from dflash_trt.kernels.attention_launch import (
-    MIN_FULL_LOOP_TILE,
     REDUCTION_ROWS,
-    REDUCTION_SPLITS,
+    REDUCTION_STAGES,
     TILES,
     attention_constants,
     attention_options,
+    has_full_loop,
+    tiles_of_pages,
 )
+from dflash_trt.kernels.attention_partition import attention_plan_kernel
+from dflash_trt.kernels.attention_plan import PLAN_WARPS, key_block, page_run
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.capacity import request_capacity
 from plugins.aot.variant import KernelVariant, pointer
 
 
@@ -24,64 +28,99 @@ def attention_variants(
     has_softcap: bool = False,
     max_requests: int = 256,
     tiles: tuple[int, ...] = TILES,
+    page_size: int | None = None,
 ) -> tuple[KernelVariant, ...]:
-    """Attention and reduction of one geometry, for every tile: what is compiled ahead for a layer of this kind."""
+    """Attention and reduction of one geometry, for every tile: what is compiled ahead for a layer of this kind.
+
+    With a `page_size` they are what PyTorch's launcher compiles: a plan and pages are given. A plugin has neither.
+    """
     variants = []
-    for tile in tiles:
-        constants = attention_constants(
-            tile=tile, head_dim=head_dim, dtype=dtype, max_requests=max_requests, has_block=has_block
-        )
+    for tile in tiles_of_pages(dtype, page_dtype, tiles):
+        constants = attention_constants(head_dim=head_dim) | {
+            "TILE": tile,
+            "KEY_BLOCK": key_block(head_dim=head_dim, dtype=dtype),
+            "REQUESTS": request_capacity(max_requests),
+            "HAS_BLOCK": has_block,
+        }
         geometry = f"{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
         types = "_".join(str(name).removeprefix("torch.") for name in (dtype, page_dtype))
         name = f"{types}_{'softcap_' if has_softcap else ''}{geometry}"
-        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap))
+        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap, page_size))
         # Partial results are the same whatever the pages hold.
-        variants.append(_reduction_variant(f"{str(dtype).removeprefix('torch.')}_{geometry}", dtype, constants))
+        name = f"{str(dtype).removeprefix('torch.')}_{geometry}"
+        variants.append(_reduction_variant(name, dtype, constants, is_planned=page_size is not None))
     return tuple(variants)
 
 
-_ROW_CAPACITY = "num_rows / ({tile} / heads_per_kv) + num_requests"
+def attention_plan_variant(*, tile: int, key_block: int, has_block: bool, max_requests: int = 256) -> KernelVariant:
+    signature = dict.fromkeys(("plan", "token_offsets", "context_lens"), _INT)
+    signature |= dict.fromkeys(("num_requests", "block_rows", "rows_per_tile", "max_lag", "window_step"), "i32")
+    signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "split_blocks"), "i32")
+    requests = request_capacity(max_requests)
+    return KernelVariant(
+        name=f"attention_plan_{'block' if has_block else 'step'}_t{tile}_k{key_block}_r{requests}",
+        kernel=attention_plan_kernel,
+        signature=signature,
+        constexprs={"TILE": tile, "KEY_BLOCK": key_block, "REQUESTS": requests, "HAS_BLOCK": has_block},
+        grid=("num_rows / rows_per_tile + num_requests + work_slots", "1", "1"),
+        num_warps=PLAN_WARPS,
+        num_stages=1,
+    )
+
+
+PAGE_RUN = 1  # a library serves pages of every size
+_TILE_CAPACITY = "num_rows / ({tile} / heads_per_kv) + num_requests"
 _FLOAT = pointer(torch.float32)
 _INT = pointer(torch.int32)
 
 
 def _attention_variant(
-    suffix: str, dtype: torch.dtype, page_dtype: torch.dtype, constants: dict[str, int | bool], has_softcap: bool
+    suffix: str,
+    dtype: torch.dtype,
+    page_dtype: torch.dtype,
+    constants: dict[str, int | bool],
+    has_softcap: bool,
+    page_size: int | None,
 ) -> KernelVariant:
-    tile = constants["TILE"]
+    tile = int(constants["TILE"])
+    run = PAGE_RUN if page_size is None else page_run(page_size=page_size, key_block=int(constants["KEY_BLOCK"]))
     signature = {"q": pointer(dtype), "pages": pointer(page_dtype), "state_pools": pointer(torch.int64)}
     signature |= dict.fromkeys(("block_k", "block_v", "attended"), pointer(dtype))
     signature |= dict.fromkeys(("partials", "partial_stats"), _FLOAT)
-    signature |= dict.fromkeys(("token_offsets", "context_lens", "page_table"), _INT)
+    signature |= dict.fromkeys(("plan", "token_offsets", "context_lens", "page_table"), _INT)
     signature |= {"sinks": _FLOAT}
     signature |= dict.fromkeys(("score_scale", "k_scale", "v_scale", "softcap"), "fp32")
     signature |= {"num_requests": "i32", "block_rows": "i32", "block_k_stride": "i32:16", "block_v_stride": "i32:16"}
-    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "page_shift", "state_index"), "i32")
-    signature |= dict.fromkeys(("max_lag", "max_lead", "window_step"), "i32")
+    signature |= dict.fromkeys(("pages_per_request", "kv_heads", "heads_per_kv", "heads_reciprocal"), "i32")
+    signature |= dict.fromkeys(("page_shift", "state_index", "max_lag", "max_lead", "window_step"), "i32")
     signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "has_sinks"), "i32")
     return KernelVariant(
         name=f"attention_{suffix}",
         kernel=attention_kernel,
         signature=signature,
         constexprs=constants
-        | {"HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": tile >= MIN_FULL_LOOP_TILE, "POOLED": True},
-        grid=("kv_heads", f"{_ROW_CAPACITY.format(tile=tile)} + work_slots", "1"),
-        **attention_options(tile=int(tile), head_dim=int(constants["HEAD_DIM"]), dtype=dtype),
+        | {"PAGE_RUN": run, "HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": has_full_loop(tile=tile)}
+        | {"POOLED": page_size is None, "PLANNED": page_size is not None},
+        grid=("kv_heads", f"{_TILE_CAPACITY.format(tile=tile)} + work_slots", "1"),
+        **attention_options(tile=tile, head_dim=int(constants["HEAD_DIM"]), dtype=dtype),
     )
 
 
-def _reduction_variant(suffix: str, dtype: torch.dtype, constants: dict[str, int | bool]) -> KernelVariant:
+def _reduction_variant(
+    suffix: str, dtype: torch.dtype, constants: dict[str, int | bool], *, is_planned: bool
+) -> KernelVariant:
     tile = int(constants["TILE"])
     signature = {"attended": pointer(dtype), "partials": _FLOAT, "partial_stats": _FLOAT}
-    signature |= dict.fromkeys(("token_offsets", "context_lens"), _INT)
-    signature |= dict.fromkeys(("num_requests", "block_rows", "kv_heads", "heads_per_kv"), "i32")
-    signature |= dict.fromkeys(("max_lag", "min_rows", "max_rows", "work_slots"), "i32")
+    signature |= dict.fromkeys(("plan", "token_offsets", "context_lens"), _INT)
+    signature |= {"sinks": _FLOAT}
+    signature |= dict.fromkeys(("num_requests", "block_rows", "kv_heads", "heads_per_kv", "heads_reciprocal"), "i32")
+    signature |= dict.fromkeys(("max_lag", "window_step", "min_rows", "max_rows", "work_slots", "has_sinks"), "i32")
     return KernelVariant(
         name=f"attention_reduction_{suffix}",
         kernel=attention_reduction_kernel,
         signature=signature,
-        constexprs=constants | {"ROWS": REDUCTION_ROWS, "SPLITS": REDUCTION_SPLITS},
-        grid=("kv_heads", _ROW_CAPACITY.format(tile=tile), str(tile // REDUCTION_ROWS)),
+        constexprs=constants | {"PLANNED": is_planned, "ROWS": REDUCTION_ROWS, "STAGES": REDUCTION_STAGES},
+        grid=("kv_heads", _TILE_CAPACITY.format(tile=tile), str(tile // REDUCTION_ROWS)),
         num_warps=4,
         num_stages=1,
     )

@@ -18,6 +18,7 @@ from dflash_trt.kernels.sampling_launch import SAMPLING_KERNELS, SCRATCH
 
 RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.work_slots,
+    launch_rules.heads_reciprocal,
     launch_rules.num_partials,
     launch_rules.num_stats,
     launch_rules.max_lag,

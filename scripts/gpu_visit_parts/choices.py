@@ -43,18 +43,16 @@ def cases() -> Iterator[Case]:
 def _attention_choices() -> dict[str, _Patches]:
     """Programs per multiprocessor decide the splits; a floor of the tile, its keys, warps and stages the loop."""
     launch = attention_launch
-    constants, options, tile = launch.attention_constants, launch.attention_options, launch.tile_rows
+    options, tile = launch.attention_options, launch.tile_rows
 
     def of_slots(programs: int) -> _Patches:
         return {
-            "work_slots": lambda *, tile, kv_heads, num_multiprocessors: max(
-                1, programs * num_multiprocessors // kv_heads
-            )
+            "work_slots": lambda *, kv_heads, num_multiprocessors: max(1, programs * num_multiprocessors // kv_heads)
         }
 
     choices: dict[str, _Patches] = {"as it is": {}}
-    choices |= {f"{n} programs per multiprocessor": of_slots(n) for n in (1, 2, 4)}
-    choices |= {f"key block {n}": {"attention_constants": _with(constants, KEY_BLOCK=n)} for n in (32, 128)}
+    choices |= {f"{n} programs per multiprocessor": of_slots(n) for n in (1, 3, 4)}
+    choices |= {f"key block {n}": {"key_block": lambda *, n=n, **_: n} for n in (32, 128)}
     choices |= {f"{n} warps": {"attention_options": _with(options, num_warps=n)} for n in (2, 8)}
     choices |= {f"{n} stages": {"attention_options": _with(options, num_stages=n)} for n in (2, 4)}
     choices |= {f"tile floor {n}": {"tile_rows": lambda *words, n=n: max(n, tile(*words))} for n in (64, 128)}

@@ -1,63 +1,14 @@
 """The work partition alone: whatever the lengths, every tile and split is taken once, within the bounds of the grid."""
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
-from dflash_trt.kernels.attention_partition import locate, request_lengths, splits_of, tiles_and_blocks
+from dflash_trt.kernels.attention_plan import Partition, RequestTensors, write_plan
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
 
-TILE, KEY_BLOCK, REQUESTS = 16, 16, 16
-
-
-@triton.jit
-def record_items(
-    records,  # int32 [items, 5]
-    token_offsets,
-    context_lens,
-    num_requests,
-    block_rows,
-    rows_per_tile,
-    max_lag,
-    min_rows,
-    max_rows,
-    work_slots,
-    TILE: tl.constexpr,  # noqa: N803
-    KEY_BLOCK: tl.constexpr,  # noqa: N803
-    REQUESTS: tl.constexpr,  # noqa: N803
-    HAS_BLOCK: tl.constexpr,  # noqa: N803
-    COUNTS_TILES: tl.constexpr,  # noqa: N803
-):
-    item = tl.program_id(0)
-    request, local, first_slot, blocks_per_split = locate(
-        item,
-        token_offsets,
-        context_lens,
-        num_requests,
-        block_rows,
-        rows_per_tile,
-        max_lag,
-        min_rows,
-        max_rows,
-        work_slots,
-        TILE,
-        KEY_BLOCK,
-        REQUESTS,
-        HAS_BLOCK,
-        COUNTS_TILES,
-    )
-    rows, context = request_lengths(token_offsets, context_lens, request, request < num_requests, block_rows, HAS_BLOCK)
-    tiles, blocks = tiles_and_blocks(rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK)
-    record = records + item * 5
-    tl.store(record, request)
-    tl.store(record + 1, local)
-    tl.store(record + 2, first_slot)
-    tl.store(record + 3, tiles)
-    tl.store(record + 4, splits_of(blocks, blocks_per_split))
+TILE, KEY_BLOCK = 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +22,53 @@ class Lengths:
     max_rows: int = ANY_ROWS
     has_block: bool = False
 
+    split_blocks: int = 0
+
+    def partition(self) -> Partition:
+        return Partition(
+            num_rows=sum(self.rows),
+            num_requests=len(self.rows),
+            request_capacity=16,
+            has_block=self.has_block,
+            tile=TILE,
+            heads_per_kv=TILE // self.rows_per_tile,
+            key_block=KEY_BLOCK,
+            max_lag=ANY_DISTANCE if self.window is None else self.window - 1,
+            window_step=1,
+            num_slots=self.work_slots,
+            split_blocks=self.split_blocks,
+            min_rows=self.min_rows,
+            max_rows=self.max_rows,
+        )
+
+    def keys_of(self, request: int, first_row: int, num_rows: int) -> set[int]:
+        """Stored keys that a tile's rows see, and the others of their blocks before them."""
+        context = self.contexts[request]
+        start = 0 if self.window is None else max(context + first_row - self.window + 1, 0) // KEY_BLOCK * KEY_BLOCK
+        return set(range(start, context if self.has_block else context + first_row + num_rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """`attention_partition.plan_item`'s result."""
+
+    index: int
+    request: int
+    token: int
+    num_rows: int
+    position: int
+    key_begin: int
+    key_end: int
+    slot: int
+    splits: int
+
     @property
-    def row_capacity(self) -> int:
-        return sum(self.rows) // self.rows_per_tile + len(self.rows)
+    def split(self) -> int:
+        return self.splits >> 16
+
+    @property
+    def num_splits(self) -> int:
+        return self.splits & 65535
 
 
 CASES = {
@@ -85,61 +80,84 @@ CASES = {
     "short requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), max_rows=4, work_slots=20),
     "long requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), min_rows=5, work_slots=20),
     "draft blocks": Lengths(rows=(5, 5, 5), contexts=(0, 900, 20), has_block=True, work_slots=9),
+    "fixed length": Lengths(rows=(9, 4, 1), contexts=(300, 40, 0), split_blocks=3, work_slots=64),
+    "fixed length under a window": Lengths(
+        rows=(9, 4, 1), contexts=(300, 40, 0), split_blocks=3, window=100, work_slots=64
+    ),
     "more tiles than slots": Lengths(rows=(9, 9, 9), contexts=(100, 200, 300), work_slots=2),
 }
 
 
-def record(lengths: Lengths, device: torch.device, *, counts_tiles: bool) -> list[list[int]]:
-    """[request, item within it, first partial slot, tiles, splits] of every program that has work."""
-    num_programs = lengths.row_capacity + (0 if counts_tiles else lengths.work_slots)
-    records = torch.full((num_programs, 5), -1, dtype=torch.int32, device=device)
-    record_items[(num_programs,)](
-        records,
-        torch.tensor((0, *lengths.rows), device=device).cumsum(0).int(),
-        torch.tensor(lengths.contexts, dtype=torch.int32, device=device),
-        len(lengths.rows),
-        lengths.rows[0],
-        lengths.rows_per_tile,
-        ANY_DISTANCE if lengths.window is None else lengths.window - 1,
-        lengths.min_rows,
-        lengths.max_rows,
-        lengths.work_slots,
-        TILE=TILE,
-        KEY_BLOCK=KEY_BLOCK,
-        REQUESTS=REQUESTS,
-        HAS_BLOCK=lengths.has_block,
-        COUNTS_TILES=counts_tiles,
+def planned(lengths: Lengths, device: torch.device) -> list[Item]:
+    requests = RequestTensors(
+        token_offsets=torch.tensor((0, *lengths.rows), device=device).cumsum(0).int(),
+        context_lens=torch.tensor(lengths.contexts, dtype=torch.int32, device=device),
+        page_table=torch.zeros(len(lengths.rows), 1, dtype=torch.int32, device=device),
     )
-    return [row for row in records.tolist() if row[0] < len(lengths.rows)]
+    names = [field.name for field in fields(Item)][1:]
+    plan = write_plan(requests, lengths.partition()).tolist()
+    items = [Item(index=index, **dict(zip(names, words, strict=True))) for index, words in enumerate(plan)]
+    return [item for item in items if item.num_rows > 0]
+
+
+def tiles_of(lengths: Lengths) -> set[tuple[int, int, int]]:
+    """(request, first row, rows) of every tile."""
+    return {
+        (request, first, min(lengths.rows_per_tile, rows - first))
+        for request, rows in enumerate(lengths.rows)
+        if lengths.min_rows <= rows <= lengths.max_rows
+        for first in range(0, rows, lengths.rows_per_tile)
+    }
 
 
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES.keys())
-def test_every_tile_and_split_is_taken_once_within_the_bounds(lengths: Lengths, device: torch.device) -> None:
-    items = record(lengths, device, counts_tiles=False)
-    served = {r for r, n in enumerate(lengths.rows) if lengths.min_rows <= n <= lengths.max_rows}
-    assert {request for request, *_ in items} == served
-    slots: list[int] = []
-    for request in served:
-        mine = [item for item in items if item[0] == request]
-        _, _, first_slot, tiles, splits = mine[0]
-        assert tiles == -(-lengths.rows[request] // lengths.rows_per_tile)
-        assert sorted(local for _, local, *_ in mine) == list(range(tiles * splits))
-        slots += [first_slot + local for _, local, *_ in mine] if splits > 1 else []
-    assert max(Counter(slots).values(), default=1) == 1, "two items share a partial result"
-    assert max(slots, default=0) < 2 * lengths.work_slots
+def test_every_key_of_every_tile_is_taken_once_within_the_bounds(lengths: Lengths, device: torch.device) -> None:
+    items = planned(lengths, device)
+    tiles: dict[tuple[int, int, int], list[Item]] = {}
+    for item in items:
+        first_row = item.position - lengths.contexts[item.request]
+        assert (item.index < lengths.partition().tile_capacity) == (item.split == 0), "the reduction looks there"
+        assert item.token == sum(lengths.rows[: item.request]) + first_row
+        tiles.setdefault((item.request, first_row, item.num_rows), []).append(item)
+    assert set(tiles) == tiles_of(lengths)
+    for tile, mine in tiles.items():
+        assert sorted(item.split for item in mine) == list(range(mine[0].num_splits))
+        assert [item.slot - item.split for item in mine] == [mine[0].slot - mine[0].split] * len(mine)
+        keys = [key for item in mine for key in range(item.key_begin, item.key_end)]
+        assert len(keys) == len(set(keys)), "two splits share a key"
+        assert set(keys) == lengths.keys_of(*tile)
+    slots = [item.slot for item in items if item.num_splits > 1]
+    assert len(slots) == len(set(slots)), "two items share a partial result"
+    assert max(slots, default=0) < lengths.work_slots
 
 
 def test_long_requests_are_split_and_short_ones_are_not(device: torch.device) -> None:
-    items = record(CASES["one long among short ones"], device, counts_tiles=False)
-    splits = {request: splits for request, _, _, _, splits in items}
+    items = planned(CASES["one long among short ones"], device)
+    splits = {item.request: item.num_splits for item in items}
     assert splits[0] == splits[2] == 1
     assert splits[1] > 8
 
 
-@pytest.mark.parametrize("name", ["a prefill chunk", "short requests only"])
-def test_the_reduction_finds_the_same_tiles(device: torch.device, name: str) -> None:
-    items = record(CASES[name], device, counts_tiles=False)
-    tiles = record(CASES[name], device, counts_tiles=True)
-    by_request = {request: (first_slot, tiles, splits) for request, _, first_slot, tiles, splits in items}
-    assert {request: (first_slot, tiles, splits) for request, _, first_slot, tiles, splits in tiles} == by_request
-    assert Counter(request for request, *_ in tiles) == {r: n for r, (_, n, _) in by_request.items()}
+@pytest.mark.parametrize(("num_requests", "num_items"), [(1, 32), (16, 32), (17, 17)])
+def test_equal_requests_are_split_for_one_wave_and_not_where_they_fill_half_of_it(
+    num_requests: int, num_items: int, device: torch.device
+) -> None:
+    """132 multiprocessors, 8 K/V heads: 33 programs of each head at once."""
+    lengths = Lengths(rows=(4,) * num_requests, contexts=(8188,) * num_requests, work_slots=33)
+    assert len(planned(lengths, device)) == num_items
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits_of_a_fixed_length_begin_at_its_multiples(window: int | None, device: torch.device) -> None:
+    lengths = Lengths(rows=(9, 4), contexts=(500, 30), window=window, split_blocks=4, work_slots=64)
+    length = 4 * KEY_BLOCK
+    for item in planned(lengths, device):
+        begins_at_window = window is not None and item.split == 0
+        assert item.key_begin % length == 0 or begins_at_window or item.key_begin >= item.key_end
+        assert item.key_end - item.key_begin <= length
+    alone = Lengths(rows=(4,), contexts=(30,), window=window, split_blocks=4, work_slots=64)
+    [beside], [single] = (
+        [(item.key_begin, item.key_end) for item in planned(x, device) if item.request == r and item.split == 0]
+        for x, r in ((lengths, 1), (alone, 0))
+    )
+    assert beside == single

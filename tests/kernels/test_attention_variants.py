@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.kernels import attention_launch, rope_and_pages_launch
+from dflash_trt.kernels import attention_launch, attention_plan, rope_and_pages_launch
 from dflash_trt.kernels.attention_launch import allocate_workspace, tile_rows, work_slots, workspace_size
 from dflash_trt.kernels.rope_and_pages_launch import stack_draft_layers, store_draft_context
-from plugins.aot.attention_variants import attention_variants
+from plugins.aot.attention_variants import attention_plan_variant, attention_variants
 from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
 from plugins.aot.variant import KernelVariant, pointer
 from tests.kernels.attention_steps import Heads, Step, make_tensors
@@ -45,7 +45,7 @@ def assert_is_launched_as(variant: KernelVariant, recorder: Recorder, sizes: dic
         if word == "i32:16":
             assert value % 16 == 0
     given = {name: value for name, value in constants.items() if name not in OPTIONS}
-    if "POOLED" in given:  # the one difference: a plugin finds its pages by address
+    if "POOLED" in given and "PLANNED" not in given:  # the one difference: a plugin finds its pages by address
         assert not given["POOLED"]
         given["POOLED"] = True
     assert given == dict(variant.constexprs)
@@ -60,26 +60,45 @@ def assert_is_launched_as(variant: KernelVariant, recorder: Recorder, sizes: dic
 def test_attention_variants_are_what_the_launcher_launches(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]
 ) -> None:
-    recorders = Recorder(), Recorder()
-    monkeypatch.setattr(attention_launch, "attention_kernel", recorders[0])
-    monkeypatch.setattr(attention_launch, "attention_reduction_kernel", recorders[1])
+    recorders = {name: Recorder() for name in ("attention_kernel", "attention_reduction_kernel")}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(attention_launch, name, recorder)
+    plan = Recorder()
+    monkeypatch.setattr(attention_plan, "attention_plan_kernel", plan)
     step = Step(rows=rows, contexts=(70, 30), heads=Heads(num_heads=6, num_kv_heads=2))
     tensors = make_tensors(step).to(device)
     workspace = allocate_workspace(kv_heads=2, head_dim=64, device=device)
     attention_launch.attend_pages(
         tensors.q, tensors.pages, tensors.requests, step.options, workspace=workspace, num_verify_rows=4
     )
-    assert [len(recorder.launches) for recorder in recorders] == ([1, 1] if rows == (4, 1) else [2, 2])
+    num_launches = 1 if rows == (4, 1) else 2
+    assert [len(recorder.launches) for recorder in (plan, *recorders.values())] == [num_launches] * 3
+    tile = tile_rows(4 if rows == (4, 1) else 44, 3)
     variants = attention_variants(
         dtype=torch.float32,
         page_dtype=torch.float32,
         head_dim=64,
         has_block=False,
         max_requests=2,
-        tiles=(tile_rows(4 if rows == (4, 1) else 44, 3),),
+        tiles=(tile,),
+        page_size=step.page_size,
     )
-    for variant, recorder in zip(variants, recorders, strict=True):
+    for variant, recorder in zip(variants, recorders.values(), strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": sum(rows)})
+    variant = attention_plan_variant(tile=tile, key_block=64, has_block=False, max_requests=2)
+    assert_is_launched_as(variant, plan, {"num_rows": sum(rows)})
+
+
+def test_a_plugins_variants_are_launched_with_the_same_arguments_but_for_plan_and_pages() -> None:
+    """A plugin has no plan, finds its pages by address, and its library serves pages of every size."""
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "page_dtype": torch.bfloat16, "head_dim": 128, "has_block": False}
+    for plugin, torch_launch in zip(
+        attention_variants(**sizes, tiles=(32,)), attention_variants(**sizes, tiles=(32,), page_size=32), strict=True
+    ):
+        assert plugin.signature == torch_launch.signature
+        changed = {name for name, value in plugin.constexprs.items() if torch_launch.constexprs[name] != value}
+        assert changed <= {"PLANNED", "POOLED", "PAGE_RUN"}
+        assert not plugin.constexprs["PLANNED"]
 
 
 def test_a_page_write_variant_is_what_the_launcher_launches(
@@ -128,9 +147,9 @@ def test_the_workspace_holds_every_tiles_partial_results() -> None:
     device = torch.device("cpu")
     num_elements = len(allocate_workspace(kv_heads=8, head_dim=128, device=device))
     for tile in attention_launch.TILES:
-        slots = work_slots(tile=tile, kv_heads=8, num_multiprocessors=attention_launch.num_multiprocessors(device))
+        slots = work_slots(kv_heads=8, num_multiprocessors=attention_launch.num_multiprocessors(device))
         size = workspace_size(tile=tile, kv_heads=8, head_dim=128, num_slots=slots)
-        assert size.num_partials == 2 * slots * 8 * tile * 128
+        assert size.num_partials == slots * 8 * tile * 128
         assert size.num_elements <= num_elements
 
 

@@ -230,7 +230,7 @@ def test_the_workspace_of_attention_serves_gpus_of_up_to_192_multiprocessors(
             tile=tile,
             kv_heads=kv_heads,
             head_dim=case.head_dim,
-            num_slots=work_slots(tile=tile, kv_heads=kv_heads, num_multiprocessors=192),
+            num_slots=work_slots(kv_heads=kv_heads, num_multiprocessors=192),
         )
         for tile in (16, 64)  # those that the library was built with
     ]

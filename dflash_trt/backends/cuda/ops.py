@@ -26,7 +26,8 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import argmax_tokens
-from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
+from dflash_trt.kernels.attention_launch import AttentionOptions
+from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors
 from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
 from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
 from dflash_trt.kernels.rope_and_pages_launch import (
@@ -39,6 +40,14 @@ from dflash_trt.kernels.rope_and_pages_launch import (
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsIndex:
+    """Requests of some rows, and the plans of attention that their layers share."""
+
+    requests: RequestTensors
+    plans: AttentionPlans = field(default_factory=AttentionPlans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +273,7 @@ class TorchGpuOps:
             k.x,
             v.x,
             pool,
-            rows.index,
+            rows.index.requests,
             rows.positions,
             _rotation(q, k),
             k_scale=options.k_scale,
@@ -274,9 +283,10 @@ class TorchGpuOps:
         return attention_launch.attend_pages(
             rotated,
             pool,
-            rows.index,
+            rows.index.requests,
             options,
             workspace=self._resources.attention_workspace,
+            plans=rows.index.plans,
             num_verify_rows=self._num_draft_tokens + 1,
             attended=self._resources.attended[: rotated.numel()].view(rotated.shape),
         )
@@ -285,8 +295,15 @@ class TorchGpuOps:
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Tensor:
         q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, _rotation(q, k))
-        workspace = self._resources.attention_workspace
-        return attention_launch.attend_draft(q_rows, (k_rows, v.x), pool, rows.index, options, workspace=workspace)
+        return attention_launch.attend_draft(
+            q_rows,
+            (k_rows, v.x),
+            pool,
+            rows.index.requests,
+            options,
+            workspace=self._resources.attention_workspace,
+            plans=rows.index.plans,
+        )
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
         """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them."""
@@ -296,7 +313,7 @@ class TorchGpuOps:
         store_draft_context(
             _tensor(kv),
             stacked,
-            replace(rows.index, context_lens=_tensor(limits)),
+            replace(rows.index.requests, context_lens=_tensor(limits)),
             rows.positions,
             Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
         )
@@ -349,13 +366,14 @@ def _rows(
     positions: Tensor, token_offsets: Tensor, context_lens: Tensor, page_table: Tensor, *, keeps_kv: bool
 ) -> Rows[Any]:
     """The offsets of blocks are read by no kernel; the step's are there in their place."""
+    requests = RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=page_table)
     return Rows(
         positions=positions,
         token_offsets=token_offsets if keeps_kv else None,
         context_lens=context_lens,
         page_table=page_table,
         keeps_kv=keeps_kv,
-        index=RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=page_table),
+        index=RowsIndex(requests=requests),
     )
 
 

@@ -35,6 +35,7 @@ KernelChoice choice(char const* kernel, PageGeometry const& geometry, AttentionK
     chosen.type("attended", pointer_type(geometry.types.network))
         .equal("HEAD_DIM", geometry.head_dim)
         .equal("HAS_BLOCK", kind.has_block ? 1 : 0)
+        .equal("PLANNED", 0)
         .at_least("REQUESTS", num_requests);
     if (kernel == kKernels.front())
     {
@@ -80,6 +81,7 @@ Values common_values(
         .pointer("block_k", block.k)
         .pointer("block_v", block.v)
         .pointer("attended", attention.attended)
+        .pointer("plan", std::nullopt) // every program plans for itself
         .pointer("token_offsets", attention.token_offsets)
         .pointer("context_lens", attention.context_lens)
         .pointer("page_table", attention.page_table)
@@ -92,6 +94,7 @@ Values common_values(
         .integer("block_v_stride", geometry.row_size())
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
+        .integer("heads_reciprocal", launch_rules::heads_reciprocal(heads / geometry.kv_heads))
         .integer("page_shift", geometry.page_shift())
         .integer("state_index", geometry.state)
         .integer("max_lag", mask.max_lag())
@@ -160,7 +163,7 @@ void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry con
         choose_tile(chosen(kKernels.front()).candidates(device), pass.query_rows, values.integer_of("heads_per_kv"));
     int64_t const num_multiprocessors =
         std::min<int64_t>(device.num_multiprocessors, launch_rules::MAX_MULTIPROCESSORS);
-    int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, num_multiprocessors);
+    int64_t const num_slots = launch_rules::work_slots(geometry.kv_heads, num_multiprocessors);
     values.pointer("partials", workspace_at(0))
         .pointer("partial_stats", workspace_at(num_partials(geometry, tile, num_slots)))
         .integer("min_rows", pass.min_rows)
@@ -191,7 +194,7 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, AttentionKind kin
     for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, kind, 1).candidates())
     {
         int64_t const tile = kernel->constant("TILE");
-        int64_t const num_slots = launch_rules::work_slots(tile, geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
+        int64_t const num_slots = launch_rules::work_slots(geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
         num_elements = std::max(num_elements,
             num_partials(geometry, tile, num_slots) + launch_rules::num_stats(tile, geometry.kv_heads, num_slots));
     }
