@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dflash_trt.kernels.attention_plan import Partition, RequestTensors, write_plan
+from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
 
 TILE, KEY_BLOCK = 16, 16
@@ -28,7 +29,7 @@ class Lengths:
         return Partition(
             num_rows=sum(self.rows),
             num_requests=len(self.rows),
-            request_capacity=16,
+            request_capacity=request_capacity(len(self.rows)),
             has_block=self.has_block,
             tile=TILE,
             heads_per_kv=TILE // self.rows_per_tile,
