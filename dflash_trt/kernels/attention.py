@@ -10,7 +10,7 @@ num_requests, which bounds the number of tiles.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803, SIM102, PIE808  (constants of a kernel are upper case; it takes branches one by one)
+# ruff: noqa: C901, N803, SIM102, PIE808  (constants of a kernel are upper case; it takes branches one by one)
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ from dflash_trt.kernels.attention_partition import (
     query_row,
     split_and_number,
 )
-from dflash_trt.kernels.attention_reduction import LOG2_E, divisor_of
+from dflash_trt.kernels.attention_softmax import absorb, divisor_of, scores_of
 from dflash_trt.kernels.state_pools import pooled
 
 
@@ -41,29 +41,6 @@ def for_pages(queries, pages):
         if queries.dtype == tl.bfloat16:
             queries = queries.to(tl.float16)
     return queries
-
-
-@triton.jit
-def scores_of(q, k, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """q [TILE, D] times k [KEYS, D], and the factor that takes them to scores in base 2."""
-    products = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-        doubled = tl.exp2(products * (scale * (2.0 * LOG2_E) / softcap))
-        products = 1.0 - 2.0 / (1.0 + doubled)
-        scale = softcap
-    return products, scale * LOG2_E
-
-
-@triton.jit
-def absorb(products, factor, v, maximum, total, output):
-    """Online softmax: take in the scores of some keys, -inf where hidden, and their values."""
-    new_maximum = tl.maximum(maximum, tl.max(products, 1) * factor)
-    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen no key yet
-    weights = tl.exp2(products * factor - shift[:, None])
-    decay = tl.exp2(maximum - shift)
-    total = total * decay + tl.sum(weights, 1)
-    output = tl.dot(weights.to(v.dtype), v, output * decay[:, None], input_precision="tf32x3")
-    return new_maximum, total, output
 
 
 @triton.jit
@@ -273,10 +250,11 @@ def attention_kernel(
     if num_rows == 0:
         return
 
-    if POOLED:  # loaded here: earlier or later, ptxas spills registers of some variants
-        pages = pooled(state_pools, state_index, pages.dtype)
-        if pages.to(tl.int64) == 0:  # no state
-            return
+    if not HAS_BLOCK:
+        if POOLED:  # here, and with a block below: elsewhere ptxas spills registers of some variants
+            pages = pooled(state_pools, state_index, pages.dtype)
+            if pages.to(tl.int64) == 0:  # no state
+                return
     in_tile = tl.arange(0, TILE)
     num_filled = num_rows * heads_per_kv
     is_row = in_tile < num_filled
@@ -291,6 +269,11 @@ def attention_kernel(
     to_next_row = (heads - heads_per_kv) * HEAD_DIM
     q_offset = (filled * HEAD_DIM + row * to_next_row)[:, None] + dim[None, :]
     queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
+    if HAS_BLOCK:
+        if POOLED:
+            pages = pooled(state_pools, state_index, pages.dtype)
+            if pages.to(tl.int64) == 0:  # no state
+                return
     queries = for_pages(queries, pages)
 
     # A window moves with the row, or counts from the request's first.
@@ -371,7 +354,9 @@ def attention_kernel(
     if HAS_BLOCK:
         if split == num_splits - 1:
             first_slot_row = request * block_rows
-            block_queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
+            block_queries = queries
+            if queries.dtype != q.dtype.element_ty:  # over FP8 pages
+                block_queries = load_queries(q + q_first + q_offset, is_dim, HEAD_DIM == DIM)
             maximum, total, output = absorb_own_block(
                 block_queries,
                 block_k + first_slot_row.to(tl.int64) * block_k_stride + kv_head * HEAD_DIM,

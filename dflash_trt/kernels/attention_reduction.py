@@ -10,21 +10,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import load_place, load_range, plan_item, query_row, split_and_number
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def divisor_of(maximum, total, sinks, in_tile, row, heads_per_kv, has_sinks):
-    """Of the sum of values: the sum of weights, with the sink's, which has no value. has_sinks is 0 or 1.
-
-    It comes last, so that no split of the keys changes the order of the sum.
-    """
-    head = in_tile - row * heads_per_kv
-    sink = tl.load(sinks + head, mask=head < heads_per_kv * has_sinks, other=float("-inf"))
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total += tl.exp2(sink * LOG2_E - shift)
-    return tl.where(total == 0.0, 1.0, total)
+from dflash_trt.kernels.attention_softmax import divisor_of
 
 
 @triton.jit(

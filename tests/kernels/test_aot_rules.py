@@ -14,6 +14,7 @@ from plugins.aot.rules import RULES, rule_expression, rules_header, shared_facts
 SIZES = {
     "tile": (16, 128),
     "kv_heads": (1, 3, 8),
+    "heads_per_kv": (1, 5, 128),
     "head_dim": (64, 80),
     "num_slots": (1, 264),
     "num_multiprocessors": (1, 132),
