@@ -18,20 +18,18 @@ from plugins.aot.compile import DEFAULT_ARCHITECTURES, SHARED_BYTES, CompiledKer
 from plugins.aot.embed import CUBIN_ALIGNMENT, table_source
 from plugins.aot.library import compile_library
 from plugins.aot.manifest import read_manifest, write_kernels
-from plugins.aot.variants import FLOAT_TYPES, HEAD_DIMS, SOFTCAPS, LibrarySpec, library_variants
+from plugins.aot.variants import FLOAT_TYPES, HEAD_DIMS, LibrarySpec, library_variants
 from tests.plugins.building import compile_kernels
 
 # Every kernel of the library, once or twice: what compiles here compiles in the other sizes, but for shared memory.
 SMALL = (
     *("--dtypes", "bfloat16", "--head-dims", "64", "--max-requests", "256"),
-    *("--softcaps", "without,with", "--tiles", "16", "--vocab-tiles", "64", "--widths", "16"),
+    *("--tiles", "16", "--vocab-tiles", "64", "--widths", "16"),
 )
+SOFTCAPS_TOO = (*SMALL, "--pages", "network", "--softcaps", "with")
 
 # Bytes, on sm_100a and 103a: of a drafter with a soft cap, which there is none of yet.
-SPILLED = {
-    "attention_bfloat16_bfloat16_softcap_block_d64_t16_r256": 8,
-    "attention_bfloat16_float8_e4m3fn_softcap_block_d64_t64_r256": 16,
-}
+SPILLED = {"attention_bfloat16_bfloat16_softcap_block_d64_t16_r256": 8}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ def kernels_by_architecture(manifest: dict[str, Any]) -> dict[str, list[str]]:
 def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(compiled: Path) -> None:
     manifest = read_manifest(compiled / "manifest.json")
     sizes: dict[str, Any] = {"head_dims": (64,), "max_requests": (256,), "tiles": (16,), "vocab_tiles": (64,)}
-    spec = LibrarySpec(dtypes=("bfloat16",), softcaps=SOFTCAPS, widths=(16,), **sizes)
+    spec = LibrarySpec(dtypes=("bfloat16",), widths=(16,), **sizes)
     names = [variant.name for variant in library_variants(spec)]
     assert kernels_by_architecture(manifest) == dict.fromkeys(DEFAULT_ARCHITECTURES, names)
     assert manifest["left_out"] == []
@@ -62,13 +60,24 @@ def test_every_kernel_compiles_for_every_default_architecture_without_a_gpu(comp
     assert {kernel["kernel"] for kernel in manifest["kernels"]} == functions
 
 
-def test_no_attention_kernel_spills_registers_and_several_share_a_multiprocessor(compiled: Path) -> None:
-    kernels = read_manifest(compiled / "manifest.json")["kernels"]
+def check_registers(directory: Path, *, num_kinds: int) -> None:
+    """Of kinds of layers: block or not, pages."""
+    kernels = read_manifest(directory / "manifest.json")["kernels"]
     attention = [kernel for kernel in kernels if kernel["kernel"] == "attention_kernel"]
-    assert len(attention) == 2 * 4 * len(DEFAULT_ARCHITECTURES)  # without and with a soft cap
+    assert len(attention) == num_kinds * len(DEFAULT_ARCHITECTURES)
     for kernel in attention:
         assert kernel["stack_bytes"] <= SPILLED.get(kernel["variant"], 0), kernel["variant"]
         assert kernel["blocks_per_multiprocessor"] >= 2, kernel["variant"]
+
+
+def test_no_attention_kernel_spills_registers_and_several_share_a_multiprocessor(compiled: Path) -> None:
+    check_registers(compiled, num_kinds=4)
+
+
+def test_nor_does_one_with_a_soft_cap(tmp_path: Path) -> None:
+    done = compile_kernels(tmp_path, *SOFTCAPS_TOO)
+    assert done.returncode == 0, done.stderr
+    check_registers(tmp_path, num_kinds=2)
 
 
 @pytest.mark.parametrize(
