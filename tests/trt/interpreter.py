@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.trt.quantized_layers import dequantize, dynamic_quantize, quantize
+from tests.trt.quantized_layers import constant_of, dequantize, dynamic_quantize, quantize
 
 TORCH_DTYPES = {
     "FLOAT": torch.float32,
@@ -23,6 +23,7 @@ TORCH_DTYPES = {
     "INT64": torch.int64,
     "BOOL": torch.bool,
     "FP8": torch.float8_e4m3fn,
+    "E8M0": torch.float8_e8m0fnu,
 }
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -129,8 +130,7 @@ class NetworkInterpreter:
             value = torch.from_numpy(weights.copy()).reshape(shape)
         else:
             value = self._constants[layer.name.rsplit(" #", 1)[0]]
-            is_fp4 = weights.dtype.name == "FP4"
-            assert is_fp4 or (tuple(value.shape) == shape and TORCH_DTYPES[weights.dtype.name] == value.dtype)
+            value = constant_of(value, weights.dtype.name, shape)
         return lambda _: [value]
 
     def _identity(self, layer: Any) -> Step:
@@ -184,14 +184,16 @@ class NetworkInterpreter:
         return lambda given: [given[0].cumsum(int(given[1]), dtype=given[0].dtype)]
 
     def _topk(self, layer: Any) -> Step:
-        assert layer.op.name == "MAX" and layer.k == 1
-        axis = _only_bit(layer.axes)
+        assert layer.op.name == "MAX"
+        axis, k = _only_bit(layer.axes), layer.k
 
-        def top1(given: list[Tensor]) -> list[Tensor]:
-            index = given[0].argmax(axis, keepdim=True)
-            return [given[0].gather(axis, index), index.to(TORCH_DTYPES[layer.get_output(1).dtype.name])]
+        def top_k(given: list[Tensor]) -> list[Tensor]:
+            values, index = given[0].topk(k, axis)
+            if k == 1:
+                index = given[0].argmax(axis, keepdim=True)  # the first of equal ones
+            return [values, index.to(TORCH_DTYPES[layer.get_output(1).dtype.name])]
 
-        return top1
+        return top_k
 
     def _softmax(self, layer: Any) -> Step:
         axis = _only_bit(layer.axes)
@@ -292,7 +294,8 @@ class NetworkInterpreter:
 
     def _dequantize(self, layer: Any) -> Step:
         axis, dtype = layer.axis, TORCH_DTYPES[layer.to_type.name]
-        return lambda given: [dequantize(given[0], given[1], axis=axis, dtype=dtype)]
+        blocks = _block_shape(layer)
+        return lambda given: [dequantize(given[0], given[1], axis=axis, dtype=dtype, block_shape=blocks)]
 
     def _dynamic_quantize(self, layer: Any) -> Step:
         block_size = layer.block_size
@@ -355,6 +358,13 @@ def _same_rank_and_dtype(given: list[Tensor]) -> tuple[Tensor, Tensor]:
     assert a.dtype == b.dtype, f"{a.dtype} with {b.dtype}"
     assert a.dim() == b.dim(), f"rank {a.dim()} with rank {b.dim()}"
     return a, b
+
+
+def _block_shape(layer: Any) -> tuple[int, ...]:
+    try:
+        return tuple(layer.block_shape)
+    except RuntimeError:  # the bindings' answer where it was not set
+        return ()
 
 
 def _only_bit(mask: int) -> int:

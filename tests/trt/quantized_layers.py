@@ -9,18 +9,37 @@ from torch import Tensor
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
+def constant_of(stored: Tensor, data_type: str, shape: tuple[int, ...]) -> Tensor:
+    """What a constant of this type and shape holds, from the bytes that TensorRT was given."""
+    if data_type == "FP4":
+        return stored.reshape(*shape[:-1], shape[-1] // 2)
+    if data_type == "INT4":
+        nibbles = torch.stack((stored & 15, stored >> 4), -1).reshape(shape).to(torch.int8)
+        return torch.where(nibbles >= 8, nibbles - 16, nibbles)
+    if data_type == "E8M0":
+        return stored.view(torch.float8_e8m0fnu).reshape(shape)
+    names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
+    assert stored.dtype == getattr(torch, names[data_type]) and tuple(stored.shape) == shape
+    return stored
+
+
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """Per tensor, to FP8."""
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def dequantize(codes: Tensor, scale: Tensor, *, axis: int, dtype: torch.dtype) -> Tensor:
-    """Per tensor (scalar scale), per channel (rank 1) or per block along `axis`."""
+def dequantize(
+    codes: Tensor, scale: Tensor, *, axis: int, dtype: torch.dtype, block_shape: tuple[int, ...] = ()
+) -> Tensor:
+    """Per tensor (scalar scale), per channel (rank 1), or per block: along `axis`, or of `block_shape`."""
     values = unpack_fp4(codes) if codes.dtype == torch.uint8 else codes.float()
     if scale.dim() == 1 and values.dim() > 1:
         scale = scale.reshape([-1 if i == axis else 1 for i in range(values.dim())])
     elif scale.dim() > 1:
-        scale = scale.repeat_interleave(values.shape[axis] // scale.shape[axis], dim=axis)
+        blocks = block_shape or [size // scale.shape[i] if i == axis else 1 for i, size in enumerate(values.shape)]
+        for i, size in enumerate(blocks):
+            scale = scale.repeat_interleave(size, dim=i)
+        assert scale.shape == values.shape
     return (values * scale.float()).to(dtype)
 
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from dflash_trt.core.dtype import DType, num_bytes_of
 
 
@@ -37,6 +39,11 @@ class HostTensor:
             address=self.address + start * row_bytes,
         )
 
+    def reshaped(self, *shape: int) -> "HostTensor":
+        """The same elements in another shape, in the same memory."""
+        assert math.prod(shape) == self.num_elements, f"{self.name}: {self.shape} is not {shape}"
+        return replace(self, shape=shape)
+
     def floats(self) -> tuple[float, ...]:
         """The values of a small float32 tensor, such as the scales of a quantized weight."""
         assert self.dtype == "float32", f"{self.name} is {self.dtype}"
@@ -47,6 +54,12 @@ def host_floats(name: str, values: list[float], shape: tuple[int, ...]) -> HostT
     """A new float32 tensor that owns its memory."""
     memory = (ctypes.c_float * len(values))(*values)
     return _owned(name, "float32", memory, shape)
+
+
+def host_array(name: str, values: "np.ndarray[Any, np.dtype[np.float32 | np.int32]]") -> HostTensor:
+    """A tensor in the memory of a contiguous numpy array."""
+    dtype: DType = "int32" if values.dtype == np.int32 else "float32"
+    return HostTensor(name=name, dtype=dtype, shape=values.shape, address=values.ctypes.data, owner=values)
 
 
 def host_ints(name: str, values: list[int], shape: tuple[int, ...], dtype: Literal["int32", "int64"]) -> HostTensor:

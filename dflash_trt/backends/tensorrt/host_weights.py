@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import numpy as np
 from torch import Tensor
 
-from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_array
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
@@ -67,7 +67,7 @@ def blank_tensors(headers: AbcMapping[str, TensorHeader]) -> dict[str, HostTenso
         mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ), np.uint8
     )
     return {
-        name: host_floats(name, [1.0] * header.shape[0], header.shape)
+        name: host_array(name, np.ones(header.shape, np.float32))
         if header.dtype == "F32" and name.endswith("_scale")
         else _stored_tensor(name, header, zeros, starts[name])
         for name, header in headers.items()

@@ -56,10 +56,11 @@ class Layers:
             self._constants[key] = self._constant(handle)
         return self._constants[key]
 
-    def fp4_constant(self, codes: HostTensor) -> ITensor:
-        """Quantized pairs uint8 [out, in / 2] as FP4 [out, in]; the even column is the low nibble on both sides."""
-        rows, pairs = codes.shape
-        return self._constant(codes, dtype=self.trt.DataType.FP4, shape=(rows, 2 * pairs))
+    def constant_of_bits(
+        self, host: HostTensor, data_type: Literal["FP4", "INT4", "E8M0"], shape: tuple[int, ...]
+    ) -> ITensor:
+        """The bytes of a uint8 tensor as numbers of another type; of two in a byte, the first is the low nibble."""
+        return self._constant(host, dtype=getattr(self.trt.DataType, data_type), shape=shape)
 
     def floats(self, values: Sequence[float], shape: Sequence[int] = ()) -> ITensor:
         """A small float32 constant, shared with every equal one."""
@@ -94,7 +95,7 @@ class Layers:
     def unary(self, op: str, x: ITensor) -> ITensor:
         return self._add("add_unary", x, getattr(self.trt.UnaryOperation, op))
 
-    def clamp(self, x: ITensor, least: int, most: int) -> ITensor:
+    def clamp(self, x: ITensor, least: float, most: float) -> ITensor:
         return self.binary("MIN", self.binary("MAX", x, least), most)
 
     def sigmoid(self, x: ITensor) -> ITensor:
@@ -113,13 +114,20 @@ class Layers:
     def where(self, condition: ITensor, a: ITensor, b: ITensor) -> ITensor:
         return self._add("add_select", condition, a, b)
 
+    def dequantize(self, codes: ITensor, scale: ITensor, data_type: Any, *, axis: int | None = None) -> ITensor:
+        """codes * scale: a scalar, one number for each index of `axis`, or one per block along `axis`."""
+        layer = self._layer("add_dequantize", codes, scale, data_type)
+        if axis is not None:
+            layer.axis = axis
+        return self._output(layer, "add_dequantize", 0)
+
     def quantize_fp8(self, x: ITensor) -> ITensor:
         """To FP8 without a scale: rounded to nearest even, saturating."""
         return self._add("add_quantize", x, self.floats([1.0]), self.trt.DataType.FP8)
 
     def dequantize_fp8(self, codes: ITensor) -> ITensor:
         """The float32 values of FP8 codes."""
-        return self._add("add_dequantize", codes, self.floats([1.0]), self.trt.DataType.FLOAT)
+        return self.dequantize(codes, self.floats([1.0]), self.trt.DataType.FLOAT)
 
     # -- reductions and products
 
@@ -139,6 +147,11 @@ class Layers:
         """
         layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, 1, 1 << axis, self.trt.DataType.INT64)
         return self.cast(self._output(layer, "add_topk", 1), "int32")
+
+    def top_k(self, x: ITensor, k: int, axis: int) -> tuple[ITensor, ITensor]:
+        """The k largest numbers along an axis, the largest first, and where they are, int32."""
+        layer = self._layer("add_topk", x, self.trt.TopKOperation.MAX, k, 1 << axis)
+        return self._output(layer, "add_topk", 0), self._output(layer, "add_topk", 1)
 
     def softmax(self, x: ITensor, axis: int) -> ITensor:
         layer = self._layer("add_softmax", x)

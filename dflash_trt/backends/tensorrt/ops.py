@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
@@ -21,7 +22,17 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    Experts,
+    KvDestination,
+    Linear,
+    Rows,
+    StackedExperts,
+    StepInputs,
+    TokenBlocks,
+)
 
 PluginMode = Literal["plugin", "layers"]
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
@@ -204,7 +215,8 @@ class TrtOps:
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
     def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe) -> ITensor:
-        raise AssertionError("TensorRTBackend.unsupported refuses targets with experts")
+        assert isinstance(experts, StackedExperts)
+        return trt_experts.run_experts(self._layers, x, self.linear(x, experts.router), experts, moe)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs

@@ -1,14 +1,18 @@
 """Linear layers over quantized weights: quantize/dequantize patterns that TensorRT fuses into FP8 and NVFP4 GEMMs.
 
 The formats and their arithmetic are defined in `formats/`. Stacked linears whose activations share one scale
-become one GEMM; otherwise each segment has its own quantization of the same input.
+become one GEMM; otherwise each segment has its own quantization of the same input. Experts divide activations by the
+scale of each expert before these are rounded, since a quantization of TensorRT has one scale for all of them.
 """
 
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, Final
 
-from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_floats
+import numpy as np
+
+from dflash_trt.backends.tensorrt.dequantization import DEQUANTIZE, dequantized, scalar_constant
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.inspection import linear_mark
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.formats.base import QuantizedWeight, slice_quantized
@@ -40,37 +44,45 @@ def _scalar_columns(weight: QuantizedWeight[HostTensor]) -> list[tuple[float, ..
     return [*columns, weight.weight_scale.floats()] if isinstance(weight, Nvfp4Weight) else columns
 
 
+def quantized_experts(
+    layers: Layers,
+    x: ITensor,  # [E, N, in], or [1, N, in] for all experts
+    weight: QuantizedWeight[HostTensor],  # [E, out, in]
+) -> ITensor:  # [E, N, out] in x's dtype, without bias
+    wide = dequantized(layers, weight, x)
+    if weight.input_scale is None:
+        return layers.matmul(x, wide, is_b_transposed=True)
+    scales = np.array(weight.input_scale.floats(), np.float32).reshape(weight.input_scale.shape)
+    parts, start = [], 0
+    for scale, run in groupby(zip(scales.T.tolist(), weight.segments, strict=True), key=lambda pair: pair[0]):
+        stop = start + sum(rows for _, rows in run)
+        by_expert = layers.floats(scale, (len(scale), 1, 1))
+        rounded = ROUNDED[type(weight)](layers, layers.binary("DIV", layers.cast(x, "float32"), by_expert))
+        quantized = layers.cast_like(layers.binary("PROD", rounded, by_expert), x)
+        rows = layers.slice(wide, 1, start, stop - start)
+        parts.append(layers.matmul(quantized, rows, is_b_transposed=True))
+        start = stop
+    return layers.concat(parts, 2)
+
+
+def _weight_only(layers: Layers, x: ITensor, weight: QuantizedWeight[HostTensor]) -> ITensor:
+    return _gemm(layers, x, dequantized(layers, weight, x), weight.tensors()["codes"].name)
+
+
 def _fp8(layers: Layers, x: ITensor, weight: Fp8Weight[HostTensor]) -> ITensor:
-    """Static per-tensor quantization of x, per-row dequantization of the weight."""
-    trt = layers.trt
+    """Static per-tensor quantization of x."""
     if weight.input_scale is not None:
-        scale = _scalar(layers, weight.input_scale)
-        codes = layers.output_of(layers.add_layer("add_quantize", x, scale, trt.DataType.FP8))
-        x = layers.output_of(layers.add_layer("add_dequantize", codes, scale, x.dtype))
-    scales = [
-        value for value, rows in zip(weight.weight_scale.floats(), weight.segments, strict=True) for _ in range(rows)
-    ]
-    row_scale = layers.tensor(host_floats(f"{weight.weight_scale.name} per row", scales, (len(scales),)))
-    layer = layers.add_layer("add_dequantize", layers.tensor(weight.codes), row_scale, x.dtype)
-    layer.axis = 0
-    return _gemm(layers, x, layers.output_of(layer), weight.codes.name)
+        scale = scalar_constant(layers, weight.input_scale)
+        codes = layers.output_of(layers.add_layer("add_quantize", x, scale, layers.trt.DataType.FP8))
+        x = layers.dequantize(codes, scale, x.dtype)
+    return _weight_only(layers, x, weight)
 
 
 def _nvfp4(layers: Layers, x: ITensor, weight: Nvfp4Weight[HostTensor]) -> ITensor:
-    """Dynamic block scales under a static global scale for x; two-level dequantization of the weight.
-
-    TensorRT wants a dequantization's output to have the type of its scale, so the scales are in x's dtype too. Those of
-    the weight are multiplied in float32 first: in bfloat16 the product would be of a rounded global scale.
-    """
-    trt, dtype = layers.trt, x.dtype
+    """Dynamic block scales under a static global scale for x."""
     if weight.input_scale is not None:
-        x = _nvfp4_activation(layers, x, _scalar(layers, weight.input_scale))
-    codes, global_scale = layers.tensor(weight.block_scale), _scalar(layers, weight.weight_scale)
-    wide = layers.output_of(layers.add_layer("add_dequantize", codes, global_scale, trt.DataType.FLOAT))
-    block_scale = layers.cast_like(wide, x)
-    layer = layers.add_layer("add_dequantize", layers.fp4_constant(weight.codes), block_scale, dtype)
-    layer.axis = 1
-    return _gemm(layers, x, layers.output_of(layer), weight.codes.name)
+        x = _nvfp4_activation(layers, x, scalar_constant(layers, weight.input_scale))
+    return _weight_only(layers, x, weight)
 
 
 def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITensor:
@@ -79,10 +91,7 @@ def _nvfp4_activation(layers: Layers, x: ITensor, global_scale: ITensor) -> ITen
     quantize = layers.add_layer("add_dynamic_quantize", x, axis, BLOCK_SIZE, trt.DataType.FP4, trt.DataType.FP8)
     quantize.set_input(1, global_scale)
     codes, scales = layers.output_of(quantize, 0), layers.output_of(quantize, 1)
-    block_scale = layers.output_of(layers.add_layer("add_dequantize", scales, global_scale, x.dtype))
-    layer = layers.add_layer("add_dequantize", codes, block_scale, x.dtype)
-    layer.axis = axis
-    return layers.output_of(layer)
+    return layers.dequantize(codes, layers.dequantize(scales, global_scale, x.dtype), x.dtype, axis=axis)
 
 
 def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
@@ -93,13 +102,22 @@ def _gemm(layers: Layers, x: ITensor, weight: ITensor, name: str) -> ITensor:
     return layers.output_of(layer)
 
 
+def _fp8_rounded(layers: Layers, x: ITensor) -> ITensor:
+    return layers.dequantize_fp8(layers.quantize_fp8(x))
+
+
+def _nvfp4_rounded(layers: Layers, x: ITensor) -> ITensor:
+    return _nvfp4_activation(layers, x, layers.floats([1.0]))
+
+
 # By class of weight; the formats of others are refused.
 GEMMS: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor, Any], ITensor]]] = {
+    **dict.fromkeys(DEQUANTIZE, _weight_only),
     Fp8Weight: _fp8,
     Nvfp4Weight: _nvfp4,
 }
-
-
-def _scalar(layers: Layers, scales: HostTensor) -> ITensor:
-    """The first of the scales, which are all equal where this is asked, as a rank 0 constant."""
-    return layers.tensor(host_floats(f"{scales.name} scalar", [scales.floats()[0]], ()))
+# By class of weight whose format has an input scale: float32 activations, divided by it, as the format rounds them.
+ROUNDED: Final[dict[type[QuantizedWeight[Any]], Callable[[Layers, ITensor], ITensor]]] = {
+    Fp8Weight: _fp8_rounded,
+    Nvfp4Weight: _nvfp4_rounded,
+}

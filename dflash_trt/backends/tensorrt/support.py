@@ -3,7 +3,7 @@
 from dflash_trt.backends.base import unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
-from dflash_trt.core.errors import BuildError, problem, raise_all
+from dflash_trt.core.errors import BuildError, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
@@ -31,10 +31,5 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
 
 def unsupported_problems(target: TargetSpec, quantization: QuantizationSpec | None) -> list[str]:
     """Problems for features that the backend does not support."""
-    problems = []
-    if target.num_expert_layers > 0:
-        found = f"a {target.family} target with them"
-        hint = "Build with --backend torch."
-        problems.append(problem("target of a TensorRT engine: experts", expected="none", found=found, hint=hint))
     hint = "Build with one of these formats, or with --backend torch."
-    return [*problems, *unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint)]
+    return list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
