@@ -12,6 +12,7 @@ from typing import Any
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.checkpoint.mxfp4_config import has_mxfp4
 from dflash_trt.checkpoint.names import draft_names, target_names
 from dflash_trt.checkpoint.producers.base import Scheme, read_scheme
 from dflash_trt.checkpoint.quantized_weights import format_notes
@@ -58,7 +59,10 @@ def read_specs(
         notes += compatibility_notes(target_spec, draft_spec)
     raise_all(ConfigError, pair_heading(target, drafter), problems)
     assert target_spec is not None
-    linears = dict(_formats(target_spec.weights(), target_names(target_spec), stored["target"]))
+    names = target_names(target_spec)
+    linears = dict(_formats(target_spec.weights(), names, stored["target"]))
+    if has_mxfp4(target):
+        linears |= {name: "mxfp4" for name, foreign in names.items() if foreign.layout and foreign.layout.is_mxfp4}
     notes += format_notes(linears.values(), "target")
     if draft_spec is not None:
         of_drafter = dict(_formats(draft_spec.weights(), draft_names(draft_spec, ()), stored["drafter"]))

@@ -9,6 +9,7 @@ import pytest
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.checkpoint.specs import read_specs
 from dflash_trt.core.errors import ConfigError
+from tests.checkpoint.expert_files import to_mxfp4
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
 
 MAKERS: dict[str, Any] = {"z-lab": make_zlab_drafter, "Speculators": make_speculators_drafter, "none": None}
@@ -43,6 +44,15 @@ def test_formats_of_a_quantized_checkpoint_come_from_its_config(tmp_path: Path) 
     names = {f"target.layers.{i}.{name}" for i in layers for name in ("qkv", "o", "gate_up", "down")}
     assert found.quantization.linears == dict.fromkeys(names, "fp8")
     assert found.quantization.target_kv is not None
+
+
+def test_experts_in_mxfp4_are_known_from_the_config(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", family="gpt_oss")
+    to_mxfp4(target)
+    expected = open_pair(target, None)
+    found = read_specs(configs_of(target, tmp_path / "t"), None)
+    assert found.quantization == expected.quantization
+    assert set(found.quantization.linears.values()) == {"mxfp4"}
 
 
 def test_every_wrong_config_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash_trt.backends.step_inputs import step_inputs, step_result
@@ -23,14 +24,19 @@ from dflash_trt.backends.tensorrt.network import (
     step_outputs_of,
 )
 from dflash_trt.backends.tensorrt.ops import PluginMode
+from dflash_trt.backends.tensorrt.support import network_spec
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import SlotMirror, StepBatch, request_results
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
+from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.weight_spec import rank_shard
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.base import QuantizedWeight, tensor_name
+from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.ops import Acceptance
 from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
@@ -76,13 +82,36 @@ def define_pair(
     spec = replace(spec, quantization=pages, plugins=plugins, collectives=collectives)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
+    return define_step(trt, spec, tensors, quantized or {}, wrap=wrap)
+
+
+def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0, **options: Any) -> DefinedStep:
+    """The step network of one rank of an engine directory of the torch backend, in plain layers."""
+    config = engine.manifest.pretrained_config
+    config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
+    spec = replace(network_spec(config, engine.manifest.build_config), plugins="layers")
+    whole = engine_weights(config.target, config.draft, config.quantization)
+    table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
+    formats = config.quantization.linears if config.quantization else {}
+    plain, quantized = split_quantized(load_file(engine.weights_path(rank)), table, formats)
+    return define_step(trt, replace(spec, **options), plain, quantized)
+
+
+def define_step(
+    trt: Any,
+    spec: StepNetworkSpec,
+    tensors: Mapping[str, Tensor],
+    quantized: Mapping[str, QuantizedWeight[Tensor]],
+    *,
+    wrap: Callable[[Any], Any] = lambda thing: thing,
+) -> DefinedStep:
     logger = make_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     layers = Layers(wrap(trt), wrap(network), logger)
     rope_tables = host_rope_tables(spec, max_seq_len=MAX_SEQ_LEN)
     hosts = host_tensors(tensors)
-    define_step_network(layers, spec, hosts, quantized=host_quantized(quantized or {}), rope_tables=rope_tables)
+    define_step_network(layers, spec, hosts, quantized=host_quantized(quantized), rope_tables=rope_tables)
     constants = {host.name: tensor_of(host) for host in layers.constant_owners}
     return DefinedStep(
         trt=trt, builder=builder, network=network, logger=logger, layers=layers, spec=spec, constants=constants

@@ -13,9 +13,10 @@ from torch import Tensor
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.ranks.shard import fingerprint
 from tests.trt.interpreter import NetworkInterpreter, Plugins, Step
-from tests.trt.networks import DefinedStep, InterpretedExecutor, define_pair
+from tests.trt.networks import DefinedStep, InterpretedExecutor, define_engine, define_pair
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 
 T = TypeVar("T")
@@ -124,6 +125,19 @@ def interpreted_ranks(
             defined = define_pair(trt, target, drafter, mapping=mapping)
         step = RankStep(**vars(defined), threads=threads, rank=rank)
         executors.append(InterpretedExecutor(step, num_pages=num_pages, plugins=plugins))
+    return InterpretedRanks(threads, executors)
+
+
+def interpreted_engine(trt: Any, engine: EngineDir, *, num_pages: int) -> InterpretedRanks:
+    """All ranks of an engine directory of the torch backend, as TensorRT networks in plain layers."""
+    num_ranks = engine.manifest.pretrained_config.mapping.world_size
+    threads = RankThreads(num_ranks)
+    executors = [
+        InterpretedExecutor(
+            RankStep(**vars(define_engine(trt, engine, rank=rank)), threads=threads, rank=rank), num_pages=num_pages
+        )
+        for rank in range(num_ranks)
+    ]
     return InterpretedRanks(threads, executors)
 
 

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.cli.main import cli
+from tests.checkpoint.expert_files import to_mxfp4
 from tests.factories import make_target
 from tests.trt.test_step_tokens import make_pair
 
@@ -56,15 +57,24 @@ def test_each_rank_whose_network_differs_is_checked(trt, tmp_path):
     assert "next_target_kv.0 BF16 [-1, 2, 4, 1, 16]" in report["outputs"]
 
 
-def test_ranks_and_experts_that_cannot_be_are_refused_before_any_work(tmp_path):
+def test_ranks_that_cannot_be_are_refused_before_any_work(tmp_path):
     target = config_of(make_target(tmp_path / "target"), tmp_path / "t")
     result = check("--target", target, "--tp-size", 3)
     assert result.exit_code == 2
     assert "num_heads" in result.stderr
-    experts = config_of(make_target(tmp_path / "moe", family="gpt_oss"), tmp_path / "e")
-    result = check("--target", experts)
-    assert result.exit_code == 1
-    assert "experts: expected none, found a gpt_oss target with them" in result.stderr
+
+
+@pytest.mark.parametrize("words", [(), pytest.param(("--tp-size", 2, "--ep-size", 2), marks=pytest.mark.slow)])
+def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
+    target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)
+    to_mxfp4(target)
+    result = check("--target", config_of(target, tmp_path / "e"), *LIMITS, *words, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["layer_ids"] == {"target": [0, 1]}  # with a window and without
+    assert report["layer_counts"]["TOPK"] == 2 + 1  # of the routers, and the sampler's
+    assert report["ranks"] == ([0, 1] if words else [0])
+    assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16
 
 
 def test_tensors_that_are_there_are_proven(tmp_path):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
@@ -51,7 +50,9 @@ def of_host(experts: StackedExperts[torch.Tensor]) -> StackedExperts:
             weight = host_quantized({name: weight})[name]
         else:
             weight = host_tensors({name: weight})[name]
-        return replace(linear, weight=weight, bias=bias if bias is None else host_tensors({f"{name}_bias": bias})[f"{name}_bias"])
+        return replace(
+            linear, weight=weight, bias=bias if bias is None else host_tensors({f"{name}_bias": bias})[f"{name}_bias"]
+        )
 
     linears = {name: hosted(getattr(experts, name), name) for name in ("router", "gate_up", "down")}
     return replace(experts, **linears)
@@ -109,3 +110,61 @@ def test_experts_of_every_format_compile(trt, name):
     config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     assert plan is not None, layers._logger.errors
+
+
+def test_what_experts_make_of_rows_they_did_not_get_cannot_reach_the_sum(trt):
+    """Only row 0 chooses expert 0, whose results overflow."""
+    experts = random_experts(SILU)
+    x, _ = rows_and_choice(SILU, experts, NUM_ROWS)
+    experts.router.weight.zero_()
+    experts.router.weight[:, 0] = torch.linspace(1.0, 0.0, SILU.num_experts)
+    x[:, 0] = -1.0  # the last experts are chosen
+    x[0, 0] = 1.0
+    experts.down.weight[0] = torch.inf
+    found = interpreted(trt, SILU, experts, x)
+    assert not found[0].isfinite().all()
+    assert found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("moe", [SILU, CLAMPED], ids=["silu", "clamped_swiglu"])
+def test_ranks_with_a_part_of_the_experts_add_up_to_all(trt, moe):
+    experts = random_experts(moe)
+    x, choice = rows_and_choice(moe, experts, NUM_ROWS)
+    half = moe.num_experts // 2
+
+    def part(first):
+        def rows(linear):
+            bias = None if linear.bias is None else linear.bias[first : first + half].contiguous()
+            return replace(linear, weight=linear.weight[first : first + half].contiguous(), bias=bias)
+
+        return replace(
+            experts, num_experts=half, first_expert=first, gate_up=rows(experts.gate_up), down=rows(experts.down)
+        )
+
+    expected = run_chosen_experts(x, experts, moe, choice)
+    parts = [interpreted(trt, moe, part(first), x) for first in (0, half)]
+    assert largest_difference(parts[0] + parts[1], expected) < 1e-5
+    assert largest_difference(parts[0], expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4", "nvfp4", "fp8"])
+def test_codes_in_another_order_are_noticed(trt, name):
+    experts = quantized_experts(WIDE, name)
+    x, choice = rows_and_choice(WIDE, experts, NUM_ROWS)
+    expected = run_chosen_experts(x, experts, WIDE, choice)
+    codes = experts.down.weight.codes
+    turned = codes.view(torch.uint8).flip(-1).contiguous().view(codes.dtype)
+    changed = replace(experts, down=replace(experts.down, weight=replace(experts.down.weight, codes=turned)))
+    assert largest_difference(interpreted(trt, WIDE, changed, x), expected) > 0.01
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_activations_are_rounded_with_the_scale_of_each_expert(trt, name):
+    """With the scale of the first expert for all, results differ."""
+    experts = quantized_experts(WIDE, name)
+    x, choice = rows_and_choice(WIDE, experts, NUM_ROWS)
+    expected = run_chosen_experts(x, experts, WIDE, choice)
+    weight = experts.gate_up.weight
+    scale = (weight.input_scale[:1] * 0.05).expand_as(weight.input_scale).contiguous()
+    changed = replace(experts, gate_up=replace(experts.gate_up, weight=replace(weight, input_scale=scale)))
+    assert largest_difference(interpreted(trt, WIDE, changed, x), expected) > 0.01

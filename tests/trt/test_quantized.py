@@ -7,15 +7,17 @@ from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, prepare_linear
+from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.formats.registry import weight_format
 from dflash_trt.network.ops import Linear
 from tests.trt.interpreter import NetworkInterpreter
 from tests.trt.networks import host_quantized, tensor_of
 
 ROWS, COLUMNS = (8, 16, 8), 64
 GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(7, COLUMNS, generator=GENERATOR)
+X = torch.randn(7, 256, generator=GENERATOR)
 FP8_CODES = (torch.randn(sum(ROWS), COLUMNS, generator=GENERATOR) * 40).to(torch.float8_e4m3fn)
 FP4_CODES = torch.randint(0, 256, (sum(ROWS), COLUMNS // 2), generator=GENERATOR, dtype=torch.uint8)
 BLOCK_SCALES = (torch.rand(sum(ROWS), COLUMNS // 16, generator=GENERATOR) * 4 + 1).to(torch.float8_e4m3fn)
@@ -31,6 +33,14 @@ def nvfp4(weight_scale, input_scale):
     )
 
 
+def of_format(name, segments=ROWS, columns=COLUMNS):
+    """A weight in a format without activation scales, and how many GEMMs it takes."""
+    known = weight_format(name)
+    values = torch.randn(sum(segments), columns, generator=GENERATOR).bfloat16()
+    amax = segment_amax(values, segments)
+    return known.quantize(values, segments=segments, weight_amax=amax, input_amax=None), 1
+
+
 def scales(*values):
     return torch.tensor(values, dtype=torch.float32)
 
@@ -42,7 +52,16 @@ WEIGHTS = {
     "nvfp4": (nvfp4(scales(0.02, 0.02, 0.02), scales(0.001, 0.001, 0.001)), 1),
     "nvfp4, scales per segment": (nvfp4(scales(0.02, 0.02, 0.01), scales(0.001, 0.002, 0.002)), 3),
     "nvfp4, weight only": (nvfp4(scales(0.02, 0.02, 0.02), None), 1),
+    "fp8_w8a16": of_format("fp8_w8a16"),
+    "fp8_block, partial blocks": of_format("fp8_block"),
+    "fp8_block": of_format("fp8_block", segments=(256, 128), columns=256),
+    "int4": of_format("int4"),
+    "mxfp4": of_format("mxfp4"),
 }
+
+
+def columns_of(weight):
+    return weight.codes.shape[1] * (2 if weight.codes.dtype == torch.uint8 else 1)
 
 
 def define(trt, dtype, weight):
@@ -50,7 +69,7 @@ def define(trt, dtype, weight):
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
-    x = layers.add_input("x", dtype, (-1, COLUMNS), ("N", "H"))
+    x = layers.add_input("x", dtype, (-1, columns_of(weight)), ("N", "H"))
     host = host_quantized({"w": weight})["w"]
     layers.mark_output(TrtOps(layers, None, None, []).linear(x, Linear(weight=host)), "out")
     return builder, network, layers
@@ -65,9 +84,10 @@ def interpreted(trt, weight):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_quantized_linear_computes_what_torch_computes(trt, name):
     weight, num_gemms = WEIGHTS[name]
-    expected = apply_quantized(X, prepare_linear(Linear(weight=weight), torch.float32))
+    x = X[:, : columns_of(weight)].contiguous()
+    expected = apply_quantized(x, prepare_linear(Linear(weight=weight), torch.float32))
     network = interpreted(trt, weight)
-    found = network.run({"x": X})["out"]
+    found = network.run({"x": x})["out"]
     assert network.layer_types.count("MATRIX_MULTIPLY") == num_gemms
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
@@ -79,7 +99,8 @@ def test_a_quantized_linear_compiles_for_blackwell(trt, name):
     config.num_compute_capabilities = 1
     config.set_compute_capability(trt.ComputeCapability.SM120, 0)
     profile = builder.create_optimization_profile()
-    profile.set_shape("x", (1, COLUMNS), (8, COLUMNS), (64, COLUMNS))
+    columns = columns_of(WEIGHTS[name][0])
+    profile.set_shape("x", (1, columns), (8, columns), (64, columns))
     config.add_optimization_profile(profile)
     plan = builder.build_serialized_network(network, config)
     assert plan is not None, layers._logger.errors
@@ -89,7 +110,8 @@ def test_a_quantized_linear_compiles_for_blackwell(trt, name):
 @pytest.mark.parametrize("name", ["fp8, one input scale", "nvfp4"])
 def test_codes_in_another_order_are_noticed(trt, name):
     weight, _ = WEIGHTS[name]
-    expected = apply_quantized(X, prepare_linear(Linear(weight=weight), torch.float32))
+    x = X[:, : columns_of(weight)].contiguous()
+    expected = apply_quantized(x, prepare_linear(Linear(weight=weight), torch.float32))
     codes = weight.codes.view(torch.uint8)
     turned = (codes << 4) | (codes >> 4) if name == "nvfp4" else codes.flip(0)
     changed = type(weight)(
@@ -100,7 +122,7 @@ def test_codes_in_another_order_are_noticed(trt, name):
         },
         codes=turned.contiguous().view(weight.codes.dtype),
     )
-    found = interpreted(trt, changed).run({"x": X})["out"]
+    found = interpreted(trt, changed).run({"x": x})["out"]
     assert (found - expected).abs().max() > 0.1 * expected.abs().max()
 
 

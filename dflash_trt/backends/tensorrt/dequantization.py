@@ -88,7 +88,9 @@ def _int4(layers: Layers, weight: Int4Weight[HostTensor], like: ITensor) -> ITen
     rows, blocks = scales.shape
     nibbles = layers.constant_of_bits(codes, "INT4", (rows, 2 * codes.shape[1]))
     integers = layers.dequantize(nibbles, layers.floats([1.0]), layers.trt.DataType.FLOAT)
-    offset = layers.where(layers.binary("LESS", integers, 0.0), layers.floats([8.0], (1, 1)), layers.floats([-8.0], (1, 1)))
+    offset = layers.where(
+        layers.binary("LESS", integers, 0.0), layers.floats([8.0], (1, 1)), layers.floats([-8.0], (1, 1))
+    )
     stored = layers.cast_like(layers.binary("SUM", integers, offset), like)
     by_block = layers.reshape(stored, (rows, blocks, INT4_BLOCK_SIZE))
     return layers.reshape(layers.binary("PROD", by_block, layers.reshape(scales, (rows, blocks, 1))), (rows, -1))

@@ -91,7 +91,7 @@ def read_scheme(directory: Path, *, label: str, problems: list[str]) -> Scheme |
             subject = f"{label} {producer.own_file}"
             fields = read_json_object(path, label=subject, problems=problems)
             return None if fields is None else producer.read(fields, subject, problems)
-    section = _section(directory / CONFIG_FILE)
+    section = section_of(directory)
     known = producer_of(section)
     # Others are refused where the spec is read.
     return None if known is None else known.read(section, f"{label} {CONFIG_FILE} key '{SECTION}'", problems)
@@ -145,7 +145,8 @@ def spellings(module: str) -> tuple[str, ...]:
     return bare, f"{_WRAPPER}{bare}", f"model.{_WRAPPER}{bare.removeprefix('model.')}"
 
 
-def _section(path: Path) -> Any:
+def section_of(directory: Path) -> Any:
     """The reader of the spec reports a broken or missing config.json."""
+    path = directory / CONFIG_FILE
     config = read_json_object(path, label=CONFIG_FILE, problems=[]) if path.is_file() else None
     return None if config is None else config.get(SECTION)

@@ -1,0 +1,124 @@
+"""Steps of targets with experts: the TensorRT network of an engine, interpreted, gives the torch backend's tokens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_trt.backends.tensorrt import lowering_experts
+from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.engine_dir import EngineDir
+from tests.checkpoint.expert_files import to_mxfp4
+from tests.executor.rank_engines import build, opened
+from tests.factories import make_target, make_zlab_drafter
+from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
+from tests.trt.networks import InterpretedExecutor, define_engine
+from tests.trt.ranks import interpreted_engine
+
+K = 3
+NUM_PAGES = 128
+PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt_oss in MXFP4": ("gpt_oss", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe in NVFP4": ("qwen3_moe", {"quantization": "nvfp4_w4a16"}),
+}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A root with target and drafter, and the fields of their build."""
+    root = tmp_path_factory.mktemp("pair")
+    family, fields = PAIRS[request.param]
+    target = make_target(root / "target", family=family, vocab_size=12, tokenizer=False, num_hidden_layers=2)
+    if family == "gpt_oss":
+        to_mxfp4(target)
+    sizes = {"num_layers": 1, "target_layer_ids": (0, 1), "intermediate_size": 96}
+    make_zlab_drafter(root / "drafter", target_dir=target, attention_bias=True, **sizes)
+    return root, fields
+
+
+@pytest.fixture(scope="module")
+def engine(pair: tuple[Path, dict[str, Any]]) -> EngineDir:
+    root, fields = pair
+    return build(root, tp_size=1, **fields)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: EngineDir) -> dict[str, Steps]:
+    with opened(engine) as executor:
+        return {
+            "greedy": trace(executor, GREEDY, num_draft_tokens=(K,))[0],
+            "sampled": trace(executor, SAMPLED, num_draft_tokens=(K,))[0],
+        }
+
+
+def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]) -> None:
+    ours = InterpretedExecutor(define_engine(trt, engine), num_pages=NUM_PAGES)
+    for name, samplings in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        found, _ = trace(ours, samplings, num_draft_tokens=(K,))
+        assert integers(found) == integers(expected[name])
+        torch.testing.assert_close(logprobs(found), logprobs(expected[name]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4"], indirect=True)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_two_ranks_that_divide_experts_give_the_tokens_of_one(
+    trt: ModuleType, pair: tuple[Path, dict[str, Any]], expected: dict[str, Steps], ep_size: int
+) -> None:
+    root, fields = pair
+    two = build(root, tp_size=2, ep_size=ep_size, overwrite=True, **fields)
+    found, _ = trace(interpreted_engine(trt, two, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,))
+    assert integers(found) == integers(expected["greedy"])
+    torch.testing.assert_close(logprobs(found), logprobs(expected["greedy"]), rtol=0, atol=1e-4)
+
+
+def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = lowering_experts._top_k
+
+    def alike(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe)
+        mean = layers.reduce("AVG", weights, 1)
+        return layers.broadcast(mean, (layers.dim(weights, 0), moe.num_experts_per_token)), expert_ids
+
+    monkeypatch.setattr(lowering_experts, "_top_k", alike)
+
+
+def _choose_the_next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = lowering_experts._top_k
+
+    def next_ones(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe)
+        return weights, layers.binary("SUB", layers.like(moe.num_experts - 1, expert_ids), expert_ids)
+
+    monkeypatch.setattr(lowering_experts, "_top_k", next_ones)
+
+
+def _exchange_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = lowering_experts.activated
+
+    def exchanged(layers: Layers, gate_up: ITensor, moe: Moe) -> ITensor:
+        half = gate_up.shape[-1] // 2
+        parts = [layers.slice(gate_up, 2, start, half) for start in (half, 0)]
+        return honest(layers, layers.concat(parts, 2), moe)
+
+    monkeypatch.setattr(lowering_experts, "activated", exchanged)
+
+
+@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4"], indirect=True)
+@pytest.mark.parametrize("perturb", [_weigh_all_alike, _choose_the_next_expert, _exchange_gate_and_up])
+def test_a_perturbed_lowering_is_noticed(
+    trt: ModuleType,
+    engine: EngineDir,
+    expected: dict[str, Steps],
+    monkeypatch: pytest.MonkeyPatch,
+    perturb: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    perturb(monkeypatch)
+    ours = InterpretedExecutor(define_engine(trt, engine), num_pages=NUM_PAGES)
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
+    first, honest = logprobs(found[:1]), logprobs(expected["greedy"][:1])  # the first step has the same inputs
+    assert (first - honest).abs().max() > 1e-3
