@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from dflash_trt.backends.tensorrt.support import step_network_spec
-from dflash_trt.core.errors import BuildError
 from dflash_trt.engine_dir import EngineDir
 from tests.checkpoint.expert_files import to_mxfp4
 from tests.checkpoint.refusals import remove_keys
@@ -124,15 +122,3 @@ def test_a_format_other_than_the_stored_one_is_refused_by_name(gpt_oss, invoke, 
     assert result.exit_code == 2
     expected = "target.layers.0.experts.gate_up: expected mxfp4, as the checkpoint holds it, found nvfp4_w4a16"
     assert expected in result.stderr
-
-
-def test_a_tensorrt_engine_is_refused_for_experts(gpt_oss, invoke, tmp_path) -> None:
-    engine = tmp_path / "engine"
-    assert invoke("build", "--target", gpt_oss[0], "-o", engine, "--dtype", "float32").exit_code == 0
-    manifest = EngineDir.open(engine).manifest
-    with pytest.raises(BuildError, match=r"experts: expected none.*--backend torch"):
-        step_network_spec(manifest.pretrained_config, manifest.build_config)
-    result = invoke("build", "--target", gpt_oss[0], "--check")
-    assert result.exit_code == 1
-    assert "experts: expected none, found a gpt_oss target with them" in result.stderr
-    assert "sinks" not in result.stderr
