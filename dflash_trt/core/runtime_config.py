@@ -114,6 +114,13 @@ class RuntimeConfig(Frozen):
             help="Submit each step before the results of the running one are read (default: on a GPU).",
         ),
     ] = None
+    deterministic: Annotated[
+        bool,
+        Option(
+            flag="--deterministic",
+            help="Make a text depend on its request alone, in any dtype: not on K, other requests, chunks or prefix hits.",
+        ),
+    ] = False
     kv_cache_bytes: Annotated[
         int | None, Field(ge=1), Option(help="Memory for the K/V pages of target and drafter, per rank.")
     ] = None

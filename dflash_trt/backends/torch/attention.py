@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.torch.fixed_shapes import KEY_TILE, QUERY_ROWS, padded_length
 from dflash_trt.backends.torch.scores import PLAIN_SCORES, Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.formats.fp8 import e4m3
@@ -91,23 +93,28 @@ class BlockPlan:
     scratch: Scratch = field(default_factory=Scratch)
 
 
-def plan_attention(inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int) -> AttentionPlan:
-    """Work out the step's indices on the host."""
+def plan_attention(
+    inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int, has_fixed_shapes: bool = False
+) -> AttentionPlan:
+    """Work out the step's indices on the host.
+
+    With fixed shapes QUERY_ROWS rows attend as a request of their own, over a multiple of KEY_TILE keys.
+    """
     offsets = inputs.token_offsets.tolist()
     num_tokens = [stop - start for start, stop in itertools.pairwise(offsets)]
     ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
-    requests = range(len(num_tokens))
-    short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
-    members = _batches(short, ends) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
     pages = inputs.page_table.long()
     positions = inputs.positions.long()
     request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
     k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
-    return AttentionPlan(
-        slots=PageSlots(k_slots, k_slots + page_size),
-        groups=[_group(group, offsets, ends, pages, positions, page_size) for group in members],
-        request_of_row=request_of_row,
-    )
+    if has_fixed_shapes:
+        groups = _fixed_groups(offsets, pages, positions, page_size)
+    else:
+        requests = range(len(num_tokens))
+        short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
+        members = _batches(short, ends) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
+        groups = [_group(group, offsets, ends, pages, positions, page_size) for group in members]
+    return AttentionPlan(slots=PageSlots(k_slots, k_slots + page_size), groups=groups, request_of_row=request_of_row)
 
 
 def plan_blocks(
@@ -144,11 +151,43 @@ def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
     return batches
 
 
+def _fixed_groups(offsets: list[int], pages: Tensor, positions: Tensor, page_size: int) -> list[QueryGroup]:
+    """Blocks of QUERY_ROWS rows of a request, in the place of requests."""
+    starts = [(r, row) for r in range(len(pages)) for row in range(offsets[r], offsets[r + 1], QUERY_ROWS)]
+    stops = [min(row + QUERY_ROWS, offsets[r + 1]) for r, row in starts]
+    ends = [position + 1 for position in positions[torch.tensor(stops) - 1].tolist()]
+    num_keys = [padded_length(end, KEY_TILE) for end in ends]
+    num_missing = max(0, -(-max(num_keys) // page_size) - pages.shape[1])
+    own_pages = F.pad(pages, (0, num_missing))[[r for r, _ in starts]]
+    return [
+        _group(
+            blocks,
+            [row for _, row in starts] + stops[-1:],
+            ends,
+            own_pages,
+            positions,
+            page_size,
+            width=QUERY_ROWS,
+            num_keys=max(num_keys[block] for block in blocks),
+        )
+        for blocks in _batches(list(range(len(starts))), num_keys)
+    ]
+
+
 def _group(
-    group: list[int], offsets: list[int], ends: list[int], pages: Tensor, positions: Tensor, page_size: int
+    group: list[int],
+    offsets: list[int],
+    ends: list[int],
+    pages: Tensor,
+    positions: Tensor,
+    page_size: int,
+    *,
+    width: int | None = None,
+    num_keys: int | None = None,
 ) -> QueryGroup:
-    width = max(offsets[r + 1] - offsets[r] for r in group)
-    num_keys = max(ends[r] for r in group)
+    """`width` and `num_keys`, as many as the group needs by default, may be more."""
+    width = width or max(offsets[r + 1] - offsets[r] for r in group)
+    num_keys = num_keys or max(ends[r] for r in group)
     rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
     is_everything = rows == list(range(offsets[-1]))
     rows_tensor = torch.tensor(rows)

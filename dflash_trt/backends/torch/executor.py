@@ -13,6 +13,7 @@ from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.torch.deterministic_ops import DeterministicOps
 from dflash_trt.backends.torch.layers import prepared
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
@@ -51,6 +52,7 @@ class TorchExecutor:
         max_draft_len: int,
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
+        is_deterministic: bool = False,
     ) -> None:
         """`quantization` says which pages are FP8; quantized weights are in the network already.
 
@@ -58,6 +60,7 @@ class TorchExecutor:
         """
         assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
+        self._make_ops = DeterministicOps if is_deterministic else TorchOps
         self.page_plan = page_plan
         self.network = prepared(network)
         self.limits = limits_of(
@@ -104,6 +107,7 @@ class TorchExecutor:
                 max_draft_len=build.max_draft_len,
                 quantization=manifest.pretrained_config.quantization,
                 ranks=ranks,
+                is_deterministic=config.deterministic,
             )
 
     def submit(self, plan: StepPlan) -> FinishedStep:
@@ -138,7 +142,7 @@ class TorchExecutor:
             vars(self).pop(name, None)
 
     def _ops(self, inputs: StepInputs[Tensor], *, num_draft_tokens: int) -> TorchOps:
-        return TorchOps(
+        return self._make_ops(
             inputs,
             self._rope_tables,
             page_size=self.limits.page_size,

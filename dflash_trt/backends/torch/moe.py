@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.torch.fixed_shapes import Pointwise, directly
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, dequantize
 from dflash_trt.core.model.feed_forward import Moe
@@ -19,6 +20,7 @@ from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
 
 ApplyLinear = Callable[[Tensor, Linear[Tensor]], Tensor]  # x [N, in], one expert's linear -> [N, out]
+Activate = Callable[[Tensor, Moe], Tensor]  # see `activated`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +57,30 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_expert(x: Tensor, linear: Linear[Tensor]) -> Tensor:
-    """A quantized expert stays packed, and is dequantized for this call alone: no memory holds all of them."""
+    linear = unpacked_expert(linear, x.dtype)
+    return apply_quantized(x, linear) if isinstance(linear.weight, QuantizedWeight) else apply_linear(x, linear)
+
+
+def unpacked_expert(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
+    """A quantized expert stays packed, and is dequantized for a call alone: no memory holds all of them."""
     if not isinstance(linear.weight, QuantizedWeight):
-        return apply_linear(x, linear)
-    return apply_quantized(x, replace(linear, weight=dequantize(linear.weight, x.dtype, is_kept=False)))
+        return linear
+    return replace(linear, weight=dequantize(linear.weight, dtype, is_kept=False))
 
 
 def run_chosen_experts(
-    x: Tensor, experts: Experts[Tensor], moe: Moe, choice: Choice, apply: ApplyLinear = apply_expert
+    x: Tensor,
+    experts: Experts[Tensor],
+    moe: Moe,
+    choice: Choice,
+    apply: ApplyLinear = apply_expert,
+    activate: Activate | None = None,  # default: `activated`
 ) -> Tensor:
     """[N, H] -> [N, H]: the rows of an expert together, and no expert without rows. Experts of other ranks add nothing.
 
     A row adds up its results in the order of the experts, whoever else is there.
     """
+    activate = activate or activated
     num_chosen = choice.expert_ids.shape[1]
     places = choice.expert_ids.flatten().argsort(stable=True)  # of (row, rank of the choice), by expert
     num_rows = choice.expert_ids.flatten().bincount(minlength=moe.num_experts).tolist()
@@ -79,7 +92,7 @@ def run_chosen_experts(
             continue
         rows = mine // num_chosen
         mlp = experts.mlps[index] if isinstance(experts, SeparateExperts) else _mlp(experts, index)
-        result = apply(activated(apply(x[rows], mlp.gate_up), moe), mlp.down)
+        result = apply(activate(apply(x[rows], mlp.gate_up), moe), mlp.down)
         out.index_add_(0, rows, result * weights[mine, None])
     return out
 
@@ -108,11 +121,11 @@ def _expert(linear: Linear[Tensor], index: int) -> Linear[Tensor]:
     return replace(linear, weight=weight, bias=None if linear.bias is None else linear.bias[index])
 
 
-def activated(gate_up: Tensor, moe: Moe) -> Tensor:
+def activated(gate_up: Tensor, moe: Moe, pointwise: Pointwise = directly) -> Tensor:
     """[..., 2F] -> [..., F]; see `Moe.activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if moe.activation == "silu":
-        return F.silu(gate) * up
+        return pointwise(F.silu, gate) * up
     assert moe.limit is not None and moe.alpha is not None
     gate, up = gate.clamp(max=moe.limit), up.clamp(-moe.limit, moe.limit)
-    return gate * torch.sigmoid(gate * moe.alpha) * (up + 1)
+    return gate * pointwise(torch.sigmoid, gate * moe.alpha) * (up + 1)

@@ -5,7 +5,7 @@ One `TorchOps` lives for one step and holds that step's inputs and attention pla
 
 from collections.abc import Mapping, Sequence
 from functools import cache as cached
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ def _constant(value: float) -> Tensor:
 class TorchOps:
     """Implements `Ops[Tensor]` for one step."""
 
+    has_fixed_shapes: ClassVar[bool] = False  # in calls over the step's tokens
+
     def __init__(
         self,
         inputs: StepInputs[Tensor],
@@ -62,7 +64,9 @@ class TorchOps:
         self._rope_tables = rope_tables
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
-        self._plan = torch_attention.plan_attention(inputs, page_size=page_size, num_draft_tokens=num_draft_tokens)
+        self._plan = torch_attention.plan_attention(
+            inputs, page_size=page_size, num_draft_tokens=num_draft_tokens, has_fixed_shapes=self.has_fixed_shapes
+        )
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
@@ -137,7 +141,8 @@ class TorchOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         attend: Any = torch_attention.attend_rows if rows.keeps_kv else torch_attention.attend_blocks
-        scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks)
+        is_tiled = self.has_fixed_shapes and rows.keeps_kv
+        scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks, is_tiled=is_tiled)
         attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
 

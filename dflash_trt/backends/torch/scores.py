@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dflash_trt.backends.torch.fixed_shapes import KEY_TILE, Pointwise, directly, in_vectors
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
@@ -15,6 +17,11 @@ class Scores:
     scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
+    is_tiled: bool = False  # in calls of fixed shapes, see `fixed_shapes.py`
+
+    @property
+    def pointwise(self) -> Pointwise:
+        return in_vectors if self.is_tiled else directly
 
 
 PLAIN_SCORES: Final = Scores()
@@ -39,7 +46,7 @@ def attend(
     if scores.softcap is not None:
         attended = _attend_with_softcap(stacked, keys, values, bias, sinks, scores)
     elif sinks is not None:
-        attended = _attend_with_sinks(stacked, keys, values, bias, sinks, scores.scale)
+        attended = _attend_with_sinks(stacked, keys, values, bias, sinks, scores)
     else:
         attended = scaled_dot_product_attention(stacked, keys, values, attn_mask=bias, scale=scores.scale)
     if width == 1:
@@ -54,7 +61,7 @@ def _attend_with_sinks(
     values: Tensor,
     bias: Tensor | None,
     sinks: Tensor,  # float32 [heads * Q]
-    scale: float | None,
+    scores: Scores,
 ) -> Tensor:
     """A sink adds exp(sink) to the sum Z of exp(scores): what is attended shrinks by Z / (Z + exp(sink)).
 
@@ -62,9 +69,9 @@ def _attend_with_sinks(
     """
     attended: Tensor
     attended, log_z = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        stacked, keys, values, attn_mask=bias, scale=scale
+        stacked, keys, values, attn_mask=bias, scale=scores.scale
     )
-    share: Tensor = torch.sigmoid(log_z - sinks.view(1, *stacked.shape[1:3]))
+    share = scores.pointwise(torch.sigmoid, log_z - sinks.view(1, *stacked.shape[1:3]))
     return attended * share[..., None].to(attended.dtype)
 
 
@@ -79,12 +86,31 @@ def _attend_with_softcap(
     """In steps, since scaled_dot_product_attention has no soft cap. float32 inside."""
     assert scores.softcap is not None
     scale = stacked.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    products = stacked.float() @ keys.float().transpose(2, 3)
-    logits = scores.softcap * torch.tanh(products * (scale / scores.softcap))
+    products = _products(stacked.float(), keys.float(), scores.is_tiled)
+    logits = scores.softcap * scores.pointwise(torch.tanh, products * (scale / scores.softcap))
     if bias is not None:
         logits = logits + bias
     if sinks is not None:  # the last column, which has no value
         sink = sinks.view(1, *stacked.shape[1:3], 1).expand(len(logits), -1, -1, -1)
         logits = torch.cat((logits, sink), dim=3)
     weights = logits.softmax(dim=3)[..., : keys.shape[2]]
-    return (weights @ values.float()).to(values.dtype)
+    return _weighted(weights, values.float(), scores.is_tiled).to(values.dtype)
+
+
+def _products(q: Tensor, keys: Tensor, is_tiled: bool) -> Tensor:  # [G, kv_heads, M, S]
+    if not is_tiled:
+        return q @ keys.transpose(2, 3)
+    return torch.cat([_one_by_one(q, tile.transpose(2, 3)) for tile in keys.split(KEY_TILE, dim=2)], dim=3)
+
+
+def _weighted(weights: Tensor, values: Tensor, is_tiled: bool) -> Tensor:  # [G, kv_heads, M, D]
+    if not is_tiled:
+        return weights @ values
+    tiles = zip(weights.split(KEY_TILE, dim=3), values.split(KEY_TILE, dim=2), strict=True)
+    first, *others = (_one_by_one(*tile) for tile in tiles)
+    return sum(others, start=first)
+
+
+def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, one request in each call."""
+    return torch.cat([x @ y for x, y in zip(a.split(1), b.split(1), strict=True)])

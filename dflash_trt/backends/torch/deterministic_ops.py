@@ -1,0 +1,56 @@
+"""The ops of `--deterministic`: a row's bits depend on its request alone, in every dtype.
+
+What `TorchOps` computes in calls of any shape is computed in calls of fixed shapes (`fixed_shapes.py`), so that K,
+batch mates, chunks and prefix hits change no token. Norms, softmax and the sampler work row by row anyway.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch.fixed_shapes import in_blocks, in_vectors
+from dflash_trt.backends.torch.linear import HalfLinear
+from dflash_trt.backends.torch.moe import activated, chosen_experts, run_chosen_experts, unpacked_expert
+from dflash_trt.backends.torch.ops import TorchOps
+from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.network.ops import Experts, Linear
+
+
+class DeterministicOps(TorchOps):
+    """Implements `Ops[Tensor]` for one step."""
+
+    has_fixed_shapes = True
+
+    def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        compute = partial(super().linear, linear=linear)
+        return compute(x) if _sums_in_order(linear) else in_blocks(compute, x)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return in_vectors(F.silu, gate).mul_(up)
+
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
+        choice = chosen_experts(self.linear(x, experts.router), moe)
+        activate = partial(activated, pointwise=in_vectors)
+        return run_chosen_experts(x, experts, moe, choice, self._expert, activate)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """In the order of the ranks, where a ring adds each part of a tensor from another rank on."""
+        if self._ranks.num_ranks == 1:
+            return x
+        first, *others = self._ranks.all_gather_columns(x).chunk(self._ranks.num_ranks, dim=1)
+        return sum(others, start=first)
+
+    def _expert(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
+        return self.linear(x, unpacked_expert(linear, x.dtype))
+
+
+def _sums_in_order(linear: Linear[Tensor]) -> bool:
+    """FBGEMM's kernels for float16 weights add up a row's products one by one, whatever the number of rows."""
+    weight = linear.weight
+    if isinstance(weight, DequantizedWeight):
+        return all(isinstance(piece.linear, HalfLinear) for piece in weight.pieces)
+    return isinstance(linear, HalfLinear)
