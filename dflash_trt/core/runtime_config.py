@@ -118,7 +118,7 @@ class RuntimeConfig(Frozen):
         bool,
         Option(
             flag="--deterministic",
-            help="Make a text depend on its request alone, in any dtype: not on K, other requests, chunks or prefix hits.",
+            help="Make a text depend on its request alone, bit for bit, in every dtype (CPU only).",
         ),
     ] = False
     kv_cache_bytes: Annotated[

@@ -33,6 +33,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "draft_length_by_context": (["--draft-length-by-context", "64:1"], {64: 1}),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "overlap_scheduling": (["--overlap"], True),
+    "deterministic": (["--deterministic"], True),
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
     "kv_cache_free_memory_fraction": (["--kv-cache-free-memory-fraction", "0.25"], 0.25),
     "num_threads": (["--num-threads", "3"], 3),

@@ -6,7 +6,6 @@ batch mates, chunks and prefix hits change no token. Norms, softmax and the samp
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 

@@ -100,17 +100,17 @@ def _attend_with_softcap(
 def _products(q: Tensor, keys: Tensor, is_tiled: bool) -> Tensor:  # [G, kv_heads, M, S]
     if not is_tiled:
         return q @ keys.transpose(2, 3)
-    return torch.cat([_one_by_one(q, tile.transpose(2, 3)) for tile in keys.split(KEY_TILE, dim=2)], dim=3)
+    return torch.cat([_one_by_one(q, tile.transpose(2, 3)) for tile in torch.split(keys, KEY_TILE, dim=2)], dim=3)
 
 
 def _weighted(weights: Tensor, values: Tensor, is_tiled: bool) -> Tensor:  # [G, kv_heads, M, D]
     if not is_tiled:
         return weights @ values
-    tiles = zip(weights.split(KEY_TILE, dim=3), values.split(KEY_TILE, dim=2), strict=True)
+    tiles = zip(torch.split(weights, KEY_TILE, dim=3), torch.split(values, KEY_TILE, dim=2), strict=True)
     first, *others = (_one_by_one(*tile) for tile in tiles)
     return sum(others, start=first)
 
 
 def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, one request in each call."""
-    return torch.cat([x @ y for x, y in zip(a.split(1), b.split(1), strict=True)])
+    return torch.cat([x @ y for x, y in zip(torch.split(a, 1), torch.split(b, 1), strict=True)])
