@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.factories import make_target, make_zlab_drafter
 VOCAB_SIZE, BLOCK_SIZE, NUM_NEW = 120, 6, 14
 GENERATOR = torch.Generator().manual_seed(3)
 SHARED = torch.randint(4, VOCAB_SIZE, (37,), generator=GENERATOR).tolist()
-PROMPTS = [SHARED[:n] + [5 + n] for n in (0, 3, 9, 16, 36)] + [SHARED * 2, SHARED[5:30]]
+PROMPTS = [[*SHARED[:n], 5 + n] for n in (0, 3, 9, 16, 36)] + [SHARED * 2, SHARED[5:30]]
 TEMPERATURES = (0.0, 0.8)
 EXPERTS: dict[str, Any] = {"family": "gpt_oss", "intermediate_size": 40}  # no multiple of a vector's length
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the target, and of QuantizationConfig
