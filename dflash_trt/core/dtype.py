@@ -27,7 +27,7 @@ _DTYPES: dict[str, _Names] = {
     "float16": _Names(2, "F16", "HALF", "fp16"),
     "float8_e4m3fn": _Names(1, "F8_E4M3", "FP8", "fp8e4nv"),
     "int8": _Names(1, "I8", "INT8", "i8"),
-    "uint8": _Names(1, "U8", "UINT8"),
+    "uint8": _Names(1, "U8", "UINT8", "u8"),
     "int32": _Names(4, "I32", "INT32", "i32"),
     "int64": _Names(8, "I64", "INT64", "i64"),
     # Only foreign files have these; readers of tensors refuse them by name.

@@ -1,7 +1,6 @@
 """How the kernels of `norm.py` are launched, and their ahead-of-time variants. Allocates outputs only.
 
-With a `scale`, float32 [1], the result is FP8 codes for a GEMM with that input scale, as `quantize_fp8` would make
-them from the result without one.
+With `codes` the result is written there, as `quantize_rows` would make them from the result without, and only there.
 """
 
 import torch
@@ -9,26 +8,28 @@ from torch import Tensor
 
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
+from dflash_trt.kernels.row_codes import AS_THEY_ARE
+from dflash_trt.kernels.row_codes_launch import RowCodes
 
 SILU_BLOCK = 2048
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, codes: RowCodes | None = None) -> Tensor:
     """Over the last axis of x [..., H]; contiguous but for the distance of rows in two dimensions."""
     hidden_size = x.shape[-1]
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, hidden_size)
-    normed = torch.empty(x.shape, dtype=_out_dtype(x, scale), device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if codes is None else codes.values
     block = next_power_of_2(hidden_size)
     rms_norm_kernel[(len(rows),)](
         rows,
         weight,
         normed,
-        weight if scale is None else scale,
+        *code_arguments(codes, weight),
         eps,
         rows.stride(0),
         hidden_size,
         BLOCK=block,
-        HAS_SCALE=scale is not None,
+        RESULT=result_form(codes),
         num_warps=norm_warps(block),
         enable_fp_fusion=True,
     )
@@ -36,13 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = No
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, codes: RowCodes | None = None
 ) -> tuple[Tensor, Tensor]:
     """[N, H] each -> x + residual, and its norm."""
     assert x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
     num_rows, hidden_size = x.shape
     total = torch.empty_like(x)
-    normed = torch.empty(x.shape, dtype=_out_dtype(x, scale), device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if codes is None else codes.values
     block = next_power_of_2(hidden_size)
     add_rms_norm_kernel[(num_rows,)](
         x,
@@ -50,37 +51,42 @@ def add_rms_norm(
         weight,
         total,
         normed,
-        weight if scale is None else scale,
+        *code_arguments(codes, weight),
         eps,
         hidden_size,
         BLOCK=block,
-        HAS_SCALE=scale is not None,
+        RESULT=result_form(codes),
         num_warps=norm_warps(block),
         enable_fp_fusion=True,
     )
     return total, normed
 
 
-def silu_mul(gate_up: Tensor, *, scale: Tensor | None = None) -> Tensor:  # [N, 2F] -> [N, F]
+def silu_mul(gate_up: Tensor, *, codes: RowCodes | None = None) -> Tensor:  # [N, 2F] -> [N, F]
     assert gate_up.is_contiguous()
     num_rows, ffn_size = len(gate_up), gate_up.shape[1] // 2
-    gated = torch.empty((num_rows, ffn_size), dtype=_out_dtype(gate_up, scale), device=gate_up.device)
+    gated = gate_up.new_empty((num_rows, ffn_size)) if codes is None else codes.values
     block = min(SILU_BLOCK, next_power_of_2(ffn_size))
     silu_mul_kernel[(num_rows, -(-ffn_size // block))](
         gate_up,
         gated,
-        gate_up if scale is None else scale,
+        *code_arguments(codes, gate_up),
         ffn_size,
         BLOCK=block,
-        HAS_SCALE=scale is not None,
+        RESULT=result_form(codes),
         num_warps=4,
         enable_fp_fusion=True,
     )
     return gated
 
 
-def _out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
-    return x.dtype if scale is None else torch.float8_e4m3fn
+def code_arguments(codes: RowCodes | None, stand_in: Tensor) -> tuple[Tensor, Tensor]:
+    """`block_scale` and `scale` of a kernel; any tensor stands in for one that is not used."""
+    return (stand_in, stand_in) if codes is None else (codes.block_scale_argument, codes.scale)
+
+
+def result_form(codes: RowCodes | None) -> int:
+    return AS_THEY_ARE if codes is None else codes.form
 
 
 def norm_warps(block: int) -> int:

@@ -15,7 +15,8 @@ set: a peer is gone then, and the results mean nothing.
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.norm import normed_row, store_row
+from dflash_trt.kernels.norm import normed_row
+from dflash_trt.kernels.row_codes import store_row
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -24,8 +25,9 @@ def one_shot_kernel(
     residual,  # F [N, hidden_size]; read only with HAS_NORM
     weight,  # F [hidden_size]; read only with HAS_NORM
     total,  # out, F [N, hidden_size]: the sum of all ranks, plus the residual with HAS_NORM
-    normed,  # out, F or float8_e4m3fn [N, hidden_size]; written only with HAS_NORM
-    scale,  # float32 [1], of the codes; read only with HAS_SCALE
+    normed,  # out, F or codes [N, hidden_size]; written only with HAS_NORM
+    block_scale,  # of the codes; see `store_row`
+    scale,  # float32 [1], of the codes
     buffers,  # int64 [RANKS]: addresses of F [num_rows, hidden_size]
     flags,  # int64 [RANKS]: addresses of int32 [2, num_rows, RANKS]
     abort,  # int32 [1]
@@ -36,7 +38,7 @@ def one_shot_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two >= hidden_size
     HAS_NORM: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    RESULT: tl.constexpr,
 ):
     """Grid: (N,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +77,7 @@ def one_shot_kernel(
         added = added.to(total.dtype.element_ty)
         tl.store(total + at, added, mask=is_in)
         result = normed_row(added.to(tl.float32), weight, columns, is_in, eps, hidden_size).to(x.dtype.element_ty)
-        store_row(normed + at, result, scale, is_in, HAS_SCALE)
+        store_row(normed, block_scale, scale, result, row, 0, hidden_size, BLOCK, RESULT)
     else:
         tl.store(total + at, reduced, mask=is_in)
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.norm_launch import norm_warps
+from dflash_trt.kernels.norm_launch import code_arguments, norm_warps, result_form
 from dflash_trt.kernels.one_shot import one_shot_kernel
+from dflash_trt.kernels.row_codes_launch import RowCodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +36,13 @@ def one_shot_sum(x: Tensor, peers: PeerBuffers) -> Tensor:
 
 
 def one_shot_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: PeerBuffers, *, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: PeerBuffers, *, codes: RowCodes | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[N, H] of each rank -> their sum plus the residual, and its norm; FP8 codes with `scale`, as `add_rms_norm`."""
+    """[N, H] of each rank -> their sum plus the residual, and its norm, as `add_rms_norm`."""
     assert residual.shape == x.shape and residual.is_contiguous()
     total = torch.empty_like(x)
-    normed = torch.empty(x.shape, dtype=x.dtype if scale is None else torch.float8_e4m3fn, device=x.device)
-    _launch(x, peers, total=total, norm=(residual, weight, normed, eps), scale=scale)
+    normed = torch.empty_like(x) if codes is None else codes.values
+    _launch(x, peers, total=total, norm=(residual, weight, normed, eps), codes=codes)
     return total, normed
 
 
@@ -51,7 +52,7 @@ def _launch(
     *,
     total: Tensor,
     norm: tuple[Tensor, Tensor, Tensor, float] | None = None,
-    scale: Tensor | None = None,
+    codes: RowCodes | None = None,
 ) -> None:
     assert x.is_contiguous() and peers.takes(x)
     residual, weight, normed, eps = norm or (x, x, total, 0.0)
@@ -63,7 +64,7 @@ def _launch(
         weight,
         total,
         normed,
-        x if scale is None else scale,
+        *code_arguments(codes, x),
         peers.buffers,
         peers.flags,
         peers.abort,
@@ -74,7 +75,7 @@ def _launch(
         RANKS=len(peers.buffers),
         BLOCK=block,
         HAS_NORM=norm is not None,
-        HAS_SCALE=scale is not None,
+        RESULT=result_form(codes),
         num_warps=norm_warps(block),
         enable_fp_fusion=True,
     )

@@ -11,8 +11,8 @@ from dflash_trt.kernels.packed_product import product, rows_of_scales
 
 @triton.jit(do_not_specialize=["num_rows"])
 def packed_linear_kernel(
-    x,  # F [N, IN], or NVFP4 codes uint8 [N, IN / 2]
-    x_block_scale,  # float8_e4m3fn [N, IN / 16]; read only with codes
+    x,  # F [N, IN], or codes: float8_e4m3fn [N, IN], or uint8 [N, IN / 2]
+    x_block_scale,  # float8_e4m3fn [N, IN / 16]; read only with NVFP4 codes
     codes,  # [OUT_SIZE, IN], as the format has it
     block_scale,
     block_rows,  # int32 [OUT_SIZE]; see `rows_of_scales`

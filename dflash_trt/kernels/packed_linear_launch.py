@@ -1,4 +1,4 @@
-"""How the kernel of `packed_linear.py` is launched. Allocates its output, and codes of activations."""
+"""How the kernel of `packed_linear.py` is launched. Allocates its output."""
 
 from typing import Final
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
-from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, NVFP4
-from dflash_trt.kernels.quantize_nvfp4_launch import quantize_nvfp4
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES
+from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.tensor_checks import check_tensor
 
 TOKEN_TILES: Final = (16, 32, 64)
@@ -19,14 +19,21 @@ NUM_STAGES: Final = 4
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix) -> Tensor:  # F [N, in] -> [N, out]
-    """x @ weight.T + bias. With an input scale, which is one for all rows, x is quantized to NVFP4 before."""
+    """x @ weight.T + bias, for a weight without an input scale."""
+    assert matrix.input_scale is None
     check_tensor("x", x, dtype=x.dtype, shape=[None, matrix.in_size])
+    return _launch(x, x, matrix, x.dtype)
+
+
+def packed_linear_of_codes(x: RowCodes, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:  # -> [N, out]
+    """The same of activations in FP8 or NVFP4, quantized with the matrix's input scale, which is one for all rows."""
+    assert matrix.input_scale is not None and matrix.input_scale.numel() == 1
+    return _launch(x.values, x.block_scale_argument, matrix, dtype)
+
+
+def _launch(x: Tensor, x_block_scale: Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
     num_rows = len(x)
-    out = torch.empty((num_rows, matrix.out_size), dtype=x.dtype, device=x.device)
-    x_block_scale = x
-    if matrix.input_scale is not None:
-        assert matrix.form == NVFP4 and matrix.input_scale.numel() == 1
-        x, x_block_scale = quantize_nvfp4(x, matrix.input_scale)
+    out = torch.empty((num_rows, matrix.out_size), dtype=dtype, device=x.device)
     constants = packed_linear_constants(matrix, num_rows=num_rows)
     packed_linear_kernel[(-(-num_rows // constants["TOKENS"]), -(-matrix.out_size // constants["OUT"]))](
         x,

@@ -1,4 +1,4 @@
-"""Activations for an NVFP4 GEMM with a static global scale: block scales and codes as in `formats/nvfp4.py`."""
+"""NVFP4 codes and block scales with a static global scale, as in `formats/nvfp4.py`."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
@@ -11,26 +11,6 @@ from dflash_trt.kernels.quantize_fp8 import quotient, round_e4m3
 _E2M1_MAX = tl.constexpr(6.0)
 _MIN_BLOCK_SCALE = tl.constexpr(2.0**-9)
 _BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def quantize_nvfp4_kernel(
-    x,  # F [N, num_columns]
-    scale,  # float32 [1]
-    codes,  # out, uint8 [N, num_columns / 2], the even column in the low nibble
-    block_scale,  # out, float8_e4m3fn [N, num_columns / 16]
-    num_columns,  # a multiple of 16
-    BLOCK: tl.constexpr,
-):
-    """Grid: (N, ceil(num_columns / BLOCK))."""
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
-    columns = first + tl.arange(0, BLOCK)
-    value = tl.load(x + row * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-    made, scales = nvfp4(value[None, :], tl.load(scale), 1, BLOCK)
-    pairs, blocks = first // 2 + tl.arange(0, BLOCK // 2), first // 16 + tl.arange(0, BLOCK // 16)
-    tl.store(codes + (row * (num_columns // 2) + pairs)[None, :], made, mask=(pairs < num_columns // 2)[None, :])
-    at = (row * (num_columns // 16) + blocks)[None, :]
-    tl.store(block_scale + at, scales.to(tl.float8e4nv), mask=(blocks < num_columns // 16)[None, :])
 
 
 @triton.jit

@@ -99,7 +99,7 @@ def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -
 def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -> KernelVariant:
     weights = types(form, has_input_scale=has_input_scale)
     constants = packed_linear_constants(matrix(form, 4096, 4096, has_input_scale=has_input_scale), num_rows=num_rows)
-    x = BYTES if has_input_scale else F
+    x = F if not has_input_scale else E4M3 if form == "fp8" else BYTES
     return KernelVariant(
         name=f"linear_{form}{'_quantized' if has_input_scale else ''}_t{constants['TOKENS']}",
         kernel=packed_linear_kernel,

@@ -8,24 +8,28 @@ from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_m
 from dflash_trt.kernels.norm_launch import SILU_BLOCK, norm_warps
 from dflash_trt.kernels.quantize_fp8 import quantize_fp8_kernel
 from dflash_trt.kernels.quantize_fp8_launch import BLOCK
+from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from plugins.aot.variant import KernelVariant, pointer
 
+SUFFIXES = {AS_THEY_ARE: "", FP8: "_fp8", NVFP4: "_nvfp4", NVFP4_TILED: "_nvfp4_tiled"}
 
-def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, has_scale: bool) -> tuple[KernelVariant, ...]:
-    """Grids use num_rows, the rows of the kernel's output. `has_scale`: with FP8 codes as results."""
-    tensor, result = pointer(dtype), pointer(torch.float8_e4m3fn if has_scale else dtype)
-    scale = pointer(torch.float32) if has_scale else tensor  # not read: any tensor stands in
+
+def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, form: int) -> tuple[KernelVariant, ...]:
+    """Grids use num_rows, the rows of the kernel's output. `form`: RESULT of `row_codes.py`."""
+    tensor, suffix = pointer(dtype), SUFFIXES[form]
+    values = {AS_THEY_ARE: tensor, FP8: pointer(torch.float8_e4m3fn)}.get(form, pointer(torch.uint8))
+    block_scale = pointer(torch.float8_e4m3fn) if form in (NVFP4, NVFP4_TILED) else values  # any tensor stands in
+    codes = {"block_scale": block_scale, "scale": tensor if form == AS_THEY_ARE else pointer(torch.float32)}
     block, silu_block = next_power_of_2(hidden_size), min(SILU_BLOCK, next_power_of_2(ffn_size))
     hidden, ffn = (f"i32{':16' if size % 16 == 0 else ''}" for size in (hidden_size, ffn_size))
-    suffix = "_fp8" if has_scale else ""
-    tensors = {"x": tensor, "weight": tensor, "normed": result, "scale": scale, "eps": "fp32"}
-    sums = {"x": tensor, "residual": tensor, "weight": tensor, "total": tensor, "normed": result, "scale": scale}
+    tensors = {"x": tensor, "weight": tensor, "normed": values, **codes, "eps": "fp32"}
+    sums = {"x": tensor, "residual": tensor, "weight": tensor, "total": tensor, "normed": values, **codes}
     return (
         KernelVariant(
             name=f"rms_norm{suffix}",
             kernel=rms_norm_kernel,
             signature=tensors | {"x_stride": hidden, "hidden_size": hidden},
-            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
+            constexprs={"BLOCK": block, "RESULT": form},
             num_warps=norm_warps(block),
             num_stages=1,
             grid=("num_rows", "1", "1"),
@@ -34,7 +38,7 @@ def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, has_sc
             name=f"add_rms_norm{suffix}",
             kernel=add_rms_norm_kernel,
             signature=sums | {"eps": "fp32", "hidden_size": hidden},
-            constexprs={"BLOCK": block, "HAS_SCALE": has_scale},
+            constexprs={"BLOCK": block, "RESULT": form},
             num_warps=norm_warps(block),
             num_stages=1,
             grid=("num_rows", "1", "1"),
@@ -42,8 +46,8 @@ def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, has_sc
         KernelVariant(
             name=f"silu_mul{suffix}",
             kernel=silu_mul_kernel,
-            signature={"gate_up": tensor, "gated": result, "scale": scale, "ffn_size": ffn},
-            constexprs={"BLOCK": silu_block, "HAS_SCALE": has_scale},
+            signature={"gate_up": tensor, "gated": values, **codes, "ffn_size": ffn},
+            constexprs={"BLOCK": silu_block, "RESULT": form},
             num_warps=4,
             num_stages=1,
             grid=("num_rows", f"(ffn_size + {silu_block - 1}) / {silu_block}", "1"),

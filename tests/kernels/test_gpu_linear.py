@@ -15,9 +15,10 @@ from dflash_trt.backends.cuda.linear import (
 )
 from dflash_trt.backends.graphs import waits_raise
 from dflash_trt.formats.base import segment_amax
+from dflash_trt.formats.registry import dequantize as dequantized
 from dflash_trt.formats.registry import weight_format as known_format
 from dflash_trt.formats.registry import weight_formats
-from dflash_trt.kernels import packed_linear_launch, quantize_fp8_launch, quantize_nvfp4_launch
+from dflash_trt.kernels import packed_linear_launch, quantize_fp8_launch, row_codes_launch
 from dflash_trt.network.ops import Linear
 from tests.quantize.test_execution import BFLOAT16_TOLERANCE, activations, defined_output, relative
 
@@ -60,6 +61,19 @@ def test_a_prepared_linear_computes_its_definition(weight_format, input_amax, ar
     assert relative(found, defined_output(x, weight, weight_format)) < SUM_TOLERANCE
     kind = DeviceFp8Weight if weight_format == "fp8" else DevicePackedWeight
     assert isinstance(prepared, kind)
+
+
+@pytest.mark.parametrize(("segments", "in_size"), [((24, 16, 16), 64), ((32, 16, 48), 72)])
+def test_fp8_layers_of_sizes_that_no_fp8_gemm_takes_stay_packed(segments, in_size, device):
+    weight = torch.randn(sum(segments), in_size, generator=torch.Generator().manual_seed(1))
+    scales = {"weight_amax": segment_amax(weight, segments), "input_amax": torch.full((3,), 3.0)}
+    quantized = known_format("fp8").quantize(weight, segments=segments, **scales)
+    x = 1.5 * torch.randn(7, in_size, generator=torch.Generator().manual_seed(2))
+    prepared, found = run(quantized, x, device)
+    assert isinstance(prepared, DevicePackedWeight)
+    codes = (x / quantized.input_scale[0]).clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    expected = codes * quantized.input_scale[0] @ dequantized(quantized).double().T
+    assert relative(found, expected) < SUM_TOLERANCE
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -122,7 +136,7 @@ class Launches:
 def test_a_layer_takes_one_gemm_and_one_quantization_without_a_word_to_the_host(weight_format, monkeypatch):
     gemm, quantizations = Launches(), Launches()
     monkeypatch.setattr(packed_linear_launch, "packed_linear_kernel", gemm)
-    monkeypatch.setattr(quantize_nvfp4_launch, "quantize_nvfp4_kernel", quantizations)
+    monkeypatch.setattr(row_codes_launch, "quantize_rows_kernel", quantizations)
     monkeypatch.setattr(quantize_fp8_launch, "quantize_fp8_kernel", quantizations)
     prepared = prepare_device_linear(Linear(weight=quantized_weight(weight_format, are_equal=True)), torch.bfloat16)
     x = torch.empty(5, 64, dtype=torch.bfloat16, device="meta")

@@ -5,8 +5,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from dflash_trt.kernels import norm_launch
-from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.kernels.row_codes import FP8, NVFP4, NVFP4_TILED
+from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from tests.kernels import reference_norm
+from tests.kernels.block_scales import row_by_row
 
 SIZES = [1, 16, 96, 257, 1024]
 
@@ -65,21 +67,40 @@ def test_the_gated_activation_is_the_network_s(ffn_size, dtype):
     torch.testing.assert_close(gated, F.silu(gate) * up, **close)
 
 
+@pytest.mark.parametrize("form", [FP8, NVFP4, NVFP4_TILED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_with_a_scale_the_results_are_the_codes_of_the_results_without(dtype):
-    x, residual = random(3, 96, dtype=dtype), random(3, 96, dtype=dtype, seed=1)
-    weight, scale = random(96, dtype=dtype, seed=2), torch.tensor([0.013], device=DEVICE)
+def test_codes_are_those_of_the_result_in_the_dtype_of_the_activations(dtype, form, exact_codes):
+    """A row of the gate is two programs."""
+    num_rows, hidden_size, ffn_size = 2, 192, 2048 + 64
+    x, residual = random(num_rows, hidden_size, dtype=dtype), random(num_rows, hidden_size, dtype=dtype, seed=1)
+    weight, scale = random(hidden_size, dtype=dtype, seed=2), torch.tensor([0.013], device=DEVICE)
+    gate_up = random(num_rows, 2 * ffn_size, dtype=dtype, seed=3)
     runs = {
         "rms_norm": lambda **options: norm_launch.rms_norm(x, weight, 1e-6, **options),
         "add_rms_norm": lambda **options: norm_launch.add_rms_norm(x, residual, weight, 1e-6, **options)[1],
-        "silu_mul": lambda **options: norm_launch.silu_mul(x, **options),
+        "silu_mul": lambda **options: norm_launch.silu_mul(gate_up, **options),
     }
     for name, run in runs.items():
-        codes, plain = run(scale=scale), run()
-        assert codes.dtype == torch.float8_e4m3fn
-        assert torch.equal(codes.float(), quantize_fp8(plain, scale).float()), name
-        assert not torch.equal(codes.float(), quantize_fp8(plain, scale * 1.05).float()), name
-    assert torch.equal(norm_launch.add_rms_norm(x, residual, weight, 1e-6, scale=scale)[0], x + residual)
+        result = run()
+        codes = RowCodes.allocate(form, scale, *result.shape)
+        assert run(codes=codes) is codes.values
+        assert same_codes(codes, quantize_rows(result, form, scale)), name
+        assert not same_codes(codes, quantize_rows(result, form, scale * 1.05)), name
+    codes = RowCodes.allocate(form, scale, *x.shape)
+    total, _ = norm_launch.add_rms_norm(x, residual, weight, 1e-6, codes=codes)
+    assert torch.equal(total, x + residual)
+
+
+def same_codes(a, b):
+    """Of tiles the rows that exist."""
+    if a.block_scale is None or b.block_scale is None:
+        return torch.equal(a.values.float(), b.values.float())
+    scales = [scale_rows(codes.block_scale.float(), len(codes.values)) for codes in (a, b)]
+    return torch.equal(a.values, b.values) and torch.equal(*scales)
+
+
+def scale_rows(block_scale, num_rows):
+    return block_scale if block_scale.dim() == 2 else row_by_row(block_scale, num_rows)
 
 
 def test_a_wrong_epsilon_weight_or_order_is_noticed():

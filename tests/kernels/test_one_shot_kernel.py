@@ -62,9 +62,9 @@ from triton.compiler import ASTSource
 from dflash_trt.kernels.one_shot import one_shot_kernel
 
 types = {name: "*bf16" for name in ("x", "residual", "weight", "total", "normed")}
-types |= {"scale": "*fp32", "buffers": "*i64", "flags": "*i64", "abort": "*i32"}
+types |= {"block_scale": "*bf16", "scale": "*fp32", "buffers": "*i64", "flags": "*i64", "abort": "*i32"}
 types |= {"num_rows": "i32", "eps": "fp32", "hidden_size": "i32"}
-constants = {"rank": 3, "RANKS": 8, "BLOCK": 4096, "HAS_NORM": True, "HAS_SCALE": False}
+constants = {"rank": 3, "RANKS": 8, "BLOCK": 4096, "HAS_NORM": True, "RESULT": 0}
 source = ASTSource(fn=one_shot_kernel, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print(kernel.asm["ptx"])

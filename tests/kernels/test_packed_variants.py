@@ -20,6 +20,7 @@ hopper = [
     *experts_variants("fp8", tokens=64, has_input_scale=True),
     experts_variants("fp8_block", tokens=64)[1],
     linear_variant("nvfp4", num_rows=64),
+    linear_variant("fp8", num_rows=16, has_input_scale=True),
 ]
 blackwell = [
     *experts_variants("mxfp4", tokens=16),

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dflash_trt.kernels import argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
+from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
+from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import workspace_shapes
 from plugins.aot.sampling_variants import sampling_variants
 from plugins.aot.variant import pointer
@@ -80,10 +82,10 @@ class _Ordered(list):
         super().append(launch)
 
 
-@pytest.mark.parametrize("has_scale", [False, True])
-def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, has_scale):
-    hidden_size, ffn_size, vocab_size = 64, 5000, 9000
-    norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, has_scale=has_scale)
+@pytest.mark.parametrize("form", [AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED])
+def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, form):
+    hidden_size, ffn_size, vocab_size = 64, 5056, 9000
+    norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, form=form)
     argmaxes = argmax_variants(torch.float32, vocab_size=vocab_size)
     quantize = quantize_variant(torch.float32)
     modules = [norm_launch] * 3 + [argmax_launch] * 2 + [quantize_fp8_launch]
@@ -93,10 +95,13 @@ def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, has
         for module, variant in zip(modules, variants, strict=True)
     ]
     x, weight = torch.zeros(3, hidden_size), torch.zeros(hidden_size)
-    scale = torch.ones(1) if has_scale else None
-    norm_launch.rms_norm(x, weight, 1e-6, scale=scale)
-    norm_launch.add_rms_norm(x, x, weight, 1e-6, scale=scale)
-    norm_launch.silu_mul(torch.zeros(3, 2 * ffn_size), scale=scale)
+
+    def codes(num_columns):
+        return None if form == AS_THEY_ARE else RowCodes.allocate(form, torch.ones(1), 3, num_columns)
+
+    norm_launch.rms_norm(x, weight, 1e-6, codes=codes(hidden_size))
+    norm_launch.add_rms_norm(x, x, weight, 1e-6, codes=codes(hidden_size))
+    norm_launch.silu_mul(torch.zeros(3, 2 * ffn_size), codes=codes(ffn_size))
     argmax_launch.argmax_tokens(torch.zeros(3, vocab_size))
     quantize_fp8_launch.quantize_fp8(x, torch.ones(1))
     for variant, recorder in zip(variants, recorders, strict=True):
@@ -112,19 +117,24 @@ COMPILE = """
 import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from tests.kernels.small_kernel_variants import argmax_variants, norm_variants, quantize_variant
 from plugins.aot.sampling_variants import sampling_variants
 
-def variants(dtype, vocab_size):
+def variants(dtype, vocab_size, forms):
     yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)
-    for has_scale in (False, True):
-        yield from norm_variants(dtype, hidden_size=4096, ffn_size=12288, has_scale=has_scale)
+    for form in forms:
+        yield from norm_variants(dtype, hidden_size=4096, ffn_size=12288, form=form)
     yield from argmax_variants(dtype, vocab_size=vocab_size)
     yield quantize_variant(dtype)
 
-plan = [(90, torch.bfloat16, 151936), (100, torch.float16, 128256), (103, torch.float32, 262145)]
-for arch, dtype, vocab_size in plan:
-    for variant in variants(dtype, vocab_size):
+plan = [
+    (90, torch.bfloat16, 151936, (AS_THEY_ARE, FP8)),
+    (100, torch.bfloat16, 128256, (NVFP4, NVFP4_TILED)),
+    (103, torch.float32, 262145, (AS_THEY_ARE, FP8)),
+]
+for arch, dtype, vocab_size, forms in plan:
+    for variant in variants(dtype, vocab_size, forms):
         compiled = triton.compile(variant.source(), target=GPUTarget("cuda", arch, 32), options=variant.options)
         print(json.dumps({
             "arch": arch,

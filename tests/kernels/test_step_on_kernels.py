@@ -115,6 +115,8 @@ def quantized_linears(pair: CheckpointPair, tensors: dict[str, torch.Tensor], fo
             continue
         weight, segments = tensors[name], segments_of(spec)
         ranges = segment_amax(weight, segments)
+        if known.shares_weight_scale:
+            ranges = ranges.amax(dim=-1, keepdim=True).expand_as(ranges).clone()
         input_amax = torch.full_like(ranges, 6.0) if known.has_input_scale else None
         quantized = known.quantize(weight, segments=segments, weight_amax=ranges, input_amax=input_amax)
         tensors |= engine_tensors(name, quantized)

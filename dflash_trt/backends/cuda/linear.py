@@ -1,8 +1,9 @@
 """Linear layers on a GPU, prepared once at load so that a step reads no scale back to the host.
 
-Plain weights stay as they are. FP8 becomes one FP8 GEMM per run of segments that share their activations, with sums
-as the tensor cores keep them. Weights for plain activations stay packed, and a GEMM dequantizes them in registers.
-Formats: `formats/base.py`. Works on a CPU too, where PyTorch emulates the FP8 GEMM.
+Plain weights stay as they are. Others stay packed, one GEMM per run of segments that share their activations: FP8 in
+PyTorch's FP8 GEMM, with sums as the tensor cores keep them, NVFP4 with quantized activations in its block-scaled GEMM,
+the rest, and sizes that those do not take, in a kernel of ours. Formats: `formats/base.py`. Works on a CPU too, where
+PyTorch emulates the FP8 GEMM.
 """
 
 from collections.abc import Iterator
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.cuda.nvfp4 import BlockScaledMatrix, block_scaled_linear, block_scaled_matrix
 from dflash_trt.backends.cuda.packed import FORMS, packed_matrix
-from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY, apply_quantized, dequantize
+from dflash_trt.backends.torch.quantized_linear import FP8_GEMM_CAPABILITY
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale, slice_quantized
 from dflash_trt.formats.fp8 import Fp8Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
-from dflash_trt.kernels.packed_linear_launch import packed_linear
+from dflash_trt.kernels import packed_product, row_codes
+from dflash_trt.kernels.packed_linear_launch import packed_linear, packed_linear_of_codes
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import Linear
 
 ACTIVATIONS: Final = (Fp8Weight, Nvfp4Weight)  # classes of weights for which a kernel quantizes activations
@@ -29,11 +32,11 @@ WEIGHT_ONLY: Final = tuple(FORMS)  # classes that stay quantized in the GPU's me
 
 
 class Activation(Protocol):
-    """Input of a linear layer: unquantized, or as FP8 codes from the kernel that computes it."""
+    """Input of a linear layer: unquantized, or as codes from the kernel that computes it."""
 
     def value(self) -> Tensor: ...  # F [N, in]
 
-    def codes(self, scale: Tensor) -> Tensor: ...  # float32 [1] -> float8_e4m3fn [N, in]
+    def codes(self, form: int, scale: Tensor) -> RowCodes: ...  # RESULT of `row_codes.py`, float32 [1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class Plain:
     def value(self) -> Tensor:
         return self.x
 
-    def codes(self, scale: Tensor) -> Tensor:
-        return quantize_fp8(self.x.contiguous(), scale)
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        return quantize_rows(self.x.contiguous(), form, scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,24 +70,22 @@ class DeviceFp8Weight(QuantizedWeight[Tensor]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePackedWeight(QuantizedWeight[Tensor]):
-    """Weights that a GEMM dequantizes in registers; each run of segments with the same activations is one."""
+    """Weights as a GEMM reads them; each run of segments with the same activations is one."""
 
-    matrices: tuple[PackedMatrix, ...]
+    matrices: tuple[PackedMatrix | BlockScaledMatrix, ...]
+    dtype: torch.dtype  # of the product
 
 
 def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
     """The layer as `apply_device_linear` wants it; reads scales back to the host here and never again."""
     weight = linear.weight
-    if isinstance(weight, QuantizedWeight) and is_of_experts(weight):
+    if not isinstance(weight, QuantizedWeight) or is_of_experts(weight):
         return linear
     if isinstance(weight, Fp8Weight) and weight.input_scale is not None and _has_fp8_gemm(weight.codes):
         return replace(linear, weight=_fp8_weight(weight, dtype))
-    if not isinstance(weight, QuantizedWeight):
-        return linear
-    if isinstance(weight, Nvfp4Weight) or (type(weight) in FORMS and weight.input_scale is None):
-        parts = [packed_matrix(part) for part in _parts_of_one_input(linear, weight)]
-        return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=tuple(parts)))
-    return replace(linear, weight=dequantize(weight, dtype))
+    parts = _parts_of_one_input(linear, weight)
+    matrices = tuple(block_scaled_matrix(part) or packed_matrix(part) for part in parts)
+    return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype))
 
 
 def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tensor:
@@ -92,13 +93,21 @@ def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tenso
     weight = linear.weight
     if isinstance(weight, DeviceFp8Weight):
         return _apply_fp8(activation, weight, linear.bias)
-    x = activation.value()
     if isinstance(weight, DevicePackedWeight):
-        outs = [packed_linear(x.contiguous(), matrix) for matrix in weight.matrices]
+        outs = [_apply_matrix(activation, matrix, weight.dtype) for matrix in weight.matrices]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
-    if isinstance(weight, QuantizedWeight):
-        return apply_quantized(x, linear)
-    return F.linear(x, weight, linear.bias)
+    assert not isinstance(weight, QuantizedWeight)
+    return F.linear(activation.value(), weight, linear.bias)
+
+
+def _apply_matrix(activation: Activation, matrix: PackedMatrix | BlockScaledMatrix, dtype: torch.dtype) -> Tensor:
+    if isinstance(matrix, BlockScaledMatrix):
+        codes = activation.codes(row_codes.NVFP4_TILED, matrix.input_scale)
+        return block_scaled_linear(codes, matrix, dtype)
+    if matrix.input_scale is None:
+        return packed_linear(activation.value().contiguous(), matrix)
+    form = row_codes.FP8 if matrix.form == packed_product.FP8 else row_codes.NVFP4
+    return packed_linear_of_codes(activation.codes(form, matrix.input_scale), matrix, dtype)
 
 
 def _parts_of_one_input(linear: Linear[Tensor], weight: QuantizedWeight[Tensor]) -> Iterator[Linear[Tensor]]:
@@ -145,7 +154,7 @@ def _apply_fp8(activation: Activation, weight: DeviceFp8Weight, bias: Tensor | N
     outs = []
     for piece in weight.pieces:
         out = torch._scaled_mm(
-            activation.codes(piece.input_scale),
+            activation.codes(row_codes.FP8, piece.input_scale).values,
             piece.codes.t(),
             scale_a=piece.input_scale,
             scale_b=piece.weight_scale,

@@ -37,6 +37,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     rotate_block,
     store_draft_context,
 )
+from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
@@ -95,12 +96,12 @@ class Sum:
             self.total = self.a + _tensor(self.b)
         return self.total
 
-    def add_and_norm(self, weight: Tensor, eps: float, scale: Tensor | None) -> Tensor:
+    def add_and_norm(self, weight: Tensor, eps: float, codes: RowCodes | None) -> Tensor:
         if isinstance(self.b, RankSum):
             b = self.b
-            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, scale=scale)
+            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, codes=codes)
         else:
-            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, scale=scale)
+            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, codes=codes)
         return normed
 
 
@@ -118,14 +119,17 @@ class Norm:
             self.normed = self._run(None)
         return self.normed
 
-    def codes(self, scale: Tensor) -> Tensor:
-        return self._run(scale)
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        rows = self.source.a if isinstance(self.source, Sum) else self.source
+        codes = RowCodes.allocate(form, scale, *rows.shape)
+        self._run(codes)
+        return codes
 
-    def _run(self, scale: Tensor | None) -> Tensor:
+    def _run(self, codes: RowCodes | None) -> Tensor:
         source = self.source
         if isinstance(source, Sum) and source.total is None:
-            return source.add_and_norm(self.weight, self.eps, scale)
-        return rms_norm(_tensor(source), self.weight, self.eps, scale=scale)
+            return source.add_and_norm(self.weight, self.eps, codes)
+        return rms_norm(_tensor(source), self.weight, self.eps, codes=codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +141,11 @@ class Gated:
     def value(self) -> Tensor:
         return silu_mul(self.gate_up)
 
-    def codes(self, scale: Tensor) -> Tensor:
-        return silu_mul(self.gate_up, scale=scale)
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        num_rows, num_columns = self.gate_up.shape
+        codes = RowCodes.allocate(form, scale, num_rows, num_columns // 2)
+        silu_mul(self.gate_up, codes=codes)
+        return codes
 
 
 Value = Tensor | Heads | RankSum | Sum | Norm | Gated

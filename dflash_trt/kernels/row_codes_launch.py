@@ -1,0 +1,69 @@
+"""Memory for what `row_codes.py` stores, and the launch of its kernel, for rows that no kernel of ours computes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
+from dflash_trt.kernels.row_codes import FP8, NVFP4_TILED, quantize_rows_kernel
+
+BLOCK = 1024
+TILE_ROWS, TILE_BLOCKS = 128, 4  # of block scales, with NVFP4_TILED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCodes:
+    """Quantized rows, written by the kernel that computes them."""
+
+    form: int  # RESULT of `row_codes.py`
+    scale: Tensor  # float32 [1]
+    values: Tensor  # float8_e4m3fn [N, in], or uint8 [N, in / 2]
+    block_scale: Tensor | None = None  # float8_e4m3fn [N, in / 16], or tiled: [ceil(N / 128) * 128 * in / 16]
+
+    @classmethod
+    def allocate(cls, form: int, scale: Tensor, num_rows: int, num_columns: int) -> "RowCodes":
+        """On the device of the scale. Scales of rows that only fill a tile stay unwritten: they reach no other row."""
+
+        def new(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=scale.device)
+
+        if form == FP8:
+            return cls(form=form, scale=scale, values=new(num_rows, num_columns, dtype=torch.float8_e4m3fn))
+        assert num_columns % 16 == 0
+        shape = [num_rows, num_columns // 16]
+        if form == NVFP4_TILED:
+            assert shape[1] % TILE_BLOCKS == 0
+            shape = [-(-num_rows // TILE_ROWS) * TILE_ROWS * shape[1]]
+        return cls(
+            form=form,
+            scale=scale,
+            values=new(num_rows, num_columns // 2, dtype=torch.uint8),
+            block_scale=new(*shape, dtype=torch.float8_e4m3fn),
+        )
+
+    @property
+    def block_scale_argument(self) -> Tensor:
+        """Any tensor stands in for one that is not written."""
+        return self.values if self.block_scale is None else self.block_scale
+
+
+def quantize_rows(x: Tensor, form: int, scale: Tensor) -> RowCodes:
+    """F [N, in], contiguous, and the scale float32 [1] of all rows -> codes."""
+    assert x.is_contiguous()
+    if form == FP8:
+        return RowCodes(form=form, scale=scale, values=quantize_fp8(x, scale))
+    num_rows, num_columns = x.shape
+    codes = RowCodes.allocate(form, scale, num_rows, num_columns)
+    quantize_rows_kernel[(num_rows, -(-num_columns // BLOCK))](
+        x,
+        codes.values,
+        codes.block_scale_argument,
+        scale,
+        num_columns,
+        BLOCK=BLOCK,
+        RESULT=form,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return codes
