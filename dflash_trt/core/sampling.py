@@ -206,7 +206,11 @@ class StepSampling:
 
     @classmethod
     def of(cls, params: SamplingParams, *, seed: int) -> Self:
-        return cls(**{row.name: getattr(params, row.name) for row in STEP_SAMPLING_FIELDS} | {"seed": seed})
+        """Filters that leave one token make the request greedy: they do not reach drafts, which become greedy too."""
+        values = {row.name: getattr(params, row.name) for row in STEP_SAMPLING_FIELDS} | {"seed": seed}
+        if params.top_k == 1 or params.min_p == 1.0:
+            values["temperature"] = 0.0
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,30 +1,41 @@
-"""Philox4x32-10 for kernels: the numbers of `backends/torch/philox.py`, from 64-bit products.
+"""Gumbel noise for kernels: the definition of `backends/torch/philox.py`, from Triton's own Philox4x32-10.
 
-Definition: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Triton has no log1p, and log(1 - v) loses the bits of a small v, where the likely winners are: a series stands there.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: N803  (functions of the Triton language: no types but constexpr, whose names are in capitals)
 
 import triton
 import triton.language as tl
 
-_PHILOX_A = tl.constexpr(0xD2511F53)
-_PHILOX_B = tl.constexpr(0xCD9E8D57)
-_WEYL_A = tl.constexpr(0x9E3779B9)
-_WEYL_B = tl.constexpr(0xBB67AE85)
-_WORD = tl.constexpr(0xFFFFFFFF)
+_LARGEST = tl.constexpr(1 - 2**-24)
 
 
 @triton.jit
-def philox_first_word(key, position):
-    """First word of Philox4x32-10 with the counter (position, 0, 0, 0), as int64."""
-    key0, key1 = key.to(tl.uint64) & _WORD, key.to(tl.uint64) >> 32
-    c0 = position.to(tl.uint64)
-    c1, c2, c3 = c0 * 0, c0 * 0, c0 * 0
-    for _ in tl.static_range(10):
-        product0, product1 = c0 * _PHILOX_A, c2 * _PHILOX_B
-        c0 = (product1 >> 32) ^ c1 ^ key0
-        c2 = (product0 >> 32) ^ c3 ^ key1
-        c1, c3 = product1 & _WORD, product0 & _WORD
-        key0, key1 = (key0 + _WEYL_A) & _WORD, (key1 + _WEYL_B) & _WORD
-    return c0.to(tl.int64)
+def noise_of_range(seed, position, first_token, SIZE: tl.constexpr):
+    """float32 [SIZE], of the tokens from `first_token` on, a multiple of 4; a word of every counter for each four."""
+    quads = first_token // 4 + tl.arange(0, SIZE // 4)
+    w0, w1, w2, w3 = _words(seed, position, quads)
+    return _gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def noise_of_tokens(seed, position, tokens):
+    """float32, of these tokens, in any order."""
+    w0, w1, w2, w3 = _words(seed, position, tokens // 4)
+    word = tokens % 4
+    return _gumbel(tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3)))
+
+
+@triton.jit
+def _words(seed, position, quads):
+    zeros = quads * 0
+    return tl.philox(seed, zeros + position, quads, zeros, zeros)
+
+
+@triton.jit
+def _gumbel(words):
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST)
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
+    return -tl.log(tl.where(v < 0.03125, series, -tl.log(1.0 - v)))

@@ -1,16 +1,17 @@
 """Sampling on a GPU, over vocabularies of any size and with no sort: seven small launches, no host in between.
 
 `reference_sampling.py` is the same arithmetic in PyTorch. Probabilities are compared and summed in fixed point
-(e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. This file
-knows nothing of requests beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
+(e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. A token is
+drawn by the noise of `philox.py`. This file knows nothing of requests beyond `core/step_spec.py`; launching is in
+`sampling_launch.py`.
 
     tile_statistics  [rows, tiles]  largest logit and sums of exponentials of each tile, maxima of its pieces
     row_bounds       [rows]         the row's maximum; greedy rows are done, and rows that give no token (NaN, see
                                     `core/step_spec.py`); a floor under every token that top_k/top_p keep
     collect          [rows, tiles]  the mass of each tile; tokens above the floor go to the row's list, in any order
-    row_threshold    [rows]         bisection over the list: the smallest exponential that the filters keep
-    tile_mass        [rows, tiles]  the mass that is kept in each tile
-    draw             [rows]         the tile, then the token, in vocabulary order
+    row_threshold    [rows]         the smallest exponential that top_k and top_p keep, by histograms of the list
+    tile_draw        [rows, tiles]  the kept token of each tile whose score is largest with its noise
+    draw             [rows]         the token of the row
     accept           [requests]     the longest prefix of candidates that equals the sampled tokens
 """
 
@@ -20,11 +21,12 @@ knows nothing of requests beyond `core/step_spec.py`; launching is in `sampling_
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.philox import philox_first_word
+from dflash_trt.kernels.philox import noise_of_range
 
 TILE = 4096  # logits per program
 PIECES = 32  # of a tile; the k-th largest of all their maxima is a floor under the k-th largest logit
 LIST_CAPACITY = 8192  # tokens above the floor; a row with more of them is searched in full
+BINS = 1024  # of a histogram
 
 GREEDY = tl.constexpr(0)  # row modes
 RANDOM = tl.constexpr(1)  # no filter, or min_p alone
@@ -33,6 +35,8 @@ FILTERED = tl.constexpr(2)  # top_k or top_p
 _ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the largest exponential
 _MASS_UNIT = tl.constexpr(float(1 << 40))
 _NO_INDEX = tl.constexpr(0x7FFFFFFF)
+_BIN_BITS = tl.constexpr(10)
+_NUM_LEVELS = tl.constexpr(3)  # of histograms: an exponential, at most 1, has 30 bits
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -145,29 +149,24 @@ def collect_kernel(
     row_max,  # float32 [rows]
     row_mode,  # int32 [rows]
     row_floor,  # float32 [rows]
-    row_threshold,  # float32 [rows]
     list_values,  # float32 [rows, LIST_CAPACITY], exponentials
     list_count,  # int32 [rows], may pass the capacity; values beyond it are dropped
-    tile_mass,  # int64 [rows, tiles]: of all tokens in FILTERED rows, of the kept ones in RANDOM rows
+    tile_mass,  # int64 [rows, tiles]
     vocab_size,
     width,
     TILE: tl.constexpr,
     LIST_CAPACITY: tl.constexpr,
 ):
     row, tile = tl.program_id(0), tl.program_id(1)
-    mode = tl.load(row_mode + row)
-    if mode != GREEDY:
+    if tl.load(row_mode + row) == FILTERED:
         offsets = tile * TILE + tl.arange(0, TILE)
         degree = tl.load(temperature + row // width)
         e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
-        if mode == FILTERED:
-            is_listed = (e > 0) & (e >= tl.load(row_floor + row))
-            slots = tl.cumsum(is_listed.to(tl.int32), axis=0)
-            start = tl.atomic_add(list_count + row, tl.sum(is_listed.to(tl.int32), axis=0))
-            slots += start - 1
-            tl.store(list_values + row * LIST_CAPACITY + slots, e, mask=is_listed & (slots < LIST_CAPACITY))
-        else:
-            e = tl.where(e >= tl.load(row_threshold + row), e, 0.0)
+        is_listed = (e > 0) & (e >= tl.load(row_floor + row))
+        slots = tl.cumsum(is_listed.to(tl.int32), axis=0)
+        start = tl.atomic_add(list_count + row, tl.sum(is_listed.to(tl.int32), axis=0))
+        slots += start - 1
+        tl.store(list_values + row * LIST_CAPACITY + slots, e, mask=is_listed & (slots < LIST_CAPACITY))
         tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(_mass(e), axis=0))
 
 
@@ -182,13 +181,15 @@ def row_threshold_kernel(
     row_threshold,  # float32 [rows], raised from min_p to what top_k and top_p keep
     list_values,  # float32 [rows, LIST_CAPACITY]
     list_count,  # int32 [rows]
-    tile_mass,  # int64 [rows, tiles], of all tokens
+    bins,  # int64 [rows, BINS]
+    tile_mass,  # int64 [rows, tiles]
     vocab_size,
     width,
     num_tiles,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     LIST_CAPACITY: tl.constexpr,
+    BINS: tl.constexpr,
 ):
     row = tl.program_id(0)
     if tl.load(row_mode + row) == FILTERED:
@@ -199,101 +200,100 @@ def row_threshold_kernel(
         tiles = tl.arange(0, TILES)
         masses = tl.load(tile_mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
         total = tl.sum(masses, axis=0)
-        smallest = tl.full((), 0, tl.int32)  # bits of the smallest exponential kept so far
+        found = tl.full((), 0, tl.int32)  # bits of the smallest exponential kept so far
         if (k > 0) & (k < vocab_size):
-            above = tl.full((), _ONE_BITS + 1, tl.int32)
-            for _ in range(31):  # the largest value that at least k tokens reach
-                middle = smallest + (above - smallest) // 2
-                reached, _ = _count_and_mass(
-                    logits, list_values, row, count, middle, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
-                )
-                is_low = reached >= k
-                smallest = tl.where(is_low, middle, smallest)
-                above = tl.where(is_low, above, middle)
-            if smallest > 0:
+            # the largest value that at least k tokens reach
+            found, num_above = _search(
+                logits, list_values, bins, row, count, k, largest, degree, vocab_size, False, CHUNK, LIST_CAPACITY, BINS
+            )
+            if (found > 0) & (p < 1):
                 # k tokens by falling probability: of those tied at the end, as many as there is room for
-                num_above, mass_above = _count_and_mass(
-                    logits, list_values, row, count, smallest + 1, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
+                mass_above = _mass_above(
+                    logits, list_values, row, count, found, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
                 )
-                total = mass_above + (k - num_above) * _mass(smallest.to(tl.float32, bitcast=True))
+                total = mass_above + (k - num_above) * _mass(found.to(tl.float32, bitcast=True))
         if p < 1:
+            # the largest value that top_p of the mass reaches: those above it have less
             limit = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            below = smallest - 1
-            smallest = tl.full((), _ONE_BITS, tl.int32)
-            for _ in range(31):  # the smallest value with less than top_p of the mass above it
-                middle = below + (smallest - below + 1) // 2
-                _, mass_above = _count_and_mass(
-                    logits, list_values, row, count, middle + 1, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
-                )
-                is_kept = mass_above < limit
-                smallest = tl.where(is_kept, middle, smallest)
-                below = tl.where(is_kept, below, middle)
-        threshold = tl.maximum(smallest.to(tl.float32, bitcast=True), tl.load(row_threshold + row))
+            found, _ = _search(
+                logits,
+                list_values,
+                bins,
+                row,
+                count,
+                limit,
+                largest,
+                degree,
+                vocab_size,
+                True,
+                CHUNK,
+                LIST_CAPACITY,
+                BINS,
+            )
+        threshold = tl.maximum(found.to(tl.float32, bitcast=True), tl.load(row_threshold + row))
         tl.store(row_threshold + row, threshold)
 
 
 @triton.jit(do_not_specialize=["width"])
-def tile_mass_kernel(
-    logits,  # F [rows, vocab_size]
-    temperature,  # float32 [R]
-    row_max,  # float32 [rows]
-    row_mode,  # int32 [rows]
-    row_threshold,  # float32 [rows]
-    tile_mass,  # int64 [rows, tiles], of the kept tokens; FILTERED rows only, the others have it
-    vocab_size,
-    width,
-    TILE: tl.constexpr,
-):
-    row, tile = tl.program_id(0), tl.program_id(1)
-    if tl.load(row_mode + row) == FILTERED:
-        offsets = tile * TILE + tl.arange(0, TILE)
-        degree = tl.load(temperature + row // width)
-        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
-        kept = tl.where(e >= tl.load(row_threshold + row), e, 0.0)
-        tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(_mass(kept), axis=0))
-
-
-@triton.jit(do_not_specialize=["width", "num_tiles"])
-def draw_kernel(
+def tile_draw_kernel(
     logits,  # F [rows, vocab_size]
     positions,  # int32 [T]
     logit_rows,  # int32 [rows]
     temperature,  # float32 [R]
     seed,  # int64 [R]
     row_max,  # float32 [rows]
-    row_log_sum,  # float32 [rows]
     row_mode,  # int32 [rows]
     row_threshold,  # float32 [rows]
-    tile_mass,  # int64 [rows, tiles], of the kept tokens
+    tile_max,  # float32 [rows, tiles], of the logits
+    tile_score,  # float32 [rows, tiles], the largest with its noise among the kept tokens
+    tile_token,  # int32 [rows, tiles], the first one that has it
+    vocab_size,
+    width,
+    TILE: tl.constexpr,
+):
+    row, tile = tl.program_id(0), tl.program_id(1)
+    if tl.load(row_mode + row) != GREEDY:
+        at = row * tl.num_programs(1) + tile
+        degree, largest = tl.load(temperature + row // width), tl.load(row_max + row)
+        threshold = tl.load(row_threshold + row)
+        score, token = float("-inf"), _NO_INDEX
+        if tl.exp(tl.div_rn(tl.load(tile_max + at) - largest, degree)) >= threshold:
+            offsets = tile * TILE + tl.arange(0, TILE)
+            x = _load_logits(logits, row, offsets, vocab_size) - largest
+            is_kept = (tl.exp(tl.div_rn(x, degree)) >= threshold) & (offsets < vocab_size)
+            position = tl.load(positions + tl.load(logit_rows + row)) + 1
+            noise = noise_of_range(tl.load(seed + row // width), position, tile * TILE, TILE)
+            scores = tl.where(is_kept, x + degree * noise, float("-inf"))
+            score = tl.max(scores, axis=0)
+            token = tl.min(tl.where((scores == score) & is_kept, offsets, _NO_INDEX), axis=0)
+        tl.store(tile_score + at, score)
+        tl.store(tile_token + at, token)
+
+
+@triton.jit(do_not_specialize=["width", "num_tiles"])
+def draw_kernel(
+    logits,  # F [rows, vocab_size]
+    row_log_sum,  # float32 [rows]
+    row_mode,  # int32 [rows]
+    tile_score,  # float32 [rows, tiles]
+    tile_token,  # int32 [rows, tiles]
     emitted_tokens,  # int32 [rows], random rows only
     emitted_logprobs,  # float32 [rows], random rows only
     vocab_size,
-    width,
     num_tiles,
-    TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0)
     if tl.load(row_mode + row) != GREEDY:
-        request = row // width
         tiles = tl.arange(0, TILES)
-        masses = tl.load(tile_mass + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
-        total = tl.sum(masses, axis=0)
-        position = tl.load(positions + tl.load(logit_rows + row)) + 1
-        u = philox_first_word(tl.load(seed + request), position) >> 8  # 24 bits
-        # floor(total * u / 2^24) without the 82 bits of the product
-        goal = (total >> 24) * u + (((total & 0xFFFFFF) * u) >> 24)
-        tile = tl.sum((tl.cumsum(masses, axis=0) <= goal).to(tl.int32), axis=0)
-        goal -= tl.sum(tl.where(tiles < tile, masses, 0), axis=0)
-        offsets = tile * TILE + tl.arange(0, TILE)
-        degree = tl.load(temperature + request)
-        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
-        kept = _mass(tl.where(e >= tl.load(row_threshold + row), e, 0.0))
-        token = tile * TILE + tl.sum((tl.cumsum(kept, axis=0) <= goal).to(tl.int32), axis=0)
-        token = tl.minimum(token, vocab_size - 1)  # a row without mass has no token
-        score = tl.load(logits + row.to(tl.int64) * vocab_size + token).to(tl.float32)
+        at = row * num_tiles + tiles
+        scores = tl.load(tile_score + at, mask=tiles < num_tiles, other=float("-inf"))
+        tokens = tl.load(tile_token + at, mask=tiles < num_tiles, other=_NO_INDEX)
+        token = tl.min(tl.where(scores == tl.max(scores, axis=0), tokens, _NO_INDEX), axis=0)
+        token = tl.minimum(token, vocab_size - 1)
+        logit = tl.load(logits + row.to(tl.int64) * vocab_size + token).to(tl.float32)
         tl.store(emitted_tokens + row, token)
-        tl.store(emitted_logprobs + row, score - tl.load(row_log_sum + row))
+        tl.store(emitted_logprobs + row, logit - tl.load(row_log_sum + row))
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -362,30 +362,95 @@ def _kth_piece(pieces, k, largest, degree, num_tiles, TILES: tl.constexpr, PIECE
 
 
 @triton.jit
-def _count_and_mass(
+def _search(
+    logits,
+    list_values,
+    bins,
+    row,
+    count,
+    limit,  # positive
+    largest,
+    degree,
+    vocab_size,
+    HAS_MASS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LIST_CAPACITY: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Bits of the largest exponential such that tokens of it and above weigh `limit`, and the weight above it.
+
+    A token weighs its mass or 1. Every level is a histogram over the next bits, exponent first, of the tokens that
+    agree with what was found so far: three reads of a row, however flat it is. 0 where all weigh less than `limit`.
+    """
+    found = tl.full((), 0, tl.int32)
+    above = tl.full((), 0, tl.int64)
+    slots = tl.arange(0, BINS)
+    for level in range(_NUM_LEVELS):
+        shift = (_NUM_LEVELS - 1 - level) * _BIN_BITS
+        tl.store(bins + row * BINS + slots, tl.zeros([BINS], tl.int64))
+        tl.debug_barrier()
+        for start in range(0, _size(count, vocab_size, LIST_CAPACITY), CHUNK):
+            e, is_in = _listed(
+                logits, list_values, row, count, start, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
+            )
+            bits = e.to(tl.int32, bitcast=True)
+            is_in = is_in & (bits >> (shift + _BIN_BITS) == found >> (shift + _BIN_BITS))
+            weight = _mass(e) if HAS_MASS else tl.full([CHUNK], 1, tl.int64)
+            tl.atomic_add(bins + row * BINS + ((bits >> shift) & (BINS - 1)), weight, mask=is_in, sem="relaxed")
+        tl.debug_barrier()
+        weights = tl.load(bins + row * BINS + slots, cache_modifier=".cg")  # where atomics are made
+        tl.debug_barrier()
+        from_slot = above + tl.sum(weights, axis=0) - tl.cumsum(weights, axis=0) + weights
+        slot = tl.maximum(tl.sum((from_slot >= limit).to(tl.int32), axis=0) - 1, 0)
+        above += tl.sum(tl.where(slots > slot, weights, 0), axis=0)
+        found += slot << shift
+    return found, above
+
+
+@triton.jit
+def _mass_above(
     logits,
     list_values,
     row,
     count,
-    bits,  # of the smallest exponential that counts
+    bits,  # of an exponential
     largest,
     degree,
     vocab_size,
     CHUNK: tl.constexpr,
     LIST_CAPACITY: tl.constexpr,
 ):
-    """How many listed tokens reach a value, and their mass. An overflown list is replaced by the whole row."""
-    num_reached = tl.full((), 0, tl.int32)
+    """The mass of larger exponentials."""
     mass = tl.full((), 0, tl.int64)
-    is_listed = count <= LIST_CAPACITY
-    size = tl.where(is_listed, count, vocab_size)
-    for start in range(0, size, CHUNK):
-        offsets = start + tl.arange(0, CHUNK)
-        if is_listed:
-            e = tl.load(list_values + row * LIST_CAPACITY + offsets, mask=offsets < size, other=0.0)
-        else:
-            e = _exponentials(logits, row, offsets, vocab_size, largest, degree)
-        reaches = (e.to(tl.int32, bitcast=True) >= bits) & (offsets < size)
-        num_reached += tl.sum(reaches.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(reaches, _mass(e), 0), axis=0)
-    return num_reached, mass
+    for start in range(0, _size(count, vocab_size, LIST_CAPACITY), CHUNK):
+        e, is_in = _listed(logits, list_values, row, count, start, largest, degree, vocab_size, CHUNK, LIST_CAPACITY)
+        mass += tl.sum(tl.where(is_in & (e.to(tl.int32, bitcast=True) > bits), _mass(e), 0), axis=0)
+    return mass
+
+
+@triton.jit
+def _size(count, vocab_size, LIST_CAPACITY: tl.constexpr):
+    """Of the row's list; an overflown list is replaced by the whole row."""
+    return tl.where(count <= LIST_CAPACITY, count, vocab_size)
+
+
+@triton.jit
+def _listed(
+    logits,
+    list_values,
+    row,
+    count,
+    start,
+    largest,
+    degree,
+    vocab_size,
+    CHUNK: tl.constexpr,
+    LIST_CAPACITY: tl.constexpr,
+):
+    """Exponentials [CHUNK] from `start` on, and which of them are there."""
+    offsets = start + tl.arange(0, CHUNK)
+    if count <= LIST_CAPACITY:
+        e = tl.load(list_values + row * LIST_CAPACITY + offsets, mask=offsets < count, other=0.0)
+    else:
+        e = _exponentials(logits, row, offsets, vocab_size, largest, degree)
+    return e, offsets < _size(count, vocab_size, LIST_CAPACITY)

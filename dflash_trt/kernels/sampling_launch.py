@@ -16,9 +16,9 @@ from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.next_inputs import draft_block_kernel
-from dflash_trt.kernels.sampling import LIST_CAPACITY, PIECES, TILE
+from dflash_trt.kernels.sampling import BINS, LIST_CAPACITY, PIECES, TILE
 
-CHUNK = 2048  # of a list, per iteration of the bisection
+CHUNK = 2048  # of a list, per iteration of a histogram
 NUM_WARPS = 8
 
 
@@ -46,6 +46,9 @@ SCRATCH = (
     Scratch("row_threshold", "float32", per_row=1),
     Scratch("list_count", "int32", per_row=1),
     Scratch("list_values", "float32", per_row=LIST_CAPACITY),
+    Scratch("bins", "int64", per_row=BINS),
+    Scratch("tile_score", "float32", per_tile=1),
+    Scratch("tile_token", "int32", per_tile=1),
 )
 
 
@@ -159,6 +162,7 @@ def sampling_constants(name: str, *, vocab_size: int, width: int) -> dict[str, i
         "PIECES": PIECES,
         "CHUNK": CHUNK,
         "LIST_CAPACITY": LIST_CAPACITY,
+        "BINS": BINS,
         "WIDTH": next_power_of_2(width),
     }
     kernel: Any = getattr(sampling, f"{name}_kernel")
@@ -172,7 +176,7 @@ SAMPLING_GRIDS = {
     "row_bounds": _ROWS,
     "collect": _TILES,
     "row_threshold": _ROWS,
-    "tile_mass": _TILES,
+    "tile_draw": _TILES,
     "draw": _ROWS,
     "accept": ("num_requests", "1", "1"),
 }

@@ -219,12 +219,12 @@ class Ops(Protocol[T]):
         """Drop slot 0 of each block: [R*S, H] -> [R*K, H]."""
         ...
 
-    def argmax_tokens(self, logits: T) -> T:
-        """[R*K, V] -> int32 [R, K]."""
-        ...
+    def draft_tokens(self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None) -> T:
+        """The token of every slot of the blocks but the first, [R*K, V] -> int32 [R, K]: ids of the target.
 
-    def map_tokens(self, draft_to_target: T, token_ids: T) -> T:
-        """Draft vocabulary ids -> target vocabulary ids, elementwise."""
+        The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
+        position (`backends/torch/philox.py`). `draft_to_target` [V] are the target's ids of a draft vocabulary.
+        """
         ...
 
     def all_reduce(self, x: T) -> T:

@@ -20,7 +20,7 @@ from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.page_variants import page_write_variant
-from plugins.aot.sampling_variants import library_sampling_variants
+from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
 from plugins.aot.variants import check_head_dims, tiles_of
 
@@ -44,6 +44,7 @@ class EngineKernels:
     max_batch_size: int
     max_draft_len: int
     vocab_size: int
+    draft_vocab_size: int | None = None  # of a drafter that has its own
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -65,6 +66,7 @@ class EngineKernels:
             max_batch_size=limits.max_batch_size,
             max_draft_len=max_draft_len,
             vocab_size=config.target.vocab_size,
+            draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -74,6 +76,11 @@ class EngineKernels:
     def _all_variants(self) -> Iterator[KernelVariant]:
         dtype = torch_dtype(self.dtype)
         yield from library_sampling_variants(dtype, vocab_size=self.vocab_size, max_width=self.max_draft_len + 1)
+        if self.max_draft_len:
+            has_map = self.draft_vocab_size is not None
+            yield from library_draft_variants(
+                dtype, vocab_size=self.draft_vocab_size or self.vocab_size, has_map=has_map
+            )
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(

@@ -14,6 +14,7 @@ from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels import launch_rules
+from dflash_trt.kernels.argmax_launch import DRAFT_KERNELS, DRAFT_SCRATCH
 from dflash_trt.kernels.sampling_launch import SAMPLING_KERNELS, SCRATCH
 
 RULES: Final[tuple[Callable[..., int], ...]] = (
@@ -32,6 +33,7 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
     ast.FloorDiv: "/",
     ast.Eq: "==",
 }
+_OPERATIONS: Final = (("sampling", SAMPLING_KERNELS, SCRATCH), ("draft", DRAFT_KERNELS, DRAFT_SCRATCH))
 _SAMPLING_TYPES: Final = {"float32": "kFloat32", "int32": "kInt32", "int64": "kInt64"}
 
 
@@ -40,11 +42,21 @@ def shared_facts() -> dict[str, Any]:
     return {
         "constants": _CONSTANTS,
         "rules": {rule.__name__: rule_expression(rule) for rule in RULES},
-        "sampling_kernels": [f"{name}_kernel" for name in SAMPLING_KERNELS],
-        "sampling_scratch": [
-            {"name": s.name, "element_bytes": num_bytes_of(s.dtype), "per_row": s.per_row, "per_tile": s.per_tile}
-            for s in SCRATCH
-        ],
+        **{
+            operation: {
+                "kernels": [f"{name}_kernel" for name in kernels],
+                "scratch": [
+                    {
+                        "name": s.name,
+                        "element_bytes": num_bytes_of(s.dtype),
+                        "per_row": s.per_row,
+                        "per_tile": s.per_tile,
+                    }
+                    for s in scratch
+                ],
+            }
+            for operation, kernels, scratch in _OPERATIONS
+        },
         "sampling_inputs": [{"name": row.name, "dtype": row.dtype} for row in STEP_SAMPLING_FIELDS],
     }
 
@@ -52,15 +64,10 @@ def shared_facts() -> dict[str, Any]:
 def rules_header() -> str:
     """`launch_rules.h`: the same facts as constants, functions and tables."""
     facts = shared_facts()
-    kernels = ", ".join(f'"{name}"' for name in facts["sampling_kernels"])
-    scratch = [
-        f'    {{"{s["name"]}", {s["element_bytes"]}, {s["per_row"]}, {s["per_tile"]}}},'
-        for s in facts["sampling_scratch"]
-    ]
     inputs = [f'{{"{i["name"]}", TensorType::{_SAMPLING_TYPES[i["dtype"]]}, 1}}' for i in facts["sampling_inputs"]]
     return "\n".join(
         [
-            "// Written by dflash_trt.kernels.aot from launch_rules.py, sampling_launch.py and core/sampling.py.",
+            "// Written by plugins.aot from dflash_trt/kernels/*_launch.py, launch_rules.py and core/sampling.py.",
             "#pragma once",
             "",
             "#include <algorithm>",
@@ -74,12 +81,23 @@ def rules_header() -> str:
             *(f"constexpr int64_t {name} = {value};" for name, value in facts["constants"].items()),
             *(_function(rule) for rule in RULES),
             "struct Scratch { char const* name; int64_t element_bytes; int64_t per_row; int64_t per_tile; };",
-            f"constexpr Scratch SAMPLING_SCRATCH[] = {{\n{chr(10).join(scratch)}\n}};",
-            f"constexpr char const* SAMPLING_KERNELS[] = {{{kernels}}};",
+            *(line for operation, *_ in _OPERATIONS for line in _tables(operation.upper(), facts[operation])),
             "} // namespace dflash_trt::launch_rules",
             "",
         ]
     )
+
+
+def _tables(operation: str, facts: dict[str, Any]) -> list[str]:
+    """The scratch tensors and the kernels of an operation."""
+    rows = [f'    {{"{s["name"]}", {s["element_bytes"]}, {s["per_row"]}, {s["per_tile"]}}},' for s in facts["scratch"]]
+    kernels = ", ".join(f'"{name}"' for name in facts["kernels"])
+    return [
+        f"constexpr Scratch {operation}_SCRATCH[] = {{",
+        *rows,
+        "};",
+        f"constexpr char const* {operation}_KERNELS[] = {{{kernels}}};",
+    ]
 
 
 def rule_expression(rule: Callable[..., int]) -> str:

@@ -1,4 +1,4 @@
-"""Variants of the sampling kernels to compile ahead of time, as `sampling_launch.py` passes it."""
+"""Variants of the kernels that sample and draft, to compile ahead of time: what their launchers pass."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +8,8 @@ import torch
 
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.kernels import sampling
+from dflash_trt.kernels import argmax, sampling
+from dflash_trt.kernels.argmax_launch import DRAFT_GRIDS, DRAFT_SCRATCH, DRAFT_WARPS, draft_constants
 from dflash_trt.kernels.sampling_launch import (
     SAMPLING_GRIDS,
     SAMPLING_WARPS,
@@ -37,10 +38,41 @@ def sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) ->
     )
 
 
+def draft_variants(dtype: torch.dtype, *, vocab_size: int, has_map: bool) -> tuple[KernelVariant, ...]:
+    """The launches of `argmax_launch.draft_tokens`, in order; grids as above. `has_map`: of a draft vocabulary."""
+    values, integers, longs = (pointer(of) for of in (torch.float32, torch.int32, torch.int64))
+    types = dict.fromkeys(("next_context_lens", "token_ids"), integers)
+    types |= {scratch.name: pointer(torch_dtype(scratch.dtype)) for scratch in DRAFT_SCRATCH}
+    types |= {"logits": pointer(dtype), "temperature": values, "seed": longs, "draft_to_target": longs}
+    types |= {"num_slots": "i32", "num_tiles": "i32", "vocab_size": _size(vocab_size)}
+    variants = []
+    for name, grid in DRAFT_GRIDS.items():
+        kernel: Any = getattr(argmax, f"{name}_kernel")
+        constants = draft_constants(name, vocab_size=vocab_size, has_map=has_map)
+        variants.append(
+            KernelVariant(
+                name=name,
+                kernel=kernel,
+                signature={key: types[key] for key in kernel.arg_names if key not in constants},
+                constexprs=constants,
+                num_warps=DRAFT_WARPS[name],
+                num_stages=1,
+                grid=grid,
+            )
+        )
+    return tuple(variants)
+
+
 def library_sampling_variants(dtype: torch.dtype, *, vocab_size: int, max_width: int) -> Iterator[KernelVariant]:
-    """The same with names that are unique in a library: the launcher's and what distinguishes its variants here."""
+    """The first with names that are unique in a library: the launcher's and what distinguishes its variants here."""
     for variant in sampling_variants(dtype, vocab_size=vocab_size, max_width=max_width):
         yield replace(variant, name=_name(variant, dtype))
+
+
+def library_draft_variants(dtype: torch.dtype, *, vocab_size: int, has_map: bool) -> Iterator[KernelVariant]:
+    """The second with such names."""
+    for variant in draft_variants(dtype, vocab_size=vocab_size, has_map=has_map):
+        yield replace(variant, name=_name(variant, dtype) + ("_map" if has_map else ""))
 
 
 def _name(variant: KernelVariant, dtype: torch.dtype) -> str:
@@ -62,5 +94,9 @@ def _signature(name: str, dtype: torch.dtype, vocab_size: int) -> dict[str, str]
     types |= {row.name: pointer(torch_dtype(row.dtype)) for row in STEP_SAMPLING_FIELDS if row.dtype is not None}
     types |= {"emitted_logprobs": pointer(torch.float32)}
     types |= {"logits": pointer(dtype), "width": "i32", "num_tiles": "i32"}
-    types["vocab_size"] = "i32:16" if vocab_size % 16 == 0 else "i32"
+    types["vocab_size"] = _size(vocab_size)
     return {key: types[key] for key in kernel.arg_names if key not in constants}
+
+
+def _size(vocab_size: int) -> str:
+    return "i32:16" if vocab_size % 16 == 0 else "i32"

@@ -16,7 +16,7 @@ from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 from dflash_trt.kernels.sampling import TILE
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.page_variants import page_write_variant
-from plugins.aot.sampling_variants import library_sampling_variants
+from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
 
 FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
@@ -130,3 +130,5 @@ def _sampling(dtype: torch.dtype, spec: LibrarySpec) -> Iterator[KernelVariant]:
         for vocab_size in (num_tiles * TILE, num_tiles * TILE - 1):  # a multiple of 16, and not
             for width in spec.widths:
                 yield from library_sampling_variants(dtype, vocab_size=vocab_size, max_width=width)
+            for has_map in (False, True):
+                yield from library_draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)

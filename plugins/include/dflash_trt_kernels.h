@@ -99,12 +99,22 @@ extern "C"
         int32_t vocab_size;
     } dflash_trt_sampling_shape;
 
-    /* Device addresses in the order of SampleAndAccept's inputs and outputs, which dflash_trt_contract() lists. */
+    /* Device addresses in the order of the inputs and outputs of SampleAndAccept or DraftTokens, which
+     * dflash_trt_contract() lists. */
     typedef struct
     {
         void const* const* inputs;
         void* const* outputs;
     } dflash_trt_sampling_buffers;
+
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_requests;
+        int32_t num_slots; /* K */
+        int32_t vocab_size;
+        int32_t has_map; /* of a draft vocabulary; else draft_to_target is not read */
+    } dflash_trt_draft_tokens_shape;
 
     /* Workspace: device memory of at least so many bytes, for one call at a time. */
     DFLASH_TRT_API int32_t dflash_trt_attend_pages_workspace(
@@ -113,6 +123,9 @@ extern "C"
         dflash_trt_attention_shape const* shape, size_t* num_bytes);
     DFLASH_TRT_API int32_t dflash_trt_sample_and_accept_workspace(
         dflash_trt_sampling_shape const* shape, size_t* num_bytes);
+
+    DFLASH_TRT_API int32_t dflash_trt_draft_tokens_workspace(
+        dflash_trt_draft_tokens_shape const* shape, size_t* num_bytes);
 
     DFLASH_TRT_API int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape,
         dflash_trt_attend_pages_buffers const* buffers, void* workspace, dflash_trt_stream stream);
@@ -124,6 +137,9 @@ extern "C"
         dflash_trt_attention_shape const* shape, dflash_trt_draft_buffers const* buffers, dflash_trt_stream stream);
 
     DFLASH_TRT_API int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape,
+        dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_draft_tokens(dflash_trt_draft_tokens_shape const* shape,
         dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
 
     typedef struct

@@ -88,6 +88,11 @@ SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
     return {float_type(shape.float_type), shape.num_requests, shape.width, shape.vocab_size};
 }
 
+SamplingShape drafts_of(dflash_trt_draft_tokens_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_requests, shape.num_slots, shape.vocab_size};
+}
+
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
@@ -115,6 +120,11 @@ int32_t dflash_trt_attend_draft_workspace(dflash_trt_attention_shape const* shap
 int32_t dflash_trt_sample_and_accept_workspace(dflash_trt_sampling_shape const* shape, size_t* num_bytes)
 {
     return guarded([&] { *num_bytes = sampling_workspace_bytes(sampling_of(required(shape))); });
+}
+
+int32_t dflash_trt_draft_tokens_workspace(dflash_trt_draft_tokens_shape const* shape, size_t* num_bytes)
+{
+    return guarded([&] { *num_bytes = draft_workspace_bytes(drafts_of(required(shape)), shape->has_map != 0); });
 }
 
 int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_trt_attend_pages_buffers const* buffers,
@@ -178,6 +188,19 @@ int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape, dfl
             auto const& given = required(buffers);
             CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
             run(prepare_sampling(sampling_of(required(shape)), Device::current()), tensors, stream);
+        });
+}
+
+int32_t dflash_trt_draft_tokens(dflash_trt_draft_tokens_shape const* shape, dflash_trt_sampling_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
+            auto const drafts = drafts_of(required(shape));
+            run(prepare_drafts(drafts, shape->has_map != 0, Device::current()), tensors, stream);
         });
 }
 

@@ -241,6 +241,11 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("logit_rows", 1, 1000, "WIDTH");
         return;
     }
+    if (node.name == "DraftTokens")
+    {
+        refuses("logits", 1, int64_t{1} << 30, "TILES");
+        return;
+    }
     bool const is_target = node.name == "AttendPages";
     refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
     refuses("page_table", 0, 100000, "REQUESTS");

@@ -66,6 +66,10 @@ private:
     {
         int64_t const a = static_cast<Expr const&>(first).value();
         int64_t const b = static_cast<Expr const&>(second).value();
+        if (op == nvinfer1::DimensionOperation::kFLOOR_DIV)
+        {
+            return make(a / b);
+        }
         return op == nvinfer1::DimensionOperation::kPROD ? make(a * b) : nullptr;
     }
 

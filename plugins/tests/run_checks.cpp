@@ -92,7 +92,8 @@ void check_other_shapes(Plugin const& plugin, Node const& node)
     {
         for (Node const& other : make_nodes(node.inputs.front().type, false, kHeadDim, num_tokens))
         {
-            if (other.name != node.name || node.name == "SampleAndAccept") // where T launches nothing
+            bool const is_sampling = node.name == "SampleAndAccept" || node.name == "DraftTokens";
+            if (other.name != node.name || is_sampling) // where T launches nothing
             {
                 continue;
             }

@@ -300,21 +300,24 @@ def _linears(num_rows: int) -> Iterator[Kernel]:
 def _vocabulary_kernels(num_rows: int) -> Iterator[Kernel]:
     logits_bytes = 2.0 * num_rows * SETTING.vocab
 
-    def argmax() -> Call:
+    def drafts(temperature: float) -> Call:
         logits = _tokens(num_rows, SETTING.vocab)
-        return lambda: argmax_launch.argmax_tokens(logits)
+        request = torch.zeros(1, dtype=torch.int64, device=SETTING.device)
+        degree = torch.full((1,), temperature, device=SETTING.device)
+        return lambda: argmax_launch.draft_tokens(logits, degree, request, request.int())
 
     def argmax_torch() -> Call:
         logits = _tokens(num_rows, SETTING.vocab)
         return lambda: logits.argmax(dim=1)
 
-    yield Kernel(
-        kernel="argmax",
-        shape=f"{num_rows} rows of {SETTING.vocab}",
-        num_bytes=logits_bytes,
-        make=argmax,
-        torch_kernels={"argmax": argmax_torch},
-    )
+    for temperature in (0.0, 1.0):
+        yield Kernel(
+            kernel="draft_tokens",
+            shape=f"{num_rows} rows of {SETTING.vocab}, temperature {temperature:g}",
+            num_bytes=logits_bytes,
+            make=lambda temperature=temperature: drafts(temperature),
+            torch_kernels={} if temperature else {"argmax": argmax_torch},
+        )
     settings = {
         "greedy": (0.0, 0, 1.0, 0.0),
         "temperature": (1.0, 0, 1.0, 0.0),

@@ -3,6 +3,7 @@
 from dataclasses import MISSING, fields
 
 import click
+import pytest
 from click.testing import CliRunner
 
 from dflash_trt.cli.sampling_options import sampling_options
@@ -38,6 +39,12 @@ def test_every_parameter_has_a_default_of_its_own_type_that_its_reader_leaves_al
 def test_a_step_gets_the_values_of_a_request_and_its_resolved_seed() -> None:
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=None, stop="x")
     assert StepSampling.of(params, seed=8) == StepSampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=8)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"min_p": 1.0}])
+def test_a_request_whose_filters_leave_one_token_is_greedy(filters: dict[str, float]) -> None:
+    assert StepSampling.of(SamplingParams(temperature=0.9, **filters), seed=8).temperature == 0.0
+    assert StepSampling.of(SamplingParams(temperature=0.9, top_k=2, min_p=0.99), seed=8).temperature == 0.9
 
 
 def test_filters_are_idle_at_the_values_that_keep_every_token_or_one_alone() -> None:

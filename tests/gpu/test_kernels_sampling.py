@@ -5,7 +5,7 @@ import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.kernels import norm_launch
-from dflash_trt.kernels.argmax_launch import argmax_tokens, combine_shards, shard_argmax
+from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.kernels.sampling_launch import allocate_outputs, allocate_workspace, sample_and_accept
 from tests.kernels import reference_norm, reference_sampling
 from tests.kernels.test_sampling_kernels import MIXED, make_inputs, make_logits, moved, network_inputs, run_kernels
@@ -75,17 +75,37 @@ def test_sampling_is_one_graph_without_a_word_to_the_host():
     assert not torch.equal(outputs.emitted_tokens, expected)
 
 
+def drafts(logits, temperatures, draft_to_target=None, *, run=draft_tokens):
+    requests = torch.arange(len(temperatures), device=DEVICE)
+    return run(logits, torch.tensor(temperatures, device=DEVICE), 2**40 + requests, 9 * requests.int(), draft_to_target)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_greedy_tokens_are_the_first_largest_with_many_ties(dtype):
+def test_greedy_drafts_are_the_first_largest_with_many_ties(dtype):
     logits = make_logits(64, 151936, dtype=torch.bfloat16).to(DEVICE, dtype)  # few distinct values: ties
-    expected = reference_sampling.argmax_tokens(logits)
-    assert torch.equal(argmax_tokens(logits), expected)
-    shards = [
-        shard_argmax(shard.contiguous(), first_token_id=i * 37984) for i, shard in enumerate(logits.chunk(4, dim=1))
-    ]
-    values, tokens = (torch.stack(parts) for parts in zip(*shards, strict=True))
-    assert torch.equal(combine_shards(values, tokens), expected)
-    assert not torch.equal(combine_shards(values, tokens.roll(1, dims=0)), expected)
+    assert torch.equal(drafts(logits, [0.0]).flatten(), reference_sampling.argmax_tokens(logits))
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+def test_drafts_have_the_noise_of_the_target_s_tokens(has_map):
+    targets = torch.arange(0, 2 * 32000, 2, device=DEVICE) if has_map else None
+    logits = make_logits(56, 32000, dtype=torch.bfloat16).to(DEVICE)
+    temperatures = [0.0, *(0.5 + 0.1 * i for i in range(7))]
+    found = drafts(logits, temperatures, targets).cpu()
+    expected = drafts(logits, temperatures, targets, run=reference_sampling.draft_tokens)
+    assert (found != expected).float().mean() <= MAX_UNLIKE_FRACTION
+    other = draft_tokens(
+        logits, torch.ones(8, device=DEVICE), torch.arange(8, device=DEVICE), torch.zeros(8).int().cuda()
+    )
+    assert (found[1:] != other.cpu()[1:]).float().mean() > 0.3  # the negative control
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab_size", [32000, 32768, 151936])
+def test_drafts_of_nan_are_in_the_vocabulary(vocab_size, temperature):
+    logits = torch.full((4, vocab_size), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    tokens = drafts(logits, [temperature])
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
 def test_bfloat16_norms_and_activations_are_within_one_rounding():

@@ -1,16 +1,16 @@
 """What `sampling.py` and `argmax.py` compute, in plain PyTorch on any device: the definition their tests hold them to.
 
 The filters are those of the network's own `sample_and_accept`; the arithmetic is fixed point as in the kernels, so
-that the sums are exact and the two agree wherever e^x does.
+that the sums are exact and the two agree wherever e^x does. The noise is the network's own.
 """
 
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.philox import gumbel_noise
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 
 _MASS_UNIT = float(1 << 40)
-_WORD = 0xFFFFFFFF
 
 
 def sample_and_accept(logits: Tensor, inputs: SamplingInputs) -> SamplingOutputs:  # F [R*(K+1), V]
@@ -60,19 +60,23 @@ def kept_masses(
     return masses * (exponentials >= threshold)
 
 
-def first_word(seed: int, position: int) -> int:
-    """First word of Philox4x32-10 (Salmon et al., SC 2011), key `seed`, counter (position, 0, 0, 0)."""
-    key, counter = (seed & _WORD, seed >> 32), (position, 0, 0, 0)
-    for _ in range(10):
-        product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        counter = (
-            (product1 >> 32) ^ counter[1] ^ key[0],
-            product1 & _WORD,
-            (product0 >> 32) ^ counter[3] ^ key[1],
-            product0 & _WORD,
-        )
-        key = ((key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD)
-    return counter[0]
+def draft_tokens(
+    logits: Tensor,  # F [R*K, V]
+    temperature: Tensor,
+    seed: Tensor,
+    next_context_lens: Tensor,
+    draft_to_target: Tensor | None = None,
+) -> Tensor:
+    """See `argmax_launch.draft_tokens`; NaN is below every number."""
+    num_slots = len(logits) // len(temperature)
+    targets = torch.arange(logits.shape[1]) if draft_to_target is None else draft_to_target.cpu()
+    tokens = []
+    for row, scores in enumerate(logits.cpu().float()):
+        request, slot = divmod(row, num_slots)
+        degree, position = temperature[request].cpu(), int(next_context_lens[request]) + 1 + slot
+        noise = _noise(int(seed[request]), position, int(targets.max()) + 1)[targets] if degree > 0 else 0.0
+        tokens.append(int(argmax_tokens((scores + degree * noise)[None])[0]))
+    return targets[tokens].int().view(-1, num_slots)
 
 
 def argmax_tokens(logits: Tensor) -> Tensor:  # F [rows, V] -> int32 [rows]
@@ -94,9 +98,8 @@ def _sampled(scores: Tensor, inputs: SamplingInputs, row: int, request: int) -> 
         min_p=float(inputs.min_p[request]),
     )
     position = int(inputs.positions[inputs.logit_rows.flatten()[row]]) + 1
-    u = first_word(int(inputs.seed[request]), position) >> 8
-    goal = (int(masses.sum()) * u) >> 24
-    return int((masses.cumsum(0) <= goal).sum())
+    noise = _noise(int(inputs.seed[request]), position, len(scores))
+    return int(torch.where(masses > 0, scores - scores.max() + temperature * noise, -torch.inf).argmax())
 
 
 def _num_accepted(sampled: Tensor, inputs: SamplingInputs, request: int) -> int:
@@ -104,6 +107,10 @@ def _num_accepted(sampled: Tensor, inputs: SamplingInputs, request: int) -> int:
         if inputs.token_ids[inputs.logit_rows[request, j] + 1] != sampled[j]:
             return j
     return int(inputs.num_candidates[request])
+
+
+def _noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    return gumbel_noise(torch.tensor([seed]), torch.tensor([position]), vocab_size)[0]
 
 
 def _masses(exponentials: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import torch
 
-from dflash_trt.kernels.argmax import TILE, combine_argmax_kernel, tile_argmax_kernel
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
 from dflash_trt.kernels.norm_launch import SILU_BLOCK, norm_warps
@@ -51,46 +50,6 @@ def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, form: 
             num_warps=4,
             num_stages=1,
             grid=("num_rows", f"(ffn_size + {silu_block - 1}) / {silu_block}", "1"),
-        ),
-    )
-
-
-def argmax_variants(dtype: torch.dtype, *, vocab_size: int) -> tuple[KernelVariant, ...]:
-    """Two launches. Grids use num_rows and num_tiles = ceil(vocab_size / TILE)."""
-    values, indices = pointer(torch.float32), pointer(torch.int32)
-    tiles = -(-vocab_size // TILE)
-    return (
-        KernelVariant(
-            name="tile_argmax",
-            kernel=tile_argmax_kernel,
-            signature={
-                "logits": pointer(dtype),
-                "tile_max": values,
-                "tile_argmax": indices,
-                "vocab_size": "i32:16" if vocab_size % 16 == 0 else "i32",
-                "first_token_id": "i32",
-            },
-            constexprs={"TILE": TILE},
-            num_warps=8,
-            num_stages=1,
-            grid=("num_rows", "num_tiles", "1"),
-        ),
-        KernelVariant(
-            name="combine_argmax",
-            kernel=combine_argmax_kernel,
-            signature={
-                "tile_max": values,
-                "tile_argmax": indices,
-                "token_ids": indices,
-                "shard_max": values,
-                "num_rows": "i32",
-                "num_tiles": "i32",
-                "num_parts": "i32",
-            },
-            constexprs={"BLOCK": next_power_of_2(tiles)},
-            num_warps=1,
-            num_stages=1,
-            grid=("num_rows", "1", "1"),
         ),
     )
 

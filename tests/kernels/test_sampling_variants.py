@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from dflash_trt.kernels import argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
+from dflash_trt.kernels import argmax, argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import workspace_shapes
-from plugins.aot.sampling_variants import sampling_variants
+from plugins.aot.sampling_variants import draft_variants, sampling_variants
 from plugins.aot.variant import pointer
-from tests.kernels.small_kernel_variants import argmax_variants, norm_variants, quantize_variant
+from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
 from tests.kernels.test_attention_variants import Recorder
 from tests.kernels.test_sampling_kernels import make_inputs
 
@@ -83,13 +83,12 @@ class _Ordered(list):
 
 
 @pytest.mark.parametrize("form", [AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED])
-def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, form):
-    hidden_size, ffn_size, vocab_size = 64, 5056, 9000
+def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form):
+    hidden_size, ffn_size = 64, 5056
     norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, form=form)
-    argmaxes = argmax_variants(torch.float32, vocab_size=vocab_size)
     quantize = quantize_variant(torch.float32)
-    modules = [norm_launch] * 3 + [argmax_launch] * 2 + [quantize_fp8_launch]
-    variants = [*norms, *argmaxes, quantize]
+    modules = [norm_launch] * 3 + [quantize_fp8_launch]
+    variants = [*norms, quantize]
     recorders = [
         recorded(monkeypatch, module, f"{variant.kernel.fn.__name__}")
         for module, variant in zip(modules, variants, strict=True)
@@ -102,10 +101,22 @@ def test_norm_argmax_and_quantize_variants_are_what_is_launched(monkeypatch, for
     norm_launch.rms_norm(x, weight, 1e-6, codes=codes(hidden_size))
     norm_launch.add_rms_norm(x, x, weight, 1e-6, codes=codes(hidden_size))
     norm_launch.silu_mul(torch.zeros(3, 2 * ffn_size), codes=codes(ffn_size))
-    argmax_launch.argmax_tokens(torch.zeros(3, vocab_size))
     quantize_fp8_launch.quantize_fp8(x, torch.ones(1))
     for variant, recorder in zip(variants, recorders, strict=True):
-        assert_is_launched_as(variant, recorder, {"num_rows": 3, "num_tiles": 3})
+        assert_is_launched_as(variant, recorder, {"num_rows": 3})
+
+
+@pytest.mark.parametrize("has_map", [False, True])
+@pytest.mark.parametrize("vocab_size", [9000, 9008])
+def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
+    variants = draft_variants(torch.float16, vocab_size=vocab_size, has_map=has_map)
+    recorders = [recorded(monkeypatch, argmax, f"{variant.name}_kernel") for variant in variants]
+    request, seed = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    mapped = torch.zeros(vocab_size, dtype=torch.int64) if has_map else None
+    logits = torch.zeros(6, vocab_size, dtype=torch.float16)
+    argmax_launch.draft_tokens(logits, torch.zeros(2), seed, request, mapped)
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, {"num_rows": 6, "num_tiles": 3})
 
 
 def test_the_workspace_is_counted_by_row():
@@ -118,14 +129,15 @@ import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
-from tests.kernels.small_kernel_variants import argmax_variants, norm_variants, quantize_variant
-from plugins.aot.sampling_variants import sampling_variants
+from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
+from plugins.aot.sampling_variants import draft_variants, sampling_variants
 
 def variants(dtype, vocab_size, forms):
     yield from sampling_variants(dtype, vocab_size=vocab_size, max_width=16)
     for form in forms:
         yield from norm_variants(dtype, hidden_size=4096, ffn_size=12288, form=form)
-    yield from argmax_variants(dtype, vocab_size=vocab_size)
+    for has_map in (False, True):
+        yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
 
 plan = [
@@ -156,5 +168,5 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
-    assert counts == {90: 16, 100: 16, 103: 16}
+    assert counts == {90: 18, 100: 18, 103: 18}
     assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

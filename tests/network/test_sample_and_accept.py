@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dflash_trt.backends.torch.philox import uniform
+from dflash_trt.backends.torch.philox import token_words
 from dflash_trt.backends.torch.sampling import _smallest_kept, filtered_weights, sample_and_accept
 from dflash_trt.network.ops import Acceptance, StepInputs
 from tests.logit_rows import columns_off
@@ -57,7 +57,7 @@ def accept(logits: torch.Tensor, inputs: StepInputs[torch.Tensor]) -> Acceptance
 
 
 def test_a_draw_is_that_of_the_position_its_token_will_have() -> None:
-    """All tokens are equally likely, so that the token is the random number's own slice of the vocabulary."""
+    """All tokens are equally likely, so that the token is the one with the smallest random word."""
     seeds = [5, 2**40 + 1]
     inputs = step_inputs(
         [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], context_lens=[0, 100], num_candidates=[3, 3], temperature=0.7, seeds=seeds
@@ -65,14 +65,8 @@ def test_a_draw_is_that_of_the_position_its_token_will_have() -> None:
     emitted = accept(torch.zeros(10, VOCAB_SIZE), inputs).emitted_tokens
     for request, anchor in enumerate((0, 102)):  # the second request's first two rows are prompt
         positions = anchor + 1 + torch.arange(WIDTH)  # of the tokens after the anchor and after each draft
-        u = uniform(torch.full_like(positions, seeds[request]), positions)
-        assert emitted[request].tolist() == (u * VOCAB_SIZE).long().tolist()
-
-
-def test_the_random_number_of_a_position_is_the_published_philox_word() -> None:
-    """Key and counter 0: the first word of Random123's known answer, 0x6627E8D5, of which 24 bits count."""
-    u = uniform(torch.tensor([0]), torch.tensor([0]))
-    assert float(u) == 0x6627E8 / 2**24
+        words = token_words(torch.full_like(positions, seeds[request]), positions, VOCAB_SIZE)
+        assert emitted[request].tolist() == words.argmin(dim=1).tolist()  # -log(-log(1 - v)) falls with the word
 
 
 def test_logprobs_are_those_of_the_unfiltered_distribution_at_temperature_1() -> None:

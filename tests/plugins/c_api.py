@@ -34,6 +34,7 @@ class AttentionShape(ctypes.Structure):
 
 
 SamplingShape = _structure("SamplingShape", "float_type num_requests width vocab_size", ctypes.c_int32)
+DraftsShape = _structure("DraftsShape", "float_type num_requests num_slots vocab_size has_map", ctypes.c_int32)
 PagesBuffers = _structure("PagesBuffers", _PAGES, ctypes.c_void_p)
 DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
 SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER(ctypes.c_void_p))
@@ -54,8 +55,12 @@ class PluginLibrary:
     def __call__(self, name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         contract = next(plugin for plugin in PLUGINS if plugin.name == name)
         assert set(inputs) == set(contract.inputs) and set(fields) == {*contract.fields, *contract.real_fields}
-        run = {"AttendPages": self.attend_pages, "SampleAndAccept": self.sample_and_accept}.get(name, self._draft)
-        return run(inputs, fields)
+        own = {
+            "AttendPages": self.attend_pages,
+            "SampleAndAccept": self.sample_and_accept,
+            "DraftTokens": self.draft_tokens,
+        }
+        return own.get(name, self._draft)(inputs, fields)
 
     @property
     def architectures(self) -> str:
@@ -100,6 +105,17 @@ class PluginLibrary:
         buffers = SamplingBuffers(_addresses(x, contract.inputs), _addresses(outputs, contract.outputs))
         self._call("sample_and_accept", shape, buffers, _address(workspace))
         return list(outputs.values())
+
+    def draft_tokens(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        logits, num_requests = x["logits"], len(x["seed"])
+        num_slots, has_map = len(logits) // num_requests, int(fields["has_map"])
+        shape = DraftsShape(FLOAT_TYPES[logits.dtype], num_requests, num_slots, logits.shape[1], has_map)
+        tokens = {"token_ids": torch.empty((num_requests, num_slots), dtype=torch.int32, device=logits.device)}
+        workspace = self._workspace("draft_tokens", shape, logits.device)
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "DraftTokens")
+        buffers = SamplingBuffers(_addresses(x, contract.inputs), _addresses(tokens, contract.outputs))
+        self._call("draft_tokens", shape, buffers, _address(workspace))
+        return list(tokens.values())
 
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:

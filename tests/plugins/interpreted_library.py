@@ -27,7 +27,7 @@ from dflash_trt.core.dtype import torch_dtype, triton_type
 from plugins.aot.variants import LibrarySpec, library_variants
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
-from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SCORE_FIELDS, NodeInputs, StepCase
+from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
 POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int64")
@@ -118,7 +118,7 @@ def compare(
     expected = [*reference(node, inputs, fields), *theirs.written]
     given, _ = getattr(ours, make)()
     if spoil:
-        name = {"AttendPages": "k", "SampleAndAccept": "logits"}.get(node, "context_v")
+        name = {"AttendPages": "k"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
         given[name][0] = given[name][0].flip(-1)
     if other_fields is not None:
         found = library(node, given, fields | other_fields)[:1]
@@ -145,7 +145,7 @@ def main() -> dict[str, Any]:
         results["differences"][f"{node}, {case_name}"] = compare(library, node, CASES[case_name])
         results["launches"][f"{node}, {case_name}"] = list(driver.launched)
     for node in NODES:
-        small = CASES["one token" if node == "SampleAndAccept" else "one head"]
+        small = CASES["one token" if node in SAMPLING_NODES else "one head"]
         results["spoilt"][node] = compare(library, node, small, spoil=True)
     for node in ("AttendPages", "AttendDraft"):
         for name in ("k_scale", "v_scale"):

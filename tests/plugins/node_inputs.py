@@ -74,7 +74,8 @@ SCORE_FIELDS = {
     ("AttendDraft", "softcap"): ("soft cap", 0.0),
     ("AttendDraft", "score_scale"): ("score scale", 0.25),
 }
-# Heads and pages are nothing to sampling.
+# Heads and pages are nothing to sampling and drafts.
+SAMPLING_NODES = ("SampleAndAccept", "DraftTokens")
 SAMPLING_CASES = ("verify", "prefill", "window", "one token")
 # Plugin names, and the methods that make their inputs.
 NODES = {
@@ -82,8 +83,9 @@ NODES = {
     "AttendDraft": "attend_draft",
     "WriteDraftContext": "write_draft_context",
     "SampleAndAccept": "sample_and_accept",
+    "DraftTokens": "draft_tokens",
 }
-PAIRS = [(node, case) for case in CASES for node in NODES if node != "SampleAndAccept" or case in SAMPLING_CASES]
+PAIRS = [(node, case) for case in CASES for node in NODES if node not in SAMPLING_NODES or case in SAMPLING_CASES]
 
 
 class NodeInputs:
@@ -146,19 +148,7 @@ class NodeInputs:
             for j in range(case.width - 1):
                 if verifies[r] and torch.rand((), generator=self._random) < 0.67:
                     token_ids[start + j + 1] = likeliest[r, j]
-        choices = {
-            "temperature": ((0.0, 0.8, 1.3), torch.float32),
-            "top_k": ((0, 40, 5), torch.int32),
-            "top_p": ((1.0, 0.9, 0.95), torch.float32),
-            "min_p": ((0.0, 0.02, 0.0), torch.float32),
-            "seed": ((3, 2**40 + 5, 2**35 + 1), torch.int64),
-        }
-        inputs = {name: tensor.to(self._device) for name, tensor in columns_off(requests).items()}
-        inputs |= {
-            name: torch.tensor([values[r % 3] for r in range(requests)], dtype=dtype, device=self._device)
-            for name, (values, dtype) in choices.items()
-        }
-        inputs |= {
+        inputs = self._sampling() | {
             "logits": logits,
             "token_ids": token_ids.int().to(self._device),
             "context_lens": self._integers(case.context_lens),
@@ -168,6 +158,35 @@ class NodeInputs:
             "token_offsets": layout["token_offsets"],
         }
         return inputs, {}
+
+    def draft_tokens(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """`width` rows of each request; of a draft vocabulary in the cases of a window."""
+        case, has_map = self.case, int(self.case.window > 0)
+        sampling = self._sampling()
+        targets = torch.randperm(2 * case.vocab_size, generator=self._random)[: case.vocab_size].sort().values
+        return {
+            "logits": self._floats(len(case.num_tokens) * case.width, case.vocab_size) * 3,
+            "temperature": sampling["temperature"],
+            "seed": sampling["seed"],
+            "next_context_lens": self._next(),
+            "draft_to_target": (targets if has_map else targets[:1]).to(self._device),
+        }, {"has_map": has_map}
+
+    def _sampling(self) -> dict[str, Tensor]:
+        """A greedy request, and two of two temperatures, in turn."""
+        requests = len(self.case.num_tokens)
+        choices = {
+            "temperature": ((0.0, 0.8, 1.3), torch.float32),
+            "top_k": ((0, 40, 5), torch.int32),
+            "top_p": ((1.0, 0.9, 0.95), torch.float32),
+            "min_p": ((0.0, 0.02, 0.0), torch.float32),
+            "seed": ((3, 2**40 + 5, 2**35 + 1), torch.int64),
+        }
+        inputs = {name: tensor.to(self._device) for name, tensor in columns_off(requests).items()}
+        return inputs | {
+            name: torch.tensor([values[r % 3] for r in range(requests)], dtype=dtype, device=self._device)
+            for name, (values, dtype) in choices.items()
+        }
 
     def _layout(self) -> dict[str, Tensor]:
         case = self.case

@@ -66,8 +66,9 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
         (
             "SampleAndAccept",
             "verify",
-            ["tile_statistics", "row_bounds", "collect", "row_threshold", "tile_mass", "draw", "accept"],
+            ["tile_statistics", "row_bounds", "collect", "row_threshold", "tile_draw", "draw", "accept"],
         ),
+        ("DraftTokens", "verify", ["tile_argmax", "combine_argmax"]),
     ],
 )
 def test_an_operation_is_these_launches(results: dict[str, Any], node: str, case: str, kernels: list[str]) -> None:
@@ -79,6 +80,11 @@ def test_an_operation_is_these_launches(results: dict[str, Any], node: str, case
 def test_prefill_chunks_get_larger_tiles_than_verify_blocks(results: dict[str, Any]) -> None:
     small, _, large, _ = results["launches"]["AttendPages, long prefill"][1:]
     assert "_t16_" in small and "_t64_" in large
+
+
+def test_a_draft_vocabulary_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    for case, has_map in (("verify", False), ("window", True)):
+        assert [name.endswith("_map") for name in results["launches"][f"DraftTokens, {case}"]] == [has_map] * 2
 
 
 def test_a_vocabulary_of_a_multiple_of_16_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:

@@ -124,6 +124,8 @@ def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...
         return [(q.dtype, (-1, q.shape[1] * q.shape[2]))]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
+    if name == "DraftTokens":
+        return [(inputs[3].dtype, (-1, -1))]
     if name in ("AllReduce", "AllGather"):
         return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
     token_ids, logit_rows, temperature = inputs[1], inputs[5], inputs[7]

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,11 @@ class PluginReference:
         acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
         return [getattr(acceptance, item.name) for item in fields(acceptance)]
 
+    def _draft_tokens(self, x, settings):
+        targets = x["draft_to_target"] if settings["has_map"] else None
+        acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
+        return [torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets)]
+
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
@@ -189,7 +195,7 @@ def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
-    assert counts == [4, num_draft_layers, 0, 1, 0, 0]  # one rank has no collectives
+    assert counts == [4, num_draft_layers, 0, 1, int(num_draft_layers > 0), 0, 0]  # one rank has no collectives
     plugins = FakePlugins(trt)
     define_pair(
         trt,

@@ -276,9 +276,9 @@ def test_a_perturbed_lowering_computes_something_else(trt, tmp_path, monkeypatch
 
 
 def test_seed_and_position_exchanged_draw_other_tokens(trt, tmp_path, monkeypatch):
-    honest = trt_sampling.uniform
+    honest = trt_sampling.noise_of_range
     monkeypatch.setattr(
-        trt_sampling, "uniform", lambda layers, seed, position: honest(layers, position, layers.binary("PROD", seed, 1))
+        trt_sampling, "noise_of_range", lambda layers, seed, position, size: honest(layers, position, seed, size)
     )
     ours, theirs = make_executors(trt, tmp_path)
     expected, _ = trace(theirs, SAMPLED, num_draft_tokens=(3,), num_new=4)

@@ -25,7 +25,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
-from dflash_trt.kernels.argmax_launch import argmax_tokens
+from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.kernels.attention_launch import AttentionOptions
 from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors
 from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
@@ -350,12 +350,9 @@ class TorchGpuOps:
         blocks = x.view(-1, self._num_draft_tokens + 1, x.shape[-1])
         return blocks[:, 1:].reshape(-1, x.shape[-1])
 
-    def argmax_tokens(self, logits: Value) -> Tensor:
-        return argmax_tokens(_tensor(logits)).view(-1, self._num_draft_tokens)
-
-    def map_tokens(self, draft_to_target: Value, token_ids: Value) -> Tensor:
-        tokens = _tensor(token_ids)
-        return _tensor(draft_to_target).index_select(0, tokens.flatten()).view(tokens.shape).int()
+    def draft_tokens(self, logits: Value, acceptance: Acceptance[Any], draft_to_target: Value | None) -> Tensor:
+        inputs, mapped = self._inputs, None if draft_to_target is None else _tensor(draft_to_target)
+        return draft_tokens(_tensor(logits), inputs.temperature, inputs.seed, acceptance.next_context_lens, mapped)
 
     def all_reduce(self, x: Value) -> Tensor | RankSum:
         rows, peers = _tensor(x), self._resources.peers

@@ -1,73 +1,113 @@
-"""Philox4x32-10 in TensorRT integer layers; the definition, with its source, is `philox`.
+"""Philox4x32-10 and its Gumbel noise in TensorRT layers; the definition, with its source, is `backends/torch/philox`.
 
 TensorRT has integer sums, products and quotients but no shifts and no exclusive or. All words are non-negative int64
-below 2**32, so a shift is a division, and an exclusive or is the parity of a sum of bits.
+below 2**32, so a shift is a division, and an exclusive or is a look-up of each pair of bytes. TensorRT does not say how
+exact its logarithm is near 1: a series stands there, as in the kernels.
 """
 
 from typing import Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.torch.philox import LARGEST, MULTIPLIERS, WEYL
 
-_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
-_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_BYTE: Final = 1 << 8
 _HALF: Final = 1 << 16
 _WORD: Final = 1 << 32
 
 
-def uniform(
+def noise_of_range(
     layers: Layers,
     seed: ITensor,  # int64 [N], non-negative
-    position: ITensor,  # int64 [N], absolute position of the token to be drawn
+    position: ITensor,  # int64 [N], absolute position of the token to be chosen
+    vocab_size: int,
 ) -> ITensor:
-    """float32 [N] in [0, 1), 24 random bits each."""
-    key_high, key_low = _divmod(layers, seed, _WORD)
-    zero = layers.binary("PROD", position, 0)
-    words = philox(layers, (key_low, key_high), (position, zero, zero, zero))
-    top_bits, _ = _divmod(layers, words[0], 1 << 8)
-    return layers.binary("PROD", layers.cast(top_bits, "float32"), 2.0**-24)
+    """float32 [N, vocab_size], a word of every counter for each four tokens."""
+    num_quads = -(-vocab_size // 4)
+    words = _words(layers, seed, position, layers.ints(list(range(num_quads)), (1, num_quads), "int64"))
+    return _gumbel(layers, layers.slice(layers.reshape(words, (-1, 4 * num_quads)), 1, 0, vocab_size))
 
 
-def philox(
-    layers: Layers, key: tuple[ITensor, ITensor], counter: tuple[ITensor, ITensor, ITensor, ITensor]
-) -> tuple[ITensor, ITensor, ITensor, ITensor]:
-    """Ten rounds over int64 [N] words; returns four."""
-    powers = layers.ints([1 << i for i in range(32)], (1, 32), "int64")
-    key0, key1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(10):
-        high0, low0 = _multiply(layers, c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(layers, c2, _MULTIPLIERS[1])
-        c0, c1 = _xor(layers, powers, high1, c1, key0), low1
-        c2, c3 = _xor(layers, powers, high0, c3, key1), low0
-        key0 = _modulo(layers, layers.binary("SUM", key0, _WEYL[0]), _WORD)
-        key1 = _modulo(layers, layers.binary("SUM", key1, _WEYL[1]), _WORD)
-    return c0, c1, c2, c3
+def noise_of_tokens(layers: Layers, seed: ITensor, position: ITensor, tokens: ITensor) -> ITensor:  # int64 [V]
+    """float32 [N, V], of these tokens, in any order."""
+    quads, word = _divmod(layers, layers.reshape(tokens, (1, -1)), 4)
+    numbers = layers.ints([0, 1, 2, 3], (1, 1, 4), "int64")
+    is_word = layers.cast(layers.binary("EQUAL", layers.reshape(word, (1, -1, 1)), numbers), "int64")
+    words = layers.binary("PROD", _words(layers, seed, position, quads), is_word)
+    return _gumbel(layers, layers.reduce("SUM", words, 2, keep_dims=False))
 
 
-def _xor(layers: Layers, powers: ITensor, *words: ITensor) -> ITensor:
-    """Bitwise, of int64 [N] words: bit i of the result is the parity of the bits i."""
-    count: ITensor | None = None
-    for word in words:
-        shifted = layers.binary("DIV", layers.reshape(word, (-1, 1)), powers)  # [N, 32]
-        bits = _modulo(layers, shifted, 2)
-        count = bits if count is None else layers.binary("SUM", count, bits)
-    return layers.reduce("SUM", layers.binary("PROD", _modulo(layers, count, 2), powers), 1, keep_dims=False)
+def philox(layers: Layers, key: ITensor, even: ITensor, odd: ITensor) -> ITensor:
+    """Ten rounds over int64 words below 2**32.
+
+    The key is [N, 1, 2]. The words 0 and 2 of the counters are `even` [N, Q, 2], 1 and 3 are `odd`; shapes broadcast.
+    Returns words 0, 1, 2, 3, [N, Q, 4]. Both halves of a round are one row of layers: a builder's time is in their
+    number.
+    """
+    powers = layers.ints([_BYTE**i for i in range(4)], (1, 1, 1, 4), "int64")
+    table = layers.ints([a ^ b for a in range(_BYTE) for b in range(_BYTE)], (_BYTE * _BYTE,), "int64")
+    swapped = layers.ints([1, 0], (2,))
+    for i in range(10):
+        high, low = (layers.gather(half, swapped, 2) for half in _multiply(layers, even))
+        step = layers.ints([i * word % _WORD for word in WEYL], (1, 1, 2), "int64")
+        round_key = _modulo(layers, layers.binary("SUM", key, step), _WORD)
+        even, odd = _xor(layers, table, powers, high, odd, round_key), low
+    pairs = [layers.reshape(words, (-1, words.shape[1], 2, 1)) for words in (even, odd)]
+    return layers.reshape(layers.concat(pairs, 3), (-1, even.shape[1], 4))
 
 
-def _multiply(layers: Layers, word: ITensor, factor: int) -> tuple[ITensor, ITensor]:
-    """High and low 32 bits of a 32 x 32 bit product, in 16-bit halves as `philox` takes it."""
-    high, low = _divmod(layers, word, _HALF)
-    factor_high, factor_low = divmod(factor, _HALF)
-    carry, low_half = _divmod(layers, layers.binary("PROD", low, factor_low), _HALF)
-    middle = layers.binary("SUM", layers.binary("PROD", high, factor_low), carry)
-    middle_high, middle_low = _divmod(layers, middle, _HALF)
-    cross = layers.binary("SUM", layers.binary("PROD", low, factor_high), middle_low)
-    cross_high, cross_low = _divmod(layers, cross, _HALF)
-    carries = layers.binary("SUM", middle_high, cross_high)
-    return (
-        layers.binary("SUM", layers.binary("PROD", high, factor_high), carries),
-        layers.binary("SUM", layers.binary("PROD", cross_low, _HALF), low_half),
+def _words(layers: Layers, seed: ITensor, position: ITensor, quads: ITensor) -> ITensor:  # quads int64 [1, Q]
+    """int64 [N, Q, 4]."""
+    low_and_high = layers.ints([1, _WORD], (1, 2), "int64")
+    key = _modulo(layers, layers.binary("DIV", layers.reshape(seed, (-1, 1)), low_and_high), _WORD)
+    is_first = layers.ints([1, 0], (1, 1, 2), "int64")  # words 2 and 3 of a counter are 0
+    even = layers.binary("PROD", layers.reshape(position, (-1, 1, 1)), is_first)
+    odd = layers.binary("PROD", layers.reshape(quads, (1, -1, 1)), is_first)
+    return philox(layers, layers.reshape(key, (-1, 1, 2)), even, odd)
+
+
+def _gumbel(layers: Layers, words: ITensor) -> ITensor:
+    v = layers.binary("PROD", layers.binary("SUM", layers.cast(words, "float32"), 0.5), 2.0**-32)
+    v = layers.binary("MIN", v, LARGEST)
+    series = layers.binary("SUM", layers.binary("PROD", v, 0.2), 0.25)
+    for coefficient in (1 / 3, 1 / 2, 1.0):
+        series = layers.binary("SUM", layers.binary("PROD", v, series), coefficient)
+    rest = layers.binary("SUM", layers.unary("NEG", v), 1.0)
+    exponential = layers.where(
+        layers.binary("LESS", v, 1 / 32),
+        layers.binary("PROD", v, series),
+        layers.unary("NEG", layers.unary("LOG", rest)),
     )
+    return layers.unary("NEG", layers.unary("LOG", exponential))
+
+
+def _xor(layers: Layers, table: ITensor, powers: ITensor, *words: ITensor) -> ITensor:
+    """Bitwise, of int64 [N, Q, 2], byte by byte.
+
+    The cumulative sum stands between the rounds: TensorRT-RTX fuses a plain sum into the next round, and compiles the
+    network with ten of them six times as long (11.4 s for 1.9 s).
+    """
+    first, *others = (_bytes(layers, word, powers) for word in words)
+    for other in others:
+        pair = layers.binary("SUM", layers.binary("PROD", first, _BYTE), other)
+        first = layers.gather(table, layers.cast(pair, "int32"))
+    total = layers.cumulative_sum(layers.binary("PROD", first, powers), 3)
+    return layers.reshape(layers.slice(total, 3, 3, 1), (-1, first.shape[1], 2))
+
+
+def _bytes(layers: Layers, words: ITensor, powers: ITensor) -> ITensor:  # [N, Q, 2] -> [N, Q, 2, 4]
+    shifted = layers.binary("DIV", layers.reshape(words, (-1, words.shape[1], 2, 1)), powers)
+    return _modulo(layers, shifted, _BYTE)
+
+
+def _multiply(layers: Layers, words: ITensor) -> tuple[ITensor, ITensor]:
+    """High and low 32 bits of the products with Philox's two factors, whose halves are taken in turn: int64 does not
+    hold all of them."""
+    halves = zip(*(divmod(factor, _HALF) for factor in MULTIPLIERS), strict=True)
+    high, low = (layers.ints(list(half), (1, 1, 2), "int64") for half in halves)
+    upper, lower = _divmod(layers, layers.binary("PROD", words, high), _HALF)
+    rest = layers.binary("SUM", layers.binary("PROD", lower, _HALF), layers.binary("PROD", words, low))
+    carry, rest = _divmod(layers, rest, _WORD)
+    return layers.binary("SUM", upper, carry), rest
 
 
 def _divmod(layers: Layers, x: ITensor, divisor: int) -> tuple[ITensor, ITensor]:

@@ -1,4 +1,4 @@
-"""sample_and_accept in plain TensorRT layers; the definition is `backends/torch/sampling`.
+"""sample_and_accept and draft_tokens in plain TensorRT layers; the definition is `backends/torch/sampling`.
 
 TensorRT sorts at most 3840 elements, so top_k and top_p find their threshold by bisection over the scaled logits
 instead of sorting the vocabulary. The threshold is resolved to 104 / 2**32, below a float32's rounding of the
@@ -11,7 +11,7 @@ so are the log probabilities of a row with NaN or +inf, or of -inf alone; tokens
 from typing import Final
 
 from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_philox import uniform
+from dflash_trt.backends.tensorrt.lowering_philox import noise_of_range, noise_of_tokens
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 _LOWEST: Final = -104.0  # exp of less is 0 in float32
@@ -53,10 +53,41 @@ def sample_rows(layers: Layers, scores: ITensor, inputs: StepInputs[ITensor]) ->
     scaled = layers.binary("DIV", below_largest, divisor)
     weights = _filtered_weights(layers, scaled, inputs)
     rows = layers.reshape(inputs.logit_rows, (-1,))
-    drawn_position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
-    seed = layers.reshape(_per_row(layers, inputs.seed, inputs), (-1,))
-    u = layers.reshape(uniform(layers, seed, drawn_position), (-1, 1))
-    return layers.where(is_random, _draw(layers, weights, u), layers.argmax(scores, 1))
+    position = layers.binary("SUM", layers.cast(layers.gather(inputs.positions, rows), "int64"), 1)
+    noise = noise_of_range(layers, _per_row(layers, inputs.seed, inputs), position, scores.shape[1])
+    is_open = layers.binary("OR", layers.binary("GREATER", weights, 0.0), layers.unary("NOT", is_random))
+    noisy = layers.binary("SUM", below_largest, layers.binary("PROD", noise, temperature))  # as they are when greedy
+    return layers.argmax(_where_kept(layers, is_open, noisy, float("-inf")), 1)
+
+
+def draft_tokens(
+    layers: Layers,
+    logits: ITensor,  # [R*K, V]
+    next_context_lens: ITensor,  # int32 [R]
+    draft_to_target: ITensor | None,  # int64 [V]
+    inputs: StepInputs[ITensor],
+    num_slots: Dim,  # K
+) -> ITensor:
+    """See `Ops.draft_tokens`."""
+    num_requests = layers.dim(inputs.temperature, 0)
+
+    def per_row(values: ITensor) -> ITensor:  # [R] -> [R*K, 1]
+        repeated = layers.broadcast(layers.reshape(values, (-1, 1)), (num_requests, num_slots))
+        return layers.reshape(repeated, (-1, 1))
+
+    slots = layers.binary("SUM", layers.reshape(layers.arange(num_slots), (1, -1)), 1)
+    positions = layers.binary("SUM", layers.reshape(next_context_lens, (-1, 1)), slots)
+    position = layers.cast(layers.reshape(positions, (-1,)), "int64")
+    if draft_to_target is None:
+        noise = noise_of_range(layers, per_row(inputs.seed), position, logits.shape[1])
+    else:
+        noise = noise_of_tokens(layers, per_row(inputs.seed), position, draft_to_target)
+    scaled_noise = layers.binary("PROD", noise, per_row(inputs.temperature))
+    noisy = layers.binary("SUM", layers.cast(logits, "float32"), scaled_noise)
+    tokens = layers.clamp(layers.argmax(noisy, 1), 0, logits.shape[1] - 1)  # NaN has no largest
+    if draft_to_target is not None:
+        tokens = layers.cast(layers.gather(draft_to_target, tokens), "int32")
+    return layers.reshape(tokens, (-1, num_slots))
 
 
 def _filtered_weights(layers: Layers, scaled: ITensor, inputs: StepInputs[ITensor]) -> ITensor:
@@ -118,16 +149,6 @@ def _bisect(
     return low
 
 
-def _draw(layers: Layers, weights: ITensor, u: ITensor) -> ITensor:
-    """Inverse of the cumulative distribution in vocabulary order, int32 [N, 1]; weight 0 is never drawn."""
-    cumulative = layers.cumulative_sum(weights, 1)
-    total = layers.slice(cumulative, 1, weights.shape[1] - 1, 1)
-    not_above = layers.unary("NOT", layers.binary("GREATER", cumulative, layers.binary("PROD", u, total)))
-    below = layers.binary("LESS", cumulative, total)  # the last kept token's index: u * total may round up to total
-    index, last_kept = (layers.reduce("SUM", layers.cast(flags, "int32"), 1) for flags in (not_above, below))
-    return layers.binary("MIN", index, last_kept)
-
-
 def _count_accepted(layers: Layers, tokens: ITensor, inputs: StepInputs[ITensor], width: Dim) -> ITensor:
     """int32 [R]: the leading candidates that equal the target's own tokens."""
     if width == 1:
@@ -163,4 +184,8 @@ def _logsumexp(layers: Layers, scores: ITensor) -> ITensor:
 
 
 def _kept(layers: Layers, weights: ITensor, is_kept: ITensor) -> ITensor:
-    return layers.where(is_kept, weights, layers.like(0.0, weights))
+    return _where_kept(layers, is_kept, weights, 0.0)
+
+
+def _where_kept(layers: Layers, is_kept: ITensor, x: ITensor, other: float) -> ITensor:
+    return layers.where(is_kept, x, layers.like(other, x))

@@ -40,7 +40,7 @@ RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positio
 
 
 class StatefulLowering(Protocol):
-    """The four ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
+    """The five ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
 
     def attend_pages(
         self,
@@ -64,6 +64,13 @@ class StatefulLowering(Protocol):
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
+
+    def draft_tokens(
+        self,
+        logits: ITensor,
+        next_context_lens: ITensor,
+        draft_to_target: ITensor | None,  # int64 [V]
+    ) -> ITensor: ...
 
     def state_outputs(self) -> Mapping[str, ITensor]:
         """Outputs of the engine besides those of the step, by name."""
@@ -111,6 +118,17 @@ class LayersLowering:
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
+
+    def draft_tokens(
+        self,
+        logits: ITensor,
+        next_context_lens: ITensor,
+        draft_to_target: ITensor | None,  # int64 [V]
+    ) -> ITensor:
+        num_slots = num_drafts(self._layers, self._inputs)
+        return trt_sampling.draft_tokens(
+            self._layers, logits, next_context_lens, draft_to_target, self._inputs, num_slots
+        )
 
     def state_outputs(self) -> dict[str, ITensor]:
         """The written pages."""
@@ -266,7 +284,7 @@ class TrtOps:
         num_requests, width = layers.dim(self._inputs.logit_rows, 0), layers.dim(self._inputs.logit_rows, 1)
         slots = layers.reshape(layers.arange(width), (1, -1))
         anchors = layers.reshape(acceptance.bonus_tokens, (-1, 1))
-        masks = layers.broadcast(layers.ints([fill], (1, 1)), (num_requests, self._num_drafts()))
+        masks = layers.broadcast(layers.ints([fill], (1, 1)), (num_requests, num_drafts(layers, self._inputs)))
         positions = layers.binary("SUM", layers.reshape(acceptance.next_context_lens, (-1, 1)), slots)
         rows = Rows(
             positions=layers.reshape(positions, (-1,)),
@@ -283,14 +301,9 @@ class TrtOps:
         blocks = layers.reshape(hidden, (-1, width, size))
         return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
 
-    def argmax_tokens(self, logits: ITensor) -> ITensor:
-        layers = self._layers
-        token_ids = layers.clamp(layers.argmax(logits, 1), 0, logits.shape[1] - 1)  # NaN has no largest
-        return layers.reshape(token_ids, (-1, self._num_drafts()))
-
-    def map_tokens(self, draft_to_target: Handle, token_ids: ITensor) -> ITensor:
-        layers = self._layers
-        return layers.cast(layers.gather(layers.tensor(draft_to_target), token_ids), "int32")
+    def draft_tokens(self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None) -> ITensor:
+        targets = None if draft_to_target is None else self._layers.tensor(draft_to_target)
+        return self._lowering.draft_tokens(logits, acceptance.next_context_lens, targets)
 
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)
@@ -303,9 +316,11 @@ class TrtOps:
         by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
 
-    def _num_drafts(self) -> Dim:
-        width = self._layers.dim(self._inputs.logit_rows, 1)
-        return width - 1 if isinstance(width, int) else self._layers.binary("SUB", width, 1)
+
+def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:
+    """K."""
+    width = layers.dim(inputs.logit_rows, 1)
+    return width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
 
 
 def _pages(cache: Cache[ITensor]) -> Pages:

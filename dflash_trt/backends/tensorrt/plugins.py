@@ -86,9 +86,23 @@ SAMPLE_AND_ACCEPT: Final = PluginContract(
     outputs=("emitted_tokens", "emitted_logprobs", "num_accepted", "bonus_tokens", "next_context_lens"),
     fields=(),
 )
+DRAFT_TOKENS: Final = PluginContract(
+    name="DraftTokens",
+    inputs=("logits", "temperature", "seed", "next_context_lens", "draft_to_target"),
+    outputs=("token_ids",),
+    fields=("has_map",),
+)
 ALL_REDUCE: Final = PluginContract(name="AllReduce", inputs=("x",), outputs=("summed",), fields=("num_ranks",))
 ALL_GATHER: Final = PluginContract(name="AllGather", inputs=("x",), outputs=("gathered",), fields=("num_ranks",))
-PLUGINS: Final = (ATTEND_PAGES, ATTEND_DRAFT, WRITE_DRAFT_CONTEXT, SAMPLE_AND_ACCEPT, ALL_REDUCE, ALL_GATHER)
+PLUGINS: Final = (
+    ATTEND_PAGES,
+    ATTEND_DRAFT,
+    WRITE_DRAFT_CONTEXT,
+    SAMPLE_AND_ACCEPT,
+    DRAFT_TOKENS,
+    ALL_REDUCE,
+    ALL_GATHER,
+)
 
 
 class PluginLowering:
@@ -147,6 +161,17 @@ class PluginLowering:
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         outputs = self._node(SAMPLE_AND_ACCEPT, {"logits": logits}, {})
         return Acceptance(**dict(zip(SAMPLE_AND_ACCEPT.outputs, outputs, strict=True)))
+
+    def draft_tokens(
+        self,
+        logits: ITensor,
+        next_context_lens: ITensor,
+        draft_to_target: ITensor | None,  # int64 [V]
+    ) -> ITensor:
+        not_read = self._layers.ints([0], (1,), "int64")
+        given = {"logits": logits, "next_context_lens": next_context_lens}
+        given |= {"draft_to_target": not_read if draft_to_target is None else draft_to_target}
+        return self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})[0]
 
     def state_outputs(self) -> dict[str, ITensor]:
         """What keeps writers alive that nobody reads: TensorRT removes a node without a way to an output."""

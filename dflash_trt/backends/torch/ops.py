@@ -177,11 +177,8 @@ class TorchOps:
         blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])
         return blocks[:, 1:].reshape(-1, hidden.shape[-1])
 
-    def argmax_tokens(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1).int().view(-1, self._num_draft_tokens)
-
-    def map_tokens(self, draft_to_target: Tensor, token_ids: Tensor) -> Tensor:
-        return draft_to_target[token_ids.long()].int()
+    def draft_tokens(self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None) -> Tensor:
+        return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ranks.all_reduce(x)

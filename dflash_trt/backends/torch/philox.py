@@ -1,45 +1,58 @@
-"""Philox4x32-10 in integer tensor arithmetic: random numbers by (seed, position), with no state to keep.
+"""Philox4x32-10 in integer tensor arithmetic, and the Gumbel noise that is made of it: no state to keep.
 
-Definition: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A request's text then depends on
-its seed and on nothing else in the batch. Products of 32-bit words are taken in 16-bit halves because PyTorch has no
-unsigned 64-bit multiply.
+The definition of the noise for every backend: token x at position p of a request has
+
+    word   x % 4 of Philox4x32-10 with the key (seed's low 32 bits, its high 32 bits) and the counter (p, x // 4, 0, 0)
+    v      (word + 1/2) / 2^32 in float32, at most 1 - 2^-24: strictly between 0 and 1
+    noise  g = -log(-log(1 - v)), 1 - v being the uniform number; small v, the likely winners, keep all their bits
+
+The target's token is the argmax of score + T g over the tokens that its filters keep, a draft the argmax of the
+drafter's scores + T g with the noise of the same seed and position. The first is a sample of softmax(score / T),
+whatever is drafted (the Gumbel-max theorem). The second is likely to equal it: with probability (1 - d) / (1 + d) at
+least, d being the total variation distance of the two distributions.
+
+Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Daliri, Musco and Suresh, "Coupling without
+communication and drafter-invariant speculative decoding" (2024).
 """
 
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+LARGEST = 1 - 2**-24  # of v: what follows in float32 is 1
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds. Every word is an int64 tensor holding a 32-bit value; all of one shape. Returns four words."""
+    """Ten rounds. Every word is an int64 tensor holding a 32-bit value; shapes broadcast. Returns four words.
+
+    The upper half of a product may be taken for a sign: its bits are right, and those that the shift adds are masked.
+    """
     key0, key1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + _WEYL[0]) & _WORD, (key1 + _WEYL[1]) & _WORD
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1 = ((product1 >> 32) ^ c1 ^ key0) & WORD, product1 & WORD
+        c2, c3 = ((product0 >> 32) ^ c3 ^ key1) & WORD, product0 & WORD
+        key0, key1 = (key0 + WEYL[0]) & WORD, (key1 + WEYL[1]) & WORD
     return c0, c1, c2, c3
 
 
-def uniform(
+def token_words(
     seed: Tensor,  # int64 [N], non-negative
-    position: Tensor,  # int64 [N], absolute position of the token to be drawn
+    position: Tensor,  # int64 [N], absolute position of the token to be chosen
+    vocab_size: int,
 ) -> Tensor:
-    """float32 [N] in [0, 1), 24 random bits each."""
+    """int64 [N, vocab_size], 32 random bits each."""
+    seed, position = seed[:, None], position[:, None]
+    quads = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
     zero = torch.zeros_like(position)
-    words = philox((seed & _WORD, seed >> 32), (position, zero, zero, zero))
-    return (words[0] >> 8).to(torch.float32) * 2.0**-24
+    words = philox((seed & WORD, seed >> 32), (position, quads, zero, zero))
+    return torch.stack(words, dim=2).flatten(1)[:, :vocab_size]
 
 
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product."""
-    high, low = word >> 16, word & 0xFFFF
-    factor_high, factor_low = factor >> 16, factor & 0xFFFF
-    low_product = low * factor_low
-    middle = high * factor_low + (low_product >> 16)  # < 2**33: no overflow
-    cross = low * factor_high + (middle & 0xFFFF)
-    return (high * factor_high + (middle >> 16) + (cross >> 16), ((cross & 0xFFFF) << 16) | (low_product & 0xFFFF))
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """float32 [N, vocab_size]; arguments as for `token_words`."""
+    v = ((token_words(seed, position, vocab_size).float() + 0.5) * 2.0**-32).clamp_(max=LARGEST)
+    return v.neg_().log1p_().neg_().log_().neg_()

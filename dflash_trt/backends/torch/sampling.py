@@ -1,14 +1,15 @@
-"""sample_and_accept in PyTorch: the definition that every other backend must match.
+"""sample_and_accept and draft_tokens in PyTorch: the definition that every other backend must match.
 
-The target is sampled at every row; a draft is accepted while it equals the sampled token. With greedy (one-hot)
-drafts this is rejection sampling, so the output distribution is the target's at any temperature. A row whose logits
-give no token (see `core/step_spec.py`) gets the log probability NaN.
+The target is sampled at every row; a draft is accepted while it equals the sampled token. The output distribution is
+therefore the target's at any temperature, whatever is drafted. Drafts are made with the noise that will sample the
+target at their position (`philox.py`), so that they meet its token more often than the drafter's likeliest would. A row
+whose logits give no token (see `core/step_spec.py`) gets the log probability NaN.
 """
 
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.philox import uniform
+from dflash_trt.backends.torch.philox import gumbel_noise
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 
@@ -49,25 +50,54 @@ def _num_accepted(tokens: Tensor, inputs: StepInputs[Tensor]) -> Tensor:  # int6
 def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
     """One token per row, int64 [R*(K+1)]: argmax where temperature is 0, else a draw from the filtered distribution."""
     greedy = scores.argmax(dim=1)
-    is_random = inputs.temperature > 0
-    if not bool(is_random.any()):
-        return greedy
     width = inputs.logit_rows.shape[1]
-    rows = is_random.repeat_interleave(width).nonzero()[:, 0]
+    rows = _random_rows(inputs, width)
+    if not len(rows):
+        return greedy
 
     def per_row(values: Tensor) -> Tensor:
         return values.repeat_interleave(width)[rows]
 
-    chosen = scores[rows]
+    chosen, temperature = scores[rows], per_row(inputs.temperature)
+    chosen = chosen - chosen.amax(dim=1, keepdim=True)  # at most 0 before it is divided: never infinite
     weights = filtered_weights(
-        # the largest is 0 before it is divided: no temperature makes it infinite
-        (chosen - chosen.amax(dim=1, keepdim=True)) / per_row(inputs.temperature)[:, None],
+        chosen / temperature[:, None],
         top_k=per_row(inputs.top_k),
         top_p=per_row(inputs.top_p),
         min_p=per_row(inputs.min_p),
     )
-    drawn_position = inputs.positions[inputs.logit_rows.flatten().long()][rows].long() + 1
-    return greedy.index_copy(0, rows, draw(weights, uniform(per_row(inputs.seed), drawn_position)))
+    position = inputs.positions[inputs.logit_rows.flatten().long()][rows].long() + 1
+    noise = gumbel_noise(per_row(inputs.seed), position, scores.shape[1])
+    return greedy.index_copy(0, rows, draw(chosen, weights > 0, temperature, noise))
+
+
+def draft_tokens(
+    logits: Tensor,  # [R*K, V or draft vocabulary], any float dtype
+    inputs: StepInputs[Tensor],
+    acceptance: Acceptance[Tensor],
+    draft_to_target: Tensor | None,
+) -> Tensor:
+    """See `Ops.draft_tokens`."""
+    num_requests = len(inputs.temperature)
+    width = len(logits) // num_requests
+    tokens = logits.argmax(dim=1)
+    rows = _random_rows(inputs, width)
+    if len(rows):
+        # slot j of a block, from 1 on, is at j behind the bonus token
+        position = acceptance.next_context_lens[:, None].long() + torch.arange(1, width + 1, device=logits.device)
+        seed, temperature = (x.repeat_interleave(width)[rows] for x in (inputs.seed, inputs.temperature))
+        vocab_size = logits.shape[1] if draft_to_target is None else int(draft_to_target.max()) + 1
+        noise = gumbel_noise(seed, position.flatten()[rows], vocab_size)
+        if draft_to_target is not None:
+            noise = noise.index_select(1, draft_to_target.long())
+        tokens[rows] = (logits[rows].float() + temperature[:, None] * noise).argmax(dim=1)
+    tokens = tokens if draft_to_target is None else draft_to_target[tokens]
+    return tokens.int().view(num_requests, width)
+
+
+def _random_rows(inputs: StepInputs[Tensor], width: int) -> Tensor:
+    """Rows of the requests that are not greedy, int64 [N]; every request has `width` of them."""
+    return (inputs.temperature > 0).repeat_interleave(width).nonzero()[:, 0]
 
 
 def filtered_weights(
@@ -88,16 +118,17 @@ def filtered_weights(
     return weights * (weights >= min_p[:, None] * weights.amax(dim=1, keepdim=True))
 
 
-def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse of the cumulative distribution in vocabulary order; a token of weight 0 is never drawn. int64 [N].
+def draw(
+    scores: Tensor,  # float32 [N, V]
+    is_kept: Tensor,  # bool [N, V]
+    temperature: Tensor,  # float32 [N]
+    noise: Tensor,  # float32 [N, V]
+) -> Tensor:
+    """The first argmax of scores + temperature * noise over the kept tokens, int64 [N].
 
-    Of weights that are not finite the result means nothing, but is in the vocabulary.
+    Of scores that are not finite the result means nothing, but is in the vocabulary.
     """
-    cumulative = weights.cumsum(dim=1)
-    total = cumulative[:, -1:].contiguous()
-    index = torch.searchsorted(cumulative, u[:, None] * total, right=True)[:, 0]
-    last_kept = torch.searchsorted(cumulative, total)[:, 0]  # u * total may round up to total
-    return torch.minimum(index, last_kept).clamp(max=weights.shape[1] - 1)
+    return torch.where(is_kept, scores + temperature[:, None] * noise, -torch.inf).argmax(dim=1)
 
 
 def _smallest_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

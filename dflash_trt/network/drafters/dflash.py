@@ -47,18 +47,18 @@ class DFlashDrafter(Generic[T]):
         ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
 
     def propose(self, ops: Ops[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]) -> T:
-        """Run the block [bonus, MASK x K] and take its greedy tokens.
+        """Run the block [bonus, MASK x K] and take its tokens.
 
         Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
-        A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits, so
-        a greedy draft does not need them.
+        A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits: a
+        greedy draft does not need them. They are left out of sampled drafts, too, which costs acceptance and no token.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.mask_token_id)
         hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
         *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, caches)
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
-        tokens = ops.argmax_tokens(ops.all_gather_vocab(ops.linear(hidden, self.lm_head)))
-        return tokens if self.draft_to_target is None else ops.map_tokens(self.draft_to_target, tokens)
+        logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
+        return ops.draft_tokens(logits, acceptance, self.draft_to_target)
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:

@@ -89,6 +89,16 @@ constexpr OutputRule kSampleAndAcceptOutputs[] = {
     {"next_context_lens", kInt},
 };
 
+constexpr InputRule kDraftTokensInputs[] = {
+    {"logits", kF, 2},
+    {"temperature", kReal, 1},
+    {"seed", kLong, 1},
+    {"next_context_lens", kInt, 1},
+    {"draft_to_target", kLong, 1},
+};
+constexpr OutputRule kDraftTokensOutputs[] = {{"token_ids", kInt}};
+constexpr FieldRule kDraftTokensFields[] = {{"has_map", FieldType::kInt32, 0, 1}};
+
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
 constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
@@ -156,14 +166,15 @@ PluginContract const kAttendDraft{"AttendDraft", kAttendDraftInputs, kAttendDraf
 PluginContract const kWriteDraftContext{
     "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
 PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
+PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
 PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
 PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
 std::string describe_contract()
 {
     std::string plugins;
-    for (PluginContract const* plugin :
-        std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept, &kAllReduce, &kAllGather})
+    for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept,
+             &kDraftTokens, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

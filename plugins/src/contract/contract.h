@@ -78,6 +78,7 @@ extern PluginContract const kAttendPages;
 extern PluginContract const kAttendDraft;
 extern PluginContract const kWriteDraftContext;
 extern PluginContract const kSampleAndAccept;
+extern PluginContract const kDraftTokens;
 extern PluginContract const kAllReduce;
 extern PluginContract const kAllGather;
 

@@ -16,7 +16,22 @@ namespace
 {
 
 constexpr size_t kAlignment = 256;
-constexpr auto const& kKernels = launch_rules::SAMPLING_KERNELS;
+
+/// The launches of an operation over rows of logits, in their order.
+struct Operation
+{
+    PluginContract const& contract;
+    Rules<char const*> kernels;
+    Rules<launch_rules::Scratch> scratch;
+    bool has_map;
+};
+
+Operation const kSampling{kSampleAndAccept, launch_rules::SAMPLING_KERNELS, launch_rules::SAMPLING_SCRATCH, false};
+
+Operation drafting(bool has_map)
+{
+    return {kDraftTokens, launch_rules::DRAFT_KERNELS, launch_rules::DRAFT_SCRATCH, has_map};
+}
 
 /// A scratch tensor of the launches, by its argument name.
 struct Scratch
@@ -35,17 +50,17 @@ EmbeddedKernel const& any_variant(std::string_view kernel)
     throw Problem("plugin library", "sampling kernels", "none", "Build the library again, with all its kernels.");
 }
 
-/// The sampler's tile over the vocabulary; the same in every variant.
-int64_t vocabulary_tile()
+/// Tiles of the vocabulary; their size is the same in every variant.
+int64_t num_tiles(Operation const& operation, SamplingShape const& shape)
 {
-    return any_variant(kKernels[0]).constant("TILE");
+    return ceil_div(shape.vocab_size, any_variant(operation.kernels[0]).constant("TILE"));
 }
 
-std::vector<Scratch> scratch_tensors(SamplingShape const& shape)
+std::vector<Scratch> scratch_tensors(Operation const& operation, SamplingShape const& shape)
 {
-    int64_t const tiles = ceil_div(shape.vocab_size, vocabulary_tile());
+    int64_t const tiles = num_tiles(operation, shape);
     std::vector<Scratch> tensors;
-    for (auto const& [name, element_bytes, per_row, per_tile] : launch_rules::SAMPLING_SCRATCH)
+    for (auto const& [name, element_bytes, per_row, per_tile] : operation.scratch)
     {
         auto const bytes = static_cast<size_t>(shape.num_rows() * (per_row + per_tile * tiles) * element_bytes);
         tensors.push_back({name, (bytes + kAlignment - 1) / kAlignment * kAlignment});
@@ -54,7 +69,7 @@ std::vector<Scratch> scratch_tensors(SamplingShape const& shape)
 }
 
 /// A variant of `kernel`, with requirements only for what it is compiled for.
-KernelChoice choice(char const* kernel, SamplingShape const& shape)
+KernelChoice choice(char const* kernel, Operation const& operation, SamplingShape const& shape)
 {
     EmbeddedKernel const& sample = any_variant(kernel);
     KernelChoice chosen(kernel);
@@ -67,11 +82,15 @@ KernelChoice choice(char const* kernel, SamplingShape const& shape)
         std::string_view const name = sample.constants[i].name;
         if (name == "TILES")
         {
-            chosen.at_least("TILES", ceil_div(shape.vocab_size, vocabulary_tile()));
+            chosen.at_least("TILES", num_tiles(operation, shape));
         }
         else if (name == "WIDTH")
         {
             chosen.at_least("WIDTH", shape.width);
+        }
+        else if (name == "HAS_MAP")
+        {
+            chosen.equal("HAS_MAP", operation.has_map ? 1 : 0);
         }
     }
     return chosen;
@@ -88,24 +107,25 @@ void check(SamplingShape const& shape)
     }
 }
 
-Values values_of(SamplingShape const& shape)
+Values values_of(Operation const& operation, SamplingShape const& shape)
 {
     Values values;
-    for (int32_t i = 0; i < kSampleAndAccept.inputs.count; ++i)
+    for (int32_t i = 0; i < operation.contract.inputs.count; ++i)
     {
-        values.pointer(kSampleAndAccept.inputs[i].name, TensorSlot{TensorSource::kInput, i, 0});
+        values.pointer(operation.contract.inputs[i].name, TensorSlot{TensorSource::kInput, i, 0});
     }
-    for (int32_t i = 0; i < kSampleAndAccept.outputs.count; ++i)
+    for (int32_t i = 0; i < operation.contract.outputs.count; ++i)
     {
-        values.pointer(kSampleAndAccept.outputs[i].name, TensorSlot{TensorSource::kOutput, i, 0});
+        values.pointer(operation.contract.outputs[i].name, TensorSlot{TensorSource::kOutput, i, 0});
     }
     values.integer("num_requests", shape.num_requests)
         .integer("num_rows", shape.num_rows())
         .integer("width", shape.width)
+        .integer("num_slots", shape.width)
         .integer("vocab_size", shape.vocab_size)
-        .integer("num_tiles", ceil_div(shape.vocab_size, vocabulary_tile()));
+        .integer("num_tiles", num_tiles(operation, shape));
     size_t offset = 0;
-    for (Scratch const& tensor : scratch_tensors(shape))
+    for (Scratch const& tensor : scratch_tensors(operation, shape))
     {
         values.pointer(tensor.name, TensorSlot{TensorSource::kWorkspace, 0, offset});
         offset += tensor.num_bytes;
@@ -113,33 +133,53 @@ Values values_of(SamplingShape const& shape)
     return values;
 }
 
-} // namespace
-
-size_t sampling_workspace_bytes(SamplingShape const& shape)
+size_t workspace_bytes(Operation const& operation, SamplingShape const& shape)
 {
     check(shape);
-    for (char const* kernel : kKernels)
+    for (char const* kernel : operation.kernels)
     {
-        choice(kernel, shape).require();
+        choice(kernel, operation, shape).require();
     }
     size_t num_bytes = 0;
-    for (Scratch const& tensor : scratch_tensors(shape))
+    for (Scratch const& tensor : scratch_tensors(operation, shape))
     {
         num_bytes += tensor.num_bytes;
     }
     return num_bytes;
 }
 
-PreparedLaunches prepare_sampling(SamplingShape const& shape, Device const& device)
+PreparedLaunches prepare(Operation const& operation, SamplingShape const& shape, Device const& device)
 {
     check(shape);
-    Values const values = values_of(shape);
+    Values const values = values_of(operation, shape);
     PreparedLaunches launches;
-    for (char const* kernel : kKernels)
+    for (char const* kernel : operation.kernels)
     {
-        launches.emplace_back(choice(kernel, shape).best(values, device), values, device);
+        launches.emplace_back(choice(kernel, operation, shape).best(values, device), values, device);
     }
     return launches;
+}
+
+} // namespace
+
+size_t sampling_workspace_bytes(SamplingShape const& shape)
+{
+    return workspace_bytes(kSampling, shape);
+}
+
+PreparedLaunches prepare_sampling(SamplingShape const& shape, Device const& device)
+{
+    return prepare(kSampling, shape, device);
+}
+
+size_t draft_workspace_bytes(SamplingShape const& shape, bool has_map)
+{
+    return workspace_bytes(drafting(has_map), shape);
+}
+
+PreparedLaunches prepare_drafts(SamplingShape const& shape, bool has_map, Device const& device)
+{
+    return prepare(drafting(has_map), shape, device);
 }
 
 } // namespace dflash_trt

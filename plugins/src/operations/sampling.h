@@ -1,4 +1,5 @@
-// Sampling and acceptance: the launches of dflash_trt/kernels/sampling_launch.py, in their order.
+// Sampling and acceptance, and drafts: the launches of dflash_trt/kernels/sampling_launch.py and argmax_launch.py, in
+// their order.
 #pragma once
 
 #include "operations/float_type.h"
@@ -15,7 +16,7 @@ struct SamplingShape
 {
     FloatType type;
     int64_t num_requests;
-    int64_t width; // rows of a request, K + 1
+    int64_t width; // rows of a request: K + 1, of drafts K
     int64_t vocab_size;
 
     [[nodiscard]] int64_t num_rows() const noexcept { return num_requests * width; }
@@ -28,5 +29,9 @@ size_t sampling_workspace_bytes(SamplingShape const& shape);
 /// In the order in which they must run. Tensors are those of the contract's SampleAndAccept, with a workspace of
 /// sampling_workspace_bytes().
 PreparedLaunches prepare_sampling(SamplingShape const& shape, Device const& device);
+
+/// The same for the contract's DraftTokens; `has_map`: of a draft vocabulary.
+size_t draft_workspace_bytes(SamplingShape const& shape, bool has_map);
+PreparedLaunches prepare_drafts(SamplingShape const& shape, bool has_map, Device const& device);
 
 } // namespace dflash_trt
