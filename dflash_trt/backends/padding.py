@@ -131,18 +131,21 @@ def mixed_shapes(limits: ExecutorLimits, *, num_draft_tokens: int) -> list[StepS
     return list(dict.fromkeys(shape for shape in made if shape is not None))
 
 
-def warm_shapes(limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
+def warm_shapes(
+    limits: ExecutorLimits, draft_lens: Iterable[int], *, tile_edges: Iterable[int] = ()
+) -> list[StepShape]:
     """Shapes to run before serving, the largest first: then no step of these K, or of K = 0, captures or compiles.
 
     Those with `has_graph` are to be captured: every bucket of verify blocks, and as many steps with a prefill chunk as
-    MAX_GRAPHS leaves. The others compile the kernels of the rest.
+    MAX_GRAPHS leaves. The others compile the kernels of the rest, those behind each of `tile_edges` included: numbers
+    of tokens up to which a kernel has one tile, and more tokens another.
     """
     lens = sorted({0, *(min(length, limits.max_draft_len) for length in draft_lens)}, reverse=True)
     captured = [shape for length in lens for shape in decode_shapes(limits, num_draft_tokens=length)]
     mixed = [shape for length in lens for shape in mixed_shapes(limits, num_draft_tokens=length)]
     mixed.sort(key=lambda shape: shape.num_tokens)
     captured += mixed[: max(0, MAX_GRAPHS - len(captured))]
-    compiled = (shape for length in lens for shape in prefill_kernel_shapes(limits, length))
+    compiled = (shape for length in lens for shape in prefill_kernel_shapes(limits, length, tile_edges=tile_edges))
     return sorted([*captured, *compiled], key=lambda shape: (shape.num_tokens, shape.num_requests), reverse=True)
 
 
@@ -172,14 +175,18 @@ def _full_blocks(num_requests: int, num_draft_tokens: int, limits: ExecutorLimit
     return decode_shape(min(bucket_of(num_requests, limits), most), num_draft_tokens)
 
 
-def prefill_kernel_shapes(limits: ExecutorLimits, num_draft_tokens: int) -> Iterator[StepShape]:
+def prefill_kernel_shapes(
+    limits: ExecutorLimits, num_draft_tokens: int, *, tile_edges: Iterable[int] = ()
+) -> Iterator[StepShape]:
     """Steps with a prefill chunk that together run every kernel: a kernel depends on the step's size by the capacity
-    for its requests, and by the tile of the chunk, which the shortest and the longest step have.
+    for its requests, and by the tile of the chunk, which the shortest and the longest step have, or one at an edge.
     """
     capacities = {request_capacity(n): n for n in range(limits.max_batch_size, 0, -1)}
     for num_requests in capacities.values():
         num_rows = num_requests * (num_draft_tokens + 1)
-        for num_tokens in dict.fromkeys((max(num_rows + 1, _MIN_TOKENS), limits.max_num_tokens)):
+        shortest, longest = max(num_rows + 1, _MIN_TOKENS), limits.max_num_tokens
+        edges = [edge for edge in tile_edges if shortest < edge < longest] if num_requests == 1 else []
+        for num_tokens in dict.fromkeys((shortest, *edges, longest)):
             if num_rows < num_tokens <= limits.max_num_tokens:
                 yield StepShape(
                     num_requests=num_requests,

@@ -67,6 +67,11 @@ def tile_tokens(num_rows: int, num_chosen: int, num_experts: int) -> int:
     return next((tile for tile in TOKEN_TILES if tile * num_experts >= num_rows * num_chosen), TOKEN_TILES[-1])
 
 
+def tile_edges(num_chosen: int, num_experts: int) -> tuple[int, ...]:
+    """Numbers of rows behind which `tile_tokens` is larger."""
+    return tuple(tile * num_experts // num_chosen for tile in TOKEN_TILES[:-1])
+
+
 def max_tiles(num_rows: int, num_chosen: int, num_experts: int, tokens: int) -> int:
     """Tiles for any choice: each expert that has entries may have one that is not full."""
     num_entries = num_rows * num_chosen

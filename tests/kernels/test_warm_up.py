@@ -6,6 +6,7 @@ Launches are recorded and not run; tokens come from the fake executor, so that l
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.engine_dir.building import build
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.specializations import recorded_specializations
 from tests.scheduler.driver import Driver, make_request
 
-LIMITS = {"max_batch_size": 72, "max_seq_len": 512, "max_num_tokens": 900, "page_size": 32}
+LIMITS = {"max_seq_len": 512, "max_num_tokens": 900, "page_size": 32}
 POLICY = BatchSizeDraftLength({1: 7, 5: 5, 20: 3})
 STAND_INS = {"draft_block_kernel": lambda arguments: arguments["token_ids"].zero_()}  # they are looked up
 
@@ -60,12 +61,10 @@ class LaunchingExecutor(FakeExecutor):
         return super().submit(plan)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+def make_engine(root: Path, *, family: Family = "qwen3", max_batch_size: int, **overrides: int) -> EngineDir:
     """Each query head has its own K/V head, so that the chunk's tile depends on its length most."""
-    root = tmp_path_factory.mktemp("warm up")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    target = make_target(root / "target", num_hidden_layers=1, **heads)
+    target = make_target(root / "target", family=family, num_hidden_layers=1, **heads, **overrides)
     drafter = make_zlab_drafter(
         root / "drafter",
         target_dir=target,
@@ -74,12 +73,29 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
         layer_types=("full_attention",) * 2,
         **heads,
     )
-    return build(root, root / "engine", target=str(target), drafter=str(drafter), **LIMITS)
+    return build(
+        root, root / "engine", target=str(target), drafter=str(drafter), max_batch_size=max_batch_size, **LIMITS
+    )
 
 
-@pytest.fixture
-def executor(engine: EngineDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    return make_engine(tmp_path_factory.mktemp("dense"), max_batch_size=72)
+
+
+@pytest.fixture(scope="module")
+def engine_of_experts(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    """Steps of 257 to 512 tokens have a tile of experts that no verify block and neither end of the lengths has."""
+    experts = {"num_experts": 32, "num_experts_per_tok": 2}
+    return make_engine(tmp_path_factory.mktemp("experts"), family="qwen3_moe", max_batch_size=24, **experts)
+
+
+@pytest.fixture(params=["engine", "engine_of_experts"])
+def executor(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:
     """Of the steps with a prefill chunk some have graphs and some have none."""
+    engine: EngineDir = request.getfixturevalue(request.param)
     monkeypatch.setattr(padding, "MAX_GRAPHS", 64)
     opened = TorchGpuExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 24), device=torch.device("cpu"))
     recorder = GraphRecorder()
@@ -107,7 +123,7 @@ def serve(executor: LaunchingExecutor, *, num_steps: int) -> None:
 def test_no_kernel_is_compiled_and_no_graph_captured_while_requests_run(executor) -> None:
     gpu, graphs = executor
     with recorded_specializations(STAND_INS) as compiled:
-        gpu.warm_up(warm_shapes(gpu.limits, POLICY.lengths))
+        gpu.warm_up(warm_shapes(gpu.limits, POLICY.lengths, tile_edges=gpu.tile_edges))
         num_compiled, num_captured = len(compiled), graphs.events["capture"]
         assert num_captured == gpu.graphs.num_graphs == 64
         serving = LaunchingExecutor(gpu)
@@ -118,6 +134,7 @@ def test_no_kernel_is_compiled_and_no_graph_captured_while_requests_run(executor
     assert serving.num_by_kind["decode"] < graphs.events["replay"] < len(serving.batches), "mixed steps run both ways"
 
 
+@pytest.mark.parametrize("executor", ["engine"], indirect=True)
 @pytest.mark.parametrize(
     ("draft_lens", "with_all_kernels"),
     [pytest.param((7,), True, id="other draft lengths"), pytest.param(POLICY.lengths, False, id="graphs alone")],
@@ -125,7 +142,20 @@ def test_no_kernel_is_compiled_and_no_graph_captured_while_requests_run(executor
 def test_an_incomplete_warm_up_is_noticed(executor, draft_lens: Sequence[int], with_all_kernels: bool) -> None:
     gpu, _ = executor
     with recorded_specializations(STAND_INS) as compiled:
-        gpu.warm_up(shape for shape in warm_shapes(gpu.limits, draft_lens) if shape.has_graph or with_all_kernels)
+        shapes = warm_shapes(gpu.limits, draft_lens, tile_edges=gpu.tile_edges)
+        gpu.warm_up(shape for shape in shapes if shape.has_graph or with_all_kernels)
         num_compiled = len(compiled)
         serve(LaunchingExecutor(gpu), num_steps=30)
     assert len(compiled) > num_compiled
+
+
+@pytest.mark.parametrize("executor", ["engine_of_experts"], indirect=True)
+def test_a_warm_up_without_the_tiles_of_experts_is_noticed(executor) -> None:
+    gpu, _ = executor
+    assert gpu.tile_edges == [256, 512]
+    with recorded_specializations(STAND_INS) as compiled:
+        gpu.warm_up(warm_shapes(gpu.limits, POLICY.lengths))
+        warm = set(compiled)
+        serve(LaunchingExecutor(gpu), num_steps=80)
+    names = {name for name, *_ in compiled - warm}
+    assert names == {"routing_kernel", "expert_gate_up_kernel", "expert_down_kernel"}

@@ -35,10 +35,12 @@ from dflash_trt.backends.torch.loading import (
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
+from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import StepState
@@ -150,8 +152,8 @@ class TorchGpuExecutor:
             ranks=ranks,
         )
         if device.type == "cuda":
-            most = executor.limits.max_draft_len
-            executor.warm_up(warm_shapes(executor.limits, (most,) if draft_lens is None else draft_lens))
+            lens = (executor.limits.max_draft_len,) if draft_lens is None else draft_lens
+            executor.warm_up(warm_shapes(executor.limits, lens, tile_edges=executor.tile_edges))
         return executor
 
     @torch.inference_mode()
@@ -198,6 +200,13 @@ class TorchGpuExecutor:
             self._staging.upload()
             for _ in range(times):
                 self._run(shape)
+
+    @property
+    def tile_edges(self) -> list[int]:
+        """Numbers of tokens behind which the experts of a layer have other tiles: see `warm_shapes`."""
+        moes = {layer.feed_forward for layer in self.network.target.layers if isinstance(layer.feed_forward, Moe)}
+        edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in moes)
+        return sorted({edge for of_layer in edges for edge in of_layer})
 
     @property
     def pages(self) -> list[Tensor]:
