@@ -132,5 +132,11 @@ def test_pytorch_s_gemm_computes_the_definition(num_rows, device):
     on_device = weight.map_tensors(lambda _, tensor: tensor.to(device))
     linear = prepare_device_linear(Linear(weight=on_device), torch.bfloat16)
     assert kinds(on_device, torch.bfloat16) == [BlockScaledMatrix]
-    found = apply_device_linear(Plain(x.to(device)), linear).cpu()
-    assert relative(found, defined_output(x.float(), weight, "nvfp4")) < 10 * TOLERANCE
+    activation = Plain(x.to(device))
+    found = apply_device_linear(activation, linear)
+    assert relative(found.cpu(), defined_output(x.float(), weight, "nvfp4")) < 10 * TOLERANCE
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = apply_device_linear(activation, linear)
+    graph.replay()
+    assert torch.equal(captured, found)
