@@ -58,9 +58,11 @@ NOT_RUN = {
     "TENSORRT_INCLUDE_DIR=": "minutes; tests/plugins builds a small library",
     "python -m scripts.bench_launches": "a minute; tests/plugins times a small library",
     "python -m scripts.build_memory": "a minute, and 4.5 GB of disk; tests/trt builds tiny engines",
+    "pytest tests/kernels/test_step_counts.py": "a test itself",
+    "scripts/sampled_acceptance.py": "minutes",
+    "python -m scripts.kernel_report": "a minute; tests/kernels/test_kernel_report.py reads its numbers",
     "scripts/full_size_check": "half an hour, and 30 GB of disk; tests build tiny pairs in the same layout",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
-    "python -m plugins.aot": "minutes; tests/kernels/test_aot.py compiles a few kernels",
     "export ": "sets a variable for the benchmark after it",
 }
 # Appended, so that a test is quick; click takes the last value of an option.
