@@ -32,10 +32,14 @@ def in_blocks(
 ) -> Tensor:  # [N, out]
     """`compute` of all rows, GEMM_ROWS in each call, the last ones zeros."""
     num_rows = len(x)
+    if num_rows < GEMM_ROWS:
+        block = x.new_zeros(GEMM_ROWS, x.shape[1])
+        block[:num_rows] = x
+        return compute(block)[:num_rows]
+    if num_rows == GEMM_ROWS:
+        return compute(x)
     missing = padded_length(num_rows, GEMM_ROWS) - num_rows
     blocks = torch.split(F.pad(x, (0, 0, 0, missing)) if missing else x, GEMM_ROWS)
-    if len(blocks) == 1:
-        return compute(blocks[0])[:num_rows]
     return torch.cat([compute(block) for block in blocks])[:num_rows]
 
 
@@ -46,8 +50,9 @@ def directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A Pointwise whose bits do not depend on an element's place: whole vectors, on one thread."""
-    flat = x.flatten()
-    missing = padded_length(len(flat), _VECTOR) - len(flat)
-    pieces = [function(piece) for piece in torch.split(F.pad(flat, (0, missing)) if missing else flat, _PIECE)]
-    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return out[: len(flat)].view(x.shape)
+    size = x.numel()
+    if size % _VECTOR == 0 and size <= _PIECE:
+        return function(x.contiguous())
+    missing = padded_length(size, _VECTOR) - size
+    pieces = torch.split(F.pad(x.flatten(), (0, missing)), _PIECE)
+    return torch.cat([function(piece) for piece in pieces])[:size].view(x.shape)
