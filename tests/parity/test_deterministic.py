@@ -106,7 +106,7 @@ def test_batch_mates_drafts_chunks_prefix_hits_and_chaining_change_no_bit(engine
         overlaps=st.booleans(),
     )
     @example(order=REPEATED, drafts={1: 5, 2: 2, 5: 0}, chunk=17, steps_between=9, overlaps=False)
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=5, deadline=None)
     def check(order: list[int], **how: Any) -> None:
         assert answers(executor, order, **how) == [expected[index] for index in order]
 
