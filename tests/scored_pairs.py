@@ -24,6 +24,7 @@ class ScoredPair:
 
     def __init__(self, pair: CheckpointPair, fields: dict[str, Any]) -> None:
         self._pair = pair
+        self.quantization = pair.quantization
         self.target = scored(pair.target, fields)
         self.draft = None if pair.draft is None else scored(pair.draft, fields | {"has_sinks": False})
 

@@ -124,9 +124,12 @@ def test_a_flag_overrides_the_format_of_the_yaml_and_keeps_its_other_keys(target
 
 
 def test_an_unknown_format_is_a_usage_error(target, tmp_path, invoke) -> None:
-    result = invoke("build", "--target", target, "-o", tmp_path / "engine", "--quantization", "int4")
+    result = invoke("build", "--target", target, "-o", tmp_path / "engine", "--quantization", "int3")
     assert result.exit_code == 2
-    assert "format of target: expected none, fp8, nvfp4, nvfp4_w4a16, found int4" in result.stderr
+    assert (
+        "format of target: expected none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4, nvfp4_w4a16, found int3"
+        in result.stderr
+    )
 
 
 COMPARISON = Comparison(

@@ -129,7 +129,8 @@ def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
     lines = invoke("run", "dir", "--prompt", "x").stderr.splitlines()
     assert lines[1:] == ["K/V: no pages", "error: recorded"]
     assert lines[0] == (
-        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True"
+        "settings: device=auto, use_drafter=True, adaptive_draft_length=False, enable_prefix_caching=True, "
+        "deterministic=False"
     )
 
 

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from dflash_trt.backends.base import backend_of
+from dflash_trt.backends.cuda import linear
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.backends.torch.quantized_linear import ACTIVATIONS
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.formats.int4 import Int4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
+from dflash_trt.formats.registry import weight_formats
 from tests.factories import make_target
 
 ALONE, TWO = Mapping(), Mapping(world_size=2, tp_size=2)
@@ -34,7 +37,7 @@ def test_a_cpu_runs_whatever_was_built(target) -> None:
 def test_a_gpu_names_every_format_that_it_does_not_compute(target, monkeypatch) -> None:
     both = QuantizationSpec(linears=NVFP4.linears, target_kv=FP8_PAGES.target_kv)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    assert subjects("cuda", target, both) == ["linear layers", "K/V pages"]
+    assert subjects("cuda", target, both) == ["format nvfp4", "K/V pages"]
     assert subjects("cuda", target) == []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert subjects("cuda", target, FP8_PAGES, TWO) == []
@@ -47,10 +50,10 @@ def test_a_gpu_names_heads_that_no_kernel_is_made_for(tmp_path, head_dim) -> Non
     assert subjects("torch", odd) == []
 
 
-def test_tensorrt_names_the_feature_that_no_lowering_has(target, tmp_path) -> None:
+def test_tensorrt_lowers_every_target_on_several_ranks(target, tmp_path) -> None:
     assert subjects("tensorrt", target) == []
     gpt_oss = open_pair(make_target(tmp_path / "gpt_oss", family="gpt_oss"), None).target
-    assert subjects("tensorrt", gpt_oss, mapping=TWO) == ["target of a TensorRT engine"]  # experts
+    assert subjects("tensorrt", gpt_oss, mapping=TWO) == []
 
 
 def test_only_tensorrt_compiles(tmp_path) -> None:
@@ -66,14 +69,19 @@ def test_a_cpu_names_a_format_whose_activations_it_cannot_quantize(target, monke
     assert " nvfp4_w4a16 or unquantized weights, found nvfp4 in target.layers.0.qkv and 0 more" in message
 
 
-@pytest.mark.parametrize("name", ["fp8_w8a16", "fp8_block", "int4"])
-@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
-def test_a_weight_only_format_without_a_kernel_is_not_unpacked_but_refused(target, monkeypatch, backend, name) -> None:
+@pytest.mark.parametrize("name", sorted(weight_formats()))
+@pytest.mark.parametrize("backend", ["torch", "cuda", "tensorrt"])
+def test_every_format_is_computed_by_every_backend(target, monkeypatch, backend, name) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    quantization = QuantizationSpec(linears={"target.layers.0.qkv": name})
-    (message,) = backend_of(backend).unsupported(target, None, quantization, ALONE)
-    assert f"found {name}" in message and "in target.layers.0.qkv" in message
-    assert subjects("torch", target, quantization) == []
+    assert subjects(backend, target, QuantizationSpec(linears={"target.layers.0.qkv": name})) == []
+
+
+def test_a_gpu_names_a_weight_only_format_without_a_kernel(target, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(linear, "WEIGHT_ONLY", tuple(kind for kind in linear.WEIGHT_ONLY if kind is not Int4Weight))
+    quantization = QuantizationSpec(linears={"target.layers.0.qkv": "int4"})
+    (message,) = backend_of("cuda").unsupported(target, None, quantization, ALONE)
+    assert message.startswith("linear layers: expected fp8, ") and "found int4" in message
 
 
 def test_tensorrt_names_a_format_without_a_lowering(target, monkeypatch) -> None:

@@ -78,7 +78,7 @@ def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]
         lambda known: known.weight_type in (ACTIVATIONS if known.has_input_scale else WEIGHT_ONLY),
         where=" on a GPU",
         why=" (no GPU kernel yet)",
-        hint='Build with --quantization nvfp4_w4a16 or fp8, or run this engine with device "cpu".',
+        hint='Run this engine with device "cpu".',
     )
     for name in sorted(set(quantization.linears.values())):
         known = weight_format(name)
