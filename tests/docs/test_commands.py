@@ -65,8 +65,11 @@ NOT_RUN = {
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
     "export ": "sets a variable for the benchmark after it",
 }
-# Appended, so that a test is quick; click takes the last value of an option.
-QUICKER = {"dflash-trt eval": ("--max-new-tokens", "4")}
+# Appended, so that a test is quick; click and argparse take the last value of an option.
+QUICKER = {
+    "dflash-trt eval": ("--max-new-tokens", "4"),
+    "python scripts/bench_threads.py": ("--rounds", "1", "--max-new-tokens", "16"),
+}
 
 PROMPTS = '{"prompt": "import os"}\n{"prompt": "def main():"}\n'
 _PREFIX = re.compile(
@@ -130,15 +133,15 @@ def test_commands_run(
 
 def run(command: Command, invoke: Invoke, checkout: Path) -> str:  # noqa: F811
     text = plain(command.text)
+    extra = next((more for start, more in QUICKER.items() if text.startswith(start)), ())
     if not text.startswith("dflash-trt "):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = {"PATH": path, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run(
-            ["bash", "-ec", text], cwd=checkout, env=os.environ | words, capture_output=True, text=True, check=False
+            ["bash", "-ec", " ".join((text, *extra))], cwd=checkout, env=os.environ | words, capture_output=True, text=True, check=False
         )
         assert ran.returncode == 0, f"{command.text}\n{ran.stderr}"
         return ran.stdout + ran.stderr
-    extra = next((more for start, more in QUICKER.items() if text.startswith(start)), ())
     result = invoke(*shlex.split(text, comments=True)[1:], *extra)
     assert result.exit_code == 0, f"{command.text}\n{result.stderr}"
     return result.stdout + result.stderr
