@@ -90,7 +90,7 @@ def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[s
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
     plan = errors.run(lambda: plan_quantization(config, pair))
     quantization = None if plan is None else plan.spec()
-    unsupported = unsupported_problems(pair.target, quantization)
+    unsupported = unsupported_problems(quantization, config.dtype)
     errors.run(lambda: raise_all(BuildError, "backend tensorrt", unsupported))
     errors.raise_all("check")
     assert resolved is not None and quantization is not None

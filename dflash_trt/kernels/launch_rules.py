@@ -1,4 +1,4 @@
-"""Rules for launches of attention: Python's launchers call them, and the plugin library compiles them.
+"""Rules for launches of attention and experts: Python's launchers call them, and the plugin library compiles them.
 
 `rules.py` exports the constants and, as expressions, the functions. So a rule is one `return` of integer arithmetic
 on its arguments, none of them negative, and on the constants of this file.
@@ -18,6 +18,10 @@ FP8_MIN_TILE: Final = 64  # rows of a tile over FP8 pages in 16-bit networks
 MAX_MULTIPROCESSORS: Final = 192
 HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
 MAX_HEAD_DIM: Final = 256
+# Entries of a tile of experts; an entry is one choice of one row.
+MIN_TILE_TOKENS: Final = 16
+MID_TILE_TOKENS: Final = 32
+MAX_TILE_TOKENS: Final = 64
 
 
 def work_slots(*, kv_heads: int, num_multiprocessors: int) -> int:
@@ -48,3 +52,19 @@ def max_lag(*, window: int, is_window_anchored: int) -> int:
 def max_lead(*, lag: int, is_causal: int, is_window_anchored: int) -> int:
     """From a query to the last key it sees. `lag` is its max_lag."""
     return 0 if is_causal else ANY_DISTANCE if is_window_anchored else lag
+
+
+def tile_tokens(*, num_entries: int, num_experts: int) -> int:
+    """Entries of a tile: the fewest that hold what an expert gets on average."""
+    return (
+        MIN_TILE_TOKENS
+        if MIN_TILE_TOKENS * num_experts >= num_entries
+        else MID_TILE_TOKENS
+        if MID_TILE_TOKENS * num_experts >= num_entries
+        else MAX_TILE_TOKENS
+    )
+
+
+def max_tiles(*, num_entries: int, num_experts: int, tokens: int) -> int:
+    """Tiles for any choice: each expert that has entries may have one that is not full."""
+    return min(num_entries, num_experts) + (num_entries - min(num_entries, num_experts)) // tokens

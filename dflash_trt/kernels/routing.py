@@ -19,6 +19,12 @@ _MIN_LOGIT = tl.constexpr(-80.0)  # of a sigmoid, whose exponential must not ove
 _NEGLIGIBLE = tl.constexpr(1e-20)  # added to a sum of sigmoids, which may underflow
 
 
+@triton.jit
+def reset_ticket_kernel(ticket):  # out, int32 [1]
+    """For a ticket in memory that nobody has cleared. Grid: (1,)."""
+    tl.store(ticket, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "first_expert", "num_here"])
 def routing_kernel(
     logits,  # F [N, num_experts]

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.launch_rules import MAX_TILE_TOKENS, MID_TILE_TOKENS, MIN_TILE_TOKENS, max_tiles, tile_tokens
 from dflash_trt.kernels.routing import SIGMOID_TOP_K, SOFTMAX_TOP_K, TOP_K_SOFTMAX, routing_kernel
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 KINDS: Final = {"softmax_top_k": SOFTMAX_TOP_K, "top_k_softmax": TOP_K_SOFTMAX, "sigmoid_top_k": SIGMOID_TOP_K}
-TOKEN_TILES: Final = (16, 32, 64)
+TOKEN_TILES: Final = (MIN_TILE_TOKENS, MID_TILE_TOKENS, MAX_TILE_TOKENS)
 MAX_EXPERTS: Final = 1024
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_SCORES: Final = 4096  # of one program
@@ -62,33 +63,22 @@ def new_ticket(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def tile_tokens(num_rows: int, num_chosen: int, num_experts: int) -> int:
-    """Entries of a tile: the fewest that hold what an expert gets on average."""
-    return next((tile for tile in TOKEN_TILES if tile * num_experts >= num_rows * num_chosen), TOKEN_TILES[-1])
-
-
 def tile_edges(num_chosen: int, num_experts: int) -> tuple[int, ...]:
     """Numbers of rows behind which `tile_tokens` is larger."""
-    return tuple(tile * num_experts // num_chosen for tile in TOKEN_TILES[:-1])
-
-
-def max_tiles(num_rows: int, num_chosen: int, num_experts: int, tokens: int) -> int:
-    """Tiles for any choice: each expert that has entries may have one that is not full."""
-    num_entries = num_rows * num_chosen
-    num_ragged = min(num_entries, num_experts)
-    return num_ragged + (num_entries - num_ragged) // tokens
+    return tuple(tile * num_experts // num_chosen for tile in (MIN_TILE_TOKENS, MID_TILE_TOKENS))
 
 
 def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, num_experts], int32 [1]
     """Choose and sort. NaN logits are below every number, so that each row has `num_chosen` experts."""
     num_rows, num_experts = logits.shape
     _check(logits, router)
-    tokens = tile_tokens(num_rows, router.num_chosen, num_experts)
+    num_entries = num_rows * router.num_chosen
+    tokens = tile_tokens(num_entries=num_entries, num_experts=num_experts)
     experts = next_power_of_2(num_experts)
     rows = max(1, min(_MAX_ROWS, _MAX_SCORES // experts))
     num_programs = -(-num_rows // rows)
     num_here = num_experts if router.num_here is None else router.num_here
-    num_tiles = max_tiles(num_rows, router.num_chosen, num_here, tokens)
+    num_tiles = max_tiles(num_entries=num_entries, num_experts=num_here, tokens=tokens)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)

@@ -2,7 +2,7 @@
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
 that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, and in the tiles that their
-groups of query heads fill.
+groups of query heads fill. Of experts, all sizes are compiled in (`experts_of_engine.py`).
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,8 @@ from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.state_spec import PagedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
+from plugins.aot.experts_of_engine import experts_of
+from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.page_variants import page_write_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
@@ -45,6 +47,7 @@ class EngineKernels:
     max_draft_len: int
     vocab_size: int
     draft_vocab_size: int | None = None  # of a drafter that has its own
+    experts: tuple[ExpertsKernels, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -67,6 +70,7 @@ class EngineKernels:
             max_draft_len=max_draft_len,
             vocab_size=config.target.vocab_size,
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
+            experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -81,6 +85,8 @@ class EngineKernels:
             yield from library_draft_variants(
                 dtype, vocab_size=self.draft_vocab_size or self.vocab_size, has_map=has_map
             )
+        for experts in self.experts:
+            yield from experts.variants(self.dtype)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -133,7 +139,7 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
         target=pair.target,
         draft=pair.draft,
         dtype=config.dtype,
-        mapping=Mapping(world_size=config.tp_size, tp_size=config.tp_size),
+        mapping=config.mapping,
         quantization=plan_quantization(config, pair).spec(),
     )
     return EngineKernels.of(pretrained, limits)

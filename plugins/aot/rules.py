@@ -24,6 +24,8 @@ RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.num_stats,
     launch_rules.max_lag,
     launch_rules.max_lead,
+    launch_rules.tile_tokens,
+    launch_rules.max_tiles,
 )
 _CONSTANTS: Final[dict[str, int]] = {name: value for name, value in vars(launch_rules).items() if name.isupper()}
 _OPERATORS: Final[dict[type[ast.AST], str]] = {
@@ -32,6 +34,7 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
     ast.Mult: "*",
     ast.FloorDiv: "/",
     ast.Eq: "==",
+    ast.GtE: ">=",
 }
 _OPERATIONS: Final = (("sampling", SAMPLING_KERNELS, SCRATCH), ("draft", DRAFT_KERNELS, DRAFT_SCRATCH))
 _SAMPLING_TYPES: Final = {"float32": "kFloat32", "int32": "kInt32", "int64": "kInt64"}
@@ -144,5 +147,5 @@ def _cpp(rule: Callable[..., int], node: ast.expr) -> str:
 
 
 def _refusal(rule: Callable[..., int], expected: str) -> BuildError:
-    hint = "Write it with +, -, *, //, ==, min, max and conditions."
+    hint = "Write it with +, -, *, //, ==, >=, min, max and conditions."
     return BuildError.about(f"launch rule {rule.__name__}", expected=expected, found="more", hint=hint)

@@ -116,6 +116,42 @@ extern "C"
         int32_t has_map; /* of a draft vocabulary; else draft_to_target is not read */
     } dflash_trt_draft_tokens_shape;
 
+    /* One weight of all experts; words as the fields of Experts. */
+    typedef struct
+    {
+        int32_t form;
+        int32_t has_row_scale;
+        int32_t num_input_scales; /* of each expert; 0: activations are not quantized */
+        int32_t has_bias;
+        int32_t num_block_rows; /* rows of block_scale */
+    } dflash_trt_expert_matrix;
+
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_rows;
+        int32_t hidden_size;
+        int32_t ffn_size;
+        int32_t num_experts; /* that the router knows */
+        int32_t num_here;    /* whose weights are given, from first_expert on */
+        int32_t first_expert;
+        int32_t num_chosen;
+        int32_t routing;
+        int32_t normalizes;
+        int32_t activation;
+        float limit;
+        float alpha;
+        dflash_trt_expert_matrix gate_up;
+        dflash_trt_expert_matrix down;
+    } dflash_trt_experts_shape;
+
+    /* Device addresses in the order of Experts' inputs, which dflash_trt_contract() lists. */
+    typedef struct
+    {
+        void const* const* inputs;
+        void* out;
+    } dflash_trt_experts_buffers;
+
     /* Workspace: device memory of at least so many bytes, for one call at a time. */
     DFLASH_TRT_API int32_t dflash_trt_attend_pages_workspace(
         dflash_trt_attention_shape const* shape, size_t* num_bytes);
@@ -126,6 +162,7 @@ extern "C"
 
     DFLASH_TRT_API int32_t dflash_trt_draft_tokens_workspace(
         dflash_trt_draft_tokens_shape const* shape, size_t* num_bytes);
+    DFLASH_TRT_API int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size_t* num_bytes);
 
     DFLASH_TRT_API int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape,
         dflash_trt_attend_pages_buffers const* buffers, void* workspace, dflash_trt_stream stream);
@@ -141,6 +178,9 @@ extern "C"
 
     DFLASH_TRT_API int32_t dflash_trt_draft_tokens(dflash_trt_draft_tokens_shape const* shape,
         dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_experts(dflash_trt_experts_shape const* shape,
+        dflash_trt_experts_buffers const* buffers, void* workspace, dflash_trt_stream stream);
 
     typedef struct
     {

@@ -2,6 +2,7 @@
 
 #include "contract/contract.h"
 #include "operations/collective.h"
+#include "operations/experts.h"
 #include "operations/sampling.h"
 #include "operations/step_operations.h"
 #include "runtime/embedded_kernel.h"
@@ -93,6 +94,24 @@ SamplingShape drafts_of(dflash_trt_draft_tokens_shape const& shape)
     return {float_type(shape.float_type), shape.num_requests, shape.num_slots, shape.vocab_size};
 }
 
+ExpertsShape experts_of(dflash_trt_experts_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_rows, shape.hidden_size, shape.ffn_size, shape.num_experts,
+        shape.num_here};
+}
+
+ExpertMatrix matrix_of(dflash_trt_expert_matrix const& matrix)
+{
+    return {matrix.form, matrix.has_row_scale != 0, matrix.num_input_scales, matrix.has_bias != 0,
+        matrix.num_block_rows};
+}
+
+ExpertsOptions experts_options_of(dflash_trt_experts_shape const& shape)
+{
+    return {shape.first_expert, shape.num_chosen, shape.routing, shape.normalizes != 0, shape.activation, shape.limit,
+        shape.alpha, matrix_of(shape.gate_up), matrix_of(shape.down)};
+}
+
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
@@ -125,6 +144,12 @@ int32_t dflash_trt_sample_and_accept_workspace(dflash_trt_sampling_shape const* 
 int32_t dflash_trt_draft_tokens_workspace(dflash_trt_draft_tokens_shape const* shape, size_t* num_bytes)
 {
     return guarded([&] { *num_bytes = draft_workspace_bytes(drafts_of(required(shape)), shape->has_map != 0); });
+}
+
+int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size_t* num_bytes)
+{
+    return guarded(
+        [&] { *num_bytes = experts_workspace_bytes(experts_of(required(shape)), experts_options_of(*shape)); });
 }
 
 int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_trt_attend_pages_buffers const* buffers,
@@ -201,6 +226,21 @@ int32_t dflash_trt_draft_tokens(dflash_trt_draft_tokens_shape const* shape, dfla
             CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
             auto const drafts = drafts_of(required(shape));
             run(prepare_drafts(drafts, shape->has_map != 0, Device::current()), tensors, stream);
+        });
+}
+
+int32_t dflash_trt_experts(dflash_trt_experts_shape const* shape, dflash_trt_experts_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            void* const outputs[] = {given.out};
+            CallTensors const tensors{&required(given.inputs), outputs, workspace};
+            auto const launches =
+                prepare_experts(experts_of(required(shape)), experts_options_of(*shape), Device::current());
+            run(launches, tensors, stream);
         });
 }
 

@@ -246,6 +246,14 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("logits", 1, int64_t{1} << 30, "TILES");
         return;
     }
+    if (node.name == "Experts")
+    {
+        refuses("logits", 1, kExperts + 1, "num_experts = 9");
+        refuses("gate_up_codes", 2, kHidden, "gate_up_codes: expected [8, 192, 32]");
+        refuses("down_block_scale", 1, 1, "down_block_scale: expected [8, 64, 3]");
+        refuses("down_bias", 0, 1, "down_bias: expected [8, 64]");
+        return;
+    }
     bool const is_target = node.name == "AttendPages";
     refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
     refuses("page_table", 0, 100000, "REQUESTS");

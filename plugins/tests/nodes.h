@@ -3,6 +3,7 @@
 
 #include "fakes.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <variant>
@@ -39,6 +40,7 @@ struct Node
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
+constexpr int64_t kExperts = 8, kHidden = 64, kFfn = 96; // of MXFP4, as one of tests/plugins/expert_cases.py
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
 inline std::vector<Node> make_nodes(
@@ -47,6 +49,7 @@ inline std::vector<Node> make_nodes(
     auto const i32 = nvinfer1::DataType::kINT32;
     auto const i64 = nvinfer1::DataType::kINT64;
     auto const f32 = nvinfer1::DataType::kFLOAT;
+    auto const i8 = nvinfer1::DataType::kINT8;
     Tensor const pools{"state_pools", {kStates}, i64};
     Field const state{"state", 3};
     Field const page_type{"page_type", has_fp8_pages ? 1 : 0};
@@ -63,6 +66,7 @@ inline std::vector<Node> make_nodes(
     auto const attended = [&](int64_t num_rows) { return Tensor{"attended", {num_rows, kHeads * head_dim}, f}; };
     auto const per_request = [&](char const* name, nvinfer1::DataType type) { return Tensor{name, {kRequests}, type}; };
     int64_t const block = kRequests * kWidth;
+    int64_t const expert_rows = std::min<int64_t>(num_tokens, 40); // as many as the smallest tiles are for
     return {
         {"AttendPages",
             {state, page_type, {"page_size", 4}, {"window", 0}, {"has_sinks", 1}, k_scale, v_scale, softcap,
@@ -93,6 +97,20 @@ inline std::vector<Node> make_nodes(
             {{"logits", {block, kVocabulary}, f}, per_request("temperature", f32), per_request("seed", i64),
                 next_context_lens, {"draft_to_target", {1}, i64}},
             {{"token_ids", {kRequests, kWidth}, i32}}, 2},
+        {"Experts",
+            {{"first_expert", 0}, {"num_chosen", 3}, {"routing", 1}, {"normalizes", 0}, {"activation", 1},
+                {"gate_up_form", 3}, {"gate_up_has_row_scale", 0}, {"gate_up_has_input_scale", 0},
+                {"gate_up_has_bias", 1}, {"down_form", 3}, {"down_has_row_scale", 0}, {"down_has_input_scale", 0},
+                {"down_has_bias", 1}, {"limit", 7.0F}, {"alpha", 1.702F}},
+            {{"x", {expert_rows, kHidden}, f}, {"logits", {expert_rows, kExperts}, f},
+                {"gate_up_codes", {kExperts, 2 * kFfn, kHidden / 2}, i8},
+                {"gate_up_block_scale", {kExperts, 2 * kFfn, kHidden / 32}, i8}, {"gate_up_block_rows", {1}, i32},
+                {"gate_up_row_scale", {1, 1}, f32}, {"gate_up_input_scale", {1, 1}, f32},
+                {"gate_up_bias", {kExperts, 2 * kFfn}, f}, {"down_codes", {kExperts, kHidden, kFfn / 2}, i8},
+                {"down_block_scale", {kExperts, kHidden, kFfn / 32}, i8}, {"down_block_rows", {1}, i32},
+                {"down_row_scale", {1, 1}, f32}, {"down_input_scale", {1, 1}, f32},
+                {"down_bias", {kExperts, kHidden}, f}},
+            {{"out", {expert_rows, kHidden}, f}}, 5},
         {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
         {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
             0},

@@ -138,7 +138,12 @@ def run(command: Command, invoke: Invoke, checkout: Path) -> str:  # noqa: F811
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = {"PATH": path, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run(
-            ["bash", "-ec", " ".join((text, *extra))], cwd=checkout, env=os.environ | words, capture_output=True, text=True, check=False
+            ["bash", "-ec", " ".join((text, *extra))],
+            cwd=checkout,
+            env=os.environ | words,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert ran.returncode == 0, f"{command.text}\n{ran.stderr}"
         return ran.stdout + ran.stderr

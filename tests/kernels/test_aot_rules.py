@@ -20,6 +20,9 @@ SIZES = {
     "num_multiprocessors": (1, 132),
     "window": (0, 1, 4096),
     "lag": (1, 4095),
+    "num_entries": (1, 512, 513, 9000),
+    "num_experts": (1, 32, 128),
+    "tokens": (16, 64),
     "is_causal": (0, 1),
     "is_window_anchored": (0, 1),
 }

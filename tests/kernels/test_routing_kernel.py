@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from dflash_trt.backends.torch.moe import chosen_experts
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.kernels.routing_launch import Router, Routing, max_tiles, new_ticket, route, tile_tokens
+from dflash_trt.kernels.launch_rules import max_tiles, tile_tokens
+from dflash_trt.kernels.routing_launch import Router, Routing, new_ticket, route
 from tests.kernels import reference_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,14 +99,21 @@ def test_rows_without_numbers_still_have_experts_of_their_own():
 
 def test_all_rows_of_one_expert_and_each_row_of_its_own_fit_the_grid():
     for num_rows, num_experts, tokens in ((1, 128, 16), (40, 4, 16), (1000, 3, 64), (5, 5, 32)):
-        most = max_tiles(num_rows, 1, num_experts, tokens)
+        most = max_tiles(num_entries=num_rows, num_experts=num_experts, tokens=tokens)
         assert most >= -(-num_rows // tokens)
         spread = min(num_rows, num_experts)
         assert most >= spread - 1 + -(-(num_rows - spread + 1) // tokens)
 
 
 def test_tiles_hold_what_an_expert_gets_on_average():
-    assert [tile_tokens(rows, 4, 128) for rows in (8, 512, 513, 1024, 1025, 9000)] == [16, 16, 32, 32, 64, 64]
+    assert [tile_tokens(num_entries=4 * rows, num_experts=128) for rows in (8, 512, 513, 1024, 1025, 9000)] == [
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+    ]
 
 
 def test_a_corrupted_order_is_noticed():

@@ -32,22 +32,24 @@ class BuiltLibrary:
     host: Path | None
 
 
-def compile_kernels(out: Path, *options: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+def compile_kernels(
+    out: Path, *options: str, module: str = "plugins.aot", timeout_s: float = 280
+) -> subprocess.CompletedProcess[str]:
     """`python -m plugins.aot`, in a process where Triton compiles. Runs of the tests share what they compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     cache = ROOT / "build" / "test_kernel_cache"
-    command = [sys.executable, "-m", "plugins.aot", str(out), "--cache", str(cache), *options]
+    command = [sys.executable, "-m", module, str(out), "--cache", str(cache), *options]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
 
 
-def build_library(out: Path, *options: str, timeout_s: float = 280) -> BuiltLibrary:
+def build_library(out: Path, *options: str, module: str = "plugins.aot", timeout_s: float = 280) -> BuiltLibrary:
     """With the kernels that `options` of the kernel compiler name. Skips the test where a tool is missing."""
     tools = [tool for tool in ("cmake", "ninja", "c++") if shutil.which(tool) is None]
     if tools:
         pytest.skip(f"needs {', '.join(tools)} to build the plugin library")
-    compiled = compile_kernels(out / "kernels", *options, timeout_s=timeout_s)
+    compiled = compile_kernels(out / "kernels", *options, module=module, timeout_s=timeout_s)
     assert compiled.returncode == 0, compiled.stderr
     return build_sources(out)
 

@@ -40,6 +40,27 @@ DraftBuffers = _structure("DraftBuffers", _DRAFT, ctypes.c_void_p)
 SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER(ctypes.c_void_p))
 
 
+ExpertMatrix = _structure("ExpertMatrix", "form has_row_scale num_input_scales has_bias num_block_rows", ctypes.c_int32)
+
+
+class ExpertsShape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int32)
+            for name in ["float_type", "num_rows", "hidden_size", "ffn_size", "num_experts", "num_here"]
+        ),
+        *((name, ctypes.c_int32) for name in ["first_expert", "num_chosen", "routing", "normalizes", "activation"]),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("gate_up", ExpertMatrix),
+        ("down", ExpertMatrix),
+    )
+
+
+class ExpertsBuffers(ctypes.Structure):
+    _fields_ = (("inputs", ctypes.POINTER(ctypes.c_void_p)), ("out", ctypes.c_void_p))
+
+
 class LibraryError(Exception):
     pass
 
@@ -59,6 +80,7 @@ class PluginLibrary:
             "AttendPages": self.attend_pages,
             "SampleAndAccept": self.sample_and_accept,
             "DraftTokens": self.draft_tokens,
+            "Experts": self.experts,
         }
         return own.get(name, self._draft)(inputs, fields)
 
@@ -117,6 +139,16 @@ class PluginLibrary:
         self._call("draft_tokens", shape, buffers, _address(workspace))
         return list(tokens.values())
 
+    def experts(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        shape = _experts_shape(x, fields)
+        out = torch.empty_like(x["x"])
+        workspace = self._workspace("experts", shape, x["x"].device)
+        workspace.random_()  # it holds anything
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "Experts")
+        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(out.data_ptr()))
+        self._call("experts", shape, buffers, _address(workspace))
+        return [out]
+
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:
             shape = _attention_shape(x, fields, None)
@@ -172,6 +204,33 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         block_rows=0 if q is None else len(q) // num_requests,
         pages_per_request=pages_per_request,
         state=int(fields["state"]),
+    )
+
+
+def _experts_shape(x: dict[str, Tensor], fields: dict[str, float]) -> Any:
+    num_here, rows, _ = x["gate_up_codes"].shape
+
+    def matrix(prefix: str) -> Any:
+        return ExpertMatrix(
+            form=int(fields[f"{prefix}_form"]),
+            has_row_scale=int(fields[f"{prefix}_has_row_scale"]),
+            num_input_scales=x[f"{prefix}_input_scale"].shape[1] if fields[f"{prefix}_has_input_scale"] else 0,
+            has_bias=int(fields[f"{prefix}_has_bias"]),
+            num_block_rows=x[f"{prefix}_block_scale"].shape[1],
+        )
+
+    return ExpertsShape(
+        float_type=FLOAT_TYPES[x["x"].dtype],
+        num_rows=len(x["x"]),
+        hidden_size=x["x"].shape[1],
+        ffn_size=rows // 2,
+        num_experts=x["logits"].shape[1],
+        num_here=num_here,
+        limit=fields["limit"],
+        alpha=fields["alpha"],
+        gate_up=matrix("gate_up"),
+        down=matrix("down"),
+        **{name: int(fields[name]) for name in ("first_expert", "num_chosen", "routing", "normalizes", "activation")},
     )
 
 

@@ -15,7 +15,7 @@ def built() -> Iterator[BuiltLibrary]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield build_library(out, "--arch", "90a", *SMALL_KERNELS)
+        yield build_library(out, "--arch", "90a", *SMALL_KERNELS, module="tests.plugins.small_library", timeout_s=600)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,10 @@ import ctypes
 import hashlib
 import json
 import os
+import pkgutil
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,16 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from dflash_trt import kernels
 from dflash_trt.core.dtype import torch_dtype, triton_type
-from plugins.aot.variants import LibrarySpec, library_variants
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
+from tests.plugins.expert_cases import CASES as EXPERT_CASES
+from tests.plugins.expert_cases import ExpertsCase
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
-POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "int64")
+POINTED_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "uint8", "int32", "int64")
 POINTED = {triton_type(torch_dtype(name)): torch_dtype(name) for name in POINTED_NAMES}
 SCALARS = {"fp32": ctypes.c_float, "i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
@@ -53,8 +57,7 @@ class InterpretingDriver:
     def __init__(self, driver: Path, manifest: dict[str, Any]) -> None:
         self._driver = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
         self._manifest = manifest
-        spec = LibrarySpec(**{name: tuple(values) for name, values in manifest["origin"]["spec"].items()})
-        self._kernels = {variant.name: variant.kernel for variant in library_variants(spec)}
+        self._kernels = _kernels()
         self.launched: list[str] = []
         self.errors: list[str] = []
         self._callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Launch))(self._on_launch)
@@ -85,7 +88,7 @@ class InterpretingDriver:
         }
         for i in range(self._manifest["num_scratch_pointers"]):
             assert ctypes.c_void_p.from_address(launch.arguments[num_arguments + i]).value is None
-        kernel = self._kernels[variant["variant"]]
+        kernel = self._kernels[variant["kernel"]]
         kernel[tuple(launch.grid)](**arguments, **variant["constants"])
 
     def _variant(self, launch: _Launch) -> dict[str, Any]:
@@ -96,6 +99,12 @@ class InterpretingDriver:
                 if hashlib.sha256(image).hexdigest() == variant["sha256"]:
                     return dict(variant)
         raise AssertionError(f"no variant of the manifest has the cubin of {launch.entry!r}")
+
+
+def _kernels() -> dict[str, Any]:
+    """Of the package, by the names of their functions."""
+    modules = [import_module(f"{kernels.__name__}.{found.name}") for found in pkgutil.iter_modules(kernels.__path__)]
+    return {name: item for module in modules for name, item in vars(module).items() if name.endswith("_kernel")}
 
 
 def _value(type_: str, address: int) -> Any:
@@ -125,6 +134,23 @@ def compare(
         return float((found[0].double() - expected[0].double()).abs().max())
     found = [*library(node, given, fields), *ours.written]
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def run_experts(library: Any, driver: InterpretingDriver, case: ExpertsCase) -> dict[str, Any]:
+    """The largest difference from PyTorch's, of the largest result; also with one expert's codes corrupted."""
+    inputs, fields = case.node()
+    [expected] = reference("Experts", inputs, fields)
+    driver.launched.clear()
+    [found] = library("Experts", inputs, fields)
+    launched = list(driver.launched)
+    inputs["down_codes"] = inputs["down_codes"].flip(1).contiguous()
+    [corrupted] = library("Experts", inputs, fields)
+    scale = expected.abs().max()
+    return {
+        "difference": float((found - expected).abs().max() / scale),
+        "corrupted": float((corrupted - expected).abs().max() / scale),
+        "launches": launched,
+    }
 
 
 def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
@@ -158,6 +184,7 @@ def main() -> dict[str, Any]:
     for name in ANCHORED:
         other_fields = {"is_window_anchored": 0.0}
         results["spoilt"][name] = compare(library, "AttendDraft", CASES[name], other_fields=other_fields)
+    results["experts"] = {name: run_experts(library, driver, case) for name, case in EXPERT_CASES.items()}
     results["errors"] = driver.errors
     results["refusals"] = refusals(library, driver)
     return results

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plugins.building import BuiltLibrary, run_python
+from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
@@ -75,6 +76,29 @@ def test_an_operation_is_these_launches(results: dict[str, Any], node: str, case
     launched = results["launches"][f"{node}, {case}"]
     assert len(launched) == len(kernels)
     assert all(variant.startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
+
+
+# Sums of float32 in another order; where activations are rounded, one at the border of two codes may go either way.
+EXPERTS_TOLERANCE = {True: 0.02, False: 1e-5}
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_give_what_pytorch_gives(results: dict[str, Any], case: str) -> None:
+    found = results["experts"][case]
+    assert found["difference"] <= EXPERTS_TOLERANCE[bool(EXPERT_CASES[case].input_scales)]
+    assert found["corrupted"] > SPOILT
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_are_five_launches(results: dict[str, Any], case: str) -> None:
+    kernels = ["reset_ticket", "routing", "expert_gate_up", "expert_down", "expert_sum"]
+    launched = results["experts"][case]["launches"]
+    assert all(variant.startswith(kernel) for variant, kernel in zip(launched, kernels, strict=True))
+
+
+def test_more_rows_take_larger_tiles_of_experts(results: dict[str, Any]) -> None:
+    for case, tile in (("half of the experts", "t16"), ("tiles of 32", "t32"), ("tiles of 64", "t64")):
+        assert all(name.endswith(tile) for name in results["experts"][case]["launches"][1:4])
 
 
 def test_prefill_chunks_get_larger_tiles_than_verify_blocks(results: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ TORCH_DTYPES = {
     "BOOL": torch.bool,
     "FP8": torch.float8_e4m3fn,
     "E8M0": torch.float8_e8m0fnu,
+    "INT8": torch.int8,
 }
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,

@@ -13,7 +13,8 @@ from torch import Tensor
 from dflash_trt.backends.step_inputs import step_inputs, step_result
 from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, host_tensor
+from dflash_trt.backends.tensorrt.host_views import host_tensor
+from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.network import (
@@ -85,16 +86,23 @@ def define_pair(
     return define_step(trt, spec, tensors, quantized or {}, wrap=wrap)
 
 
-def define_engine(trt: Any, engine: EngineDir, *, rank: int = 0, **options: Any) -> DefinedStep:
-    """The step network of one rank of an engine directory of the torch backend, in plain layers."""
+def define_engine(
+    trt: Any,
+    engine: EngineDir,
+    *,
+    rank: int = 0,
+    plugins: PluginMode = "layers",
+    wrap: Callable[[Any], Any] = lambda thing: thing,
+) -> DefinedStep:
+    """The step network of one rank of an engine directory of the torch backend."""
     config = engine.manifest.pretrained_config
     config = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-    spec = replace(network_spec(config, engine.manifest.build_config), plugins="layers")
+    spec = replace(network_spec(config, engine.manifest.build_config), plugins=plugins)
     whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}
     plain, quantized = split_quantized(load_file(engine.weights_path(rank)), table, formats)
-    return define_step(trt, replace(spec, **options), plain, quantized)
+    return define_step(trt, spec, plain, quantized, wrap=wrap)
 
 
 def define_step(

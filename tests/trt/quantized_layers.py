@@ -16,6 +16,8 @@ def constant_of(stored: Tensor, data_type: str, shape: tuple[int, ...]) -> Tenso
     if data_type == "INT4":
         nibbles = torch.stack((stored & 15, stored >> 4), -1).reshape(shape).to(torch.int8)
         return torch.where(nibbles >= 8, nibbles - 16, nibbles)
+    if data_type == "INT8":
+        return stored.flatten().view(torch.int8).reshape(shape)
     if data_type == "E8M0":
         return stored.view(torch.float8_e8m0fnu).reshape(shape)
     names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}

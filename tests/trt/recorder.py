@@ -122,6 +122,8 @@ def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...
     if name in ("AttendPages", "AttendDraft"):
         q = inputs[0 if name == "AttendPages" else 2]
         return [(q.dtype, (-1, q.shape[1] * q.shape[2]))]
+    if name == "Experts":
+        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
     if name == "DraftTokens":

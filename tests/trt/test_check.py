@@ -77,6 +77,15 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16
 
 
+def test_mxfp4_in_float16_is_refused_before_any_work(tmp_path):
+    target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)
+    to_mxfp4(target)
+    words = ["--target", config_of(target, tmp_path / "e"), "--backend", "tensorrt", "--dtype", "float16"]
+    result = check(*words)
+    assert result.exit_code == 1
+    assert "dtype of weights in mxfp4: expected bfloat16 or float32, found float16" in result.stderr
+
+
 def test_tensors_that_are_there_are_proven(tmp_path):
     target = shutil.copytree(make_target(tmp_path / "target"), tmp_path / "t")
     fields = json.loads((target / "config.json").read_text())

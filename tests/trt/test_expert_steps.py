@@ -10,14 +10,18 @@ import torch
 
 from dflash_trt.backends.tensorrt import lowering_experts
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.plugins import EXPERTS
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.engine_dir import EngineDir
+from plugins.aot.experts_of_engine import experts_of
+from plugins.aot.variant import KernelVariant
 from tests.checkpoint.expert_files import to_mxfp4
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_target, make_zlab_drafter
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import InterpretedExecutor, define_engine
 from tests.trt.ranks import interpreted_engine
+from tests.trt.test_plugins import PluginReference, define_engine_with_plugins
 
 K = 3
 NUM_PAGES = 128
@@ -122,3 +126,51 @@ def test_a_perturbed_lowering_is_noticed(
     found, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
     first, honest = logprobs(found[:1]), logprobs(expected["greedy"][:1])  # the first step has the same inputs
     assert (first - honest).abs().max() > 1e-3
+
+
+def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
+    trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]
+) -> None:
+    defined, nodes = define_engine_with_plugins(trt, engine)
+    assert [node.name for node in nodes].count("Experts") == 2
+    ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
+    found, _ = trace(ours, GREEDY, num_draft_tokens=(K,))
+    assert integers(found) == integers(expected["greedy"])
+    torch.testing.assert_close(logprobs(found), logprobs(expected["greedy"]), rtol=0, atol=1e-4)
+    for node in nodes:
+        if node.name == "Experts":
+            node.fields["normalizes"] = 0
+            node.fields["routing"] = 0
+    other, _ = trace(ours, GREEDY, num_draft_tokens=(K,), num_new=1)
+    assert (logprobs(other[:1]) - logprobs(found[:1])).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4"], indirect=True)
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_the_library_of_an_engine_has_the_kernels_of_its_nodes(
+    trt: ModuleType, pair: tuple[Path, dict[str, Any]], ep_size: int
+) -> None:
+    """Those of every rank."""
+    root, fields = pair
+    two = build(root, tp_size=2, ep_size=ep_size, overwrite=True, **fields)
+    wanted = {"gate_up_form": "FORM", "gate_up_has_row_scale": "HAS_ROW_SCALE", "gate_up_has_bias": "HAS_BIAS"}
+    experts = experts_of(two.manifest.pretrained_config, max_rows=8)
+    variants = [variant for kernels in experts for variant in kernels.variants("float32")]
+    of_gate_up = [item for item in variants if item.name.startswith("expert_gate_up")]
+    of_down = [item for item in variants if item.name.startswith("expert_down")]
+    for rank in range(2):
+        _, nodes = define_engine_with_plugins(trt, two, rank=rank)
+        node = next(node for node in nodes if node.name == "Experts")
+        shapes = {name: tuple(tensor.shape) for name, tensor in zip(EXPERTS.inputs, node.given, strict=True)}
+        ffn = shapes["gate_up_codes"][1] // 2
+        sizes = {"IN": shapes["x"][1], "FFN": ffn, "num_chosen": node.fields["num_chosen"]}
+        assert any(
+            _has(item, sizes | {name: node.fields[field] for field, name in wanted.items()}) for item in of_gate_up
+        )
+        biased = {"FFN": ffn, "HAS_BIAS": node.fields["down_has_bias"], "FORM": node.fields["down_form"]}
+        assert any(_has(item, biased) for item in of_down)
+        assert not any(_has(item, {"FFN": ffn + 1}) for item in of_gate_up)
+
+
+def _has(variant: KernelVariant, constants: dict[str, float]) -> bool:
+    return constants.items() <= {name: int(value) for name, value in variant.constexprs.items()}.items()

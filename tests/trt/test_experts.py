@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.tensorrt.layers import Layers
+from dflash_trt.backends.tensorrt.lowering_experts import run_experts
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.backends.torch.moe import run_chosen_experts
@@ -64,7 +65,9 @@ def define(trt, moe, experts, *, dtype="float32"):
     network = builder.create_network(0)
     layers = Layers(trt, network, logger)
     x = layers.add_input("x", dtype, (-1, HIDDEN), ("N", "H"))
-    layers.mark_output(TrtOps(layers, None, None, []).moe(x, of_host(experts), moe), "out")
+    hosted = of_host(experts)
+    logits = TrtOps(layers, None, None, []).linear(x, hosted.router)
+    layers.mark_output(run_experts(layers, x, logits, hosted, moe), "out")
     return builder, network, layers
 
 

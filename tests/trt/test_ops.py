@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.host_weights import host_tensor
+from dflash_trt.backends.tensorrt.host_views import host_tensor
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.tensorrt.ops import TrtOps

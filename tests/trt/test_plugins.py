@@ -12,17 +12,24 @@ from torch import Tensor
 from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.moe import activated
+from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.fp8 import e4m3
+from dflash_trt.kernels.experts import CLAMPED_SWIGLU
+from dflash_trt.kernels.packed_product import FP8
+from dflash_trt.kernels.routing_launch import KINDS, Router
 from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
+from tests.kernels import reference_experts
+from tests.plugins.expert_cases import decoded
 from tests.traces import GREEDY, integers, trace
-from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair, view_at
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, view_at
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
 from tests.trt.test_step_tokens import FP8_PAGES, PAIRS, make_pair
 
@@ -38,6 +45,16 @@ def define_with_plugins(trt, target, drafter, *, missing=(), **options):
 
     defined = define_pair(trt, target, drafter, plugins="plugin", wrap=wrap, **options)
     return defined, plugins.nodes
+
+
+def define_engine_with_plugins(trt, engine, *, rank=0):
+    """The same for a rank of an engine directory of the torch backend."""
+    plugins = FakePlugins(trt)
+
+    def wrap(thing):
+        return checked_module(trt, plugins) if thing is trt else CheckedNetwork(thing, plugins)
+
+    return define_engine(trt, engine, rank=rank, wrap=wrap, plugins="plugin"), plugins.nodes
 
 
 class PluginReference:
@@ -104,9 +121,53 @@ class PluginReference:
         acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
         return [torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets)]
 
+    def _experts(self, x, settings):
+        kinds = {number: kind for kind, number in KINDS.items()}
+        router = Router(
+            kind=kinds[settings["routing"]], num_chosen=settings["num_chosen"], normalizes=bool(settings["normalizes"])
+        )
+        ids, weights = reference_experts.route(x["logits"], router)
+        gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))
+        ids = ids - settings["first_expert"]
+        is_here = (ids >= 0) & (ids < len(down))
+        activation = "clamped_swiglu" if settings["activation"] == CLAMPED_SWIGLU else "silu"
+        moe = SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"])
+        return [
+            reference_experts.run_experts(
+                x["x"],
+                gate_up,
+                down,
+                torch.where(is_here, ids, 0),
+                weights * is_here,
+                activation=lambda both: activated(both, moe),
+                biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
+                quantize_input=_rounding(x, settings, "gate_up"),
+                quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),
+            )
+        ]
+
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+
+
+def _bias(x, settings, prefix):
+    bias = x[f"{prefix}_bias"]
+    return bias if settings[f"{prefix}_has_bias"] else torch.zeros(x[f"{prefix}_codes"].shape[:2])
+
+
+def _rounding(x, settings, prefix):
+    """As the format rounds the activations of an expert and a segment."""
+    if not settings[f"{prefix}_has_input_scale"]:
+        return lambda values, expert, segment: values
+    quantized = quantized_fp8 if settings[f"{prefix}_form"] == FP8 else quantized_nvfp4
+    scales = x[f"{prefix}_input_scale"]
+
+    def rounded(values, expert, segment):
+        scale = float(scales[expert, min(segment, scales.shape[1] - 1)])
+        return quantized(values, scale).float() * scale
+
+    return rounded
 
 
 def _pages(x, settings, *, like):
@@ -195,7 +256,7 @@ def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
-    assert counts == [4, num_draft_layers, 0, 1, int(num_draft_layers > 0), 0, 0]  # one rank has no collectives
+    assert counts == [4, num_draft_layers, 0, 1, int(num_draft_layers > 0), 0, 0, 0]  # no experts, no collectives
     plugins = FakePlugins(trt)
     define_pair(
         trt,

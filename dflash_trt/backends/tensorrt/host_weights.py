@@ -9,26 +9,18 @@ from threading import Event, Thread
 from typing import Any, Final, cast
 
 import numpy as np
-from torch import Tensor
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor, host_array
+from dflash_trt.backends.tensorrt.host_views import host_tensor
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.ops import RopeTables
 from dflash_trt.backends.torch.ops import make_rope_table
-from dflash_trt.core.dtype import DType, dtype_name, safetensors_dtype, stored_dtype, torch_dtype
+from dflash_trt.core.dtype import DType, safetensors_dtype, stored_dtype, torch_dtype
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.engine_dir import TensorHeader
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 
 _GIVE_BACK_S: Final = 0.1  # between two times that mapped pages are given back
-
-
-def host_tensor(name: str, tensor: Tensor) -> HostTensor:
-    """`tensor` must be contiguous and on the CPU; its memory lives as long as the result."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{name} is not plain host memory"
-    return HostTensor(
-        name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), address=tensor.data_ptr(), owner=tensor
-    )
 
 
 def host_rope_tables(spec: StepNetworkSpec, *, max_seq_len: int) -> RopeTables:

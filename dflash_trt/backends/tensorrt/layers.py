@@ -57,9 +57,9 @@ class Layers:
         return self._constants[key]
 
     def constant_of_bits(
-        self, host: HostTensor, data_type: Literal["FP4", "INT4", "E8M0"], shape: tuple[int, ...]
+        self, host: HostTensor, data_type: Literal["FP4", "INT4", "E8M0", "INT8"], shape: tuple[int, ...]
     ) -> ITensor:
-        """The bytes of a uint8 tensor as numbers of another type; of two in a byte, the first is the low nibble."""
+        """The bytes of a tensor as numbers of another type; of two in a byte, the first is the low nibble."""
         return self._constant(host, dtype=getattr(self.trt.DataType, data_type), shape=shape)
 
     def floats(self, values: Sequence[float], shape: Sequence[int] = ()) -> ITensor:

@@ -40,7 +40,7 @@ RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positio
 
 
 class StatefulLowering(Protocol):
-    """The five ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
+    """The ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
 
     def attend_pages(
         self,
@@ -71,6 +71,8 @@ class StatefulLowering(Protocol):
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
     ) -> ITensor: ...
+
+    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor: ...
 
     def state_outputs(self) -> Mapping[str, ITensor]:
         """Outputs of the engine besides those of the step, by name."""
@@ -129,6 +131,9 @@ class LayersLowering:
         return trt_sampling.draft_tokens(
             self._layers, logits, next_context_lens, draft_to_target, self._inputs, num_slots
         )
+
+    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor:
+        return trt_experts.run_experts(self._layers, x, logits, experts, moe)
 
     def state_outputs(self) -> dict[str, ITensor]:
         """The written pages."""
@@ -234,7 +239,7 @@ class TrtOps:
 
     def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe) -> ITensor:
         assert isinstance(experts, StackedExperts)
-        return trt_experts.run_experts(self._layers, x, self.linear(x, experts.router), experts, moe)
+        return self._lowering.experts(x, self.linear(x, experts.router), experts, moe)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs

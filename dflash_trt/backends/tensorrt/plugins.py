@@ -1,4 +1,4 @@
-"""Attention and sampling as plugin nodes: the contract of plugins/README.md, from the network's side.
+"""Attention, sampling and experts as plugin nodes: the contract of plugins/README.md, from the network's side.
 
 Knows the plugins' names, fields, inputs and outputs. The library itself is loaded by `compile/` before a network is
 defined; a plugin that the registry lacks is an error that names it.
@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.core.errors import BuildError
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.launch_rules import NO_WINDOW
-from dflash_trt.network.ops import Acceptance, Cache, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, StackedExperts, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"
@@ -92,6 +94,18 @@ DRAFT_TOKENS: Final = PluginContract(
     outputs=("token_ids",),
     fields=("has_map",),
 )
+_MATRIX_INPUTS: Final = ("codes", "block_scale", "block_rows", "row_scale", "input_scale", "bias")
+_MATRIX_FIELDS: Final = ("form", "has_row_scale", "has_input_scale", "has_bias")
+EXPERTS: Final = PluginContract(
+    name="Experts",
+    inputs=("x", "logits", *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_INPUTS)),
+    outputs=("out",),
+    fields=(
+        *("first_expert", "num_chosen", "routing", "normalizes", "activation"),
+        *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_FIELDS),
+    ),
+    real_fields=("limit", "alpha"),
+)
 ALL_REDUCE: Final = PluginContract(name="AllReduce", inputs=("x",), outputs=("summed",), fields=("num_ranks",))
 ALL_GATHER: Final = PluginContract(name="AllGather", inputs=("x",), outputs=("gathered",), fields=("num_ranks",))
 PLUGINS: Final = (
@@ -100,6 +114,7 @@ PLUGINS: Final = (
     WRITE_DRAFT_CONTEXT,
     SAMPLE_AND_ACCEPT,
     DRAFT_TOKENS,
+    EXPERTS,
     ALL_REDUCE,
     ALL_GATHER,
 )
@@ -172,6 +187,12 @@ class PluginLowering:
         given = {"logits": logits, "next_context_lens": next_context_lens}
         given |= {"draft_to_target": not_read if draft_to_target is None else draft_to_target}
         return self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})[0]
+
+    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[HostTensor], moe: Moe) -> ITensor:
+        from dflash_trt.backends.tensorrt.experts_node import experts_node  # of those who have Triton
+
+        given, fields = experts_node(self._layers, experts, moe, of_f=x)
+        return self._node(EXPERTS, given | {"x": x, "logits": logits}, fields)[0]
 
     def state_outputs(self) -> dict[str, ITensor]:
         """What keeps writers alive that nobody reads: TensorRT removes a node without a way to an output."""

@@ -13,6 +13,7 @@ constexpr TensorType kF = TensorType::kFloat;
 constexpr TensorType kInt = TensorType::kInt32;
 constexpr TensorType kLong = TensorType::kInt64;
 constexpr TensorType kReal = TensorType::kFloat32;
+constexpr TensorType kBytes = TensorType::kInt8;
 
 constexpr FieldRule kState{"state", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
 constexpr FieldRule kPageType{"page_type", FieldType::kInt32, 0, 1}; // a PageType
@@ -99,6 +100,41 @@ constexpr InputRule kDraftTokensInputs[] = {
 constexpr OutputRule kDraftTokensOutputs[] = {{"token_ids", kInt}};
 constexpr FieldRule kDraftTokensFields[] = {{"has_map", FieldType::kInt32, 0, 1}};
 
+constexpr InputRule kExpertsInputs[] = {
+    {"x", kF, 2},
+    {"logits", kF, 2},
+    {"gate_up_codes", kBytes, 3},
+    {"gate_up_block_scale", kBytes, 3},
+    {"gate_up_block_rows", kInt, 1},
+    {"gate_up_row_scale", kReal, 2},
+    {"gate_up_input_scale", kReal, 2},
+    {"gate_up_bias", kF, 2},
+    {"down_codes", kBytes, 3},
+    {"down_block_scale", kBytes, 3},
+    {"down_block_rows", kInt, 1},
+    {"down_row_scale", kReal, 2},
+    {"down_input_scale", kReal, 2},
+    {"down_bias", kF, 2},
+};
+constexpr OutputRule kExpertsOutputs[] = {{"out", kF}};
+constexpr FieldRule kExpertsFields[] = {
+    {"first_expert", FieldType::kInt32, 0, 4095},
+    {"num_chosen", FieldType::kInt32, 1, 4096},
+    {"routing", FieldType::kInt32, 0, 1},
+    {"normalizes", FieldType::kInt32, 0, 1},
+    {"activation", FieldType::kInt32, 0, 1},
+    {"gate_up_form", FieldType::kInt32, 0, 5},
+    {"gate_up_has_row_scale", FieldType::kInt32, 0, 1},
+    {"gate_up_has_input_scale", FieldType::kInt32, 0, 1},
+    {"gate_up_has_bias", FieldType::kInt32, 0, 1},
+    {"down_form", FieldType::kInt32, 0, 5},
+    {"down_has_row_scale", FieldType::kInt32, 0, 1},
+    {"down_has_input_scale", FieldType::kInt32, 0, 1},
+    {"down_has_bias", FieldType::kInt32, 0, 1},
+    {"limit", FieldType::kFloat32, kLeastReal, kMostReal},
+    {"alpha", FieldType::kFloat32, kLeastReal, kMostReal},
+};
+
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
 constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
@@ -112,6 +148,7 @@ char const* type_name(TensorType type)
     case TensorType::kInt32: return "int32";
     case TensorType::kInt64: return "int64";
     case TensorType::kFloat32: return "float32";
+    case TensorType::kInt8: return "int8";
     }
     return "";
 }
@@ -167,6 +204,7 @@ PluginContract const kWriteDraftContext{
     "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
 PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
 PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
+PluginContract const kExperts{"Experts", kExpertsInputs, kExpertsOutputs, kExpertsFields};
 PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
 PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
@@ -174,7 +212,7 @@ std::string describe_contract()
 {
     std::string plugins;
     for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept,
-             &kDraftTokens, &kAllReduce, &kAllGather})
+             &kDraftTokens, &kExperts, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

@@ -18,6 +18,7 @@ enum class TensorType : int32_t
     kInt32,
     kInt64,
     kFloat32,
+    kInt8, // bytes of any format
 };
 
 struct InputRule
@@ -79,6 +80,7 @@ extern PluginContract const kAttendDraft;
 extern PluginContract const kWriteDraftContext;
 extern PluginContract const kSampleAndAccept;
 extern PluginContract const kDraftTokens;
+extern PluginContract const kExperts;
 extern PluginContract const kAllReduce;
 extern PluginContract const kAllGather;
 

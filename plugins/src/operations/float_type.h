@@ -40,6 +40,11 @@ constexpr std::string_view pointer_type(FloatType type) noexcept
     return {};
 }
 
+constexpr int64_t element_bytes(FloatType type) noexcept
+{
+    return type == FloatType::kFloat32 ? 4 : 2;
+}
+
 constexpr std::string_view page_pointer_type(ElementTypes types) noexcept
 {
     return types.pages == PageType::kFloat8 ? "*fp8e4nv" : pointer_type(types.network);

@@ -3,6 +3,7 @@
 #include "tensorrt/attend_pages_plugin.h"
 #include "tensorrt/collective_plugin.h"
 #include "tensorrt/draft_tokens_plugin.h"
+#include "tensorrt/experts_plugin.h"
 #include "tensorrt/log.h"
 #include "tensorrt/plugin_creator.h"
 #include "tensorrt/sample_and_accept_plugin.h"
@@ -39,11 +40,12 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static PluginCreator write_draft_context_creator(kWriteDraftContext, make<WriteDraftContextPlugin>);
     static PluginCreator sample_and_accept_creator(kSampleAndAccept, make<SampleAndAcceptPlugin>);
     static PluginCreator draft_tokens_creator(kDraftTokens, make<DraftTokensPlugin>);
+    static PluginCreator experts_creator(kExperts, make<ExpertsPlugin>);
     static PluginCreator all_reduce_creator(kAllReduce, make_collective<kAllReduce>);
     static PluginCreator all_gather_creator(kAllGather, make_collective<kAllGather>);
-    static std::array<nvinfer1::IPluginCreatorInterface*, 7> const creators{&attend_pages_creator,
+    static std::array<nvinfer1::IPluginCreatorInterface*, 8> const creators{&attend_pages_creator,
         &attend_draft_creator, &write_draft_context_creator, &sample_and_accept_creator, &draft_tokens_creator,
-        &all_reduce_creator, &all_gather_creator};
+        &experts_creator, &all_reduce_creator, &all_gather_creator};
     num_creators = static_cast<int32_t>(creators.size());
     return creators.data();
 }

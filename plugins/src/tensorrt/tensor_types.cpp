@@ -18,6 +18,7 @@ std::string name_of(nvinfer1::DataType type)
     case nvinfer1::DataType::kBF16: return "bfloat16";
     case nvinfer1::DataType::kINT32: return "int32";
     case nvinfer1::DataType::kINT64: return "int64";
+    case nvinfer1::DataType::kINT8: return "int8";
     default: return "data type " + std::to_string(static_cast<int32_t>(type));
     }
 }
@@ -54,6 +55,7 @@ nvinfer1::DataType data_type(TensorType rule, nvinfer1::DataType float_type) noe
     case TensorType::kInt32: return nvinfer1::DataType::kINT32;
     case TensorType::kInt64: return nvinfer1::DataType::kINT64;
     case TensorType::kFloat32: return nvinfer1::DataType::kFLOAT;
+    case TensorType::kInt8: return nvinfer1::DataType::kINT8;
     }
     return float_type;
 }

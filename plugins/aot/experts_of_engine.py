@@ -1,0 +1,57 @@
+"""Experts' kernels that an engine's config asks for: sizes of a rank, and the formats of its weights."""
+
+from collections.abc import Iterator
+
+from dflash_trt.backends.cuda.packed import FORMS
+from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.weight_spec import rank_shard, segments_of
+from dflash_trt.engine_dir import PretrainedConfig
+from dflash_trt.formats.registry import weight_format
+from dflash_trt.kernels.packed_product import PLAIN
+from plugins.aot.experts_variants import ExpertsKernels, MatrixKernels, matrix_choices
+
+
+def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKernels]:
+    """Of every layer; those of equal kinds are equal."""
+    formats = config.quantization.linears if config.quantization else {}
+    table = engine_weights(config.target, None, config.quantization)
+    has_bias_once = config.mapping.moe_tp_size > 1
+    for i, layer in enumerate(config.target.layers):
+        if not isinstance(layer.feed_forward, Moe):
+            continue
+        moe, name = layer.feed_forward, f"target.layers.{i}.experts"
+        gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
+        down = rank_shard(table[f"{name}.down"], config.mapping)
+        for of_gate_up in matrix_choices(
+            _matrix(formats.get(f"{name}.gate_up"), moe), splits_input=True, is_bias_of_one=False
+        ):
+            for of_down in matrix_choices(
+                _matrix(formats.get(f"{name}.down"), moe), splits_input=False, is_bias_of_one=has_bias_once
+            ):
+                yield ExpertsKernels(
+                    num_experts=moe.num_experts,
+                    num_here=down.shape[0],
+                    num_chosen=moe.num_experts_per_token,
+                    hidden_size=down.shape[1],
+                    ffn_size=segments_of(gate_up)[0],
+                    routing=moe.routing,
+                    normalizes=moe.normalizes_top_k,
+                    activation=moe.activation,
+                    gate_up=of_gate_up,
+                    down=of_down,
+                    max_rows=max_rows,
+                )
+
+
+def _matrix(format_name: str | None, moe: Moe) -> MatrixKernels:
+    if format_name is None:
+        return MatrixKernels(form=PLAIN, has_bias=moe.has_bias)
+    known = weight_format(format_name)
+    has_scale = "weight_scale" in known.layout((1, known.columns_per_block), (1,))
+    return MatrixKernels(
+        form=FORMS[known.weight_type],
+        has_row_scale=has_scale or known.has_input_scale,
+        num_input_scales=int(known.has_input_scale),
+        has_bias=moe.has_bias,
+    )

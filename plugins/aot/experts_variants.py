@@ -1,0 +1,235 @@
+"""Variants of the kernels of experts to compile ahead of time, as their launchers in `kernels/` pass them.
+
+Sizes of a model are compiled in, so that a library has the experts of the engines that it is made for alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+
+from dflash_trt.core.dtype import FloatDType, torch_dtype
+from dflash_trt.kernels.capacity import next_power_of_2
+from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel, expert_sum_kernel
+from dflash_trt.kernels.experts_launch import (
+    DOWN_OUT,
+    GATE_OUT,
+    NUM_STAGES,
+    SUM_BLOCK,
+    PackedExperts,
+    down_constants,
+    gate_up_constants,
+    product_warps,
+)
+from dflash_trt.kernels.launch_rules import tile_tokens
+from dflash_trt.kernels.packed_matrix import PackedMatrix
+from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
+from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, routing_constants
+from plugins.aot.variant import KernelVariant, pointer
+
+FLOATS: Final = pointer(torch.float32)
+INTS: Final = pointer(torch.int32)
+BYTES: Final = pointer(torch.uint8)
+E4M3: Final = pointer(torch.float8_e4m3fn)
+_PACKED: Final = (MXFP4, NVFP4, INT4)  # two codes a byte
+_FORM_NAMES: Final = {PLAIN: "plain", FP8: "fp8", FP8_BLOCK: "fp8_block", MXFP4: "mxfp4", NVFP4: "nvfp4", INT4: "int4"}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class MatrixKernels:
+    """One weight of all experts. `num_input_scales` of each expert: 0, 1, or 2 where gate and up have one each."""
+
+    form: int
+    has_row_scale: bool = False
+    num_input_scales: int = 0
+    has_bias: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = {"rows": self.has_row_scale, f"in{self.num_input_scales}": self.num_input_scales, "bias": self.has_bias}
+        return "_".join([_FORM_NAMES[self.form], *(word for word, is_on in flags.items() if is_on)])
+
+    def matrix(self, out_size: int, in_size: int) -> PackedMatrix:
+        """What decides constants, without memory."""
+        columns = in_size // 2 if self.form in _PACKED else in_size
+        scales = [torch.empty((1, size), device="meta") for size in (1, max(1, self.num_input_scales))]
+        return PackedMatrix(
+            form=self.form,
+            codes=torch.empty((1, out_size, columns), device="meta"),
+            row_scale=scales[0] if self.has_row_scale else None,
+            input_scale=scales[1] if self.num_input_scales else None,
+            bias=scales[0] if self.has_bias else None,
+        )
+
+    def types(self, dtype: torch.dtype) -> dict[str, str]:
+        """Of a kernel's arguments; anything stands for a tensor that is not read."""
+        of_f, is_quantized = pointer(dtype), self.num_input_scales > 0
+        codes = of_f if self.form == PLAIN else E4M3 if is_quantized and self.form == FP8 else BYTES
+        block_scale = {FP8_BLOCK: FLOATS, INT4: pointer(torch.bfloat16), NVFP4: E4M3 if is_quantized else BYTES}
+        return {
+            "codes": codes,
+            "block_scale": block_scale.get(self.form, codes),
+            "block_rows": INTS,
+            "row_scale": FLOATS,
+            "bias": of_f,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class ExpertsKernels:
+    """The experts of one kind of layer, of one rank, for steps of at most `max_rows` rows."""
+
+    num_experts: int
+    num_here: int
+    num_chosen: int
+    hidden_size: int
+    ffn_size: int
+    routing: Literal["softmax_top_k", "top_k_softmax"]
+    normalizes: bool
+    activation: Literal["silu", "clamped_swiglu"]
+    gate_up: MatrixKernels
+    down: MatrixKernels
+    max_rows: int
+
+    def variants(self, dtype_name: FloatDType) -> Iterator[KernelVariant]:
+        dtype = torch_dtype(dtype_name)
+        most = tile_tokens(num_entries=self.max_rows * self.num_chosen, num_experts=self.num_experts)
+        yield _reset_ticket()
+        yield self._sum(dtype)
+        for tokens in TOKEN_TILES:
+            if tokens <= most:
+                yield self._routing(dtype, tokens)
+                yield self._gate_up(dtype, tokens)
+                yield self._down(dtype, tokens)
+
+    def _routing(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
+        router = Router(kind=self.routing, num_chosen=self.num_chosen, normalizes=self.normalizes)
+        constants = routing_constants(router, num_experts=self.num_experts, tokens=tokens)
+        parts = ["routing", _name(dtype), self.routing, *(["normalized"] if self.normalizes else [])]
+        return KernelVariant(
+            name="_".join([*parts, f"e{self.num_experts}", f"k{self.num_chosen}", f"t{tokens}"]),
+            kernel=routing_kernel,
+            signature={
+                "logits": pointer(dtype),
+                "choice_bias": FLOATS,
+                "expert_ids": INTS,
+                "weights": FLOATS,
+                **dict.fromkeys(("order", "tiles", "ranks", "counts", "ticket"), INTS),
+                **dict.fromkeys(("num_rows", "num_tiles", "first_expert", "num_here"), "i32"),
+                "factor": "fp32",
+            },
+            constexprs=constants,
+            num_warps=4,
+            num_stages=1,
+            grid=(f"(num_rows + {constants['ROWS'] - 1}) / {constants['ROWS']}", "1", "1"),
+        )
+
+    def _gate_up(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
+        experts = PackedExperts(
+            gate_up=self.gate_up.matrix(2 * self.ffn_size, self.hidden_size),
+            down=self.down.matrix(self.hidden_size, self.ffn_size),
+            activation=self.activation,
+        )
+        constants = {"num_chosen": self.num_chosen, **gate_up_constants(experts, tokens=tokens)}
+        parts = ["expert_gate_up", _name(dtype), self.gate_up.name, self.activation]
+        parts += [f"h{constants['HIDDEN']}", f"{self.hidden_size}x{self.ffn_size}", f"k{self.num_chosen}", f"t{tokens}"]
+        return KernelVariant(
+            name="_".join(parts),
+            kernel=expert_gate_up_kernel,
+            signature={
+                "x": pointer(dtype),
+                **self.gate_up.types(dtype),
+                "input_scale": FLOATS,
+                "order": INTS,
+                "tiles": INTS,
+                **_hidden_types(self.down, dtype),
+                "hidden_scale": FLOATS,
+                **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
+                **dict.fromkeys(("limit", "alpha"), "fp32"),
+            },
+            constexprs=constants,
+            num_warps=product_warps(tokens),
+            num_stages=NUM_STAGES,
+            grid=("num_tiles", str(-(-self.ffn_size // GATE_OUT)), "1"),
+        )
+
+    def _down(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
+        parts = ["expert_down", _name(dtype), self.down.name, f"{self.ffn_size}x{self.hidden_size}", f"t{tokens}"]
+        return KernelVariant(
+            name="_".join(parts),
+            kernel=expert_down_kernel,
+            signature={
+                **_hidden_types(self.down, dtype),
+                **self.down.types(dtype),
+                "order": INTS,
+                "tiles": INTS,
+                "weights": FLOATS,
+                "results": pointer(dtype),
+                **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
+            },
+            constexprs=down_constants(self.down.matrix(self.hidden_size, self.ffn_size), tokens=tokens),
+            num_warps=product_warps(tokens),
+            num_stages=NUM_STAGES,
+            grid=("num_tiles", str(-(-self.hidden_size // DOWN_OUT)), "1"),
+        )
+
+    def _sum(self, dtype: torch.dtype) -> KernelVariant:
+        is_few = self.num_here != self.num_experts
+        block = min(SUM_BLOCK, next_power_of_2(self.hidden_size))
+        parts = [
+            "expert_sum",
+            _name(dtype),
+            *(["few"] if is_few else []),
+            f"h{self.hidden_size}",
+            f"k{self.num_chosen}",
+        ]
+        return KernelVariant(
+            name="_".join(parts),
+            kernel=expert_sum_kernel,
+            signature={
+                "results": pointer(dtype),
+                "expert_ids": INTS,
+                "out": pointer(dtype),
+                "first_expert": "i32",
+                "num_experts": "i32",
+            },
+            constexprs={"num_chosen": self.num_chosen, "HIDDEN_SIZE": self.hidden_size, "FEW": is_few, "BLOCK": block},
+            num_warps=4,
+            num_stages=1,
+            grid=("num_rows", str(-(-self.hidden_size // block)), "1"),
+        )
+
+
+def matrix_choices(matrix: MatrixKernels, *, splits_input: bool, is_bias_of_one: bool) -> Iterator[MatrixKernels]:
+    """What a weight may turn out to be: calibration decides whether gate and up share an input scale, and of ranks
+    that add up their results one has the bias.
+    """
+    scales = [1, 2] if matrix.num_input_scales and splits_input else [matrix.num_input_scales]
+    biases = [True, False] if matrix.has_bias and is_bias_of_one else [matrix.has_bias]
+    for num_input_scales in scales:
+        for has_bias in biases:
+            yield replace(matrix, num_input_scales=num_input_scales, has_bias=has_bias)
+
+
+def _reset_ticket() -> KernelVariant:
+    return KernelVariant(
+        name="reset_ticket",
+        kernel=reset_ticket_kernel,
+        signature={"ticket": INTS},
+        constexprs={},
+        num_warps=1,
+        num_stages=1,
+        grid=("1", "1", "1"),
+    )
+
+
+def _hidden_types(down: MatrixKernels, dtype: torch.dtype) -> dict[str, str]:
+    if down.num_input_scales == 0:
+        return {"hidden": pointer(dtype), "hidden_block_scale": pointer(dtype)}
+    return {"hidden": E4M3 if down.form == FP8 else BYTES, "hidden_block_scale": E4M3}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
