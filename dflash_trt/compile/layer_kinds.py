@@ -1,12 +1,18 @@
-"""A pair cut down to one layer of each kind, at full width: the smallest network that shows every kind of layer."""
+"""A pair cut down to one layer of each kind, at full width: the smallest network that shows every kind of layer.
+
+Experts are alike, a leading axis of the same products: as many as one row needs stand for all.
+"""
 
 from collections.abc import Mapping as AbcMapping
-from typing import Any
+from typing import Any, Final
 
-from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig
+
+MIN_EXPERTS: Final = 8  # of each rank
 
 
 def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
@@ -16,7 +22,8 @@ def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
     linears = config.quantization.linears if config.quantization else {}
     target_kinds = layer_kinds(config.target, linears)
     draft_kinds: tuple[int, ...] = ()
-    target = config.target.model_copy(update={"layers": _chosen(config.target, target_kinds)})
+    layers = tuple(with_few_experts(layer, config.mapping.ep_size) for layer in _chosen(config.target, target_kinds))
+    target = config.target.model_copy(update={"layers": layers})
     draft: DraftSpec | None = None
     if config.draft is not None:
         draft_kinds = layer_kinds(config.draft, linears)
@@ -37,6 +44,16 @@ def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
     return PretrainedConfig(
         target=target, draft=draft, dtype=config.dtype, mapping=config.mapping, quantization=quantization
     )
+
+
+def with_few_experts(layer: LayerSpec, ep_size: int) -> LayerSpec:
+    """The layer with no more experts than MIN_EXPERTS on each rank, or than a row chooses."""
+    moe = layer.feed_forward
+    if not isinstance(moe, Moe):
+        return layer
+    on_each_rank = max(MIN_EXPERTS, -(-moe.num_experts_per_token // ep_size))
+    num_experts = min(moe.num_experts, on_each_rank * ep_size)
+    return layer.model_copy(update={"feed_forward": moe.model_copy(update={"num_experts": num_experts})})
 
 
 def layer_kinds(spec: DecoderSpec, linears: AbcMapping[str, str]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from dflash_trt.compile.quantized import plan_quantization
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import BuildError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
 from dflash_trt.formats.registry import split_quantized
@@ -77,7 +78,7 @@ def check_config(
         sizes=rank_sizes(pretrained, limits),
         limits=limits,
         compute_capability=CHECK_CAPABILITY,
-        notes=(*notes, *pair.notes),
+        notes=(*_notes_of_experts(pretrained, chosen), *notes, *pair.notes),
     )
 
 
@@ -102,6 +103,20 @@ def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[s
         quantization=None if quantization.is_empty else quantization,
     )
     return *resolved, pretrained
+
+
+def _notes_of_experts(config: PretrainedConfig, chosen: PretrainedConfig) -> list[str]:
+    whole, built = (
+        {layer.feed_forward.num_experts for layer in model.target.layers if isinstance(layer.feed_forward, Moe)}
+        for model in (config, chosen)
+    )
+    if whole == built:
+        return []
+    return [f"{_listed(built)} of {_listed(whole)} experts of a layer were built (--check=full: all)"]
+
+
+def _listed(numbers: set[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
+from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind, with_few_experts
+from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from tests.factories import make_target, make_zlab_drafter
@@ -43,3 +46,21 @@ def test_the_pair_of_one_layer_of_each_kind_has_their_widths_formats_and_scales(
     for name in ("draft.fc", "target.lm_head", "target.embedding"):
         assert cut[name] == whole[name]
     assert cut["target.layers.1.qkv"] == whole["target.layers.2.qkv"]
+
+
+@pytest.mark.parametrize(("ep_size", "num_experts"), [(1, 8), (2, 16), (4, 32)])
+def test_experts_of_each_rank_are_as_many_as_a_row_chooses_or_eight(
+    tmp_path: Path, ep_size: int, num_experts: int
+) -> None:
+    target = make_target(tmp_path / "moe", family="gpt_oss", num_local_experts=32, num_experts_per_tok=4)
+    mapping = Mapping(world_size=ep_size, tp_size=ep_size, ep_size=ep_size)
+    config = PretrainedConfig(target=open_pair(target, None).target, dtype="bfloat16", mapping=mapping)
+    found, whole = (tensor_headers(each) for each in (one_of_each_kind(config), config))
+    experts = "target.layers.0.experts.gate_up"
+    assert found[experts].shape == (num_experts // ep_size, *whole[experts].shape[1:])
+    assert found["target.layers.0.router"].shape == (num_experts, whole["target.layers.0.router"].shape[1])
+
+
+def test_few_experts_stay_as_they_are(tmp_path: Path) -> None:
+    target = open_pair(make_target(tmp_path / "moe", family="qwen3_moe"), None).target
+    assert [with_few_experts(layer, 1) for layer in target.layers] == list(target.layers)
