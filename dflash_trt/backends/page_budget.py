@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.host_resources import available_memory_bytes
@@ -15,9 +15,21 @@ from dflash_trt.core.state_spec import EngineStates
 
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
-    from dflash_trt.engine_dir import EngineManifest
+    from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
-DEFAULT_FREE_MEMORY_FRACTION = 0.5  # of a CPU's free memory; other programs live there too
+DEFAULT_FREE_MEMORY_FRACTION: Final = 0.5  # of a CPU's free memory; other programs live there too
+GPU_FREE_MEMORY_FRACTION: Final = 0.8  # of what is free after loading; the rest is for activations of prefill steps
+TENSORRT_FREE_MEMORY_FRACTION: Final = 0.9  # of what is free beside the plan and its contexts with their activations
+
+
+class PagedEngine(Protocol):
+    """An engine directory's manifest, or what one would say."""
+
+    @property
+    def pretrained_config(self) -> PretrainedConfig: ...
+
+    @property
+    def build_config(self) -> EngineLimits: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +71,7 @@ class PagePlan:
 
 
 def plan_engine_pages(
-    manifest: EngineManifest,
+    engine: PagedEngine,
     config: RuntimeConfig,
     *,
     free_bytes: Callable[[], int] | None = None,
@@ -74,7 +86,7 @@ def plan_engine_pages(
     Raises:
         CapacityError: the pages of one max_seq_len sequence do not fit.
     """
-    model, build = manifest.pretrained_config, manifest.build_config
+    model, build = engine.pretrained_config, engine.build_config
     num_ranks = model.mapping.world_size
 
     def share_of_host() -> int:

@@ -48,13 +48,6 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
 
     manifest = engine.manifest
     config = manifest.pretrained_config
-    weights = _weights_bytes(config)
-    states = config.states()
-    target = _decoder(manifest.target) | weights["target"] | _pages(states.target)
-    draft = None
-    if manifest.draft is not None:
-        draft = _decoder(manifest.draft) | weights["draft"] | _pages(states.draft)
-        draft["max_draft_len"] = manifest.draft.max_draft_len
     return {
         "engine_dir": str(engine.path),
         "version": manifest.version,
@@ -63,8 +56,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
         "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
         "mapping": config.mapping.model_dump(exclude={"rank"}),
-        "target": target,
-        "draft": draft,
+        **describe_models(config),
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
         "has_tokenizer": engine.tokenizer_path is not None,
@@ -74,6 +66,16 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         },
         "provenance": engine.provenance(),
     }
+
+
+def describe_models(config: "PretrainedConfig") -> dict[str, Any]:
+    """Both models: their specs, weights and pages; "draft" is None without a drafter."""
+    weights, states = _weights_bytes(config), config.states()
+    target = _decoder(config.target) | weights["target"] | _pages(states.target)
+    if config.draft is None:
+        return {"target": target, "draft": None}
+    draft = _decoder(config.draft) | weights["draft"] | _pages(states.draft)
+    return {"target": target, "draft": draft | {"max_draft_len": config.draft.max_draft_len}}
 
 
 def _pages(states: "Sequence[PagedKv]") -> dict[str, Any]:
@@ -106,20 +108,11 @@ def _decoder(spec: "TargetSpec | DraftSpec") -> dict[str, Any]:
 
 
 def _weights_bytes(config: "PretrainedConfig") -> dict[str, dict[str, Any]]:
-    """Bytes of each model's tensors on all ranks, together and by format. Opening has compared the files' headers."""
-    from dflash_trt.core.quantization import QuantizationSpec
-    from dflash_trt.engine_dir import tensor_headers
+    """Of each model's tensors on all ranks. Opening has compared the files' headers."""
+    from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes, weight_bytes_fields
 
-    quantization = config.quantization or QuantizationSpec()
-    by_format: dict[str, dict[str, int]] = {"target": {}, "draft": {}}
-    for name, header in tensor_headers(config).items():
-        formats = by_format[name.partition(".")[0]]
-        tensor_format = quantization.format_of(name) or ("int64" if header.dtype == "I64" else config.dtype)
-        formats[tensor_format] = formats.get(tensor_format, 0) + header.num_bytes * config.mapping.world_size
-    return {
-        model: {"weights_bytes": sum(formats.values()), "weights_bytes_by_format": formats}
-        for model, formats in by_format.items()
-    }
+    of_rank = rank_weight_bytes(config)
+    return {model: weight_bytes_fields(of_rank[model], num_ranks=config.mapping.world_size) for model in of_rank}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -132,7 +125,7 @@ def _print(report: dict[str, Any]) -> None:
         f"{'with' if report['has_tokenizer'] else 'without'} tokenizer",
         soft_wrap=True,
     )
-    console.print(_models_table(report))
+    console.print(models_table(report))
     if report["draft"]:
         console.print(_draft_table(report["draft"]))
         taps = ", ".join(map(str, report["draft"]["target_layer_ids"]))
@@ -150,7 +143,7 @@ def _print(report: dict[str, Any]) -> None:
     _print_provenance(report["provenance"])
 
 
-def _models_table(report: dict[str, Any]) -> "Table":
+def models_table(report: dict[str, Any]) -> "Table":
     from rich.filesize import decimal
     from rich.table import Table
 

@@ -26,6 +26,7 @@ from dflash_trt.compile.quantized import (
     component_sizes,
     engine_quantization,
     engine_weights,
+    local_capability,
     plan_quantization,
 )
 from dflash_trt.core.config import BuildConfig
@@ -194,7 +195,7 @@ def _check(
     tokenizer = errors.run(lambda: _resolve_tokenizer(paths["target"], pair))
     errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
-    plan = errors.run(lambda: plan_quantization(config, pair))
+    plan = errors.run(lambda: plan_quantization(config, pair, capability=local_capability()))
     unsupported = backend.unsupported(pair.target, pair.draft, None if plan is None else plan.spec(), mapping)
     errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
     errors.raise_all("build")

@@ -28,16 +28,21 @@ from dflash_trt.quantize.stream import engine_stream, whole_weights
 PlanCallback = Callable[[QuantizationPlan], None]
 
 
-def plan_quantization(config: BuildConfig, pair: PairSpecs) -> QuantizationPlan:
-    """Plan the format of each linear layer, checked against shapes, checkpoint and GPU.
+def local_capability() -> tuple[int, int] | None:
+    """Compute capability of this machine's GPU; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def plan_quantization(config: BuildConfig, pair: PairSpecs, *, capability: tuple[int, int] | None) -> QuantizationPlan:
+    """Plan the format of each linear layer, checked against shapes, checkpoint and the GPU of this capability, if any.
 
     Raises:
         ConfigError: a choice that cannot be; all of them in one error.
     """
     plan = make_plan(config.quantization or QuantizationConfig(), pair.target, pair.draft, pair.quantization)
     raise_all(ConfigError, "tensor parallelism", sharding_problems(plan, config.mapping))
-    if torch.cuda.is_available():
-        require_hardware(plan.formats, torch.cuda.get_device_capability())
+    if capability is not None:
+        require_hardware(plan.formats, capability)
     return plan
 
 

@@ -15,13 +15,10 @@ from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.sizes import RankSizes, rank_sizes
 from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
 from dflash_trt.checkpoint.pair import read_pair
-from dflash_trt.checkpoint.sharding import mapping_problems
-from dflash_trt.checkpoint.specs import PairSpecs
+from dflash_trt.compile.description import describe_engine
 from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
-from dflash_trt.compile.limits import resolve_limits
-from dflash_trt.compile.quantized import plan_quantization
+from dflash_trt.compile.quantized import local_capability
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.errors import BuildError, ConfigError, ErrorCollector, raise_all
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard
@@ -64,7 +61,14 @@ def check_config(
     """
     drafter = None if config.drafter is None else base_dir / config.drafter
     pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
-    limits, notes, pretrained = _checked(config, pair)
+    described = describe_engine(
+        config,
+        pair,
+        unsupported=lambda target, draft, quantization, mapping: unsupported_problems(quantization, config.dtype),
+        subject="backend tensorrt",
+        capability=local_capability(),
+    )
+    pretrained, limits = described.pretrained_config, described.build_config
     linears = pretrained.quantization.linears if pretrained.quantization else {}
     models = [pair.target, *([pair.draft] if pair.draft else [])]
     chosen = pretrained if is_full else one_of_each_kind(pretrained)
@@ -78,31 +82,8 @@ def check_config(
         sizes=rank_sizes(pretrained, limits),
         limits=limits,
         compute_capability=CHECK_CAPABILITY,
-        notes=(*_notes_of_experts(pretrained, chosen), *notes, *pair.notes),
+        notes=(*_notes_of_experts(pretrained, chosen), *described.notes, *pair.notes),
     )
-
-
-def _checked(config: BuildConfig, pair: PairSpecs) -> tuple[EngineLimits, list[str], PretrainedConfig]:
-    """Limits, notes about them and the models, with all problems in one error."""
-    errors = ErrorCollector()
-    mapping = config.mapping
-    cuts = mapping_problems(pair.target, pair.draft, mapping)
-    errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
-    resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
-    plan = errors.run(lambda: plan_quantization(config, pair))
-    quantization = None if plan is None else plan.spec()
-    unsupported = unsupported_problems(quantization, config.dtype)
-    errors.run(lambda: raise_all(BuildError, "backend tensorrt", unsupported))
-    errors.raise_all("check")
-    assert resolved is not None and quantization is not None
-    pretrained = PretrainedConfig(
-        target=pair.target,
-        draft=pair.draft,
-        dtype=config.dtype,
-        mapping=mapping,
-        quantization=None if quantization.is_empty else quantization,
-    )
-    return *resolved, pretrained
 
 
 def _notes_of_experts(config: PretrainedConfig, chosen: PretrainedConfig) -> list[str]:

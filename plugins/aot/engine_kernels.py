@@ -130,7 +130,7 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.compile.limits import resolve_limits
-    from dflash_trt.compile.quantized import plan_quantization
+    from dflash_trt.compile.quantized import local_capability, plan_quantization
 
     drafter = None if config.drafter is None else base_dir / config.drafter
     pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
@@ -140,7 +140,7 @@ def kernels_of_config(config: BuildConfig, base_dir: Path) -> EngineKernels:
         draft=pair.draft,
         dtype=config.dtype,
         mapping=config.mapping,
-        quantization=plan_quantization(config, pair).spec(),
+        quantization=plan_quantization(config, pair, capability=local_capability()).spec(),
     )
     return EngineKernels.of(pretrained, limits)
 

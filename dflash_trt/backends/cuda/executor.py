@@ -20,7 +20,7 @@ from dflash_trt.backends.cuda.linear import prepare_device_linear
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
-from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
 from dflash_trt.backends.step_inputs import StepShapes, sequence_batch
 from dflash_trt.backends.torch.loading import (
@@ -49,8 +49,6 @@ from dflash_trt.network.step import Network, run_step, sequence_logits
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
-
-FREE_MEMORY_FRACTION = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 
 
 class TorchGpuExecutor:
@@ -139,7 +137,7 @@ class TorchGpuExecutor:
         build = manifest.build_config
         network = load_network(engine, rank=rank, use_drafter=config.use_drafter, device=str(device))
         page_plan = plan_engine_pages(
-            manifest, config, free_bytes=partial(_free_bytes, device), default_fraction=FREE_MEMORY_FRACTION
+            manifest, config, free_bytes=partial(_free_bytes, device), default_fraction=GPU_FREE_MEMORY_FRACTION
         )
         executor = cls(
             network,

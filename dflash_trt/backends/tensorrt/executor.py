@@ -23,7 +23,7 @@ from dflash_trt.backends.padding import (
     prefill_kernel_shapes,
     verify_block_shape,
 )
-from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.page_budget import TENSORRT_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
 from dflash_trt.backends.staging import StagedStep, new_timer
 from dflash_trt.backends.step_inputs import check_plan
 from dflash_trt.backends.tensorrt.buffers import EngineState, StepBuffers
@@ -38,8 +38,6 @@ from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 if TYPE_CHECKING:
     from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
-
-_FREE_MEMORY_FRACTION = 0.9
 
 
 class TensorRTExecutor:
@@ -264,7 +262,7 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
         engine_dir.manifest,
         config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
-        default_fraction=_FREE_MEMORY_FRACTION,
+        default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
         num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
     )
     return replace(pages, num_pages=ranks.smallest(pages.num_pages))
