@@ -13,7 +13,7 @@ from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.kernels import argmax
 from dflash_trt.kernels.argmax import TILE
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.sampling_launch import Scratch
+from dflash_trt.kernels.sampling_scratch import Scratch
 
 DRAFT_GRIDS = {"tile_argmax": ("num_rows", "num_tiles", "1"), "combine_argmax": ("num_rows", "1", "1")}
 DRAFT_KERNELS = tuple(DRAFT_GRIDS)  # without "_kernel", in the order of their launches

@@ -23,11 +23,6 @@ import triton.language as tl
 
 from dflash_trt.kernels.philox import noise_of_range
 
-TILE = 4096  # logits per program
-PIECES = 32  # of a tile; the k-th largest of all their maxima is a floor under the k-th largest logit
-LIST_CAPACITY = 8192  # tokens above the floor; a row with more of them is searched in full
-BINS = 1024  # of a histogram
-
 GREEDY = tl.constexpr(0)  # row modes
 RANDOM = tl.constexpr(1)  # no filter, or min_p alone
 FILTERED = tl.constexpr(2)  # top_k or top_p

@@ -11,45 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_trt.core.dtype import DType, torch_dtype
+from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.kernels import sampling
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.next_inputs import draft_block_kernel
-from dflash_trt.kernels.sampling import BINS, LIST_CAPACITY, PIECES, TILE
+from dflash_trt.kernels.sampling_scratch import BINS, LIST_CAPACITY, PIECES, SCRATCH, TILE, num_tiles
 
 CHUNK = 2048  # of a list, per iteration of a histogram
 NUM_WARPS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """A scratch tensor: its elements for each row of logits, and for each tile of each row."""
-
-    name: str
-    dtype: DType
-    per_row: int = 0
-    per_tile: int = 0
-
-
-SCRATCH = (
-    Scratch("tile_mass", "int64", per_tile=1),
-    Scratch("tile_max", "float32", per_tile=1),
-    Scratch("tile_argmax", "int32", per_tile=1),
-    Scratch("tile_sum", "float32", per_tile=1),
-    Scratch("tile_scaled_sum", "float32", per_tile=1),
-    Scratch("piece_max", "float32", per_tile=PIECES),
-    Scratch("row_max", "float32", per_row=1),
-    Scratch("row_log_sum", "float32", per_row=1),
-    Scratch("row_mode", "int32", per_row=1),
-    Scratch("row_floor", "float32", per_row=1),
-    Scratch("row_threshold", "float32", per_row=1),
-    Scratch("list_count", "int32", per_row=1),
-    Scratch("list_values", "float32", per_row=LIST_CAPACITY),
-    Scratch("bins", "int64", per_row=BINS),
-    Scratch("tile_score", "float32", per_tile=1),
-    Scratch("tile_token", "int32", per_tile=1),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +43,6 @@ class SamplingOutputs:
     num_accepted: Tensor
     bonus_tokens: Tensor
     next_context_lens: Tensor
-
-
-def num_tiles(vocab_size: int) -> int:
-    return -(-vocab_size // TILE)
 
 
 def workspace_shapes(num_rows: int, vocab_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -15,7 +15,8 @@ from dflash_trt.core.errors import BuildError
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.argmax_launch import DRAFT_KERNELS, DRAFT_SCRATCH
-from dflash_trt.kernels.sampling_launch import SAMPLING_KERNELS, SCRATCH
+from dflash_trt.kernels.sampling_launch import SAMPLING_KERNELS
+from dflash_trt.kernels.sampling_scratch import SCRATCH
 
 RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.work_slots,

@@ -13,7 +13,7 @@ import torch
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
-from dflash_trt.kernels.sampling import TILE
+from dflash_trt.kernels.sampling_scratch import TILE
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.page_variants import page_write_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants

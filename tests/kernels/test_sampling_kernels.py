@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dflash_trt.backends.torch import sampling as torch_sampling
-from dflash_trt.kernels.sampling import LIST_CAPACITY, TILE
 from dflash_trt.kernels.sampling_launch import (
     SamplingInputs,
     allocate_outputs,
@@ -15,6 +14,7 @@ from dflash_trt.kernels.sampling_launch import (
     draft_block,
     sample_and_accept,
 )
+from dflash_trt.kernels.sampling_scratch import LIST_CAPACITY, TILE
 from dflash_trt.network.ops import StepInputs
 from tests.kernels import reference_sampling
 from tests.kernels.reference_sampling import kept_masses

@@ -13,6 +13,7 @@ from dflash_trt.kernels import argmax, argmax_launch, norm_launch, quantize_fp8_
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import workspace_shapes
+from dflash_trt.kernels.sampling_scratch import num_tiles
 from plugins.aot.sampling_variants import draft_variants, sampling_variants
 from plugins.aot.variant import pointer
 from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
@@ -65,7 +66,7 @@ def test_sampling_variants_are_what_is_launched_in_this_order(monkeypatch, dtype
     logits = torch.zeros(3 * WIDTH, vocab_size, dtype=dtype)
     sampling_launch.sample_and_accept(logits, inputs, outputs, workspace)
     assert order == [variant.name for variant in variants]
-    sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": -(-vocab_size // sampling.TILE)}
+    sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": num_tiles(vocab_size)}
     for variant in variants:
         assert_is_launched_as(variant, recorders[variant.name], sizes)
 
