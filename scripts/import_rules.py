@@ -91,6 +91,11 @@ RULES: dict[str, Rule] = {
         packages=_set("backends network quantize checkpoint engine_dir formats core"),
         libraries=_set("torch tensorrt tensorrt_rtx"),
     ),
+    "plan": Rule(
+        knows="whether an engine fits a GPU, and the floor of its step: arithmetic over configs",
+        packages=_set("compile backends kernels checkpoint engine_dir formats core"),
+        file_libraries={"rank_memory.py": _set("torch")},
+    ),
     "executor": Rule(
         knows="opens an engine, runs its steps; the processes of several ranks",
         packages=_set("backends network engine_dir core"),
@@ -117,8 +122,8 @@ RULES: dict[str, Rule] = {
     "cli": Rule(
         knows="commands",
         packages=_set(
-            "core formats engine_dir checkpoint quantize kernels network backends compile executor scheduler serving "
-            "servers bench demo"
+            "core formats engine_dir checkpoint quantize kernels network backends compile plan executor scheduler "
+            "serving servers bench demo"
         ),
         libraries=_set("click rich yaml pydantic"),
         is_lazy=True,

@@ -41,6 +41,10 @@ class DeviceSlots:
         )  # bonus, drafts
         self.context_lens = torch.zeros(size, dtype=torch.int32, device=device)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.page_table, self.token_ids, self.context_lens
+
     def update_pages(self, entries: Tensor, page_ids: Tensor) -> None:
         """Write page ids, int32 [D], to entries of the flat page table, int64 [D]."""
         self.page_table.view(-1).index_copy_(0, entries, page_ids)

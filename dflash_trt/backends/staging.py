@@ -56,6 +56,14 @@ class InputStaging:
         """The step's inputs, flat, at their largest, by name; a step uses the first elements of each."""
         return self._plan.flat | self._assembled.flat
 
+    @property
+    def device_bytes(self) -> int:
+        """Memory that it takes on the device."""
+        updates = (self._entries, self._page_ids)
+        return sum(
+            tensor.nbytes for tensor in (self._plan.memory, self._assembled.memory, *updates, *self.slots.tensors)
+        )
+
     def stage(self, plan: StepPlan, shape: StepShape) -> None:
         """Fill the next host block, when the copy of the step that used it is over.
 
@@ -131,6 +139,11 @@ class ResultStaging:
     def device_tensors(self) -> Mapping[str, Tensor]:
         """Flat, at their largest, by name; a step uses the first elements of each."""
         return {tensor.name: self._device[start:end] for tensor, start, end in self._sections}
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that it takes on the device."""
+        return self._device.nbytes
 
     def outputs(self, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:
         """Where sampling writes, and where the drafts go, int32 [R, K]; the same addresses for every shape."""

@@ -85,7 +85,7 @@ def build(
     Paths in the YAML are relative to the YAML file. Its `quantization` key takes a format, or a mapping with `target`,
     `drafter`, `lm_head`, `draft_lm_head`, `kv_cache`, `draft_kv_cache`, `overrides` and `calibration`.
     """
-    config, base_dir = _config(config_file, flags)
+    config, base_dir = merged_config(config_file, flags)
     if checked_layers is not None:
         check(config, base_dir, is_full=checked_layers == "full", as_json=as_json)
         return
@@ -110,8 +110,12 @@ def build(
         _print_summary(engine)
 
 
-def _config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
-    """The merged configuration and the directory its paths are relative to."""
+def merged_config(config_file: Path | None, flags: dict[str, Any]) -> tuple[BuildConfig, Path]:
+    """Merge a YAML file and flags; also the directory that paths are relative to.
+
+    Raises:
+        ConfigError: a key or a value is wrong, or there is no target.
+    """
     overrides = _overrides(flags.pop("drafter_overrides"))
     given = {name: value for name, value in flags.items() if value is not None}
     chosen = {name: given.pop(name) for name in FLAG_KEYS if name in given}

@@ -19,6 +19,7 @@ from dflash_trt.cli.build import build
 from dflash_trt.cli.deploy import deploy
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
+from dflash_trt.cli.plan import plan
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.core.errors import DFlashError
@@ -65,6 +66,7 @@ cli.add_command(bench)
 cli.add_command(deploy)
 cli.add_command(evaluate)
 cli.add_command(inspect)
+cli.add_command(plan)
 cli.add_command(run)
 
 

@@ -1,0 +1,302 @@
+"""`dflash-trt plan`: does an engine fit a GPU, and how fast could a step be? From config.json files alone."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.build import build, merged_config
+from dflash_trt.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dflash_trt.plan.planning import EnginePlan
+    from dflash_trt.plan.remedies import Remedy
+    from dflash_trt.plan.step_floor import Step
+
+_NOT_OF_PLANS = ("config_file", "output", "checked_layers", "overwrite", "as_json")
+_ENGINE_OPTIONS = [param for param in build.params if param.name not in _NOT_OF_PLANS]
+_ACCEPTANCE_LENGTHS = (2.0, 3.0, 4.0, 5.0)
+_CONCURRENCIES = (1, 8, 64)
+_CONTEXTS = (1024, 8192, 32768, 131072)
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """A reader of numbers of at least 1 that are separated by commas."""
+
+    def read(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+        if text is None:
+            return None
+        try:
+            numbers = tuple(kind(word) for word in text.split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(1 <= number < float("inf") for number in numbers):
+            expected = "numbers of at least 1, separated by commas"
+            raise ConfigError.about(option.opts[0], expected=expected, found=repr(text))
+        return numbers
+
+    return read
+
+
+@click.command(short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.")
+@click.argument("sources", metavar="[CONFIG.yaml | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--gpu", required=True, metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
+@click.option(
+    "--acceptance-length",
+    "acceptance_lengths",
+    callback=_numbers(float),
+    metavar="N,...",
+    help="Tokens per verify step, bonus included (default: 2,3,4,5).",
+)
+@click.option(
+    "--concurrency",
+    "concurrencies",
+    callback=_numbers(int),
+    metavar="N,...",
+    help="Requests that decode together (default: 1,8,64).",
+)
+@click.option(
+    "--context",
+    "contexts",
+    callback=_numbers(int),
+    metavar="N,...",
+    help="Tokens of each request (default: 1024,8192,32768,131072).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def plan(
+    sources: tuple[Path, ...],
+    gpu: str,
+    acceptance_lengths: tuple[float, ...] | None,
+    concurrencies: tuple[int, ...] | None,
+    contexts: tuple[int, ...] | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Plan the engine that `build` would make of the same options, before any weight is downloaded.
+
+    Sources are a YAML file of `build`, or the directories of a target and its drafter, of which config.json is enough.
+
+    Example: dflash-trt plan Qwen3-8B Qwen3-8B-DFlash-b16 --gpu h200
+    """
+    from dflash_trt.checkpoint.pair import read_pair
+    from dflash_trt.plan.gpus import gpu_of
+    from dflash_trt.plan.planning import plan_engine
+    from dflash_trt.plan.remedies import remedies
+
+    chosen = gpu_of(gpu)
+    config, base_dir = merged_config(*_with_sources(sources, flags))
+    drafter = None if config.drafter is None else base_dir / config.drafter
+    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    made = plan_engine(config, pair, chosen)
+    limits = made.build_config
+    lengths = _checked_lengths(acceptance_lengths, limits.max_draft_len)
+    report = describe(
+        made,
+        () if made.fits else tuple(remedies(config, pair, chosen)),
+        backend=config.backend,
+        acceptance_lengths=lengths,
+        concurrencies=concurrencies or _within(_CONCURRENCIES, limits.max_batch_size),
+        contexts=contexts or _within(_CONTEXTS, limits.max_seq_len),
+    )
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        _print(report)
+
+
+def _with_sources(sources: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """The YAML file, and the flags with the directories."""
+    if len(sources) == 1 and sources[0].suffix in (".yaml", ".yml"):
+        return sources[0], flags
+    if len(sources) > 2:
+        found = ", ".join(map(str, sources))
+        raise ConfigError.about("plan", expected="CONFIG.yaml, or TARGET and DRAFTER", found=found)
+    given = dict(zip(("target", "drafter"), sources, strict=False))
+    doubled = [f"--{role}" for role in given if flags[role] is not None]
+    if doubled:
+        raise ConfigError(f"plan: {' and '.join(doubled)} and directories without an option are mutually exclusive.")
+    directories = {role: str(path.parent if path.name == "config.json" else path) for role, path in given.items()}
+    return None, flags | directories
+
+
+def _checked_lengths(lengths: tuple[float, ...] | None, max_draft_len: int) -> tuple[float, ...]:
+    most = max_draft_len + 1
+    if lengths is None:
+        return tuple(length for length in _ACCEPTANCE_LENGTHS if length <= most) if max_draft_len else ()
+    if max(lengths) > most:
+        expected = f"at most {most}, max_draft_len {max_draft_len} and the bonus token"
+        raise ConfigError.about("--acceptance-length", expected=expected, found=f"{max(lengths):g}")
+    return lengths
+
+
+def _within(numbers: Sequence[int], most: int) -> tuple[int, ...]:
+    return tuple(number for number in numbers if number <= most) or (most,)
+
+
+def describe(
+    made: "EnginePlan",
+    remedies: Sequence["Remedy"],
+    *,
+    backend: str,
+    acceptance_lengths: Sequence[float],
+    concurrencies: Sequence[int],
+    contexts: Sequence[int],
+) -> dict[str, Any]:
+    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them."""
+    from dflash_trt.cli.inspect import describe_models
+    from dflash_trt.plan.step_floor import Step
+
+    config, limits, gpu = made.pretrained_config, made.build_config, made.gpu
+    steps = [
+        Step(num_requests=requests, context_len=length, num_draft_tokens=limits.max_draft_len)
+        for length in contexts
+        for requests in concurrencies
+        if requests <= made.max_requests(length)
+    ]
+    return {
+        "gpu": asdict(gpu),
+        "fits": made.fits,
+        "missing_bytes": made.missing_bytes,
+        "remedies": [{"change": item.change, "kv_tokens": _num_tokens(item.plan)} for item in remedies],
+        "backend": backend,
+        "dtype": config.dtype,
+        "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
+        "mapping": config.mapping.model_dump(exclude={"rank"}),
+        **describe_models(config),
+        "build_config": limits.model_dump(),
+        "rank_memory": _memory(made),
+        "kv_tokens": _num_tokens(made),
+        "kv_pages": None if made.pages is None else asdict(made.pages),
+        "max_requests": {str(length): made.max_requests(length) for length in contexts},
+        "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths) for step in steps],
+        "notes": list(made.notes),
+    }
+
+
+def _num_tokens(made: "EnginePlan") -> int:
+    return 0 if made.pages is None else made.pages.num_tokens
+
+
+def _memory(made: "EnginePlan") -> dict[str, int]:
+    """Bytes of each rank."""
+    memory = made.memory
+    return {
+        "weights_bytes": memory.weights_bytes,
+        "context_bytes": memory.context_bytes,
+        "buffers_bytes": memory.buffers_bytes,
+        "workspace_bytes": memory.workspace_bytes,
+        "activations_bytes": memory.activations_bytes,
+        "graph_pool_bytes": memory.graph_pool_bytes,
+        "kv_bytes": 0 if made.pages is None else made.pages.total_bytes,
+        "left_bytes": made.left_bytes,
+    }
+
+
+def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float]) -> dict[str, Any]:
+    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding."""
+    from dflash_trt.plan.step_floor import Step
+
+    floor = made.floor(step, has_drafter=made.pretrained_config.draft is not None)
+    plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
+    return {
+        "num_requests": step.num_requests,
+        "context_len": step.context_len,
+        "num_draft_tokens": step.num_draft_tokens,
+        **asdict(floor),
+        "total_s": floor.total_s,
+        "autoregressive_tok_per_s": 1 / made.floor(plain, has_drafter=False).total_s,
+        "tok_per_s_by_acceptance_length": {f"{length:g}": length / floor.total_s for length in acceptance_lengths},
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+
+    from dflash_trt.cli.inspect import models_table
+
+    console = Console(highlight=False, markup=False)
+    ranks = report["mapping"]["world_size"]
+    console.print(models_table(report))
+    limits = ", ".join(f"{name} {value}" for name, value in report["build_config"].items())
+    console.print(f"limits: {limits}", soft_wrap=True)
+    console.print(_memory_table(report))
+    gpus = f"{ranks} x {report['gpu']['name']}" if ranks > 1 else report["gpu"]["name"]
+    if report["fits"]:
+        console.print(f"fits on {gpus}: K/V pages for {report['kv_tokens']:,} tokens", soft_wrap=True)
+    else:
+        each = "each lacks" if ranks > 1 else "it lacks"
+        console.print(f"does not fit on {gpus}: {each} {decimal(report['missing_bytes'])}", soft_wrap=True)
+        for remedy in report["remedies"]:
+            console.print(f"fits with {remedy['change']}: K/V pages for {remedy['kv_tokens']:,} tokens")
+        if not report["remedies"]:
+            console.print("no single change of ranks, format, pages, context or step size makes it fit")
+    console.print(_requests_table(report))
+    if report["steps"]:
+        console.print(_steps_table(report))
+        console.print(
+            "Floors, which no kernel reaches: bytes / bandwidth, FLOPs / peak, the larger; then the exchange."
+        )
+    for note in report["notes"]:
+        console.print(f"note: {note}", soft_wrap=True)
+
+
+_PARTS = {
+    "weights_bytes": "weights",
+    "context_bytes": "CUDA context and kernels (assumed)",
+    "buffers_bytes": "inputs and outputs of a step",
+    "workspace_bytes": "workspaces of attention and sampling",
+    "activations_bytes": "activations of the largest step",
+    "graph_pool_bytes": "activations of CUDA graphs",
+    "kv_bytes": "K/V pages",
+    "left_bytes": "left over",
+}
+
+
+def _memory_table(report: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table("memory of each rank", "GiB", show_footer=True)
+    for name, title in _PARTS.items():
+        table.add_row(title, f"{report['rank_memory'][name] / 2**30:.2f}")
+    table.columns[0].footer = f"one {report['gpu']['name']}"
+    table.columns[1].footer = f"{report['gpu']['memory_bytes'] / 2**30:.2f}"
+    table.columns[1].justify = "right"
+    return table
+
+
+def _requests_table(report: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table("tokens of a request", *(f"{int(length):,}" for length in report["max_requests"]))
+    table.add_row("requests at once", *(f"{count:,}" for count in report["max_requests"].values()))
+    return table
+
+
+def _steps_table(report: dict[str, Any]) -> "Table":
+    """Floors of steps, and what they allow each user."""
+    from rich.table import Table
+
+    lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
+    title = "floor of a verify step; tok/s per user: autoregressive (AR), and by acceptance length"
+    table = Table("requests x tokens", "GB", "ms", "bound by", "AR", *lengths, title=title, title_justify="left")
+    for column in table.columns:
+        column.no_wrap = True
+    for step in report["steps"]:
+        table.add_row(
+            f"{step['num_requests']} x {step['context_len']:,}",
+            f"{(step['weights_bytes'] + step['kv_bytes']) / 1e9:.2f}",
+            f"{1e3 * step['total_s']:.2f}",
+            "memory" if step["memory_s"] >= step["compute_s"] else "arithmetic",
+            f"{step['autoregressive_tok_per_s']:.0f}",
+            *(f"{speed:.0f}" for speed in step["tok_per_s_by_acceptance_length"].values()),
+        )
+    return table
+
+
+plan.params += _ENGINE_OPTIONS

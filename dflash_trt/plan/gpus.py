@@ -1,0 +1,103 @@
+"""GPUs to plan for, as data: their memory as PyTorch reports it, and the peaks of their datasheets.
+
+Peaks are dense: a datasheet that says "with sparsity" gives twice as much. Boards are SXM. Sources, of November 2026:
+
+- memory: "GPU 0 has a total capacity of ... GiB" of PyTorch's out-of-memory errors in public logs; the smallest where
+  they differ by some MiB (B200: unslothai/unsloth issue 3411)
+- H100, H200: nvidia.com/en-us/data-center/h100 and /h200 (3.35 and 4.8 TB/s, 989 and 1979 TFLOPS, NVLink 900 GB/s)
+- B200: nvidia.com/en-us/data-center/hgx, an eighth of HGX B200 (64 TB/s, 18, 36 and 72 PFLOPS, NVLink 14.4 TB/s)
+- B300: the same page, an eighth of HGX B300 (64 TB/s, 18, 36 and 105 PFLOPS, NVLink 14.4 TB/s)
+- multiprocessors: `multi_processor_count` of the same boards; B300's is that of the full chip
+  (developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dflash_trt.core.errors import ConfigError
+
+_MAX_GIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU. Without a bandwidth only its memory is known.
+
+    `peak_flops` are FLOPs per second by the bits of an operand, 16 (bfloat16), 8 (FP8) or 4 (FP4); a GPU that lacks a
+    width computes in the next wider one.
+    """
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None = None
+    num_multiprocessors: int = 192  # as many as any
+    bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None  # NVLink, in one direction
+    peak_flops: Mapping[int, float] = field(default_factory=dict)
+
+    def flops_of(self, bits: int) -> float:
+        """The peak for operands of so many bits."""
+        return self.peak_flops[min(width for width in self.peak_flops if width >= bits)]
+
+
+def _gib(number: float) -> int:
+    return int(number * 2**30)
+
+
+GPUS: Final[tuple[Gpu, ...]] = (
+    Gpu(
+        name="h100",
+        memory_bytes=_gib(79.1),
+        capability=(9, 0),
+        num_multiprocessors=132,
+        bytes_per_s=3.35e12,
+        link_bytes_per_s=450e9,
+        peak_flops={16: 989e12, 8: 1979e12},
+    ),
+    Gpu(
+        name="h200",
+        memory_bytes=_gib(139.7),
+        capability=(9, 0),
+        num_multiprocessors=132,
+        bytes_per_s=4.8e12,
+        link_bytes_per_s=450e9,
+        peak_flops={16: 989e12, 8: 1979e12},
+    ),
+    Gpu(
+        name="b200",
+        memory_bytes=_gib(178.3),
+        capability=(10, 0),
+        num_multiprocessors=148,
+        bytes_per_s=8e12,
+        link_bytes_per_s=900e9,
+        peak_flops={16: 2.25e15, 8: 4.5e15, 4: 9e15},
+    ),
+    Gpu(
+        name="b300",
+        memory_bytes=_gib(267.6),
+        capability=(10, 3),
+        num_multiprocessors=160,
+        bytes_per_s=8e12,
+        link_bytes_per_s=900e9,
+        peak_flops={16: 2.25e15, 8: 4.5e15, 4: 13.1e15},
+    ),
+)
+
+
+def gpu_of(word: str) -> Gpu:
+    """The GPU of a name, or one with so many GiB.
+
+    Raises:
+        ConfigError: neither a known name nor a size.
+    """
+    known = {gpu.name: gpu for gpu in GPUS}
+    if word.lower() in known:
+        return known[word.lower()]
+    try:
+        gib = float(word)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib <= _MAX_GIB:
+        raise ConfigError.about("--gpu", expected=f"one of {', '.join(known)}, or its memory in GiB", found=word)
+    return Gpu(name=f"GPU of {gib:g} GiB", memory_bytes=_gib(gib))

@@ -1,0 +1,138 @@
+"""The plan of an engine on GPUs of one kind: the memory of each rank, the pages that fit, and what is missing.
+
+Weights, pages and limits come from the functions of a build and of an opened engine, so that they are the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dflash_trt.backends.base import backend_of
+from dflash_trt.backends.page_budget import (
+    GPU_FREE_MEMORY_FRACTION,
+    TENSORRT_FREE_MEMORY_FRACTION,
+    PagePlan,
+    plan_engine_pages,
+)
+from dflash_trt.backends.tensorrt.sizes import rank_sizes
+from dflash_trt.checkpoint.specs import PairSpecs
+from dflash_trt.compile.description import EngineDescription, describe_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.plan.gpus import Gpu
+from dflash_trt.plan.rank_memory import RankMemory, rank_memory
+from dflash_trt.plan.step_floor import Step, StepFloor, step_floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """A described engine with a GPU for each rank. `pages` is None where one sequence of max_seq_len has no room."""
+
+    engine: EngineDescription
+    gpu: Gpu
+    memory: RankMemory
+    pages: PagePlan | None
+    free_fraction: float  # of `free_bytes`, for pages
+    notes: tuple[str, ...]
+
+    @property
+    def pretrained_config(self) -> PretrainedConfig:
+        return self.engine.pretrained_config
+
+    @property
+    def build_config(self) -> EngineLimits:
+        return self.engine.build_config
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is free when the pages are planned; negative where the weights alone are too large."""
+        return self.gpu.memory_bytes - self.memory.before_pages_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """Memory that nothing takes; negative where something has no room."""
+        pages_bytes = 0 if self.pages is None else self.pages.total_bytes
+        return self.free_bytes - pages_bytes - self.memory.after_pages_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Memory that each GPU lacks: for the pages of one sequence of max_seq_len, or for the largest step beside the
+        pages, which take their fraction of what is free, and no more than full batches need.
+        """
+        after = self.memory.after_pages_bytes
+        beside_pages = min(after / (1 - self.free_fraction), after + self.full_batch_bytes)
+        return max(0, math.ceil(max(self.sequence_bytes / self.free_fraction, beside_pages)) - self.free_bytes)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Pages of one sequence of max_seq_len, on each rank."""
+        limits = self.build_config
+        return self.num_pages(limits.max_seq_len) * limits.page_size * self.pretrained_config.states().bytes_per_token
+
+    @property
+    def full_batch_bytes(self) -> int:
+        """Pages of max_batch_size sequences of max_seq_len, on each rank."""
+        return self.build_config.max_batch_size * self.sequence_bytes
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a sequence."""
+        return -(-num_tokens // self.build_config.page_size)
+
+    def max_requests(self, context_len: int) -> int:
+        """Requests of so many tokens that run together."""
+        if self.pages is None:
+            return 0
+        return min(self.build_config.max_batch_size, self.pages.num_pages // self.num_pages(context_len))
+
+    def floor(self, step: Step, *, has_drafter: bool) -> StepFloor:
+        return step_floor(self.pretrained_config, self.gpu, step, has_drafter=has_drafter)
+
+
+def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
+    """Plan the engine that `config` describes, with a GPU like this for each rank.
+
+    Raises:
+        ConfigError: a limit, a format or the number of ranks is wrong, or the GPU does not compute in a format.
+        BuildError: the back end cannot run the pair.
+    """
+    backend, is_torch = backend_of(config.backend), config.backend == "torch"
+    described = describe_engine(
+        config, pair, unsupported=backend.unsupported, subject=backend.subject, capability=gpu.capability
+    )
+    pretrained, limits = described.pretrained_config, described.build_config
+    memory = rank_memory(
+        pretrained,
+        limits,
+        weights_bytes=_weights_bytes(described) if is_torch else rank_sizes(pretrained, limits).plan_bytes,
+        multiprocessors=gpu.num_multiprocessors,
+        has_pages_last=not is_torch,
+    )
+    fraction = GPU_FREE_MEMORY_FRACTION if is_torch else TENSORRT_FREE_MEMORY_FRACTION
+    free_bytes = max(0, gpu.memory_bytes - memory.before_pages_bytes)
+    return EnginePlan(
+        engine=described,
+        gpu=gpu,
+        memory=memory,
+        pages=_pages(described, free_bytes, fraction),
+        free_fraction=fraction,
+        notes=(*described.notes, *pair.notes),
+    )
+
+
+def _weights_bytes(engine: EngineDescription) -> int:
+    return sum(sum(by_format.values()) for by_format in rank_weight_bytes(engine.pretrained_config).values())
+
+
+def _pages(engine: EngineDescription, free_bytes: int, fraction: float) -> PagePlan | None:
+    try:
+        return plan_engine_pages(engine, RuntimeConfig(), free_bytes=lambda: free_bytes, default_fraction=fraction)
+    except CapacityError:
+        return None

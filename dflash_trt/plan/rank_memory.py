@@ -1,0 +1,160 @@
+"""Memory of one rank on its GPU, part by part, as the back end `cuda` allocates it.
+
+Buffers and workspaces are exact: the same tables and rules as the allocations. Activations are the largest tensors of a
+step that live at the same time, and an upper bound of what the step holds at once (`tests/plan/test_activations.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
+from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
+from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
+
+# What a process takes for CUDA's context, loaded kernels and cuBLAS before any weight: an assumption, not measured.
+CONTEXT_BYTES: Final = 1 << 30
+_LARGEST_ATTENTION_TILE: Final = 128
+_LAYER_TENSORS: Final = 3  # of [T, H] that a layer leaves until the step's end: two sums, one of which the drafter taps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes of each rank, apart from K/V pages. `graph_pool_bytes` are activations that CUDA graphs keep.
+
+    `has_pages_last`: everything is there before the pages are planned, as with TensorRT, whose contexts have their
+    activations from the beginning.
+    """
+
+    has_pages_last: bool
+    context_bytes: int
+    weights_bytes: int
+    buffers_bytes: int
+    workspace_bytes: int
+    activations_bytes: int
+    graph_pool_bytes: int
+
+    @property
+    def before_pages_bytes(self) -> int:
+        """What is taken when the pages are planned."""
+        return self.context_bytes + self.weights_bytes + (self._of_steps if self.has_pages_last else 0)
+
+    @property
+    def after_pages_bytes(self) -> int:
+        return 0 if self.has_pages_last else self._of_steps
+
+    @property
+    def _of_steps(self) -> int:
+        return self.buffers_bytes + self.workspace_bytes + self.activations_bytes + self.graph_pool_bytes
+
+
+def executor_limits(config: PretrainedConfig, limits: EngineLimits) -> ExecutorLimits:
+    """Limits of the engine's steps; pages are planned later."""
+    max_draft_len = limits.max_draft_len if config.draft else 0
+    return ExecutorLimits(**limits.model_dump() | {"max_draft_len": max_draft_len}, num_pages=0)
+
+
+def rank_memory(
+    config: PretrainedConfig,
+    limits: EngineLimits,
+    *,
+    weights_bytes: int,
+    multiprocessors: int,
+    has_pages_last: bool = False,
+) -> RankMemory:
+    """Everything but the pages, of each rank of an engine with so many bytes of weights."""
+    steps = executor_limits(config, limits)
+    graph_tokens = max(_max_rows(steps), min(MAX_GRAPH_TOKENS, steps.max_num_tokens))
+    return RankMemory(
+        has_pages_last=has_pages_last,
+        context_bytes=CONTEXT_BYTES,
+        weights_bytes=weights_bytes,
+        buffers_bytes=buffers_bytes(steps),
+        workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
+        activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps)),
+        graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens),
+    )
+
+
+def buffers_bytes(limits: ExecutorLimits) -> int:
+    """Inputs, outputs and slots of a step: the executor's own staging memory, allocated on no device."""
+    import torch
+
+    from dflash_trt.backends.staging import InputStaging, ResultStaging
+
+    device = torch.device("meta")
+    return InputStaging(limits, device).device_bytes + ResultStaging(limits, device).device_bytes
+
+
+def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multiprocessors: int) -> int:
+    """Scratch memory of attention and sampling, and the results of attention, which are kept from step to step."""
+    mixers = {layer.shard(config.mapping).mixer for decoder in _decoders(config) for layer in decoder.layers}
+    attention = max(_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers)
+    tiles = num_tiles(config.target.vocab_size)
+    per_row = sum((item.per_row + item.per_tile * tiles) * num_bytes_of(item.dtype) for item in SCRATCH)
+    features = max(layer.shard(config.mapping).mixer.q_size for layer in config.target.layers)
+    attended = _max_tokens(limits) * features * num_bytes_of(config.dtype)
+    return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + attended
+
+
+def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_tokens: int) -> int:
+    """The most that a step of so many tokens holds at once, its logits included.
+
+    The step keeps three tensors of every layer, since any layer may be tapped; to them comes the largest of a layer's
+    own tensors, the target's logits, the drafter's fusion, and its block with its logits.
+    """
+    target, draft, mapping = config.target, config.draft, config.mapping
+    rows = _max_rows(limits)
+    kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
+    layer = num_tokens * max(_features_of(layer, target.hidden_size, config) for layer in target.layers)
+    logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
+    phases = [layer, logits]
+    if draft is not None:
+        kv_size = sum(layer.shard(mapping).mixer.kv_size for layer in draft.layers)
+        fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
+        phases.append(num_tokens * (fused + 2 * kv_size))
+        block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
+        of_layer = max(_features_of(layer, draft.hidden_size, config) for layer in draft.layers)
+        columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
+        phases.append(rows * (block + max(of_layer, 2 * draft.hidden_size + columns)))
+    return (kept + max(phases)) * num_bytes_of(config.dtype)
+
+
+def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
+    """Elements of a layer's tensors per token, the larger of attention and feed-forward; codes count as elements."""
+    mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
+    attention = 2 * hidden_size + 2 * mixer.q_size + 2 * mixer.kv_size
+    if isinstance(forward, Moe):
+        of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
+        fed = 3 * hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert
+    else:
+        fed = 2 * hidden_size + 4 * (forward.intermediate_size // mapping.tp_size)
+    return max(attention, fed)
+
+
+def _logit_columns(vocab_size: int, num_ranks: int) -> int:
+    """Of a row of logits; several ranks gather theirs."""
+    return vocab_size if num_ranks == 1 else vocab_size + 2 * (vocab_size // num_ranks)
+
+
+def _attention_elements(kv_heads: int, head_dim: int, multiprocessors: int) -> int:
+    slots = work_slots(kv_heads=kv_heads, num_multiprocessors=multiprocessors)
+    sizes = {"tile": _LARGEST_ATTENTION_TILE, "kv_heads": kv_heads, "num_slots": slots}
+    return num_partials(head_dim=head_dim, **sizes) + num_stats(**sizes)
+
+
+def _decoders(config: PretrainedConfig) -> Sequence[DecoderSpec]:
+    return [config.target, *([config.draft] if config.draft else [])]
+
+
+def _max_rows(limits: ExecutorLimits) -> int:
+    return limits.max_batch_size * (limits.max_draft_len + 1)
+
+
+def _max_tokens(limits: ExecutorLimits) -> int:
+    return max(limits.max_num_tokens, _max_rows(limits))
