@@ -126,14 +126,14 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
 
 
 def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
-    """Elements of a layer's tensors per token, the larger of attention and feed-forward; codes count as elements."""
+    """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     attention = 2 * hidden_size + 2 * mixer.q_size + 2 * mixer.kv_size
     if isinstance(forward, Moe):
         of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
         fed = 3 * hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert
     else:
-        fed = 2 * hidden_size + 4 * (forward.intermediate_size // mapping.tp_size)
+        fed = 2 * hidden_size + 3 * (forward.intermediate_size // mapping.tp_size)
     return max(attention, fed)
 
 

@@ -1,12 +1,18 @@
-"""The sizes that `inspect` prints are those of the files, and of the pages that a run allocates, in every format."""
+"""The sizes that `inspect` prints are those of the files, and of the pages that a run allocates, in every format.
+
+Those that `plan` prints before the build are the same.
+"""
 
 import importlib.util
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.filesize import decimal
 from safetensors.torch import load_file
 
@@ -23,6 +29,7 @@ needs_modelopt = pytest.mark.skipif(
 )
 
 KV_CACHE_BYTES = 1 << 20
+LIMITS = {"max_seq_len": 64, "page_size": 4, "max_batch_size": 2}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "fp8", torch.int64: "int64"}
 
 
@@ -75,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build(root: Path, output: Path, fields: dict[str, Any]) -> EngineDir:
-    fields = {"target": "dense", "drafter": "drafter", "max_seq_len": 64, "page_size": 4, "max_batch_size": 2} | fields
+    fields = {"target": "dense", "drafter": "drafter"} | LIMITS | fields
     if "quantization" in fields:
         fields["quantization"] = fields["quantization"] | {"calibration": {"prompts": "prompts.jsonl"}}
     config = BuildConfig(**fields)
@@ -111,6 +118,38 @@ def test_sizes_are_those_of_the_files_and_of_the_pages(case: str, root: Path, tm
     checkpoint = load_file(root / CASES[case].get("target", "dense") / "model.safetensors")
     assert report["target"]["num_parameters"] == sum(tensor.numel() for tensor in checkpoint.values())
     _assert_formats(report, files, config.quantization.linears if config.quantization else {}, shown)
+    _assert_planned(engine, report, files, CASES[case], root, tmp_path, invoke)
+
+
+def _assert_planned(
+    engine: EngineDir,
+    report: dict[str, Any],
+    files: list[dict[str, torch.Tensor]],
+    fields: dict[str, Any],
+    root: Path,
+    tmp_path: Path,
+    invoke: Any,
+) -> None:
+    """From the checkpoints, and from their config.json files alone, where these say everything."""
+    directories = {"target": fields.get("target", "dense"), "drafter": fields.get("drafter", "drafter")}
+    directories = {role: name for role, name in directories.items() if name}
+    for name in directories.values():
+        (tmp_path / name).mkdir()
+        shutil.copy(root / name / "config.json", tmp_path / name)
+    rank_bytes = sum(tensor.nbytes for tensor in files[0].values())
+    for parent in (root, tmp_path) if directories.get("drafter") != "vocabulary" else (root,):
+        options = LIMITS | fields | {role: str(parent / name) for role, name in directories.items()}
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(options))
+        planned = json.loads(invoke("plan", tmp_path / "plan.yaml", "--gpu", "b300", "--json").stdout)
+        for part in ("target", "draft"):
+            assert planned[part] == report[part]
+        for part in ("dtype", "mapping", "build_config"):
+            assert planned[part] == report[part]
+        assert planned["rank_memory"]["weights_bytes"] == rank_bytes
+        free_bytes = planned["gpu"]["memory_bytes"] - planned["rank_memory"]["context_bytes"] - rank_bytes
+        budget = RuntimeConfig(kv_cache_bytes=int(0.8 * free_bytes))
+        assert planned["kv_pages"] == asdict(plan_engine_pages(engine.manifest, budget))
+        assert planned["fits"]
 
 
 def _assert_formats(

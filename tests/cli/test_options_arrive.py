@@ -15,6 +15,7 @@ from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
+from dflash_trt.cli.plan import plan
 from dflash_trt.cli.run import run
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
@@ -314,6 +315,26 @@ def test_no_option_of_build_is_left_out_here() -> None:
         assert any(value != getattr(fields, name) for value in values), name
 
 
+def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
+    """Those of the engine are the same as of `build`."""
+    from dflash_trt.plan.gpus import gpu_of
+
+    monkeypatch.setattr("dflash_trt.checkpoint.pair.read_pair", lambda *paths, **overrides: (paths, overrides))
+    planner = recorded(monkeypatch, "dflash_trt.plan.planning", "plan_engine")
+    ranks = ["--tp-size", "2", "--ep-size", "2"]
+    pair = ((Path.cwd() / "t", Path.cwd() / "d"), {"drafter_overrides": BUILT.drafter_overrides})
+    assert invoke("plan", *BUILD, *ranks, "--gpu", "b300").stderr == "error: recorded\n"
+    assert planner.arguments == {"config": BUILT, "pair": pair, "gpu": gpu_of("b300")}
+    for words, config in ((TENSORRT, BUILT_BY_TENSORRT), (COLLECTIVES, BUILT_WITH_COLLECTIVES)):
+        assert invoke("plan", *words, "--gpu", "b300").stderr == "error: recorded\n"
+        assert planner.arguments["config"] == config
+    cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES))
+    of_the_report = {"sources", "acceptance_lengths", "concurrencies", "contexts", "as_json"}  # test_plan.py has them
+    assert options_never_set(plan, ["--gpu", "h200"], *cases) == of_the_report
+    unset = {"config_file", "output", "checked_layers", "overwrite", "as_json"}
+    assert {item.name for item in build.params} - unset <= {item.name for item in plan.params}
+
+
 def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, monkeypatch) -> None:
     measurement = recorded(monkeypatch, "dflash_trt.cli.eval", "_measure")
     words = [engine_dir, "--against", engine_dir, "--prompts", rows]
@@ -360,7 +381,7 @@ def test_every_command_with_options_is_here() -> None:
     """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py."""
     from dflash_trt.cli.main import cli
 
-    assert set(cli.commands) == {"bench", "build", "deploy", "eval", "inspect", "run"}
+    assert set(cli.commands) == {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "run"}
     assert set(bench.commands) == {"draft-length", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"triton"}

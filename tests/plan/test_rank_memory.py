@@ -1,0 +1,127 @@
+"""Memory that a plan counts for a step, against what the GPU's executor allocates and holds. No GPU is needed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.backends.padding import StepShape
+from dflash_trt.core.batch import StepBatch, plan_of
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.kernels.attention_launch import INTERPRETER_MULTIPROCESSORS
+from dflash_trt.plan import rank_memory
+from tests.factories import Family, make_target, make_zlab_drafter
+from tests.kernels.test_step_on_kernels import make_executors
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+
+
+class LiveMemory(TorchDispatchMode):
+    """Bytes of the tensors that live at the same time, of those made inside: `peak_bytes` is their maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(leaf.untyped_storage()) for leaf in _tensors(args, kwargs)}
+        for tensor in _tensors(result):
+            reference = StorageWeakRef(tensor.untyped_storage())
+            if reference not in given:
+                self._made[reference] = tensor.untyped_storage().nbytes()
+        self._made = {reference: size for reference, size in self._made.items() if not reference.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._made.values()))
+        return result
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def test_tensors_that_end_are_not_counted() -> None:
+    with LiveMemory() as live:
+        for _ in range(3):
+            torch.ones(256) + 1.0
+    assert live.peak_bytes == 2 * 256 * 4
+
+
+def make_pair(root: Path, family: Family, **sizes: Any) -> tuple[Path, Path]:
+    target = make_target(root / "target", family=family, num_hidden_layers=4, tokenizer=False, **sizes)
+    options: dict[str, Any] = {"target_layer_ids": (0, 2), "block_size": 3, "num_layers": 2}
+    return target, make_zlab_drafter(root / "drafter", target_dir=target, attention_bias=family == "gpt_oss", **options)
+
+
+def described(executor: TorchGpuExecutor) -> tuple[PretrainedConfig, EngineLimits]:
+    network, limits = executor.network, executor.limits
+    config = PretrainedConfig(target=network.target, draft=network.draft, dtype="float32", mapping=Mapping())
+    names = EngineLimits.model_fields
+    return config, EngineLimits(**{name: getattr(limits, name) for name in names})
+
+
+def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int) -> int:
+    """Without running our kernels, which allocate nothing."""
+    limits = executor.limits
+    shape = StepShape(
+        num_requests=limits.max_batch_size,
+        num_tokens=num_tokens,
+        num_draft_tokens=limits.max_draft_len,
+        is_decode=False,
+        has_graph=False,
+    )
+    executor._staging.stage(plan_of(StepBatch(requests=(), num_draft_tokens=limits.max_draft_len)), shape)
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        if kernel.fn.__name__ == "draft_block_kernel":  # its tokens are looked up
+            args[kernel.arg_names.index("token_ids")].zero_()
+
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, LiveMemory() as live:
+        patch.setattr(InterpretedFunction, "run", run)
+        executor._enqueue(shape)
+    return live.peak_bytes
+
+
+CASES: dict[str, tuple[Family, dict[str, Any], str | None]] = {
+    "feed-forward": ("qwen3", {"intermediate_size": 1024}, None),
+    "attention": ("qwen3", {"intermediate_size": 32, "num_attention_heads": 16, "num_key_value_heads": 8}, None),
+    "logits": ("qwen3", {"vocab_size": 40000}, None),
+    "fp8": ("qwen3", {"intermediate_size": 256}, "fp8"),
+    "experts": ("qwen3_moe", {}, None),
+    "experts with biases": ("gpt_oss", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_activations_bound_what_a_step_holds(tmp_path: Path, case: str) -> None:
+    family, sizes, weight_format = CASES[case]
+    _, executor = make_executors(
+        make_pair(tmp_path, family, **sizes), torch.device("cpu"), weight_format=weight_format, max_num_tokens=512
+    )
+    config, limits = described(executor)
+    for num_tokens in (12, 512 if weight_format is None else 32):  # PyTorch emulates FP8 on a CPU, slowly
+        steps = rank_memory.executor_limits(config, limits)
+        planned = rank_memory.activations_bytes(config, steps, num_tokens=num_tokens)
+        held = peak_of_a_step(executor, num_tokens)
+        assert held <= planned <= 1.5 * held  # measured: 1.01 to 1.35
+
+
+def test_buffers_and_workspaces_are_those_of_the_executor(tmp_path: Path) -> None:
+    _, executor = make_executors(make_pair(tmp_path, "qwen3"), torch.device("cpu"))
+    config, limits = described(executor)
+    resources, staging = executor._resources, executor._staging
+    steps = rank_memory.executor_limits(config, limits)
+    sampling = sum(tensor.nbytes for tensor in resources.sampling_workspace.values())
+    workspaces = resources.attention_workspace.nbytes + resources.attended.nbytes + sampling
+    assert rank_memory.workspace_bytes(config, steps, multiprocessors=INTERPRETER_MULTIPROCESSORS) == workspaces
+    own = {id(x.untyped_storage()): x for x in vars(staging).values() if isinstance(x, torch.Tensor)}
+    held = sum(tensor.nbytes for tensor in own.values()) + sum(tensor.nbytes for tensor in staging.slots.tensors)
+    held += staging._plan.memory.nbytes + staging._assembled.memory.nbytes + executor._results._device.nbytes
+    assert rank_memory.buffers_bytes(steps) == held

@@ -1,0 +1,143 @@
+"""Floors of a step against sums written out by hand, for models of published size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_trt.checkpoint.specs import PairSpecs, read_specs
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.quantization import QuantizationConfig
+from dflash_trt.plan.gpus import GPUS, gpu_of
+from dflash_trt.plan.planning import EnginePlan, plan_engine
+from dflash_trt.plan.step_floor import Step, chosen_fraction
+
+H, FFN, V, LAYERS = 4096, 12288, 151936, 36  # Qwen3-8B
+KV_BYTES, DRAFT_KV_BYTES = LAYERS * 2 * 1024 * 2, 5 * 2 * 1024 * 2  # per token
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": H,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "vocab_size": V,
+    "eos_token_id": 151645,
+}
+DRAFTER: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 5,
+    "num_target_layers": LAYERS,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "layer_types": ["full_attention"] * 5,
+}
+ATTENTION = (4096 + 2 * 1024) * H + H * 4096  # weights of q, k, v and o
+NORMS = 2 * H + 2 * 128
+TARGET_WEIGHTS = LAYERS * (ATTENTION + 3 * FFN * H + NORMS) + H + V * H  # without the embedding
+DRAFT_KV = 5 * 2048 * H
+DRAFT_WEIGHTS = 5 * (ATTENTION + 3 * FFN * H + NORMS) + 5 * H * H + 2 * H + DRAFT_KV + V * H  # K and V twice, the head
+
+
+def write(root: Path, name: str, fields: dict[str, Any]) -> Path:
+    directory = root / name
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> PairSpecs:
+    root = tmp_path_factory.mktemp("published")
+    return read_specs(write(root, "target", QWEN3_8B), write(root, "drafter", DRAFTER))
+
+
+def planned(pair: PairSpecs, gpu: str = "h200", **fields: Any) -> EnginePlan:
+    return plan_engine(BuildConfig(target="t", drafter="d", **fields), pair, gpu_of(gpu))
+
+
+ONE = Step(num_requests=1, context_len=8192, num_draft_tokens=15)
+
+
+def test_a_verify_step_reads_every_weight_and_the_context(pair: PairSpecs) -> None:
+    floor = planned(pair).floor(ONE, has_drafter=True)
+    assert floor.weights_bytes == 2 * (TARGET_WEIGHTS + DRAFT_WEIGHTS)
+    assert floor.kv_bytes == (KV_BYTES + DRAFT_KV_BYTES) * (8192 + 16)
+    assert floor.memory_s == pytest.approx((floor.weights_bytes + floor.kv_bytes) / 4.8e12)
+    assert floor.total_s == floor.memory_s > floor.compute_s > 0
+    assert floor.exchange_bytes == 0
+
+
+def test_autoregressive_decoding_reads_the_target_alone(pair: PairSpecs) -> None:
+    plain = Step(num_requests=1, context_len=8192, num_draft_tokens=0)
+    floor = planned(pair).floor(plain, has_drafter=False)
+    assert floor.weights_bytes == 2 * TARGET_WEIGHTS
+    assert floor.kv_bytes == KV_BYTES * (8192 + 1)
+
+
+def test_flops_are_two_for_each_weight_and_row(pair: PairSpecs) -> None:
+    """Vectors multiply nothing; scores and their products with V take four per query feature and key."""
+    plain = Step(num_requests=4, context_len=1000, num_draft_tokens=0)
+    matrices = TARGET_WEIGHTS - LAYERS * NORMS - H
+    attention = LAYERS * 4 * 4096 * 1001 * 4
+    floor = planned(pair).floor(plain, has_drafter=False)
+    assert floor.flops == 2 * 4 * matrices + attention
+    assert floor.compute_s == pytest.approx(floor.flops / 989e12)
+
+
+def test_fp8_halves_what_is_read_and_doubles_the_peak(pair: PairSpecs) -> None:
+    plain, fp8 = planned(pair), planned(pair, quantization=QuantizationConfig(target="fp8", kv_cache="fp8"))
+    floors = [plan.floor(ONE, has_drafter=True) for plan in (plain, fp8)]
+    heads = 2 * 2 * V * H  # which keep bfloat16
+    assert floors[1].weights_bytes - heads == pytest.approx((floors[0].weights_bytes - heads) / 2, rel=1e-3)
+    assert floors[1].kv_bytes * 2 == floors[0].kv_bytes
+    unchanged = 2 * V * H * (16 + 15) + 4 * 4096 * (8192 + 16) * 16 * (LAYERS + 5)  # heads and attention
+    assert floors[1].compute_s == pytest.approx(unchanged / 989e12 + (floors[1].flops - unchanged) / 1979e12)
+    weight_only = planned(pair, quantization=QuantizationConfig(target="nvfp4_w4a16")).floor(ONE, has_drafter=True)
+    assert weight_only.compute_s == pytest.approx(floors[0].compute_s)
+
+
+def test_ranks_divide_the_bytes_and_exchange_the_sums(pair: PairSpecs) -> None:
+    one, four = (planned(pair, tp_size=n).floor(ONE, has_drafter=True) for n in (1, 4))
+    replicated = 2 * (LAYERS * NORMS + 5 * NORMS + H + 2 * H + 5 * H * H)  # norms, and fc
+    assert four.weights_bytes == (one.weights_bytes - replicated) // 4 + replicated
+    assert four.kv_bytes * 4 == one.kv_bytes
+    sums, logits = 2 * 2 * (LAYERS + 5) * 16 * H, (16 + 15) * V
+    assert four.exchange_bytes == round((sums + logits) * 3 / 4) * 2
+    assert four.exchange_s == pytest.approx(four.exchange_bytes / 450e9)
+
+
+def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:
+    configs = Path(__file__).parents[2] / "scripts" / "full_size"
+    target, drafter = (
+        write(tmp_path, name, json.loads((configs / f"{name}.json").read_text()))
+        for name in ("gpt-oss-20b", "gpt-oss-20b-DFlash")
+    )
+    plan = planned(read_specs(target, drafter))
+    moe = plan.pretrained_config.target.layers[0].feed_forward
+    assert chosen_fraction(moe, 1) == pytest.approx(4 / 32)
+    assert chosen_fraction(moe, 8) == pytest.approx(1 - (7 / 8) ** 8)
+    plain = Step(num_requests=1, context_len=1024, num_draft_tokens=0)
+    matrices = 24 * 3 * 2880 * 2880 * 17 / 32  # of an expert of each layer: 4-bit codes and a byte for 32 of them
+    attention = 24 * (64 * 64 + 2 * 8 * 64 + 64 * 64) * 2880 * 2
+    head = 201088 * 2880 * 2
+    floor = plan.floor(plain, has_drafter=False)
+    assert floor.weights_bytes == pytest.approx(4 * matrices + attention + head, rel=0.01)
+    windows = 12 * (128 + 1024) + 24  # of the 1024 tokens half of the layers see 128
+    assert floor.kv_bytes == windows * 2 * 8 * 64 * 2
+
+
+def test_gpus_have_ascending_memory_and_every_peak() -> None:
+    assert [gpu.name for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes)] == ["h100", "h200", "b200", "b300"]
+    for gpu in GPUS:
+        assert gpu.bytes_per_s and gpu.link_bytes_per_s and gpu.capability
+        assert gpu.flops_of(16) < gpu.flops_of(8) <= gpu.flops_of(4)
+        assert (4 in gpu.peak_flops) == (gpu.capability >= (10, 0))
