@@ -118,12 +118,17 @@ RULES: dict[str, Rule] = {
         packages=_set("serving scheduler executor engine_dir core"),
         libraries=_set("numpy matplotlib"),
     ),
+    "doctor": Rule(
+        knows="versions, devices and what works on a machine",
+        packages=_set("kernels core"),
+        file_libraries={"probes.py": _set("torch tensorrt tensorrt_rtx modelopt")},
+    ),
     "demo": Rule(knows="the trained demo pair, as data"),
     "cli": Rule(
         knows="commands",
         packages=_set(
             "core formats engine_dir checkpoint quantize kernels network backends compile plan executor scheduler "
-            "serving servers bench demo"
+            "serving servers bench doctor demo"
         ),
         libraries=_set("click rich yaml pydantic"),
         is_lazy=True,

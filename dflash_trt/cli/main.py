@@ -17,6 +17,7 @@ import dflash_trt
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
 from dflash_trt.cli.deploy import deploy
+from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
@@ -64,6 +65,7 @@ def cli() -> None:
 cli.add_command(build)
 cli.add_command(bench)
 cli.add_command(deploy)
+cli.add_command(doctor)
 cli.add_command(evaluate)
 cli.add_command(inspect)
 cli.add_command(plan)

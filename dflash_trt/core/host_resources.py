@@ -21,6 +21,12 @@ def available_memory_bytes(root: Path = _ROOT) -> int:
     return max(0, min([free, *_left_in_cgroups(root)]))
 
 
+def total_memory_bytes() -> int:
+    """Memory of the machine, whatever this process may use of it."""
+    total: int = psutil.virtual_memory().total
+    return total
+
+
 def available_cores(root: Path = _ROOT) -> int:
     """Whole cores, at least 1. A quota of 2.5 cores counts as 2, because a third thread would throttle all three."""
     return max(1, int(min([_affinity(), *_cpu_quotas(root)])))

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.build import build
+from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
@@ -333,6 +334,14 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
     assert options_never_set(plan, ["--gpu", "h200"], *cases) == of_the_report
     unset = {"config_file", "output", "checked_layers", "overwrite", "as_json"}
     assert {item.name for item in build.params} - unset <= {item.name for item in plan.params}
+
+
+def test_every_option_of_doctor_reaches_it(invoke, monkeypatch) -> None:
+    reporter = recorded(monkeypatch, "dflash_trt.doctor.report", "make_report")
+    words = ["--time-limit", "2.5", "--full"]
+    assert invoke("doctor", *words).stderr == "error: recorded\n"
+    assert reporter.arguments == {"time_limit_s": 2.5, "is_full": True}
+    assert options_never_set(doctor, [], words) == {"as_json"}
 
 
 def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, monkeypatch) -> None:

@@ -84,3 +84,19 @@ def test_a_run_costs_little_more_than_the_import_of_pytorch(engine_dir: Path) ->
         if ours.cpu_s < 2.0 * pytorch.cpu_s and ours.peak_mib < pytorch.peak_mib + 120:
             return
     pytest.fail(f"PyTorch's import and a run: {costs}")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_doctor_costs_little_more_than_the_import_of_pytorch() -> None:
+    """Its checks count, which are processes of its own. Measured: 1.3 times the CPU time."""
+    program = COSTING.replace("time.process_time()", "sum(os.times()[:4])").replace(
+        "import atexit", "import atexit, os"
+    )
+    program += "from dflash_trt.cli.main import main; main()"
+    costs = []
+    for _ in range(3):
+        pytorch, ours = cost_of(IMPORT), cost_of(program, "doctor")
+        costs.append((pytorch, ours))
+        if ours.cpu_s < 2.0 * pytorch.cpu_s:
+            return
+    pytest.fail(f"PyTorch's import and a report: {costs}")
