@@ -120,8 +120,8 @@ RULES: dict[str, Rule] = {
     ),
     "doctor": Rule(
         knows="versions, devices and what works on a machine",
-        packages=_set("kernels core"),
-        file_libraries={"probes.py": _set("torch tensorrt tensorrt_rtx modelopt")},
+        packages=_set("backends kernels core"),
+        file_libraries={"probes.py": _set("torch modelopt")},
     ),
     "demo": Rule(knows="the trained demo pair, as data"),
     "cli": Rule(

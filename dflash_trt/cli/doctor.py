@@ -1,12 +1,9 @@
 """`dflash-trt doctor`: versions, devices and what works here, for bug reports."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _TIME_LIMIT_S = 30.0
 
@@ -41,34 +38,23 @@ def doctor(time_limit_s: float, is_full: bool, as_json: bool) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
+    """Lines that survive being pasted."""
     from rich.filesize import decimal
-
-    console = Console(highlight=False, markup=False)
-    machine = report["machine"]
-    console.print(", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items()))
-    console.print(f"{machine['platform']}; {machine['processor']}, {machine['num_cores']} cores")
-    console.print(
-        f"memory {decimal(machine['memory_bytes'])}, {decimal(machine['free_memory_bytes'])} free; "
-        f"disk {decimal(machine['free_disk_bytes'])} free; "
-        + "; ".join(
-            f"{name.upper()} {machine[name] or 'unset'}" for name in ("omp_num_threads", "cuda_visible_devices")
-        )
-    )
-    for gpu in report["gpus"]:
-        fields = f"{gpu['name']}, {gpu['memory_mib']} MiB, compute capability {gpu['compute_capability']}"
-        console.print(f"GPU: {fields}, driver {gpu['driver']}")
-    if not report["gpus"]:
-        console.print(f"GPU: none that nvidia-smi lists; driver: {report['nvidia_driver'] or 'none loaded'}")
-    console.print(_works_table(report["works"]))
-
-
-def _works_table(works: dict[str, Any]) -> "Table":
-    from rich.table import Table
 
     from dflash_trt.doctor.report import TITLES
 
-    table = Table("", "works", "detail")
+    machine = report["machine"]
+    click.echo(", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items()))
+    click.echo(f"{machine['platform']}; {machine['processor']}, {machine['num_cores']} cores")
+    memory, free = decimal(machine["memory_bytes"]), decimal(machine["free_memory_bytes"])
+    click.echo(f"memory {memory}, {free} free; disk {decimal(machine['free_disk_bytes'])} free")
+    for name in ("omp_num_threads", "cuda_visible_devices"):
+        click.echo(f"{name.upper()} {machine[name] or 'unset'}")
+    for gpu in report["gpus"]:
+        fields = f"{gpu['name']}, {gpu['memory_mib']} MiB, compute capability {gpu['compute_capability']}"
+        click.echo(f"GPU: {fields}, driver {gpu['driver']}")
+    if not report["gpus"]:
+        click.echo(f"GPU: none that nvidia-smi lists; driver: {report['nvidia_driver'] or 'none loaded'}")
     for name, title in TITLES.items():
-        table.add_row(title, "yes" if works[name]["works"] else "no", works[name]["detail"])
-    return table
+        result = report["works"][name]
+        click.echo(f"{'yes' if result['works'] else 'no ':3} {title}: {result['detail']}")

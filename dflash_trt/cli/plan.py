@@ -238,10 +238,9 @@ def _print(report: dict[str, Any]) -> None:
             console.print("no single change of ranks, format, pages, context or step size makes it fit")
     console.print(_requests_table(report))
     if report["steps"]:
+        console.print("floor of a verify step; tok/s per user: autoregressive (AR), and by acceptance length")
         console.print(_steps_table(report))
-        console.print(
-            "Floors, which no kernel reaches: bytes / bandwidth, FLOPs / peak, the larger; then the exchange."
-        )
+        console.print("No kernel is below a floor, and none reaches it (docs/planning.md).")
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
 
@@ -283,8 +282,7 @@ def _steps_table(report: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
-    title = "floor of a verify step; tok/s per user: autoregressive (AR), and by acceptance length"
-    table = Table("requests x tokens", "GB", "ms", "bound by", "AR", *lengths, title=title, title_justify="left")
+    table = Table("requests x tokens", "GB", "ms", "bound by", "AR", *lengths)
     for column in table.columns:
         column.no_wrap = True
     for step in report["steps"]:

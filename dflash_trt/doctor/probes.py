@@ -14,6 +14,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any, Final
 
+from dflash_trt.core.errors import DFlashError
+
 _TRITON_SERVERS: Final = ("/opt/tritonserver/bin", ".triton_server/wheel/pytriton/tritonserver/bin")
 
 
@@ -48,16 +50,18 @@ def cuda_kernels() -> str:
 
 
 def tensorrt() -> str:
-    import tensorrt as trt
+    from dflash_trt.backends.tensorrt.module import load_tensorrt
 
+    trt: Any = load_tensorrt("tensorrt")
     if trt.Builder(trt.Logger(trt.Logger.ERROR)) is None:
         raise NotHereError("TensorRT gives no builder: it needs a GPU")
     return f"TensorRT {trt.__version__}"
 
 
 def tensorrt_rtx() -> str:
-    import tensorrt_rtx as trt
+    from dflash_trt.backends.tensorrt.module import load_tensorrt
 
+    trt: Any = load_tensorrt("tensorrt_rtx")
     trt.Logger(trt.Logger.ERROR)
     return f"TensorRT-RTX {trt.__version__}"
 
@@ -108,7 +112,7 @@ def run_probe(name: str) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             return {"name": name, "works": True, "detail": PROBES[name]()}
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
-        is_plain = isinstance(error, NotHereError | ImportError)
+        is_plain = isinstance(error, NotHereError | ImportError | DFlashError)
         detail = _last_line(str(error)) if is_plain else f"{type(error).__name__}: {_last_line(str(error))}"
         return {"name": name, "works": False, "detail": detail}
 

@@ -25,10 +25,15 @@ def fake_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 WORKING = "class Logger:\n    ERROR = 1\n    def __init__(self, level): ...\nBuilder = Logger\n__version__ = '11.4'\n"
 BROKEN = {
     "raise ImportError('libnvinfer.so.11: cannot open shared object file')": (
-        "libnvinfer.so.11: cannot open shared object file"
+        "tensorrt: expected an importable Python package, found libnvinfer.so.11: cannot open shared object file. "
+        "Install it: pip install tensorrt (11.0 or newer; docs/tensorrt.md), or build with --backend torch."
     ),
     "raise RuntimeError('first line\\nCUDA driver version is insufficient')": (
         "RuntimeError: CUDA driver version is insufficient"
+    ),
+    WORKING.replace("11.4", "10.13"): (
+        "tensorrt: expected 11.0 or newer, found 10.13. "
+        "Install it: pip install tensorrt (11.0 or newer; docs/tensorrt.md), or build with --backend torch."
     ),
     "import os\nos._exit(3)": "its process ended with 3",
     "import os, sys\nprint('terminate called', file=sys.stderr, flush=True)\nos.abort()": (
@@ -57,8 +62,8 @@ def test_what_works_says_so(fake_module) -> None:
 
 
 def test_probes_that_end_share_a_process_and_its_imports(fake_module) -> None:
-    fake_module("tensorrt", f"import os\n{WORKING}__version__ = os.getpid()")
-    fake_module("tensorrt_rtx", f"import os\n{WORKING}__version__ = os.getpid()")
+    fake_module("tensorrt", f"import os\n{WORKING}__version__ = f'11.{{os.getpid()}}'")
+    fake_module("tensorrt_rtx", f"import os\n{WORKING}__version__ = f'11.{{os.getpid()}}'")
     details = [result["detail"].split()[1] for result in run_probes(("tensorrt", "tensorrt_rtx"), 10.0)]
     assert details[0] == details[1]
 
@@ -112,11 +117,13 @@ def test_the_command_reports_and_exits_with_0(invoke: Invoke, monkeypatch) -> No
     assert report["works"]["torch"]["works"]
     assert report["machine"]["num_cores"] >= 1 and report["machine"]["free_disk_bytes"] > 0
     monkeypatch.setattr("dflash_trt.doctor.report.make_report", lambda **options: report)
-    shown = invoke("doctor").stdout
-    words = " ".join(shown.split())
-    assert f"torch {report['versions']['torch']}" in words
-    assert all(title.split()[0] in shown for title in TITLES.values())
-    assert shown.count("yes") == sum(part["works"] for part in report["works"].values())
+    lines = invoke("doctor").stdout.splitlines()
+    assert f"torch {report['versions']['torch']}" in lines[0]
+    results = [
+        f"{'yes' if part['works'] else 'no '} {TITLES[name]}: {part['detail']}"
+        for name, part in report["works"].items()
+    ]
+    assert lines[-len(results) :] == results
 
 
 def test_all_of_modelopt_is_imported_if_asked_for(fake_module, tmp_path) -> None:

@@ -11,11 +11,18 @@ from tests.checkpoint.expert_files import to_mxfp4
 from tests.factories import make_target
 from tests.trt.test_step_tokens import make_pair
 
+BACKENDS = ("torch", "tensorrt")
 LIMITS = ["--max-batch-size", 4, "--max-num-tokens", 64, "--max-seq-len", 64, "--page-size", 4]
 
 
 def check(*words):
     return CliRunner().invoke(cli, [str(word) for word in ("build", "--check", *words)])
+
+
+def planned_for(*words):
+    result = CliRunner().invoke(cli, [str(word) for word in ("plan", *words, "--gpu", "h200", "--json")])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def config_of(path, directory, **changes):
@@ -75,6 +82,10 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     assert report["layer_counts"]["TOPK"] == 2 + 1  # of the routers, and the sampler's
     assert report["ranks"] == ([0, 1] if words else [0])
     assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16
+    planned = [planned_for("--target", tmp_path / "e", *LIMITS, *words, "--backend", name) for name in BACKENDS]
+    assert [plan["rank_memory"]["weights_bytes"] for plan in planned] == [report["weights_bytes"], report["plan_bytes"]]
+    assert planned[0]["target"]["kv_bytes_per_token"] == report["kv_bytes_per_token"]
+    assert planned[0]["build_config"] == report["build_config"]
 
 
 def test_mxfp4_in_float16_is_refused_before_any_work(tmp_path):
