@@ -238,7 +238,9 @@ def _print(report: dict[str, Any]) -> None:
             console.print("no single change of ranks, format, pages, context or step size makes it fit")
     console.print(_requests_table(report))
     if report["steps"]:
-        console.print("floor of a verify step; tok/s per user: autoregressive (AR), and by acceptance length")
+        drafts = report["build_config"]["max_draft_len"]
+        title = f"floor of a verify step, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
+        console.print(title, soft_wrap=True)
         console.print(_steps_table(report))
         console.print("No kernel is below a floor, and none reaches it (docs/planning.md).")
     for note in report["notes"]:
@@ -282,15 +284,15 @@ def _steps_table(report: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
-    table = Table("requests x tokens", "GB", "ms", "bound by", "AR", *lengths)
+    table = Table("batch x context", "GB", "ms", "bound", "AR", *lengths)
     for column in table.columns:
         column.no_wrap = True
     for step in report["steps"]:
         table.add_row(
             f"{step['num_requests']} x {step['context_len']:,}",
-            f"{(step['weights_bytes'] + step['kv_bytes']) / 1e9:.2f}",
+            f"{(step['weights_bytes'] + step['kv_bytes']) / 1e9:.1f}",
             f"{1e3 * step['total_s']:.2f}",
-            "memory" if step["memory_s"] >= step["compute_s"] else "arithmetic",
+            max(("memory", "compute", "exchange"), key=lambda part: step[f"{part}_s"]),
             f"{step['autoregressive_tok_per_s']:.0f}",
             *(f"{speed:.0f}" for speed in step["tok_per_s_by_acceptance_length"].values()),
         )

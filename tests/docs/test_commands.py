@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,7 @@ NOT_RUN = {
     "python -m scripts.kernel_report": "a minute; tests/kernels/test_kernel_report.py reads its numbers",
     "scripts/full_size_check": "half an hour, and 30 GB of disk; tests build tiny pairs in the same layout",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
+    "dflash-trt build --target gpt-oss-120b": "minutes; tests/trt/test_check.py checks pairs and plans them",
     "export ": "sets a variable for the benchmark after it",
 }
 # Appended, so that a test is quick; click and argparse take the last value of an option.
@@ -100,6 +102,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo = ROOT / "dflash_trt" / "demo"
     (directory / "Qwen3-8B").symlink_to(demo / "target")
     (directory / "Qwen3-8B-DFlash-b16").symlink_to(demo / "drafter")
+    for name in ("gpt-oss-120b", "gpt-oss-120b-DFlash"):
+        (directory / name).mkdir()
+        shutil.copy(ROOT / "scripts" / "full_size" / f"{name}.json", directory / name / "config.json")
     (directory / "prompts.jsonl").write_text(PROMPTS)
     return directory
 
