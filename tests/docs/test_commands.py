@@ -64,7 +64,8 @@ NOT_RUN = {
     "python -m scripts.kernel_report": "a minute; tests/kernels/test_kernel_report.py reads its numbers",
     "scripts/full_size_check": "half an hour, and 30 GB of disk; tests build tiny pairs in the same layout",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
-    "dflash-trt build --target gpt-oss-120b": "minutes; tests/trt/test_check.py checks pairs and plans them",
+    "dflash-trt build --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks pairs and plans them",
+    "dflash-trt build --check --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks such a target",
     "export ": "sets a variable for the benchmark after it",
 }
 # Appended, so that a test is quick; click and argparse take the last value of an option.
