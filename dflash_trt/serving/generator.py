@@ -5,26 +5,36 @@ Knows prompts, seeds and end-of-sequence ids; the engine knows the rest.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 from weakref import finalize
 
-from dflash_trt.core.checked_values import checked, instance, tuple_of
+from dflash_trt.core.checked_values import checked
 from dflash_trt.core.errors import QueueFullError, RequestError
 from dflash_trt.core.own_process import OwnProcess
-from dflash_trt.core.request import MAX_SEED, FinishReason, GenerationOutput, Request, SamplingParams
-from dflash_trt.serving.prompts import Prompt, PromptReader
+from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
+from dflash_trt.serving.generation_batch import (
+    SAMPLING,
+    Batch,
+    OnOutput,
+    Sampling,
+    gathered,
+    list_of_prompts,
+    one_each,
+    output_without_tokens,
+)
+from dflash_trt.serving.prompts import ChatMessage, Prompt, PromptReader, TemplateOptions, conversation, conversations
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
-from dflash_trt.serving.stream_group import StreamGroup
 
 if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.engine import Engine, EngineLimits
@@ -35,10 +45,6 @@ _RUNNING_PER_PLACE = 4
 _QUEUE_POLL_S = 0.01
 
 _LOG = logging.getLogger(__name__)
-
-_SAMPLING = instance("SamplingParams", SamplingParams)
-_SAMPLINGS = tuple_of("SamplingParams, or a list of one for each prompt", _SAMPLING)
-Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Generator:
@@ -77,46 +83,131 @@ class Generator:
         """See `Engine.failure`."""
         return self._engine.failure
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling = None,
-        *,
-        on_output: Callable[[int, GenerationOutput], None] | None = None,
-    ) -> list[GenerationOutput]:
-        """One output per prompt, in order; all of them run together.
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a Sequence[str], too
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None, *, on_output: OnOutput | None = None
+    ) -> GenerationOutput: ...
 
-        A prompt that is refused gets finish_reason "error" and its reason in `error`, the others are unharmed.
-        `on_output` is called here, in this thread, with each prompt's index and output as it is finished.
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None, *, on_output: OnOutput | None = None
+    ) -> list[GenerationOutput]: ...
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None, *, on_output: OnOutput | None = None
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """One output for one prompt, a list for a list of prompts, which run together, in their order.
+
+        Text, a list or an array of token ids, and an object are one prompt: {"prompt": text},
+        {"prompt_token_ids": ids}, or {"messages": [...], "chat_template_kwargs": {...}}. Any other list is a list of
+        prompts, with one SamplingParams for all or one for each: `[1, 2, 3]` is one prompt, `[[1, 2, 3]]` a list.
+
+        Among several, a prompt that is refused gets finish_reason "error" and its reason in `error`; the others are
+        unharmed. `on_output` is called in this thread with each prompt's index and output as it is finished.
 
         Raises:
-            RequestError: `prompts` and `sampling` are lists of different lengths, or `sampling` is neither
-                SamplingParams nor a list of them.
+            RequestError: the only prompt is refused; `prompts` are the messages of a conversation; or `sampling_params`
+                are of another number than the prompts, or no SamplingParams.
+            QueueFullError: too many requests wait already; a list waits for its turn.
             ForkError: this is a child that was forked from the engine's process.
         """
-        samplings = _one_each(prompts, sampling)
-        batch = _Batch(on_output)
-        try:
-            for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
-                self._submit_when_possible(batch, index, prompt, params)
-            while batch.num_running:
-                batch.wait_for_one()
-        finally:  # an interrupt, or a callback that raised
-            batch.cancel()
-        return batch.outputs()
+        return self._generate(prompts, sampling_params, on_output)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    @overload
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_output: OnOutput | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> GenerationOutput: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[ChatMessage]],
+        sampling_params: Sampling = None,
+        *,
+        on_output: OnOutput | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> list[GenerationOutput]: ...
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: Sampling = None,
+        *,
+        on_output: OnOutput | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """The next message of one conversation, or of each of a list of conversations, by the chat template.
+
+        `tools` are JSON schemas, or Python functions with type hints and a docstring; `chat_template_kwargs` are other
+        variables of the template. Otherwise as `generate`.
+        """
+        prompts = conversations(messages, **options)
+        return self._generate(prompts, sampling_params, on_output)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """The answer as it is made; the last chunk has the output. Leaving the iterator ends the request.
 
         Raises:
             RequestError: the prompt is refused.
         """
-        return _chunks(self.submit(prompt, sampling))
+        return _chunks(self.submit(prompt, sampling_params))
+
+    def stream_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[TemplateOptions],
+    ) -> Iterator[StreamChunk]:
+        """The next message of a conversation, as `stream` gives it; `options` as for `chat`."""
+        return self.stream(conversation(messages, **options), sampling_params)
+
+    @overload
+    async def generate_async(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, sampling_params: SamplingParams | None = None
+    ) -> GenerationOutput: ...
+
+    @overload
+    async def generate_async(
+        self, prompts: Sequence[Prompt], sampling_params: Sampling = None
+    ) -> list[GenerationOutput]: ...
+
+    async def generate_async(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None
+    ) -> GenerationOutput | list[GenerationOutput]:
+        """As `generate`, without blocking the event loop: prompts are read in threads.
+
+        Cancelling the task ends its requests and frees their pages.
+        """
+        several = list_of_prompts(prompts)
+        if several is None:
+            one = cast(Prompt, prompts)
+            (params,) = one_each([one], sampling_params)
+            with await asyncio.to_thread(self._submit, self._draw(), one, params) as stream:
+                return await stream.result_async()
+        places = asyncio.Semaphore(self.limits.max_batch_size * _RUNNING_PER_PLACE)
+        samplings = one_each(several, sampling_params)
+        return await gathered(
+            self._output_async(self._draw(), prompt, params, places)
+            for prompt, params in zip(several, samplings, strict=True)
+        )
+
+    async def stream_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[StreamChunk]:
+        """As `stream`, for `async for`. Cancelling the task, or closing the iterator, ends the request."""
+        with await asyncio.to_thread(self._submit, self._draw(), prompt, sampling_params) as stream:
+            async for chunk in stream:
+                yield chunk
 
     def submit(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -134,15 +225,17 @@ class Generator:
         Raises:
             RequestError: the prompt is refused, or the queue is full.
         """
-        number, seed = self._draw()
-        request = self._request(
+        return self._submit(
+            self._draw(),
             prompt,
-            SamplingParams() if sampling is None else sampling,
-            request_id=_request_id(number) if request_id is None else request_id,
-            seed=seed,
+            sampling_params,
+            request_id=request_id,
+            max_pending_tokens=max_pending_tokens,
+            on_ready=on_ready,
+            priority=priority,
+            queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
         )
-        request = replace(request, priority=priority, queue_timeout_s=queue_timeout_s, cache_salt=cache_salt)
-        return self._start(request, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -171,9 +264,30 @@ class Generator:
         with self._lock:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 
+    def _submit(
+        self,
+        drawn: tuple[int, int],
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        *,
+        request_id: str | None = None,
+        max_pending_tokens: int | None = None,
+        on_ready: Callable[[], None] | None = None,
+        **fields: Any,
+    ) -> RequestStream:
+        """`drawn` is of `_draw`, `fields` are those of Request. Raises RequestError."""
+        number, seed = drawn
+        request = self._request(
+            prompt,
+            SamplingParams() if sampling_params is None else sampling_params,
+            request_id=_request_id(number) if request_id is None else request_id,
+            seed=seed,
+        )
+        return self._start(replace(request, **fields), max_pending_tokens=max_pending_tokens, on_ready=on_ready)
+
     def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
         """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
-        sampling = checked("sampling parameters", sampling, _SAMPLING)
+        sampling = checked("sampling parameters", sampling, SAMPLING)
         if sampling.stop and self.codec is None:
             raise RequestError.about(
                 "stop strings",
@@ -196,7 +310,34 @@ class Generator:
         detokenizer = self.codec.detokenizer() if self.codec else None
         return self._engine.submit(request, detokenizer, max_pending_tokens=max_pending_tokens, on_ready=on_ready)
 
-    def _submit_when_possible(self, batch: _Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
+    def _generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling, on_output: OnOutput | None
+    ) -> GenerationOutput | list[GenerationOutput]:
+        several = list_of_prompts(prompts)
+        if several is not None:
+            return self._generate_all(several, one_each(several, sampling), on_output)
+        one = cast(Prompt, prompts)
+        (params,) = one_each([one], sampling)
+        with self.submit(one, params) as stream:
+            output = stream.result()
+        if on_output is not None:
+            on_output(0, output)
+        return output
+
+    def _generate_all(
+        self, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams], on_output: OnOutput | None
+    ) -> list[GenerationOutput]:
+        batch = Batch(on_output)
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
+                self._submit_when_possible(batch, index, prompt, params)
+            while batch.num_running:
+                batch.wait_for_one()
+        finally:  # an interrupt, or a callback that raised
+            batch.cancel()
+        return batch.outputs()
+
+    def _submit_when_possible(self, batch: Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Start one of many; waits while there are enough of them, or while the queue is full."""
         number, seed = self._draw()
         batch.read_ready()
@@ -212,92 +353,39 @@ class Generator:
                     batch.wait_for_one()
                 else:
                     time.sleep(_QUEUE_POLL_S)  # others fill the queue
-            except RequestError as error:
-                batch.ended(index, self._refusal(_request_id(number), str(error)))
-                return
-            except Exception as error:  # noqa: BLE001 - a bug of ours, or a prompt of a type nobody foresaw: its own only
-                _LOG.exception("prompt %d could not be read", index)
-                batch.ended(index, self._refusal(_request_id(number), f"{type(error).__name__}: {error}"))
+            except Exception as error:  # noqa: BLE001 - see `_refusal`
+                batch.ended(index, self._refusal(number, error))
                 return
 
-    def _refusal(self, request_id: str, error: str) -> GenerationOutput:
-        return output_without_tokens(request_id, "error", text="" if self.codec else None, error=error)
+    async def _output_async(
+        self, drawn: tuple[int, int], prompt: Prompt, sampling: SamplingParams, places: asyncio.Semaphore
+    ) -> GenerationOutput:
+        """The output of one of many, once there is a place for it."""
+        async with places:
+            while True:
+                try:
+                    stream = await asyncio.to_thread(self._submit, drawn, prompt, sampling)
+                    break
+                except QueueFullError:
+                    await asyncio.sleep(_QUEUE_POLL_S)
+                except Exception as error:  # noqa: BLE001 - see `_refusal`
+                    return self._refusal(drawn[0], error)
+            with stream:
+                return await stream.result_async()
 
-
-def output_without_tokens(
-    request_id: str, finish_reason: FinishReason, *, text: str | None, error: str | None = None
-) -> GenerationOutput:
-    """Of a request that never reached the engine. `text` is None without a tokenizer."""
-    return GenerationOutput(
-        request_id=request_id,
-        text=text,
-        token_ids=(),
-        logprobs=(),
-        finish_reason=finish_reason,
-        num_prompt_tokens=0,
-        num_verify_steps=0,
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
-        num_emitted_by_verify=0,
-        time_to_first_token_s=0.0,
-        total_s=0.0,
-        error=error,
-    )
-
-
-class _Batch:
-    """The requests of one `generate` call, whose thread reads them."""
-
-    def __init__(self, on_output: Callable[[int, GenerationOutput], None] | None) -> None:
-        self._on_output = on_output
-        self._outputs: dict[int, GenerationOutput] = {}
-        self._group = StreamGroup()
-
-    @property
-    def num_running(self) -> int:
-        return len(self._group)
-
-    def start(self, index: int, submit: Callable[..., RequestStream], *, reads_as_it_comes: bool) -> None:
-        self._group.start(index, submit, reads_as_it_comes=reads_as_it_comes)
-
-    def ended(self, index: int, output: GenerationOutput) -> None:
-        self._outputs[index] = output
-        if self._on_output is not None:
-            self._on_output(index, output)
-
-    def read_ready(self) -> None:
-        """Read what is there, so that stop strings end their requests while prompts are still tokenized."""
-        for index, output in self._group.read_ready():
-            self.ended(index, output)
-
-    def wait_for_one(self) -> None:
-        """Read until one request has ended."""
-        self.ended(*self._group.next_output())
-
-    def cancel(self) -> None:
-        self._group.cancel()
-
-    def outputs(self) -> list[GenerationOutput]:
-        return [self._outputs[index] for index in sorted(self._outputs)]
+    def _refusal(self, number: int, error: Exception) -> GenerationOutput:
+        """Of one of many prompts. A bug of ours, or a prompt of a type nobody foresaw, ends its own request only."""
+        if isinstance(error, RequestError):
+            message = str(error)
+        else:
+            _LOG.error("%s: the prompt could not be read", _request_id(number), exc_info=error)
+            message = f"{type(error).__name__}: {error}"
+        return output_without_tokens(_request_id(number), "error", text="" if self.codec else None, error=message)
 
 
 def _chunks(stream: RequestStream) -> Iterator[StreamChunk]:
     with stream:
         yield from stream
-
-
-def _one_each(prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * len(prompts)
-    sampling = checked("sampling parameters", sampling, _SAMPLINGS)
-    if len(sampling) != len(prompts):
-        raise RequestError.about(
-            "sampling parameters",
-            expected=f"one for each of {len(prompts)} prompts",
-            found=str(len(sampling)),
-            hint="Pass one SamplingParams for all prompts, or a list of the same length.",
-        )
-    return sampling
 
 
 def _request_id(number: int) -> str:

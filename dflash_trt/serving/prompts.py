@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError
@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
 # Text, token ids (a list, or an array of numpy), or one of {"prompt": text}, {"messages": [...]},
 # {"prompt_token_ids": [...]}. Messages may come with {"chat_template_kwargs": {...}}, variables of the chat template.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+ChatMessage = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 _SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
 _KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -122,6 +124,30 @@ class PromptReader:
                 hint="Pass prompt_token_ids, or build the engine from a target directory with a tokenizer.",
             )
         return self._codec
+
+
+class TemplateOptions(TypedDict, total=False):
+    """Beside the messages of a conversation."""
+
+    tools: Sequence[Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+def conversation(messages: Sequence[ChatMessage], **options: Unpack[TemplateOptions]) -> Prompt:
+    """The prompt of one conversation; to a template, tools are one more variable."""
+    kwargs = dict(options.get("chat_template_kwargs") or {})
+    if options.get("tools") is not None:
+        kwargs["tools"] = options["tools"]
+    return {"messages": messages, KWARGS_KEY: kwargs} if kwargs else {"messages": messages}
+
+
+def conversations(
+    messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]], **options: Unpack[TemplateOptions]
+) -> Prompt | list[Prompt]:
+    """The prompt of a list of messages, or those of a list of such lists."""
+    if messages and not isinstance(messages[0], Mapping):
+        return [conversation(each, **options) for each in cast(Sequence[Sequence[ChatMessage]], messages)]
+    return conversation(cast(Sequence[ChatMessage], messages), **options)
 
 
 def _sequence(value: Any, name: str) -> Sequence[Any]:

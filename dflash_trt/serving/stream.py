@@ -123,6 +123,14 @@ class RequestStream:
         assert output is not None
         return output
 
+    async def result_async(self) -> GenerationOutput:
+        """The same, without blocking the event loop."""
+        while await self.take_async() is not None:
+            pass
+        output = self._reading.output
+        assert output is not None
+        return output
+
     def cancel(self) -> None:
         """End the request now; a last chunk with finish_reason "cancelled" comes. Nothing happens after its end."""
         self._end("cancelled")

@@ -18,10 +18,8 @@ from dflash_trt.serving.detokenizer import (
     byte_alphabet,
     bytes_of_piece,
 )
-from dflash_trt.serving.prompts import too_many_tokens
+from dflash_trt.serving.prompts import ChatMessage, too_many_tokens
 from dflash_trt.serving.token_bytes import longest_token_bytes, max_bytes_per_token
-
-ChatMessage = Mapping[str, Any]
 
 # The class of a panic in the tokenizers library (Rust): not an Exception, and not exported.
 _PANIC = "pyo3_runtime.PanicException"

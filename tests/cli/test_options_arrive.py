@@ -124,7 +124,7 @@ def test_every_option_of_run_reaches_the_engine(llm, invoke, words, config) -> N
     arguments = llm.asked.arguments
     assert callable(arguments.pop("on_output"))
     assert arguments.pop("self") is not None
-    assert arguments == {"prompts": conversations, "sampling": [sampling, sampling]}
+    assert arguments == {"prompts": conversations, "sampling_params": [sampling, sampling]}
 
 
 def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
@@ -401,7 +401,7 @@ def test_eval_generates_greedily_as_its_rows_say(engine_dir, tmp_path, llm, invo
     rows.write_text('{"prompt": "x", "ignore_eos": true, "temperature": 1.0}\n{"prompt": "y"}\n')
     words = ["--against", engine_dir, "--prompts", rows, "--max-new-tokens", "5"]
     assert invoke("eval", engine_dir, *words).stderr.endswith("error: recorded\n")
-    sampling = llm.asked.arguments["sampling"]
+    sampling = llm.asked.arguments["sampling_params"]
     assert sampling == [SamplingParams(max_new_tokens=5, ignore_eos=True), SamplingParams(max_new_tokens=5)]
 
 

@@ -126,7 +126,7 @@ def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
     ],
 )
 def test_a_bad_prompt_is_refused_alone(generator: Generator, prompt: Any, message: str) -> None:
-    bad, good = generator.generate([prompt, [1, 2]], GREEDY)
+    good, bad = generator.generate([[1, 2], prompt], GREEDY)
     assert bad.finish_reason == "error" and bad.token_ids == () and bad.text == ""
     assert good.finish_reason == "length"
     with pytest.raises(RequestError, match=message):
@@ -317,7 +317,7 @@ def test_a_prompt_that_raises_what_nobody_foresaw_fails_alone(generator: Generat
     bad, good = generator.generate([Broken(), [1, 2]], GREEDY)
     assert bad.error == "ZeroDivisionError: no prompt today"
     assert good.finish_reason == "length"
-    assert "prompt 0 could not be read" in caplog.text
+    assert "request-0: the prompt could not be read" in caplog.text
 
 
 def test_an_interrupt_while_a_prompt_is_read_goes_through(generator: Generator) -> None:

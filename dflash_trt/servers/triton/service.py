@@ -23,7 +23,8 @@ from dflash_trt.servers.triton.prompt_lanes import PromptLanes
 from dflash_trt.servers.triton.request_reader import Array, CancelOrder, Order, read_request
 from dflash_trt.servers.triton.responses import Arrays, ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
-from dflash_trt.serving.generator import Generator, output_without_tokens
+from dflash_trt.serving.generation_batch import output_without_tokens
+from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.prompts import PromptReader
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
