@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.runtime_config import RuntimeConfig, option_of, value_type
 from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.servers.triton.metrics import METRICS
@@ -18,6 +19,7 @@ def tables() -> dict[str, tuple[str, ...]]:
     return {
         "docs/architecture.md": (import_rules.markdown(),),
         "docs/deployment.md": (*documentation_tables(), _metrics()),
+        "docs/exit_codes.md": (_exit_codes(),),
         "docs/settings.md": (_settings(), _sampling()),
     }
 
@@ -63,6 +65,11 @@ def _sampling() -> str:
         kind = f"list of {field.kind.__name__}" if field.is_list else field.kind.__name__
         rows.append([f"`{field.name}`", kind, f"`{field.default}`", field.help])
     return _markdown("| sampling parameter | type | default | meaning |", rows)
+
+
+def _exit_codes() -> str:
+    rows = [[str(code.value), code.name.lower().replace("_", " "), code.meaning] for code in ExitCode]
+    return _markdown("| exit code | name | meaning |", rows)
 
 
 def _type_name(kind: Any) -> str:

@@ -14,6 +14,7 @@ import click
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
     from dflash_trt.engine_dir import EngineDir
 
-FAILED_GATE_EXIT_CODE = 1
 _MAX_LISTED = 5
 
 
@@ -42,7 +42,7 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
 
     Both targets are asked for their next-token distribution along the baseline's own texts: token agreement and KL
     divergence. Perplexity is that of the prompts' own tokens. Acceptance lengths are of each engine's own run. With
-    gates, the exit code is 1 when one of them fails.
+    gates, the exit code is 3 when one of them is missed.
     """
     from dflash_trt.engine_dir import EngineDir
 
@@ -65,7 +65,7 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
         click.echo(json.dumps(report, indent=2))
     else:
         _print(comparison, gates, baseline=str(against), candidate=str(engine_dir))
-    context.exit(0 if all(gate.has_passed for gate in gates) else FAILED_GATE_EXIT_CODE)
+    context.exit(0 if all(gate.has_passed for gate in gates) else ExitCode.REQUEST_FAILED)
 
 
 def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:

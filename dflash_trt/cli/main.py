@@ -1,6 +1,6 @@
 """The `dflash-trt` group: what every command shares, above all how it ends.
 
-A user's mistake is one red message and an exit code, never a traceback: 2 for usage, 1 for failure, 130 for Ctrl-C.
+A user's mistake is one red message and an exit code of `core.exit_codes`, never a traceback.
 """
 
 import atexit
@@ -24,11 +24,9 @@ from dflash_trt.cli.plan import plan
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.omp_waiting import let_threads_sleep
 from dflash_trt.core.runtime_config import SettingError
-
-INTERRUPTED_EXIT_CODE = 130
-TERMINATED_EXIT_CODE = 143
 
 
 class _Group(click.Group):
@@ -47,12 +45,12 @@ class _Group(click.Group):
             error.show()
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
-            code = _fail("interrupted", INTERRUPTED_EXIT_CODE)
+            code = _fail("interrupted", ExitCode.INTERRUPTED)
         except BrokenPipeError:  # whoever read our output has gone; nor can the interpreter flush it at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 1
+            code = ExitCode.FAILED
         except OSError as error:
-            code = _fail(f"{error.filename or 'file system'}: {error.strerror or error}", 1)
+            code = _fail(f"{error.filename or 'file system'}: {error.strerror or error}", ExitCode.FAILED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -76,7 +74,7 @@ def main() -> NoReturn:
     """The console script."""
     let_threads_sleep()
     atexit.register(_skip_last_collection)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_EXIT_CODE))  # so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))  # so that temporary files are removed
     cli.main()
 
 

@@ -24,6 +24,7 @@ from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
 from dflash_trt.cli.status_line import status_line
 from dflash_trt.core.errors import ErrorCollector
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.sampling import SamplingParams
@@ -61,7 +62,7 @@ def run(context: click.Context, /, **options: Any) -> None:
     An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
     `chat_template_kwargs` beside messages, and sampling fields that override the command line. They have the names of
     the options above, from max_new_tokens to logprobs, but for the lists `stop` and `stop_token_ids`. A row that cannot
-    run gets finish_reason "error" and its reason in `error`; the others go on, and the exit code is 1.
+    run gets finish_reason "error" and its reason in `error`; the others go on, and the exit code is 3.
 
     Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk the same command with --resume runs the rows that have no result.
@@ -73,7 +74,7 @@ def run(context: click.Context, /, **options: Any) -> None:
         for line in summary_lines(summary):
             click.echo(line, err=True)
     _report_failures(failures, len(rows))
-    context.exit(1 if failures else 0)
+    context.exit(ExitCode.REQUEST_FAILED if failures else ExitCode.DONE)
 
 
 def _checked_options(options: dict[str, Any]) -> RunOptions:

@@ -2,18 +2,20 @@
 
 DFlashError
 |-- ConfigError       a file or flag is wrong                  exit 2
-|-- CheckpointError   tensors missing, unexpected, mis-shaped  exit 1
+|-- CheckpointError   tensors missing, unexpected, mis-shaped  exit 1, as for all others
 |-- BuildError        the engine cannot be built
 |-- EngineDirError    wrong version, GPU, hash
 |-- CapacityError     does not fit: memory, pages, max_seq_len
 |-- RankError         one of several ranks ended, or left the others' step
 |-- ForkError         an engine is used in a child that was forked from its process
-`-- RequestError      this request only; the others go on
+`-- RequestError      this request only; the others go on      exit 3
     `-- QueueFullError    too many requests wait already; try again later
 """
 
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
+
+from dflash_trt.core.exit_codes import ExitCode
 
 _MAX_LISTED_PROBLEMS = 100
 
@@ -23,7 +25,7 @@ _T = TypeVar("_T")
 class DFlashError(Exception):
     """A user's mistake or a lack of resources. Bugs of ours are `assert`s."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
 
     @classmethod
     def about(cls, subject: str, *, expected: str, found: str, hint: str = "") -> Self:
@@ -32,7 +34,7 @@ class DFlashError(Exception):
 
 
 class ConfigError(DFlashError):
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class CheckpointError(DFlashError):
@@ -60,7 +62,7 @@ class ForkError(DFlashError, RuntimeError):
 
 
 class RequestError(DFlashError):
-    pass
+    exit_code = ExitCode.REQUEST_FAILED
 
 
 class QueueFullError(RequestError):

@@ -58,7 +58,7 @@ def test_rows_that_no_engine_could_hold_fail_alone_and_at_once(chat_engine, invo
     rows = [{"prompt": "a"}, {"prompt": spaces}, {"messages": [{"role": "user", "content": spaces}]}, {"prompt": "b"}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = invoke("run", chat_engine, "--input-file", source, "--output-file", output, *SHORT)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["finish_reason"] for row in written] == ["length", "error", "error", "length"]
     assert "bytes, as more text does not fit into max_seq_len tokens, found 12000000" in written[1]["error"]

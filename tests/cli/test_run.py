@@ -193,7 +193,7 @@ def test_an_engine_without_a_tokenizer_serves_token_ids(tmp_path, invoke) -> Non
     assert invoke("build", "--target", tmp_path / "target", "-o", tmp_path / "engine").exit_code == 0
     source = _write_rows(tmp_path / "in.jsonl", {"prompt_token_ids": [5, 6, 7]}, {"prompt": "text"})
     result = invoke("run", tmp_path / "engine", "--input-file", source, *GREEDY)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     served, refused = _rows(result.stdout)
     assert served["text"] is None
     assert served["num_output_tokens"] == 12
@@ -202,7 +202,7 @@ def test_an_engine_without_a_tokenizer_serves_token_ids(tmp_path, invoke) -> Non
 
 def test_chat_without_a_template_is_an_error_of_the_request(engine_dir, invoke) -> None:
     result = invoke("run", engine_dir, "--prompt", "hi", "--chat", *GREEDY)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "chat template" in result.stderr
 
 

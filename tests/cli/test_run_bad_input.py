@@ -30,7 +30,7 @@ def test_bad_rows_fail_alone_and_the_exit_code_says_so(engine_dir, tmp_path, inv
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join([good, *(line + b"\n" + good for line in BAD_LINES)]))
     result = invoke("run", engine_dir, "--input-file", source, "--output-file", output, *GREEDY)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(rows) == 1 + 2 * len(BAD_LINES)
     served, refused = rows[::2], rows[1::2]
@@ -56,7 +56,7 @@ def test_bad_rows_fail_alone_and_the_exit_code_says_so(engine_dir, tmp_path, inv
 @pytest.mark.parametrize("flags", [[], ["--stream"]])
 def test_a_bad_prompt_on_the_command_line_is_one_error(engine_dir, invoke, prompt, said, flags) -> None:
     result = invoke("run", engine_dir, "--prompt", prompt, *GREEDY, *flags)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert result.stdout.strip() == ""
     assert result.stderr.count("error: ") == 1
     assert said in result.stderr
@@ -64,7 +64,7 @@ def test_a_bad_prompt_on_the_command_line_is_one_error(engine_dir, invoke, promp
 
 def test_piped_text_that_is_no_utf8_is_one_error(engine_dir, invoke) -> None:
     result = invoke("run", engine_dir, *GREEDY, stdin=b"abc\xff")
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "valid Unicode text" in result.stderr
 
 

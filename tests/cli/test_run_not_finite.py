@@ -1,4 +1,4 @@
-"""A network that overflows for one request: `run` says so, the others get their texts, and the exit code is 1."""
+"""A network that overflows for one request: `run` says so, the others get their texts, and the exit code is 3."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
         lines = output.read_text().splitlines()
         runs.append((result, [json.loads(line) for line in lines]))
     (healthy, expected), (damaged, found) = runs
-    assert (healthy.exit_code, damaged.exit_code) == (0, 1)
+    assert (healthy.exit_code, damaged.exit_code) == (0, 3)
     assert "1 of 13 requests failed" in damaged.stderr
     assert found[4]["finish_reason"] == "error"
     assert "the logits are not finite at position 2" in found[4]["error"]

@@ -58,7 +58,7 @@ class Case:
 
     def expected(self) -> list[dict[str, Any]]:
         """The results of a run without an interruption."""
-        assert self.run().exit_code == 1  # the row that is refused
+        assert self.run().exit_code == 3  # the row that is refused
         rows = self.results()
         self.output.unlink()
         return rows
@@ -109,7 +109,7 @@ def test_a_resumed_run_gives_what_one_run_gives_and_runs_no_row_twice(
     resumed = case.run("--resume")
     assert f"{case.partial}: 2 of 6 rows have a result" in resumed.stderr
     assert "4 requests (1 failed)" in resumed.stderr
-    assert resumed.exit_code == 1  # the refused row, again
+    assert resumed.exit_code == 3  # the refused row, again
     assert rows_run == [5, 5, 3]
     assert case.results() == expected
     assert [row["id"] for row in expected] == [1, 2, 3, 4, 5, 6]
@@ -117,13 +117,13 @@ def test_a_resumed_run_gives_what_one_run_gives_and_runs_no_row_twice(
 
 
 def test_the_trace_of_a_resumed_run_is_whole(case: Case, interrupt_after: Any) -> None:
-    assert case.run("--trace", case.trace).exit_code == 1
+    assert case.run("--trace", case.trace).exit_code == 3
     expected = case.trace.read_text()
     case.trace.unlink()
     interrupt_after(case, 3, "--trace", case.trace)
     assert case.names() == {"in.jsonl", "out.jsonl", "out.jsonl.partial"}
     assert "--resume: trace" in case.run("--resume").stderr
-    assert case.run("--trace", case.trace, "--resume").exit_code == 1
+    assert case.run("--trace", case.trace, "--resume").exit_code == 3
     assert case.trace.read_text() == expected
 
 
@@ -186,7 +186,7 @@ def test_another_engine_is_refused_and_a_rebuilt_one_is_not(
     build += ["--drafter", target.with_name("drafter"), "--overwrite"]
     assert CliRunner().invoke(cli, [str(word) for word in build]).exit_code == 0
     assert engine != other
-    assert case.run("--resume").exit_code == 1
+    assert case.run("--resume").exit_code == 3
     assert len(case.results()) == 6
 
 
@@ -207,7 +207,7 @@ def test_rows_that_failed_in_the_engine_are_kept_apart_and_run_again(case: Case,
 
     monkeypatch.setattr(TorchExecutor, "submit", failing)
     failed = case.run()
-    assert failed.exit_code == 1
+    assert failed.exit_code == 3
     assert "repeat the command with --resume to retry 1 row" in failed.stderr
     assert [row["finish_reason"] for row in case.results()] == [
         "error",
@@ -271,7 +271,7 @@ def test_a_full_disk_keeps_whole_rows_and_the_old_results(case: Case, monkeypatc
     assert "Traceback" not in result.stderr
     assert case.output.read_text() == "old results\n"
     assert case.partial.read_bytes().endswith(b"}\n")
-    assert case.run("--resume").exit_code == 1
+    assert case.run("--resume").exit_code == 3
     assert case.results() == expected
 
 
@@ -290,7 +290,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_all_rows(case: Case, monkeypatch: 
     assert case.output.read_text() == "old results\n"
     assert case.names() == {"in.jsonl", "out.jsonl", "out.jsonl.partial"}
     monkeypatch.undo()
-    assert case.run("--resume").exit_code == 1
+    assert case.run("--resume").exit_code == 3
     assert case.results() == expected
 
 

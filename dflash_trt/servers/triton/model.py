@@ -18,6 +18,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from dflash_trt.core.errors import DFlashError, RequestError
+from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.servers.triton.environment import (
     check_gpus_of_ranks,
     check_numpy,
@@ -38,9 +39,6 @@ _NOT_READY = "Server not ready"
 # The longest time for which the thread that makes text keeps the interpreter from the engine's (CPython's own: 5 ms, as
 # long as a step).
 _SWITCH_INTERVAL_S = 0.001
-
-
-ENGINE_FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
 class TritonPythonModel:
@@ -85,9 +83,9 @@ class TritonPythonModel:
         if not self._keeps_server and stop_server():
             pb_utils.Logger.log_error(f"{self._name} stops the server, which would call it ready")
             return
-        sys.stderr.write(f"{self._name} exits with {ENGINE_FAILED_EXIT_CODE}: {failure}\n")
+        sys.stderr.write(f"{self._name} exits with {ExitCode.ENGINE_LOST}: {failure}\n")
         sys.stderr.flush()
-        os._exit(ENGINE_FAILED_EXIT_CODE)
+        os._exit(ExitCode.ENGINE_LOST)
 
     def _open(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
