@@ -60,7 +60,7 @@ def build(work: Path, index: int, variant: Variant) -> tuple[Path, dict[str, Any
 
 
 def evaluate(engine: Path, baseline: Path, prompts: Path, max_new_tokens: str) -> dict[str, Any]:
-    words = [*COMMAND, "eval", str(engine), "--against", str(baseline), "--prompts", str(prompts)]
+    words = [*COMMAND, "eval", str(engine), "--against", str(baseline), "--input-file", str(prompts)]
     result: dict[str, Any] = json.loads(run([*words, "--max-new-tokens", max_new_tokens, "--json"]))
     return result
 

@@ -248,9 +248,10 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtim
     config = runtime_from_options(runtime)
     with LLM(engine_dir, config) as probe:
         vocab_size, plan = probe.engine.manifest.target.vocab_size, probe.page_plan
+        has_drafter = probe.limits.max_draft_len > 0
     small = config.replaced(
         kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
-        adaptive_draft_length=config.use_drafter and not (config.draft_length or config.draft_length_by_context),
+        adaptive_draft_length=has_drafter and not (config.draft_length or config.draft_length_by_context),
         max_queue_len=_SOAK_QUEUE_LEN,
     )
     with LLM(engine_dir, small) as llm:

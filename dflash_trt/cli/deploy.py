@@ -85,9 +85,18 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
     from dflash_trt.servers.triton.repository import write_model
 
     deployment = _deployment(engine_dir, options)
+    _check_drafting(engine_dir, deployment)
     model_dir = write_model(repository, deployment)
     click.echo(f"model {model_dir.name} in {repository}; serve it, to this machine alone, with")
     _print_command(repository, deployment)
+
+
+def _check_drafting(engine_dir: Path, deployment: "Deployment") -> None:
+    """Raises ConfigError; the model's load finds out about the rest, on the machine that serves."""
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import check_drafting
+
+    check_drafting(EngineDir.open(engine_dir), deployment.settings.runtime)
 
 
 def _print_command(repository: Path, deployment: "Deployment") -> None:

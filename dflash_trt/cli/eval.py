@@ -13,7 +13,7 @@ import click
 
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
-from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -28,7 +28,9 @@ _MAX_LISTED = 5
 @click.command("eval", short_help="Compare two engines of the same pair.")
 @click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--against", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The baseline engine.")
-@click.option("--prompts", required=True, metavar="FILE", type=click.Path(path_type=Path), help="JSONL, as for `run`.")
+@click.option(
+    "--input-file", required=True, type=click.Path(path_type=Path), help="JSONL rows as for `run`; their prompts count."
+)
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Take only the first so many.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
@@ -49,7 +51,9 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
-    jobs = _read_jobs(options["prompts"], options["num_prompts"], options["max_new_tokens"])
+    jobs = _read_jobs(options["input_file"], options["num_prompts"], options["max_new_tokens"])
+    for engine in engines.values():
+        _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
     gates = _gates(comparison, options)
     report = {
@@ -96,6 +100,22 @@ def _read_jobs(path: Path, num_prompts: int | None, max_new_tokens: int) -> list
         hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
         raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
     return jobs
+
+
+def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> None:
+    """Raises ConfigError: a setting or a prompt that this engine refuses, before anything is loaded."""
+    from dflash_trt.serving.llm import open_codec, open_prompt_reader
+    from dflash_trt.serving.local_engine import checked_config
+
+    checked_config(engine, config)
+    reader = open_prompt_reader(engine, open_codec(engine))
+    refused = []
+    for job in jobs:
+        try:
+            reader.read(job.prompt)
+        except RequestError as error:
+            refused.append(f"{job.row_id}: {error}")
+    raise_all(ConfigError, "prompts", refused[:_MAX_LISTED])
 
 
 def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: RuntimeConfig) -> "Comparison":

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.conversation import converse
+from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
 from dflash_trt.cli.report import RunSummary, summarize, summary_lines
 from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
 from dflash_trt.cli.run_options import RunOptions
-from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options, settings_line
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
-from dflash_trt.cli.status_line import status_line
 from dflash_trt.core.errors import ErrorCollector
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput
@@ -32,8 +33,6 @@ from dflash_trt.core.sampling import SamplingParams
 if TYPE_CHECKING:
     from dflash_trt.serving.llm import LLM
 
-_MAX_LISTED_FAILURES = 10
-
 Emit = Callable[[int, GenerationOutput | None], None]
 
 
@@ -42,9 +41,14 @@ Emit = Callable[[int, GenerationOutput | None], None]
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
 @click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see below.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")
+@click.option("--overwrite", is_flag=True, help="Replace files of results that exist.")
 @click.option("--resume", is_flag=True, help="Continue a run that was interrupted: rows with a result are kept.")
-@click.option("--trace", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
-@click.option("--chat", is_flag=True, help="Make each prompt the user message of a conversation.")
+@click.option("--trace-file", type=click.Path(path_type=Path), help="JSONL, one line per request and verify step.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Make each prompt the user message of a conversation. Without prompts, on a terminal: have a conversation.",
+)
 @click.option("--system", metavar="TEXT", help="System message of conversations that have none.")
 @click.option(
     "--chat-template-kwargs",
@@ -52,7 +56,9 @@ Emit = Callable[[int, GenerationOutput | None], None]
     help="""Variables of the chat template for every conversation, such as '{"enable_thinking": false}'.""",
 )
 @runtime_options(without=["seed"])  # --seed is the sampling seed of every row
-@click.option("--stream", is_flag=True, help="Print text as it comes; for one prompt.")
+@click.option(
+    "--stream/--no-stream", default=None, help="Print text as it comes; for one prompt (default: on a terminal)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary and results as one JSON object.")
 @sampling_options
 @click.pass_context
@@ -68,6 +74,8 @@ def run(context: click.Context, /, **options: Any) -> None:
     crash or a full disk the same command with --resume runs the rows that have no result.
     """
     told = _checked_options(options)
+    if told.is_conversation:
+        context.exit(converse(told))
     rows = told.read_rows()
     summary, failures = _run(told, rows)
     if not told.as_json:
@@ -94,10 +102,10 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
     with ExitStack() as stack:
         sink = _open_results(options, stack, rows)
         started = time.monotonic()
-        llm = stack.enter_context(_open_engine(options))
+        llm = stack.enter_context(open_engine(options, before_load=lambda reader: refuse_if_none_runs(rows, reader)))
         load_time_s = time.monotonic() - started
         started = time.monotonic()
-        outputs = _stream(llm, rows, sink) if options.stream else _generate(llm, rows, sink, options)
+        outputs = _stream(llm, rows, sink) if options.streams(len(rows)) else _generate(llm, rows, sink, options)
         summary = summarize(
             list(outputs.values()),
             num_refused=sum(isinstance(row, Refusal) for row in rows),
@@ -129,7 +137,7 @@ def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
     if options.keeps_rows:
         return _open_partial(options, stack, rows)
     results: list[dict[str, Any]] = []
-    write_trace = None if options.trace is None else stack.enter_context(new_jsonl_file(options.trace))
+    write_trace = None if options.trace_file is None else stack.enter_context(new_jsonl_file(options.trace_file))
     write_row: Callable[[dict[str, Any]], None]
     if options.output_file is not None:
         write_row = stack.enter_context(new_jsonl_file(options.output_file))
@@ -145,7 +153,7 @@ def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
                 write_trace(line)
         if not options.prints_text:
             write_row(output_row(row, output))
-        elif not options.stream and output is not None and output.error is None:
+        elif not options.streams(len(rows)) and output is not None and output.error is None:
             _print_text(output, label=f"[{row.row_id}] " if len(rows) > 1 else "")
 
     return _Sink(emit=InOrder(emit).done, results=results)
@@ -156,14 +164,14 @@ def _open_partial(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
     assert options.output_file is not None
     settings = {"engine": _engine_sha256(options.engine_dir)} | options.text_settings()
     partial = stack.enter_context(
-        partial_results(options.output_file, options.trace, rows, settings, resumes=options.resume)
+        partial_results(options.output_file, options.trace_file, rows, settings, resumes=options.resume)
     )
     if options.resume and not options.as_json:
         click.echo(f"{partial.path}: {len(partial.finished)} of {len(rows)} rows have a result", err=True)
 
     def emit(index: int, output: GenerationOutput | None) -> None:
         if output is not None:
-            partial.add(index, output, has_trace=options.trace is not None)
+            partial.add(index, output, has_trace=options.trace_file is not None)
 
     return _Sink(emit=emit, finished=partial.finished)
 
@@ -176,17 +184,6 @@ def _engine_sha256(path: Path) -> str:
     fields = EngineDir.open(path).manifest.model_dump(mode="json")
     fields["files"].pop(PROVENANCE_NAME, None)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _open_engine(options: RunOptions) -> "LLM":
-    with status_line(f"opening {options.engine_dir} ..."):
-        from dflash_trt.serving.llm import LLM
-
-        llm = LLM(options.engine_dir, options.runtime)
-    if not options.as_json:
-        click.echo(settings_line(llm.config), err=True)
-        click.echo(f"K/V: {llm.page_plan}", err=True)
-    return llm
 
 
 def _generate(llm: "LLM", rows: Sequence[InputRow], sink: _Sink, options: RunOptions) -> dict[int, GenerationOutput]:
@@ -263,13 +260,8 @@ def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:
 
 
 def _report_failures(failures: Sequence[str], num_rows: int) -> None:
-    if not failures:
-        return
-    listed = list(failures[:_MAX_LISTED_FAILURES])
-    if len(failures) > len(listed):
-        listed.append(f"... and {len(failures) - len(listed)} more")
-    lines = "".join(f"\n  - {line}" for line in listed)
-    click.secho(f"error: {len(failures)} of {num_rows} requests failed{lines}", fg="red", err=True)
+    if failures:
+        click.secho(f"error: {listed_failures(failures, num_rows)}", fg="red", err=True)
 
 
 def _print_row(fields: dict[str, Any]) -> None:

@@ -3,18 +3,31 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
-from dflash_trt.core.errors import ConfigError, RequestError, raise_all
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 STDIN_NAME = Path("-")
-_NOT_OF_TEXTS = ("engine_dir", "prompts", "input_file", "output_file", "resume", "trace", "stream", "as_json")
+_NOT_OF_TEXTS = (
+    "engine_dir",
+    "prompts",
+    "input_file",
+    "output_file",
+    "resume",
+    "trace_file",
+    "overwrite",
+    "stream",
+    "as_json",
+)
+_PROMPTS = "--prompt, --input-file or piped text"
 _CONVERSATIONS = "--chat, or an --input-file with messages"
 _RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
 
@@ -28,11 +41,12 @@ class RunOptions:
     input_file: Path | None
     output_file: Path | None
     resume: bool
-    trace: Path | None
+    trace_file: Path | None
+    overwrite: bool
     chat: bool
     system: str | None
     chat_template_kwargs: str | None
-    stream: bool
+    stream: bool | None
     as_json: bool
     sampling: SamplingParams
     runtime: RuntimeConfig
@@ -43,10 +57,26 @@ class RunOptions:
         return not self.as_json and self.output_file is None and self.input_file is None
 
     @property
+    def is_conversation(self) -> bool:
+        """True if the user types the prompts at a terminal, one after the other."""
+        has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        return self.chat and not self.prompts and self.input_file is None and has_terminal
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template; raises RequestError."""
+        return _parsed_kwargs(self.chat_template_kwargs)
+
+    def streams(self, num_rows: int) -> bool:
+        """True if text is printed as it comes: by default, that of one prompt on a terminal."""
+        if self.stream is not None:
+            return self.stream
+        return num_rows == 1 and self.prints_text and sys.stdout.isatty()
+
+    @property
     def keeps_rows(self) -> bool:
         """True if rows are kept beside the output file as they finish: it is a regular file, or will be one."""
-        path = self.output_file and Path(os.path.realpath(self.output_file))
-        return path is not None and (path.is_file() or not path.exists())
+        return self.output_file is not None and _is_regular(self.output_file)
 
     def text_settings(self) -> dict[str, Any]:
         """Settings that texts depend on, which `--resume` compares; without rows and the engine's contents."""
@@ -55,7 +85,7 @@ class RunOptions:
         for name in (*_NOT_OF_TEXTS, "runtime"):
             del settings[name]
         # As JSON has it, so that it equals what is read again.
-        fields: dict[str, Any] = json.loads(json.dumps(settings | {"trace": self.trace is not None}))
+        fields: dict[str, Any] = json.loads(json.dumps(settings | {"trace": self.trace_file is not None}))
         return fields
 
     def check(self) -> None:
@@ -63,24 +93,39 @@ class RunOptions:
         is_of_texts = self.input_file is None and not self.chat
         exclusive = (
             ("--prompt", bool(self.prompts), "--input-file", self.input_file is not None),
-            ("--stream", self.stream, "--json", self.as_json),
-            ("--stream", self.stream, "--input-file", self.input_file is not None),
-            ("--stream", self.stream, "--output-file", self.output_file is not None),
+            ("--stream", self.stream is True, "--json", self.as_json),
+            ("--stream", self.stream is True, "--input-file", self.input_file is not None),
+            ("--stream", self.stream is True, "--output-file", self.output_file is not None),
         )
         needs = (
-            ("--stream", self.stream and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
+            ("--stream", self.stream is True and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
             ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
             ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
             ("--chat-template-kwargs", is_of_texts and self.chat_template_kwargs is not None, _CONVERSATIONS),
             ("--logprobs", self.sampling.logprobs and self.prints_text, "--json, --output-file or --input-file"),
+            *((option, self.is_conversation and has_it, _PROMPTS) for option, has_it in _of_prompts(self)),
         )
         problems = [f"{a} and {b} are mutually exclusive." for a, has_a, b, has_b in exclusive if has_a and has_b]
         problems += [f"{option} needs {needed}." for option, is_wrong, needed in needs if is_wrong]
+        problems += self._file_problems()
         try:
             _parsed_kwargs(self.chat_template_kwargs)
         except RequestError as error:
             problems.append(str(error))
         raise_all(ConfigError, "options", problems)
+
+    def _file_problems(self) -> Iterator[str]:
+        """A run may replace no file that it was not told to, and never one that it reads or writes itself."""
+        results = {"--output-file": self.output_file, "--trace-file": self.trace_file}
+        files = {name: path for name, path in results.items() if path is not None and _is_regular(path)}
+        for name, path in files.items():
+            if path.exists() and not (self.overwrite or self.resume):
+                yield problem(name, expected="a new file", found=str(path), hint="Pass --overwrite to replace it.")
+        if self.input_file is not None:
+            files = {"--input-file": self.input_file} | files
+        for (name, path), (other, other_path) in combinations(files.items(), 2):
+            if os.path.realpath(path) == os.path.realpath(other_path):
+                yield f"{name} and {other} name the same file."
 
     def read_rows(self) -> list[InputRow]:
         """All rows of the run.
@@ -92,7 +137,7 @@ class RunOptions:
             sampling=self.sampling,
             wraps_in_chat=self.chat,
             system=self.system,
-            chat_template_kwargs=_parsed_kwargs(self.chat_template_kwargs),
+            chat_template_kwargs=self.template_kwargs,
         )
         if self.input_file is not None:
             return _read_file(self.input_file, defaults)
@@ -120,6 +165,20 @@ def _parsed_kwargs(text: str | None) -> dict[str, Any]:
         raise RequestError.about(option, expected="a JSON object", found=str(error), hint=hint) from error
     check_template_kwargs(kwargs, subject=option)
     return dict(kwargs)
+
+
+def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:
+    """Options of a run whose prompts are all known, and those of them that are given."""
+    yield "--json", options.as_json
+    yield "--output-file", options.output_file is not None
+    yield "--trace-file", options.trace_file is not None
+    yield "--no-stream", options.stream is False
+
+
+def _is_regular(path: Path) -> bool:
+    """True for a file, and for what will be one."""
+    resolved = Path(os.path.realpath(path))
+    return resolved.is_file() or not resolved.exists()
 
 
 def _read_file(path: Path, defaults: Defaults) -> list[InputRow]:

@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from dflash_trt.engine_dir.manifest import (
 )
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile, Provenance
 from dflash_trt.engine_dir.tensor_file import read_tensor_headers
+from dflash_trt.engine_dir.tensorrt_record import plan_name
 
 MAX_ALWAYS_HASHED_BYTES = 256 * 2**20
 _MAX_LISTED_TENSORS = 8
@@ -32,10 +33,11 @@ _MAX_LISTED_TENSORS = 8
 
 @dataclass(frozen=True)
 class EngineDir:
-    """A checked engine directory."""
+    """A checked engine directory. Readers of its weights call `on_read` with the bytes read since the last call."""
 
     path: Path
     manifest: EngineManifest
+    on_read: Callable[[int], None] = field(default=lambda num_bytes: None, compare=False, repr=False)
 
     @classmethod
     def open(cls, path: Path | str, *, verify_hashes: bool = False) -> Self:
@@ -79,6 +81,22 @@ class EngineDir:
         """The weights of one rank of an engine of backend torch."""
         assert self.manifest.tensorrt is None and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
+
+    def reporting(self, progress: Callable[[int, int], None]) -> Self:
+        """A copy that tells `progress` how many bytes of a rank's weights are read, of how many.
+
+        Nothing is counted while TensorRT reads its plan.
+        """
+        name = weights_name(0) if self.manifest.tensorrt is None else plan_name(0)
+        num_read, num_bytes = 0, self.manifest.files[name].size_bytes
+        progress(0, num_bytes)
+
+        def on_read(num_more: int) -> None:
+            nonlocal num_read
+            num_read = min(num_read + num_more, num_bytes)
+            progress(num_read, num_bytes)
+
+        return replace(self, on_read=on_read)
 
     def provenance(self) -> dict[str, Any]:
         """Origin of the engine as JSON types: command, versions, hashes of its inputs."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
+from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
 
@@ -36,6 +37,8 @@ def open_executor(
     problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
     if problems:  # the subject may query the device's name
         raise_all(EngineDirError, backend.subject, problems)
+    if config.kv_cache_bytes is not None:  # what is free is known once the weights are loaded
+        plan_engine_pages(engine.manifest, config)
     if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
 
@@ -58,6 +61,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     """
     from dflash_trt.executor.threads import default_num_threads
 
+    check_drafting(engine, config)
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)
     _check_plugin_library(engine, config.plugin_library)
@@ -68,12 +72,23 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
         "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,
     }
-    for name in ("draft_length", "draft_length_by_context"):
-        for length in (getattr(config, name) or {}).values():
-            checked_draft_length(length, max_draft_len(engine), name=name)
     if config.use_drafter and config.draft_length is None:
         resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
     return config.model_copy(update=resolved)
+
+
+def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
+    """Raises SettingError: settings of a drafter for an engine without one, or more drafts than it makes."""
+    if engine.manifest.draft is None:
+        for name in ("adaptive_draft_length", "draft_length", "draft_length_by_context", "num_draft_tokens"):
+            if getattr(config, name):
+                hint = "Leave the setting out, or build the engine with a drafter."
+                raise SettingError(name, expected="an engine with a drafter", found="one without", hint=hint)
+    lengths = [("num_draft_tokens", config.num_draft_tokens)]
+    for name in ("draft_length", "draft_length_by_context"):
+        lengths += [(name, length) for length in (getattr(config, name) or {}).values()]
+    for name, length in lengths:
+        checked_draft_length(length, max_draft_len(engine), name=name)
 
 
 def max_draft_len(engine: EngineDir) -> int:

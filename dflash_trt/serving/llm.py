@@ -1,24 +1,31 @@
 """The Python API: open an engine directory, generate text.
 
 with LLM("engine") as llm:
-    print(llm.generate(["def fibonacci(n):"])[0].text)
+    print(llm.generate("def fibonacci(n):").text)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.local_engine import open_local_engine
+from dflash_trt.serving.local_engine import checked_config, open_local_engine
+from dflash_trt.serving.prompts import PromptReader
 
 if TYPE_CHECKING:
     from dflash_trt.scheduler.config import SchedulerConfig
     from dflash_trt.scheduler.draft_length import DraftLengthPolicy
     from dflash_trt.serving.text import TextCodec
+
+
+class _Policies(TypedDict):
+    scheduler_config: SchedulerConfig | None
+    draft_length_policy: DraftLengthPolicy | None
 
 
 class LLM(Generator):
@@ -34,6 +41,8 @@ class LLM(Generator):
         *,
         scheduler_config: SchedulerConfig | None = None,
         draft_length_policy: DraftLengthPolicy | None = None,
+        before_load: Callable[[PromptReader], object] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
         **fields: Any,
     ) -> None:
         """`fields` are those of RuntimeConfig, and replace those of `config`.
@@ -56,6 +65,10 @@ class LLM(Generator):
         `seed` draws the seeds of requests without one reproducibly; `SamplingParams` says when equal seeds give equal
         texts. More than `max_queue_len` waiting requests are refused; None: any number may wait.
 
+        `before_load` is called when settings, device and tokenizer are found to be in order, before any weights are
+        read: what it raises ends the opening. `on_progress` is called with the bytes of weights that are read so far,
+        and those of all (of rank 0), in a thread of the engine.
+
         Raises:
             EngineDirError: the directory is not an engine this version can run.
             CapacityError: the engine does not fit into memory.
@@ -65,21 +78,28 @@ class LLM(Generator):
         """
         config = (RuntimeConfig() if config is None else config).replaced(**fields)
         self.engine = EngineDir.open(engine_dir)
-        local = open_local_engine(
-            self.engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy
-        )
+        policies: _Policies = {"scheduler_config": scheduler_config, "draft_length_policy": draft_length_policy}
+        config = checked_config(self.engine, config, **policies)
+        codec = open_codec(self.engine)
+        if before_load is not None:
+            before_load(open_prompt_reader(self.engine, codec))
+        engine = self.engine if on_progress is None else self.engine.reporting(on_progress)
+        local = open_local_engine(engine, config, **policies)
         with ExitStack() as stack:  # until everything is well
             stack.callback(local.close)
             target = self.engine.manifest.target
             super().__init__(
-                local,
-                vocab_size=target.vocab_size,
-                codec=open_codec(self.engine),
-                eos_token_ids=target.eos_token_ids,
-                seed=config.seed,
+                local, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
             )
             stack.pop_all()
         self.config, self.page_plan = local.config, local.page_plan
+
+
+def open_prompt_reader(engine: EngineDir, codec: TextCodec | None) -> PromptReader:
+    """The reader of an engine's prompts, which knows their maximum length."""
+    manifest = engine.manifest
+    max_tokens = manifest.build_config.max_seq_len - 1
+    return PromptReader(codec, vocab_size=manifest.target.vocab_size, max_tokens=max_tokens)
 
 
 def open_codec(engine: EngineDir) -> TextCodec | None:

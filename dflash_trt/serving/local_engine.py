@@ -51,6 +51,25 @@ class LocalEngine(EngineLoop):
         return self._executor
 
 
+def checked_config(
+    engine: EngineDir,
+    config: RuntimeConfig,
+    *,
+    scheduler_config: SchedulerConfig | None = None,
+    draft_length_policy: DraftLengthPolicy | None = None,
+) -> RuntimeConfig:
+    """`config` resolved for this engine on this machine; nothing is loaded.
+
+    Raises:
+        ConfigError: an object stands beside a setting that it replaces; or see `resolved_config`.
+    """
+    let_threads_sleep()  # before PyTorch is imported
+    from dflash_trt.executor.opening import resolved_config
+
+    _check_once_decided(config, scheduler_config, draft_length_policy)
+    return resolved_config(engine, config)
+
+
 def open_local_engine(
     engine: EngineDir,
     config: RuntimeConfig,
@@ -58,13 +77,10 @@ def open_local_engine(
     scheduler_config: SchedulerConfig | None = None,
     draft_length_policy: DraftLengthPolicy | None = None,
 ) -> LocalEngine:
-    """An engine that is ready to start. `scheduler_config` and `draft_length_policy` replace their part of `config`.
+    """An engine that is ready to start; `config` is of `checked_config`.
 
-    Raises:
-        ConfigError: one of them stands beside a setting that it replaces; or see `open_executor`, as for other errors.
+    `scheduler_config` and `draft_length_policy` replace their part of `config`. Raises what `open_executor` raises.
     """
-    _check_once_decided(config, scheduler_config, draft_length_policy)
-    let_threads_sleep()
     with paused_collection():
         return _open(engine, config, scheduler_config, draft_length_policy)
 
@@ -75,9 +91,8 @@ def _open(
     scheduler_config: SchedulerConfig | None,
     draft_length_policy: DraftLengthPolicy | None,
 ) -> LocalEngine:
-    from dflash_trt.executor.opening import open_executor, resolved_config
+    from dflash_trt.executor.opening import open_executor
 
-    config = resolved_config(engine, config)
     policy = draft_length_policy or _policy(config)
     if scheduler_config is None:
         scheduler_config = SchedulerConfig(

@@ -41,7 +41,7 @@ def evaluated(invoke, *words: object) -> tuple[int, dict]:
 
 def test_an_engine_against_itself_loses_nothing(engine_dir, prompts_file, invoke) -> None:
     gates = ["--max-kl", "0", "--min-acceptance-ratio", "1", "--min-agreement", "1"]
-    exit_code, report = evaluated(invoke, engine_dir, "--against", engine_dir, "--prompts", prompts_file, *gates)
+    exit_code, report = evaluated(invoke, engine_dir, "--against", engine_dir, "--input-file", prompts_file, *gates)
     assert exit_code == 0
     assert (report["kl_nats"], report["token_agreement_fraction"], report["acceptance_ratio"]) == (0.0, 1.0, 1.0)
     assert report["num_prompts"] == 3
@@ -51,7 +51,7 @@ def test_an_engine_against_itself_loses_nothing(engine_dir, prompts_file, invoke
 
 
 def test_a_gate_that_fails_is_the_exit_code(engine_dir, weight_only, prompts_file, invoke) -> None:
-    words = [weight_only, "--against", engine_dir, "--prompts", prompts_file]
+    words = [weight_only, "--against", engine_dir, "--input-file", prompts_file]
     exit_code, report = evaluated(invoke, *words)
     assert exit_code == 0 and report["gates"] == []
     assert report["kl_nats"] > 0.001
@@ -64,7 +64,7 @@ def test_a_gate_that_fails_is_the_exit_code(engine_dir, weight_only, prompts_fil
 
 
 def test_the_table_says_the_sample_sizes(engine_dir, prompts_file, invoke) -> None:
-    words = ["eval", engine_dir, "--against", engine_dir, "--prompts", prompts_file, "--max-new-tokens", "8"]
+    words = ["eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file, "--max-new-tokens", "8"]
     result = invoke(*words, "--max-kl", "0.1")
     assert result.exit_code == 0, result.stderr
     for part in (
@@ -80,7 +80,7 @@ def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, t
     other = make_target(tmp_path / "other", num_hidden_layers=2)
     built = invoke("build", "--target", other, "-o", tmp_path / "engine", "--dtype", "float32")
     assert built.exit_code == 0, built.stderr
-    result = invoke("eval", tmp_path / "engine", "--against", engine_dir, "--prompts", prompts_file)
+    result = invoke("eval", tmp_path / "engine", "--against", engine_dir, "--input-file", prompts_file)
     assert result.exit_code == 2
     assert "expected the same in both" in result.stderr
 
@@ -95,7 +95,7 @@ def test_engines_of_different_pairs_are_not_compared(engine_dir, prompts_file, t
 def test_wrong_prompts_are_refused(engine_dir, tmp_path, invoke, content: str, words: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
-    result = invoke("eval", engine_dir, "--against", engine_dir, "--prompts", path)
+    result = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", path)
     assert result.exit_code == 2
     assert words in result.stderr
 
@@ -159,7 +159,7 @@ def test_each_gate_bounds_its_own_number_from_its_own_side(
     engine_dir, prompts_file, invoke, monkeypatch, option, value, passing, failing
 ) -> None:
     monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs, config: COMPARISON)
-    words = [engine_dir, "--against", engine_dir, "--prompts", prompts_file]
+    words = [engine_dir, "--against", engine_dir, "--input-file", prompts_file]
     flag = f"--{option.replace('_', '-')}"
     for bound, exit_code, verdict in ((passing, 0, "passed"), (failing, 1, "FAILED")):
         exit_code_of_json, report = evaluated(invoke, *words, flag, bound)
@@ -176,7 +176,7 @@ def test_each_gate_bounds_its_own_number_from_its_own_side(
 def test_the_table_has_each_number_in_its_row_and_column(engine_dir, prompts_file, invoke, monkeypatch) -> None:
     monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs, config: COMPARISON)
     monkeypatch.setenv("COLUMNS", "160")
-    stdout = invoke("eval", engine_dir, "--against", engine_dir, "--prompts", prompts_file).stdout
+    stdout = invoke("eval", engine_dir, "--against", engine_dir, "--input-file", prompts_file).stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in stdout.splitlines() if line.startswith("│")]
     assert rows == [
         ["token agreement", "", "0.7500", "11 generated positions"],
@@ -194,7 +194,7 @@ def test_the_baseline_is_the_engine_of_against(engine_dir, weight_only, prompts_
     monkeypatch.setattr(
         "dflash_trt.cli.eval._measure", lambda engines, jobs, config: measured.update(engines) or COMPARISON
     )
-    _, report = evaluated(invoke, weight_only, "--against", engine_dir, "--prompts", prompts_file)
+    _, report = evaluated(invoke, weight_only, "--against", engine_dir, "--input-file", prompts_file)
     assert {name: engine.path for name, engine in measured.items()} == {
         "candidate": weight_only,
         "baseline": engine_dir,
@@ -206,8 +206,8 @@ def test_each_engine_generates_and_scores_for_its_own_side(
     engine_dir, weight_only, prompts_file, invoke, monkeypatch
 ) -> None:
     """KL divergence is not symmetric, and perplexities differ: sides that are swapped show."""
-    _, there = evaluated(invoke, weight_only, "--against", engine_dir, "--prompts", prompts_file)
-    _, back = evaluated(invoke, engine_dir, "--against", weight_only, "--prompts", prompts_file)
+    _, there = evaluated(invoke, weight_only, "--against", engine_dir, "--input-file", prompts_file)
+    _, back = evaluated(invoke, engine_dir, "--against", weight_only, "--input-file", prompts_file)
     assert there["candidate_perplexity"] == back["baseline_perplexity"] != there["baseline_perplexity"]
     assert there["baseline_acceptance"] == back["candidate_acceptance"]
     assert there["kl_nats"] != back["kl_nats"]

@@ -14,10 +14,11 @@ OPENING = """
 import os, sys, threading
 if "torch first" in sys.argv:
     import torch
-from dflash_trt.serving.local_engine import open_local_engine
+from dflash_trt.serving.local_engine import checked_config, open_local_engine
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
-open_local_engine(EngineDir.open(sys.argv[1]), RuntimeConfig(num_threads=int(sys.argv[2]))).close()
+engine = EngineDir.open(sys.argv[1])
+open_local_engine(engine, checked_config(engine, RuntimeConfig(num_threads=int(sys.argv[2])))).close()
 print(os.environ.get("OMP_WAIT_POLICY"), "dflash-idle-team" in {thread.name for thread in threading.enumerate()})
 """
 

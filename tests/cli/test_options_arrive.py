@@ -90,7 +90,9 @@ def llm(monkeypatch) -> type[RecordingLLM]:
 
 
 def opened(llm: type[RecordingLLM]) -> dict[str, Any]:
-    return {name: value for name, value in llm.opened.arguments.items() if name != "self"}
+    """Without the callbacks, which test_refused_before_load.py and test_terminal.py see called."""
+    others = ("self", "before_load", "on_progress")
+    return {name: value for name, value in llm.opened.arguments.items() if name not in others}
 
 
 OF_RUN = runtime_cases("seed")  # --seed is the sampling seed
@@ -146,7 +148,7 @@ def test_no_option_of_run_is_left_out_here() -> None:
     """What concerns files and the terminal is for test_run.py."""
     chat = ["--chat", "--system", "s", "--chat-template-kwargs", "{}"]
     cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
-    files = {"input_file", "output_file", "resume", "trace", "stream", "as_json"}
+    files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
 
@@ -346,7 +348,7 @@ def test_every_option_of_doctor_reaches_it(invoke, monkeypatch) -> None:
 
 def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, monkeypatch) -> None:
     measurement = recorded(monkeypatch, "dflash_trt.cli.eval", "_measure")
-    words = [engine_dir, "--against", engine_dir, "--prompts", rows]
+    words = [engine_dir, "--against", engine_dir, "--input-file", rows]
     assert invoke("eval", *words, "--num-prompts", "2").stderr == "error: recorded\n"
     jobs = measurement.arguments["jobs"]
     assert [job.prompt for job in jobs] == PROMPTS[:2]
@@ -355,13 +357,14 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
     assert invoke("eval", *words, "--max-new-tokens", "5").stderr == "error: recorded\n"
     assert [job.sampling.max_new_tokens for job in measurement.arguments["jobs"]] == [5]
     cases = runtime_cases("seed")  # texts are greedy
+    monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
     for runtime, config in cases:
         assert invoke("eval", *words, *runtime).stderr == "error: recorded\n"
         assert measurement.arguments["config"] == config
     gates = {"max_kl", "min_acceptance_ratio", "min_agreement"}  # test_eval.py has them
     rest = [*map(str, words), "--num-prompts", "2", "--max-new-tokens", "5"]
     never_set = options_never_set(
-        evaluate, ["dir", "--against", "x", "--prompts", "y"], *([*rest, *runtime] for runtime, _ in cases)
+        evaluate, ["dir", "--against", "x", "--input-file", "y"], *([*rest, *runtime] for runtime, _ in cases)
     )
     assert never_set == gates | {"as_json"}
 
@@ -399,14 +402,14 @@ def test_every_command_with_options_is_here() -> None:
 def test_eval_generates_greedily_as_its_rows_say(engine_dir, tmp_path, llm, invoke) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "x", "ignore_eos": true, "temperature": 1.0}\n{"prompt": "y"}\n')
-    words = ["--against", engine_dir, "--prompts", rows, "--max-new-tokens", "5"]
+    words = ["--against", engine_dir, "--input-file", rows, "--max-new-tokens", "5"]
     assert invoke("eval", engine_dir, *words).stderr.endswith("error: recorded\n")
     sampling = llm.asked.arguments["sampling_params"]
     assert sampling == [SamplingParams(max_new_tokens=5, ignore_eos=True), SamplingParams(max_new_tokens=5)]
 
 
 def test_eval_opens_engines_as_it_was_told_to_generate_and_to_score(engine_dir, rows, llm, invoke, monkeypatch) -> None:
-    words = ["--against", engine_dir, "--prompts", rows, "--num-threads", "1", "--kv-cache-bytes", str(1 << 22)]
+    words = ["--against", engine_dir, "--input-file", rows, "--num-threads", "1", "--kv-cache-bytes", str(1 << 22)]
     told = RuntimeConfig(num_threads=1, kv_cache_bytes=1 << 22)
     invoke("eval", engine_dir, *words, "--adaptive")
     assert opened(llm)["config"] == told.replaced(adaptive_draft_length=True)
@@ -420,7 +423,7 @@ def test_eval_compares_each_side_with_its_own_texts(engine_dir, rows, tmp_path, 
     copy = shutil.copytree(engine_dir, tmp_path / "copy")
     monkeypatch.setattr("dflash_trt.cli.eval._generate", lambda engine, jobs, config: [engine.path])
     comparison = recorded(monkeypatch, "dflash_trt.bench.comparison", "compare")
-    invoke("eval", copy, "--against", engine_dir, "--prompts", rows)
+    invoke("eval", copy, "--against", engine_dir, "--input-file", rows)
     arguments = comparison.arguments
     assert (arguments["baseline_outputs"], arguments["candidate_outputs"]) == ([engine_dir], [copy])
     assert [len(prompt) for prompt in arguments["prompts"]] == [1, 1, 1]

@@ -42,7 +42,7 @@ def test_json_is_not_disturbed_by_the_workers(two_ranks: Path, invoke: Invoke) -
 def test_two_ranks_lose_nothing_against_one(two_ranks: Path, engine_dir: Path, tmp_path: Path, invoke: Invoke) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "def f"}) + "\n")
-    words = ["--prompts", prompts, "--max-new-tokens", "12", "--min-agreement", "1.0", "--max-kl", "1e-6"]
+    words = ["--input-file", prompts, "--max-new-tokens", "12", "--min-agreement", "1.0", "--max-kl", "1e-6"]
     result = invoke("eval", two_ranks, "--against", engine_dir, *words)
     assert result.exit_code == 0, result.stdout
 

@@ -114,7 +114,7 @@ def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:
 def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_path, invoke) -> None:
     source = _write_rows(tmp_path / "in.jsonl", {"prompt": "def f", "id": "a"}, {"prompt": "import", "id": "b"})
     trace = tmp_path / "trace.jsonl"
-    result = invoke("run", engine_dir, "--input-file", source, "--trace", trace, *GREEDY)
+    result = invoke("run", engine_dir, "--input-file", source, "--trace-file", trace, *GREEDY)
     assert result.exit_code == 0, result.stderr
     lines = _rows(trace.read_text())
     for row in _rows(result.stdout):
@@ -133,7 +133,7 @@ def test_the_trace_has_one_line_per_verify_step_that_adds_up(engine_dir, tmp_pat
 def test_steps_of_the_trace_are_numbered_as_the_request_made_them(engine_dir, tmp_path, invoke) -> None:
     """Step 0 is the prefill, which verifies nothing: compared with what the Python API returns."""
     trace = tmp_path / "trace.jsonl"
-    assert invoke("run", engine_dir, "--prompt", "def f", "--trace", trace, *GREEDY).exit_code == 0
+    assert invoke("run", engine_dir, "--prompt", "def f", "--trace-file", trace, *GREEDY).exit_code == 0
     with LLM(engine_dir) as llm:
         (output,) = llm.generate(["def f"], SamplingParams(max_new_tokens=12, ignore_eos=True))
     expected = [(step, event.token_ids) for step, event in enumerate(output.steps) if event.num_candidates]

@@ -102,7 +102,7 @@ def test_a_resumed_run_gives_what_one_run_gives_and_runs_no_row_twice(
 ) -> None:
     expected = case.expected()
     case.output.write_text("old results\n")
-    interrupted = interrupt_after(case, 2)
+    interrupted = interrupt_after(case, 2, "--overwrite")
     assert f"{case.partial}: 2 of 6 rows kept; repeat the command with --resume to continue" in interrupted.stderr
     assert case.output.read_text() == "old results\n"
     assert case.names() == {"in.jsonl", "out.jsonl", "out.jsonl.partial"}
@@ -117,13 +117,13 @@ def test_a_resumed_run_gives_what_one_run_gives_and_runs_no_row_twice(
 
 
 def test_the_trace_of_a_resumed_run_is_whole(case: Case, interrupt_after: Any) -> None:
-    assert case.run("--trace", case.trace).exit_code == 3
+    assert case.run("--trace-file", case.trace).exit_code == 3
     expected = case.trace.read_text()
     case.trace.unlink()
-    interrupt_after(case, 3, "--trace", case.trace)
+    interrupt_after(case, 3, "--trace-file", case.trace, "--overwrite")
     assert case.names() == {"in.jsonl", "out.jsonl", "out.jsonl.partial"}
     assert "--resume: trace" in case.run("--resume").stderr
-    assert case.run("--trace", case.trace, "--resume").exit_code == 3
+    assert case.run("--trace-file", case.trace, "--resume").exit_code == 3
     assert case.trace.read_text() == expected
 
 
@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_whole_rows_and_the_old_results(case: Case, monkeypatc
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2500, hard))
     try:
-        result = case.run()
+        result = case.run("--overwrite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert result.exit_code == 1
@@ -283,7 +283,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_all_rows(case: Case, monkeypatch: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fail)
-    result = case.run()
+    result = case.run("--overwrite")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
     assert "5 of 6 rows kept" in result.stderr

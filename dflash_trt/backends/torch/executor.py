@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ class TorchExecutor:
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
         is_deterministic: bool = False,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         """`quantization` says which pages are FP8; quantized weights are in the network already.
 
@@ -62,7 +63,7 @@ class TorchExecutor:
         self._ranks = ranks
         self._make_ops = DeterministicOps if is_deterministic else TorchOps
         self.page_plan = page_plan
-        self.network = prepared(network)
+        self.network = prepared(network, on_read=on_read)
         self.limits = limits_of(
             network,
             page_plan,
@@ -108,6 +109,7 @@ class TorchExecutor:
                 quantization=manifest.pretrained_config.quantization,
                 ranks=ranks,
                 is_deterministic=config.deterministic,
+                on_read=engine.on_read,
             )
 
     def submit(self, plan: StepPlan) -> FinishedStep:

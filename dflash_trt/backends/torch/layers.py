@@ -4,6 +4,7 @@ Q, K and V of a layer are one GEMM, also in a drafter, whose K and V are slices 
 and rotated together. The scale of a layer kept in float16 is multiplied into the norm before it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -41,10 +42,10 @@ class JoinedGqa(GqaWeights[Tensor]):
         return q, k, v
 
 
-def prepared(network: Network[Tensor]) -> Network[Tensor]:
+def prepared(network: Network[Tensor], *, on_read: Callable[[int], None] | None = None) -> Network[Tensor]:
     """The network as `TorchOps` computes it."""
     joined = map_parts(with_experts(network, separated), Layer, _joined)
-    return map_parts(with_linears(joined, prepare_linear), Layer, _with_scaled_norms)
+    return map_parts(with_linears(joined, prepare_linear, on_read=on_read), Layer, _with_scaled_norms)
 
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
@@ -70,9 +70,18 @@ def load_network(
     whole = engine_weights(manifest.target, manifest.draft, quantization)
     table = {name: rank_shard(spec, mapping) for name, spec in whole.items()}
     if tensors is None:
-        tensors = load_file(engine.weights_path(rank), device=device)
+        tensors = _read_tensors(engine, rank, device)
     plain, quantized = split_quantized(tensors, table, quantization.linears)
     return bind_tensors(manifest.target, manifest.draft if use_drafter else None, plain, quantized, mapping=mapping)
+
+
+def _read_tensors(engine: EngineDir, rank: int, device: str) -> dict[str, Tensor]:
+    tensors = {}
+    with safe_open(engine.weights_path(rank), framework="pt", device=device) as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensors[name] = file.get_tensor(name)
+            engine.on_read(tensors[name].nbytes)
+    return tensors
 
 
 def bind_tensors(
@@ -93,14 +102,27 @@ def bind_tensors(
 
 
 def with_linears(
-    network: Network[Tensor], prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]]
+    network: Network[Tensor],
+    prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]],
+    *,
+    on_read: Callable[[int], None] | None = None,
 ) -> Network[Tensor]:
-    """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations."""
+    """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations.
+
+    `on_read` is called with the bytes of each that was mapped and so has been read now.
+    """
     dtype = activation_dtype(network)
+
+    def prepared(linear: Linear[Tensor]) -> Linear[Tensor]:
+        result = prepare(linear, dtype)
+        if on_read is not None:
+            on_read(_num_bytes(linear))
+        return result
+
     return replace(
         network,
-        target_weights=map_linears(network.target_weights, lambda linear: prepare(linear, dtype)),
-        drafter=map_linears(network.drafter, lambda linear: prepare(linear, dtype)),
+        target_weights=map_linears(network.target_weights, prepared),
+        drafter=map_linears(network.drafter, prepared),
     )
 
 
@@ -111,6 +133,13 @@ def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], 
         for layer in network.target_weights.layers
     )
     return replace(network, target_weights=replace(network.target_weights, layers=layers))
+
+
+def _num_bytes(linear: Linear[Tensor]) -> int:
+    weight = linear.weight
+    return (
+        sum(part.nbytes for part in weight.tensors().values()) if isinstance(weight, QuantizedWeight) else weight.nbytes
+    )
 
 
 def activation_dtype(network: Network[Tensor]) -> torch.dtype:
