@@ -68,7 +68,7 @@ def _sampling() -> str:
 
 
 def _exit_codes() -> str:
-    rows = [[str(code.value), code.name.lower().replace("_", " "), code.meaning] for code in ExitCode]
+    rows = [[str(code.value), code.words, code.meaning] for code in ExitCode]
     return _markdown("| exit code | name | meaning |", rows)
 
 

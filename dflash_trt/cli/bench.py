@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
@@ -38,22 +39,28 @@ _SOAK_QUEUE_LEN = 64
 
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
-_ENGINE = click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+_ENGINE = click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 _INPUT = click.option(
     "--input-file", type=click.Path(path_type=Path), required=True, help="JSONL rows as for `run`; their prompts count."
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
-@click.group(short_help="Measure an engine on this machine.")
+@click.group(
+    short_help="Measure an engine on this machine.",
+    epilog=examples("dflash-trt bench speedup engine --input-file prompts.jsonl"),
+)
 def bench() -> None:
-    """Measurements that anybody can repeat; docs/benchmarks.md holds results with their commands."""
+    """Measurements that anybody can repeat."""
 
 
-@bench.command(short_help="Speculative against autoregressive decoding.")
+@bench.command(
+    short_help="Speculative against autoregressive decoding.",
+    epilog=examples("dflash-trt bench speedup engine --input-file prompts.jsonl --concurrency 4"),
+)
 @_ENGINE
 @_INPUT
-@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--max-new-tokens", default=128, show_default=True, help="Of every text.")
 @click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
 @click.option("--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up.")
 @runtime_options(without=[*_FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
@@ -89,7 +96,13 @@ def speedup(
 
 _POSITIVE = click.IntRange(min=1)
 _CLIENTS = click.option(
-    "--concurrency", "concurrencies", multiple=True, type=_POSITIVE, default=(1, 4, 16, 64), show_default=True
+    "--concurrency",
+    "concurrencies",
+    multiple=True,
+    type=_POSITIVE,
+    default=(1, 4, 16, 64),
+    show_default=True,
+    help="Clients. May be given several times.",
 )
 _LONGEST = click.option(
     "--max-new-tokens",
@@ -106,7 +119,10 @@ _ROUNDS = click.option(
 )
 
 
-@bench.command(short_help="Throughput by concurrency, in-flight against static batching.")
+@bench.command(
+    short_help="Throughput by concurrency, in-flight against static batching.",
+    epilog=examples("dflash-trt bench serving engine --input-file prompts.jsonl --concurrency 1 --concurrency 16"),
+)
 @_ENGINE
 @_INPUT
 @_CLIENTS
@@ -144,7 +160,11 @@ def serving(
     _print_all(reports, _serving_line, as_json=as_json)
 
 
-@bench.command("draft-length", short_help="Adaptive draft length against each fixed K.")
+@bench.command(
+    "draft-length",
+    short_help="Adaptive draft length against each fixed K.",
+    epilog=examples("dflash-trt bench draft-length engine --input-file prompts.jsonl --fixed-lengths 3"),
+)
 @_ENGINE
 @_INPUT
 @_CLIENTS
@@ -192,7 +212,9 @@ def draft_length(
     _print_all(reports, _policies_line, as_json=as_json)
 
 
-@bench.command(short_help="What the host costs per step, without a device.")
+@bench.command(
+    short_help="What the host costs per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
+)
 @click.option(
     "--requests",
     "sizes",
@@ -203,9 +225,13 @@ def draft_length(
     metavar="N",
     help="Requests that decode at the same time. May be given several times.",
 )
-@click.option("--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1))
-@click.option("--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K")
-@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1), help="Steps to measure."
+)
+@click.option(
+    "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
+)
+@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
 @_JSON
 def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
     """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
@@ -229,9 +255,13 @@ def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_t
     _print_all(reports, _host_line, as_json=as_json)
 
 
-@bench.command(short_help="Random traffic; nothing may be lost.")
+@bench.command(
+    short_help="Random traffic; nothing may be lost.", epilog=examples("dflash-trt bench soak engine --duration 10")
+)
 @_ENGINE
-@click.option("--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--duration", "duration_s", default=60.0, show_default=True, metavar="SECONDS", help="Length of the traffic."
+)
 @click.option("--seed", default=0, show_default=True, help="Of the traffic.")
 @runtime_options(without=_FIXED_BY_SOAK)
 @_JSON

@@ -4,14 +4,16 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
 from dflash_trt.cli.check import check
+from dflash_trt.cli.help_text import examples, with_default
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
 from dflash_trt.cli.yaml_file import read_yaml
-from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.config import Backend, BuildConfig, CollectiveMode, PluginMode, build_config_from
+from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from dflash_trt.quantize.plan import QuantizationPlan
 
 _FIELDS = tuple(BuildConfig.model_fields)
+_FORMATS = "none, fp8, fp8_w8a16, fp8_block, int4, mxfp4, nvfp4 or nvfp4_w4a16"
+
+
+def _choice(kind: Any) -> click.Choice[str]:
+    """Of the values of a Literal."""
+    return click.Choice(get_args(kind))
 
 
 class _BuildCommand(click.Command):
@@ -29,7 +37,14 @@ class _BuildCommand(click.Command):
         return super().parse_args(context, ["--check=kinds" if word == "--check" else word for word in args])
 
 
-@click.command(cls=_BuildCommand, short_help="Build an engine directory from checkpoints.")
+@click.command(
+    cls=_BuildCommand,
+    short_help="Build an engine directory from checkpoints.",
+    epilog=examples(
+        "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 -o qwen3-8b",
+        "dflash-trt build pair.yaml -o engine --dtype float32 --overwrite",
+    ),
+)
 @click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
 @click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without: autoregressive decoding.")
@@ -41,25 +56,57 @@ class _BuildCommand(click.Command):
     help="Read a key of the drafter's config.json as this value; may be repeated.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
-@click.option("--backend", help="torch (default) or tensorrt.")
+@click.option("--backend", type=_choice(Backend), help=with_default("Runtime of the engine.", "backend"))
 @click.option(
     "--dtype",
-    help="float32, bfloat16 or (tensorrt) float16; bfloat16 by default. With float32 on a CPU, K and "
-    "batch mates change practically no text.",
+    type=_choice(FloatDType),
+    help=with_default(
+        "Of activations, and of weights that are not quantized; float16 with backend tensorrt only. With float32 on a "
+        "CPU, K and batch mates change practically no text.",
+        "dtype",
+    ),
 )
-@click.option("--max-batch-size", type=int, help="Requests that run together.")
-@click.option("--max-seq-len", type=int, help="Prompt and output tokens of one request.")
-@click.option("--max-num-tokens", type=int, help="Tokens of one step, all requests together.")
-@click.option("--max-draft-len", type=int, help="Drafts per request and step.")
-@click.option("--page-size", type=int, help="Token positions per K/V page.")
-@click.option("--tp-size", type=int, help="Ranks that share every layer, a process and a GPU each.")
-@click.option("--ep-size", type=int, help="Groups of those ranks that have a part of the experts each (default: 1).")
-@click.option("--quantization", metavar="FORMAT", help="Weight format of target and drafter, or none.")
-@click.option("--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.")
-@click.option("--kv-cache", metavar="FORMAT", help="fp8 or none: the format of K/V pages.")
-@click.option("--plugins", help="Backend tensorrt: plugin (default), or layers (slow, for checks).")
+@click.option("--max-batch-size", type=int, help=with_default("Requests that run together.", "max_batch_size"))
+@click.option(
+    "--max-seq-len",
+    type=int,
+    help="Prompt and output tokens of one request.  [default: as many as the checkpoints allow]",
+)
+@click.option(
+    "--max-num-tokens", type=int, help=with_default("Tokens of one step, all requests together.", "max_num_tokens")
+)
+@click.option("--max-draft-len", type=int, help="Drafts per request and step.  [default: as many as the drafter makes]")
+@click.option("--page-size", type=int, help=with_default("Token positions per K/V page.", "page_size"))
+@click.option(
+    "--tp-size", type=int, help=with_default("Ranks that share every layer, a process and a GPU each.", "tp_size")
+)
+@click.option(
+    "--ep-size", type=int, help=with_default("Groups of those ranks that have a part of the experts each.", "ep_size")
+)
+@click.option(
+    "--quantization",
+    metavar="FORMAT",
+    help=f"Weight format of target and drafter: {_FORMATS}.  [default: that of the checkpoints]",
+)
+@click.option(
+    "--drafter-quantization", metavar="FORMAT", help="Another format for the drafter.  [default: --quantization]"
+)
+@click.option(
+    "--kv-cache", type=click.Choice(["fp8", "none"]), help="Format of K/V pages; none is the dtype.  [default: none]"
+)
+@click.option(
+    "--plugins",
+    type=_choice(PluginMode),
+    help=with_default(
+        "Backend tensorrt: kernels of the plugin library, or plain layers (slow, for checks).", "plugins"
+    ),
+)
 @click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
-@click.option("--collectives", help="Backend tensorrt, several ranks: native (default; TensorRT's layers) or plugin.")
+@click.option(
+    "--collectives",
+    type=_choice(CollectiveMode),
+    help=with_default("Backend tensorrt, several ranks: TensorRT's own layers, or plugins.", "collectives"),
+)
 @click.option(
     "--check",
     "checked_layers",

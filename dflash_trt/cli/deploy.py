@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 _SETTINGS = (
     runtime_options(without=["device"]),  # an instance's device is that of its group: --gpus, or the CPU
-    click.option("--default-max-tokens", type=int, default=128, show_default=True, help="For requests that say none."),
+    click.option(
+        "--default-max-new-tokens", type=int, default=128, show_default=True, help="For requests that say none."
+    ),
     click.option("--chat", is_flag=True, help="text_input is the user's message in the chat template."),
     click.option("--system", metavar="TEXT", help="System message of these conversations."),
     click.option(
@@ -38,12 +41,19 @@ def _settings_options(command: Any) -> Any:
     return command
 
 
-@click.group(short_help="Serve an engine behind another server.")
+@click.group(
+    short_help="Serve an engine behind another server.", epilog=examples("dflash-trt deploy triton engine -o models")
+)
 def deploy() -> None:
     """Write what other servers need to serve an engine."""
 
 
-@deploy.command(short_help="A model repository for Triton Inference Server.")
+@deploy.command(
+    short_help="A model repository for Triton Inference Server.",
+    epilog=examples(
+        "dflash-trt deploy triton engine -o models --environment venv", "dflash-trt deploy triton -o models --check"
+    ),
+)
 @click.argument("engine_dir", metavar="[ENGINE_DIR]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", "repository", required=True, type=click.Path(path_type=Path), help="Model repository to write to."
@@ -140,7 +150,7 @@ def _deployment(engine_dir: Path, options: dict[str, Any]) -> "Deployment":
     settings = ModelSettings(
         engine_dir=str(engine_dir),
         runtime=runtime_from_options(options),
-        default_max_tokens=options["default_max_tokens"],
+        default_max_tokens=options["default_max_new_tokens"],
         wraps_in_chat=options["chat"],
         system=options["system"],
         drain_timeout_s=options["drain_timeout"],

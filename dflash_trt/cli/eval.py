@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 _MAX_LISTED = 5
 
 
-@click.command("eval", short_help="Compare two engines of the same pair.")
-@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--against", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The baseline engine.")
+@click.command(
+    "eval",
+    short_help="Compare two engines of the same pair.",
+    epilog=examples("dflash-trt eval engine-fp8 --against engine-bf16 --input-file prompts.jsonl --max-kl 0.01"),
+)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--against", required=True, metavar="ENGINE_DIR", type=click.Path(path_type=Path), help="The baseline engine."
+)
 @click.option(
     "--input-file", required=True, type=click.Path(path_type=Path), help="JSONL rows as for `run`; their prompts count."
 )
-@click.option("--num-prompts", type=click.IntRange(min=1), help="Take only the first so many.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Take only the first so many.  [default: all]")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="The longest text.")
 @click.option("--max-kl", type=float, metavar="NATS", help="Gate: the mean KL divergence at most.")
 @click.option("--min-acceptance-ratio", type=float, metavar="X", help="Gate: acceptance length over the baseline's.")
 @click.option("--min-agreement", type=float, metavar="X", help="Gate: fraction of equal greedy next tokens.")
@@ -40,7 +47,7 @@ _MAX_LISTED = 5
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.pass_context
 def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json: bool, **options: Any) -> None:
-    """Measure what DIR loses against another engine of the same pair, greedily.
+    """Measure what ENGINE_DIR loses against another engine of the same pair, greedily.
 
     Both targets are asked for their next-token distribution along the baseline's own texts: token agreement and KL
     divergence. Perplexity is that of the prompts' own tokens. Acceptance lengths are of each engine's own run. With

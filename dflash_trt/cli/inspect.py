@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.help_text import examples
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -26,8 +28,11 @@ _LAYER_SIZES = (
 )
 
 
-@click.command(short_help="Check an engine directory and describe it.")
-@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.command(
+    short_help="Check an engine directory and describe it.",
+    epilog=examples("dflash-trt inspect engine --verify-hashes"),
+)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 @click.option("--verify-hashes", is_flag=True, help="Hash the large files too, not only those below 256 MiB.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def inspect(engine_dir: Path, verify_hashes: bool, as_json: bool) -> None:

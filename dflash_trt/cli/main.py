@@ -19,6 +19,7 @@ from dflash_trt.cli.build import build
 from dflash_trt.cli.deploy import deploy
 from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
+from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
 from dflash_trt.cli.run import run
@@ -54,7 +55,15 @@ class _Group(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def _epilog() -> str:
+    shown = (ExitCode.DONE, ExitCode.FAILED, ExitCode.USAGE, ExitCode.REQUEST_FAILED, ExitCode.INTERRUPTED)
+    codes = ", ".join(f"{code} {code.words}" for code in shown)
+    return f"Exit codes: {codes}.\n\n" + examples("dflash-trt run engine --prompt 'def fibonacci(n):'")
+
+
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=_epilog()
+)
 @click.version_option(dflash_trt.__version__, prog_name="dflash-trt")
 def cli() -> None:
     """A target LLM and its DFlash drafter as one engine."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.conversation import converse
+from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_none_runs
 from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
@@ -36,8 +37,15 @@ if TYPE_CHECKING:
 Emit = Callable[[int, GenerationOutput | None], None]
 
 
-@click.command(short_help="Generate text from an engine directory.")
-@click.argument("engine_dir", metavar="DIR", type=click.Path(path_type=Path))
+@click.command(
+    short_help="Generate text from an engine directory.",
+    epilog=examples(
+        "dflash-trt run engine --prompt 'def fibonacci(n):' --max-new-tokens 64",
+        "dflash-trt run engine --chat",
+        "dflash-trt run engine --input-file prompts.jsonl --output-file results.jsonl",
+    ),
+)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; repeatable. Without one: stdin.")
 @click.option("--input-file", type=click.Path(path_type=Path), help="JSONL rows, '-' for stdin; see below.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="JSONL results, in input order.")

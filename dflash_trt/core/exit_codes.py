@@ -14,6 +14,11 @@ class ExitCode(IntEnum):
         code.meaning = meaning
         return code
 
+    @property
+    def words(self) -> str:
+        """The name, for people."""
+        return self.name.lower().replace("_", " ")
+
     DONE = 0, "Everything that was asked for is done."
     FAILED = (
         1,

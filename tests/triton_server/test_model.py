@@ -27,7 +27,7 @@ from tests.cli.test_options_arrive import LLM_DEFAULTS, runtime_cases
 RUNTIME = runtime_cases("device")  # which the instance group says
 (ALL, CONFIG), *OTHERS = RUNTIME
 DRAFTING = [*ALL]
-DRAFTING += ["--default-max-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]
+DRAFTING += ["--default-max-new-tokens", "11", "--chat", "--system", "Be brief.", "--drain-timeout", "2.5"]
 DRAFTING += [
     "--keep-server",
     "--accept-parameter",

@@ -1,0 +1,93 @@
+"""Every --help says what may be passed, what is taken without it, and ends with an example that works."""
+
+import shlex
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from dflash_trt.cli.build import build
+from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.main import cli
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.formats.registry import weight_formats
+
+# One spelling for one thing, in every command that has it.
+SAME = {
+    "--input-file": "a file of rows",
+    "--output-file": "a file of results",
+    "--trace-file": "a file of steps",
+    "--output": "a directory to write",
+    "--max-new-tokens": "the length of a text",
+}
+OTHER_SPELLINGS = {"--prompts", "--input", "--trace", "--out", "--output-dir", "--max-tokens", "--force", "--precision"}
+
+
+def commands(command: click.Command = cli, *path: str) -> Iterator[tuple[str, click.Command]]:
+    yield " ".join(("dflash-trt", *path)), command
+    if isinstance(command, click.Group):
+        for name, part in command.commands.items():
+            yield from commands(part, *path, name)
+
+
+COMMANDS = dict(commands())
+OPTIONS = [
+    pytest.param(name, option, id=f"{name} {option.opts[0]}")
+    for name, command in COMMANDS.items()
+    for option in command.params
+    if isinstance(option, click.Option)
+]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_help_text_ends_with_an_example_that_the_command_takes(name: str) -> None:
+    epilog = COMMANDS[name].epilog or ""
+    lines = [line.strip() for line in epilog.splitlines() if line.startswith("  dflash-trt ")]
+    assert lines and epilog.endswith(lines[-1])
+    for line in lines:
+        command, words = cli, shlex.split(line)[1:]
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        command.make_context("test", words)
+        assert line.startswith(name)
+    assert help_of(COMMANDS[name]).rstrip().endswith(f"\n    {lines[-1]}"), "on a line of its own"
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_an_option_says_its_meaning_and_its_default(name: str, option: click.Option) -> None:
+    assert option.help
+    has_default = option.default not in (None, (), False) and "UNSET" not in repr(option.default)
+    assert not has_default or option.show_default, "a default that nobody sees"
+    is_flag_of_two = option.is_flag and option.secondary_opts
+    assert not is_flag_of_two or "default" in option.help
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_an_option_has_the_spelling_of_all_commands(name: str, option: click.Option) -> None:
+    assert not OTHER_SPELLINGS & {*option.opts, *option.secondary_opts}
+    if isinstance(option.type, click.Path) and "file" in str(option.name):
+        assert option.opts[0] in SAME
+
+
+def test_options_of_build_show_the_default_of_their_key() -> None:
+    text = " ".join(help_of(build).split())
+    for name, field in BuildConfig.model_fields.items():
+        if isinstance(field.default, str | int) and field.default != "":
+            option = next(param for param in build.params if param.name == name)
+            assert f"[default: {field.default}]" in str(getattr(option, "help", ""))
+    assert "[float32|bfloat16|float16]" in text and "[torch|tensorrt]" in text
+
+
+def test_build_names_every_weight_format() -> None:
+    (option,) = (param for param in build.params if param.name == "quantization")
+    assert isinstance(option, click.Option)
+    named = str(option.help).partition(": ")[2].partition(".")[0].replace(" or ", ", ").split(", ")
+    assert set(named) == {"none", *weight_formats()}
+
+
+def test_an_example_is_not_wrapped() -> None:
+    assert examples("a", "b") == "\b\nExamples:\n  a\n  b"
+
+
+def help_of(command: click.Command) -> str:
+    return command.get_help(click.Context(command, info_name="test", max_content_width=120, terminal_width=120))
