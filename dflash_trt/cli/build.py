@@ -101,7 +101,11 @@ class _BuildCommand(click.Command):
         "Backend tensorrt: kernels of the plugin library, or plain layers (slow, for checks).", "plugins"
     ),
 )
-@click.option("--plugin-library", type=click.Path(), help="Backend tensorrt: the library built from plugins/.")
+@click.option(
+    "--plugin-library",
+    type=click.Path(),
+    help="Backend tensorrt: the library of plugins, which scripts/build_plugin of a source checkout makes.",
+)
 @click.option(
     "--collectives",
     type=_choice(CollectiveMode),

@@ -84,7 +84,8 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
     """Write a complete model repository, which tritonserver starts as it is, or check one with --check.
 
     The model takes the tensor names of TensorRT-LLM's `llmapi` and `tensorrt_llm_bls` models and streams one response
-    per verify step; docs/deployment.md lists them. Running the command again with the same options changes nothing.
+    per verify step; the documentation of deployment lists them. Running the command again with the same options
+    changes nothing.
     """
     if check_only:
         _check(engine_dir, repository, options["model_name"])
@@ -125,7 +126,7 @@ def _print_command(repository: Path, deployment: "Deployment") -> None:
         click.echo(
             f"CUDA_VISIBLE_DEVICES: GPUs {', '.join(map(str, deployment.gpus))} are counted among those it lists."
         )
-    click.echo("Before other machines may reach it: docs/deployment.md, Security.")
+    click.echo("Before other machines may reach it, read Security in the documentation of deployment.")
 
 
 def _check(engine_dir: Path | None, repository: Path, model_name: str | None) -> None:

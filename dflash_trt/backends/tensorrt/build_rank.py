@@ -8,6 +8,7 @@ import torch
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions, StepsCallback, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables, mapped_tensors
 from dflash_trt.backends.tensorrt.module import load_tensorrt, module_version
+from dflash_trt.backends.tensorrt.plugin_library import LIBRARY_HINT
 from dflash_trt.backends.tensorrt.profiles import Profile
 from dflash_trt.backends.tensorrt.support import step_network_spec
 from dflash_trt.backends.tensorrt.timing_cache import default_timing_cache
@@ -71,9 +72,8 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     library = None if config.plugin_library is None else (base_dir / config.plugin_library).resolve()
     trt = load_tensorrt("tensorrt")
     if config.plugins == "plugin" and (library is None or not library.is_file()):
-        hint = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
         found = "none" if library is None else f"none at {library}"
-        raise BuildError.about("plugin library", expected="a file", found=found, hint=hint)
+        raise BuildError.about("plugin library", expected="a file", found=found, hint=LIBRARY_HINT)
     return PlanOptions(
         plugins=config.plugins,
         collectives=config.collectives,

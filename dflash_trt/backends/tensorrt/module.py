@@ -14,7 +14,7 @@ Flavor = Literal["tensorrt", "tensorrt_rtx"]
 MIN_TENSORRT: Final = (11, 0)
 
 _INSTALL: dict[Flavor, str] = {
-    "tensorrt": "Install it: pip install tensorrt (11.0 or newer; docs/tensorrt.md), or build with --backend torch.",
+    "tensorrt": "Install it: pip install tensorrt (11.0 or newer), or build with --backend torch.",
     "tensorrt_rtx": "Install it: pip install 'dflash-trt[check]' (needs no GPU).",
 }
 

@@ -7,7 +7,10 @@ from typing import Any, Final
 from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, missing_plugins
 from dflash_trt.core.errors import BuildError, DFlashError, problem
 
-_HINT: Final = "Build it with scripts/build_plugin and pass --plugin-library, or build with --plugins layers (slow)."
+LIBRARY_HINT: Final = (
+    "Build it with scripts/build_plugin of a source checkout and pass --plugin-library, or build with --plugins layers "
+    "(slow)."
+)
 _loaded: dict[str, str] = {}  # by TensorRT module, whose registry is the process's own: SHA-256 of the library
 
 
@@ -22,7 +25,7 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
     registry = trt.get_plugin_registry()
     if path is not None:
         if not path.is_file():
-            raise error(problem(f"plugin library {path}", expected="a file", found="none", hint=_HINT))
+            raise error(problem(f"plugin library {path}", expected="a file", found="none", hint=LIBRARY_HINT))
         _load(trt, registry, path, error)
     if missing := missing_plugins(registry):
         raise error(
@@ -30,7 +33,7 @@ def load_plugin_library(trt: Any, path: Path | None, *, error: type[DFlashError]
                 f"plugin library {path or '(none given)'}",
                 expected=f"the plugins of namespace {PLUGIN_NAMESPACE}",
                 found=f"none named {', '.join(missing)}",
-                hint=_HINT,
+                hint=LIBRARY_HINT,
             )
         )
 
@@ -44,7 +47,7 @@ def _load(trt: Any, registry: Any, path: Path, error: type[DFlashError]) -> None
         if registry.load_library(str(path)) is None:
             found = "TensorRT loads nothing from it (it must export getCreators and setLoggerFinder)"
             raise error(
-                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, hint=_HINT)
+                problem(f"plugin library {path}", expected="a TensorRT plugin library", found=found, hint=LIBRARY_HINT)
             )
         _loaded[module] = sha256
     elif _loaded.get(module, sha256) != sha256:

@@ -236,7 +236,8 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
             "TensorRT plugin",
             expected=wanted,
             found="no loaded library that has it",
-            hint="Make it with scripts/build_plugin and pass it, or build with plugins='layers' (slow).",
+            hint="Make it with scripts/build_plugin of a source checkout and pass it, or build with plugins='layers' "
+            "(slow).",
         )
     integers = {key: (ctypes.c_int32 * 1)(int(fields[key])) for key in contract.fields}
     reals = {key: (ctypes.c_float * 1)(fields[key]) for key in contract.real_fields}

@@ -152,7 +152,10 @@ def check_environment(environment: Path, *, accepts_numpy_2: bool) -> None:
         ConfigError: it is none, or lacks dflash-trt or the right numpy.
     """
     python = environment / "bin" / "python"
-    hint = "Name a virtual environment with dflash-trt and 'numpy<2'; scripts/install_triton_server makes one."
+    hint = (
+        "Name a virtual environment with dflash-trt and 'numpy<2'; scripts/install_triton_server of a source checkout "
+        "makes one."
+    )
     if not python.exists() or not (environment / "bin" / "activate").exists():
         raise ConfigError.about(str(environment), expected="a virtual environment", found="none", hint=hint)
     try:
