@@ -45,7 +45,8 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
 }
 SAMPLING = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75", "--min-p", "0.125"]
 SAMPLING += ["--seed", "6", "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--logprobs"]
-LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}}
+CALLBACKS = {"before_load": None, "on_progress": None}
+LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}} | CALLBACKS
 
 
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
@@ -91,8 +92,7 @@ def llm(monkeypatch) -> type[RecordingLLM]:
 
 def opened(llm: type[RecordingLLM]) -> dict[str, Any]:
     """Without the callbacks, which test_refused_before_load.py and test_terminal.py see called."""
-    others = ("self", "before_load", "on_progress")
-    return {name: value for name, value in llm.opened.arguments.items() if name not in others}
+    return {name: value for name, value in llm.opened.arguments.items() if name != "self"} | CALLBACKS
 
 
 OF_RUN = runtime_cases("seed")  # --seed is the sampling seed

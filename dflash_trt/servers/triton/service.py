@@ -245,12 +245,10 @@ class EngineService:
         return ResponseMaker(order=order, prompt_token_ids=token_ids, prompt_text=text, decode=decode)
 
     def _end_unread(self, request: _Open) -> None:
-        """Cancelled before the engine knew of it."""
+        """Cancelled before the engine knew of it. What may be long in the order is dropped."""
         text = None if self._generator.codec is None else ""
         output = output_without_tokens(request.client_id, "cancelled", text=text)
-        request.order = replace(
-            request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None
-        )  # long ones
+        request.order = replace(request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None)
         request.maker = self._maker(request.order, ())
         request.unread = StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)
         self._ready.put(request)
