@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.cli.prompts import Defaults, read_jobs
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
-from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
@@ -335,17 +334,7 @@ def _listed(ratios: Sequence[float]) -> str:
 
 
 def _prompts(input_file: Path) -> "Sequence[Prompt]":
-    with input_file.open("rb") as lines:
-        rows = list(rows_of_jsonl(lines, Defaults(sampling=SamplingParams())))
-    prompts = [row.prompt for row in rows if isinstance(row, Job)]
-    if len(prompts) != len(rows) or not prompts:
-        raise ConfigError.about(
-            str(input_file),
-            expected="one or more rows, all of them valid",
-            found=f"{len(prompts)} valid rows of {len(rows)}",
-            hint="Pass a JSONL file with a prompt in each row.",
-        )
-    return prompts
+    return [job.prompt for job in read_jobs(input_file, Defaults(sampling=SamplingParams()))]
 
 
 def _lines(report: "SpeculationReport", config: RuntimeConfig) -> list[str]:

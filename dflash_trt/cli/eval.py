@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.prompts import Defaults, Job, rows_of_jsonl
+from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Defaults, Job, read_jobs
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.exit_codes import ExitCode
@@ -22,8 +22,6 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 if TYPE_CHECKING:
     from dflash_trt.bench.comparison import Acceptance, Comparison, Gate, LogitsOf
     from dflash_trt.engine_dir import EngineDir
-
-_MAX_LISTED = 5
 
 
 @click.command(
@@ -58,7 +56,8 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     config = runtime_from_options(options)
     engines = {"candidate": EngineDir.open(engine_dir), "baseline": EngineDir.open(against)}
     _require_same_pair(engines["candidate"], engines["baseline"])
-    jobs = _read_jobs(options["input_file"], options["num_prompts"], options["max_new_tokens"])
+    defaults = Defaults(sampling=SamplingParams(max_new_tokens=options["max_new_tokens"]))
+    jobs = read_jobs(options["input_file"], defaults, num_rows=options["num_prompts"])
     for engine in engines.values():
         _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
@@ -91,24 +90,6 @@ def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
     raise_all(ConfigError, "eval", problems)
 
 
-def _read_jobs(path: Path, num_prompts: int | None, max_new_tokens: int) -> list[Job]:
-    """Every row must be right: a comparison over some of them would not be the one that was asked for."""
-    defaults = Defaults(sampling=SamplingParams(max_new_tokens=max_new_tokens))
-    try:
-        with path.open("rb") as stream:
-            rows = list(rows_of_jsonl(stream, defaults))[:num_prompts]
-    except OSError as error:
-        found = str(error.strerror)
-        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
-    refused = [f"{row.row_id}: {row.error}" for row in rows if not isinstance(row, Job)]
-    raise_all(ConfigError, str(path), refused[:_MAX_LISTED])
-    jobs = [row for row in rows if isinstance(row, Job)]
-    if not jobs:
-        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
-        raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
-    return jobs
-
-
 def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> None:
     """Raises ConfigError: a setting or a prompt that this engine refuses, before anything is loaded."""
     from dflash_trt.serving.llm import open_codec, open_prompt_reader
@@ -122,7 +103,7 @@ def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> N
             reader.read(job.prompt)
         except RequestError as error:
             refused.append(f"{job.row_id}: {error}")
-    raise_all(ConfigError, "prompts", refused[:_MAX_LISTED])
+    raise_all(ConfigError, "prompts", refused[:MAX_LISTED_ROWS])
 
 
 def _measure(engines: "dict[str, EngineDir]", jobs: Sequence[Job], config: RuntimeConfig) -> "Comparison":
@@ -152,7 +133,7 @@ def _generate(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -
     errors = [
         f"{job.row_id}: {output.error}" for job, output in zip(jobs, outputs, strict=True) if output.error is not None
     ]
-    raise_all(ConfigError, "prompts", errors[:_MAX_LISTED])
+    raise_all(ConfigError, "prompts", errors[:MAX_LISTED_ROWS])
     return outputs
 
 

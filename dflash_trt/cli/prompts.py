@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, override
-from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.request import SamplingParams
 
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_FIELD = "chat_template_kwargs"
 _KNOWN_FIELDS = ("id", *PROMPT_FIELDS, KWARGS_FIELD, *SAMPLING_NAMES)
+
+MAX_LISTED_ROWS = 5  # in an error
 
 RowId = str | int
 
@@ -75,6 +78,27 @@ def rows_of_jsonl(lines: Iterable[bytes], defaults: Defaults) -> Iterator[InputR
             yield _refusal(number, "a JSON object", str(error), "Write one object per line.")
         else:
             yield _row(number, fields, defaults)
+
+
+def read_jobs(path: Path, defaults: Defaults, *, num_rows: int | None = None) -> list[Job]:
+    """The first rows of a JSONL file for a measurement, by default all; one over some of them would be another one.
+
+    Raises:
+        ConfigError: a row is wrong, or there is none.
+    """
+    try:
+        with path.open("rb") as stream:
+            rows = list(rows_of_jsonl(stream, defaults))[:num_rows]
+    except OSError as error:
+        found = str(error.strerror)
+        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
+    refused = [f"{row.row_id}: {row.error}" for row in rows if isinstance(row, Refusal)]
+    raise_all(ConfigError, str(path), refused[:MAX_LISTED_ROWS])
+    jobs = [row for row in rows if isinstance(row, Job)]
+    if not jobs:
+        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
+    return jobs
 
 
 def _row(number: int, fields: Any, defaults: Defaults) -> InputRow:

@@ -127,7 +127,10 @@ def test_an_invalid_row_is_refused_before_anything_runs(engine_dir, tmp_path):
     path.write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     result = CliRunner().invoke(cli, ["bench", "speedup", str(engine_dir), "--input-file", str(path)])
     assert result.exit_code == 2
-    assert "1 valid rows of 2" in result.stderr
+    assert "2: input row: 2 problems" in result.stderr and "Did you mean 'prompt'?" in result.stderr
+    result = CliRunner().invoke(cli, ["bench", "speedup", str(engine_dir), "--input-file", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "none: expected a JSONL file, found No such file or directory" in result.stderr
 
 
 @pytest.mark.parametrize(

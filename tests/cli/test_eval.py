@@ -161,7 +161,7 @@ def test_each_gate_bounds_its_own_number_from_its_own_side(
     monkeypatch.setattr("dflash_trt.cli.eval._measure", lambda engines, jobs, config: COMPARISON)
     words = [engine_dir, "--against", engine_dir, "--input-file", prompts_file]
     flag = f"--{option.replace('_', '-')}"
-    for bound, exit_code, verdict in ((passing, 0, "passed"), (failing, 1, "FAILED")):
+    for bound, exit_code, verdict in ((passing, 0, "passed"), (failing, 3, "FAILED")):
         exit_code_of_json, report = evaluated(invoke, *words, flag, bound)
         gate = {"name": option, "bound": float(bound), "value": value, "has_passed": exit_code == 0}
         assert (exit_code_of_json, report["gates"]) == (exit_code, [gate])
