@@ -277,7 +277,7 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtim
     config = runtime_from_options(runtime)
     with LLM(engine_dir, config) as probe:
         vocab_size, plan = probe.engine.manifest.target.vocab_size, probe.page_plan
-        has_drafter = probe.limits.max_draft_len > 0
+        has_drafter = config.use_drafter and probe.engine.manifest.build_config.max_draft_len > 0
     small = config.replaced(
         kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
         adaptive_draft_length=has_drafter and not (config.draft_length or config.draft_length_by_context),
