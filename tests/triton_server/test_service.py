@@ -264,7 +264,7 @@ def test_what_a_request_asks_for_is_what_the_engine_is_asked_for(series, monkeyp
     assert callable(call.pop("on_ready"))
     assert call == {
         "prompt": {"prompt_token_ids": (5, 6)},
-        "sampling": SamplingParams(max_new_tokens=3, seed=11),
+        "sampling_params": SamplingParams(max_new_tokens=3, seed=11),
         "priority": -3,
         "queue_timeout_s": 7.5,
         "cache_salt": "tenant",
