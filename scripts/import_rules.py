@@ -65,6 +65,7 @@ RULES: dict[str, Rule] = {
         knows="foreign configs and tensors; proves a pair before any work",
         packages=_set("formats core"),
         libraries=_set("torch safetensors transformers"),
+        file_libraries={"hub.py": _set("huggingface_hub")},
     ),
     "quantize": Rule(
         knows="which linear gets which format; calibration through ModelOpt",
@@ -124,11 +125,14 @@ RULES: dict[str, Rule] = {
         file_libraries={"probes.py": _set("torch modelopt")},
     ),
     "demo": Rule(knows="the trained demo pair, as data"),
+    "recipes": Rule(
+        knows="build configurations of known pairs, as data", packages=_set("core"), libraries=_set("pydantic")
+    ),
     "cli": Rule(
         knows="commands",
         packages=_set(
             "core formats engine_dir checkpoint quantize kernels network backends compile plan executor scheduler "
-            "serving servers bench doctor demo"
+            "serving servers bench doctor demo recipes"
         ),
         libraries=_set("click rich yaml pydantic"),
         is_lazy=True,

@@ -31,7 +31,7 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.weight_spec import WeightTable
 
-_CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,5 +208,5 @@ def _all_names(stored: StoredTensors) -> frozenset[str]:
 
 
 def _source_files(directory: Path, stored: StoredTensors) -> tuple[Path, ...]:
-    configs = (directory / name for name in (*_CONFIG_FILES, *description_files()))
+    configs = (directory / name for name in (*CONFIG_FILES, *description_files()))
     return (*(path for path in configs if path.is_file()), *stored.files)

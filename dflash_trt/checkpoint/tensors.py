@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_trt.checkpoint.config_reader import read_json_object
 from dflash_trt.core.dtype import num_bytes_of, stored_dtype
-from dflash_trt.core.errors import problem
+from dflash_trt.core.errors import CheckpointError, problem, raise_all
 from dflash_trt.core.json_object import parse_json_object, printable
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _DOWNLOAD_AGAIN = "Download the file again."
 _GIT_LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
@@ -59,7 +59,7 @@ class StoredTensors:
 
 def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredTensors:
     """Read the headers of `model.safetensors`, or of the shards in `model.safetensors.index.json`."""
-    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    single, index = directory / _SINGLE_FILE, directory / INDEX_FILE
     if single.is_file():
         tensors = read_header(single, label=label, problems=problems)
         return StoredTensors(tensors=tensors or {}, files=(single,), is_complete=tensors is not None)
@@ -69,8 +69,24 @@ def scan_tensors(directory: Path, *, label: str, problems: list[str]) -> StoredT
     hint = "Point to a complete Hugging Face checkpoint directory."
     if any(directory.glob("*.bin")):
         found, hint = "PyTorch .bin files", "Convert the checkpoint to safetensors."
-    problems.append(problem(f"{label} tensors", expected=f"{_SINGLE_FILE} or {_INDEX_FILE}", found=found, hint=hint))
+    problems.append(problem(f"{label} tensors", expected=f"{_SINGLE_FILE} or {INDEX_FILE}", found=found, hint=hint))
     return StoredTensors(tensors={}, files=(), is_complete=False)
+
+
+def tensor_file_names(directory: Path) -> tuple[str, ...]:
+    """Files that `scan_tensors` wants there, by the index if there is one.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return (_SINGLE_FILE,)
+    problems: list[str] = []
+    weight_map = _read_weight_map(index, label="checkpoint", problems=problems)
+    raise_all(CheckpointError, str(directory), problems)
+    assert weight_map is not None
+    return tuple(sorted(set(weight_map.values())))
 
 
 def read_header(path: Path, *, label: str, problems: list[str]) -> dict[str, StoredTensor] | None:
@@ -169,7 +185,7 @@ def _scan_shards(index: Path, *, label: str, problems: list[str]) -> StoredTenso
         problems.append(problem(f"{label} file '{file_name}'", expected=expected, found="none", hint="Download it."))
     if len(missing) > _MAX_LISTED:
         expected, found = f"{len(promised)} shards", f"none for {len(missing)} of them"
-        problems.append(problem(f"{label} {_INDEX_FILE}", expected=expected, found=found, hint="Download them."))
+        problems.append(problem(f"{label} {INDEX_FILE}", expected=expected, found=found, hint="Download them."))
     tensors: dict[str, StoredTensor] = {}
     unreadable = {name for file_name in missing for name in promised[file_name]}
     files = [index]
@@ -189,7 +205,7 @@ def _compare_with_index(name: str, promised: set[str], held: set[str], *, label:
     if promised == held:
         return
     different = sorted(promised ^ held)
-    expected = f"the tensors that {_INDEX_FILE} promises in it"
+    expected = f"the tensors that {INDEX_FILE} promises in it"
     hint = "Download the index and the shards again, from one revision."
     found = f"a difference in {listed(different)}"
     problems.append(problem(f"{label} file '{name}'", expected=expected, found=found, hint=hint))

@@ -16,7 +16,7 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.model.draft import DraftSpec
 
 _TOKENIZER = "tokenizer.json"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     _TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -36,7 +36,7 @@ def tokenizer_files(directory: Path) -> tuple[Path, ...]:
     """Files of the tokenizer in a directory; empty if it has none."""
     if not any((directory / name).is_file() for name in _ANY_OF):
         return ()
-    return tuple(directory / name for name in _TOKENIZER_FILES if (directory / name).is_file())
+    return tuple(directory / name for name in TOKENIZER_FILES if (directory / name).is_file())
 
 
 def check_tokenizers(target: Path, drafter: Path, problems: list[str]) -> None:

@@ -11,10 +11,13 @@ import click
 from dflash_trt.cli.check import check
 from dflash_trt.cli.help_text import examples, with_default
 from dflash_trt.cli.quantization_tables import FLAG_KEYS, plan_table, size_table, with_flags
+from dflash_trt.cli.recipes import config_path
 from dflash_trt.cli.yaml_file import read_yaml
+from dflash_trt.core.chat_template_options import options_from_words
 from dflash_trt.core.config import Backend, BuildConfig, CollectiveMode, PluginMode, build_config_from
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.hub_name import HubName
 
 if TYPE_CHECKING:
     from dflash_trt.compile.build import BuildProgress, ProgressCallback
@@ -41,19 +44,34 @@ class _BuildCommand(click.Command):
     cls=_BuildCommand,
     short_help="Build an engine directory from checkpoints.",
     epilog=examples(
-        "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 -o qwen3-8b",
+        "dflash-trt build --target Qwen/Qwen3-8B -o qwen3-8b",
         "dflash-trt build pair.yaml -o engine --dtype float32 --overwrite",
     ),
 )
-@click.argument("config_file", metavar="[CONFIG.yaml]", required=False, type=click.Path(path_type=Path))
-@click.option("--target", type=click.Path(), help="Hugging Face directory of the model being served.")
-@click.option("--drafter", type=click.Path(), help="Directory of its DFlash drafter; without: autoregressive decoding.")
+@click.argument("config_file", metavar="[CONFIG.yaml | RECIPE]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--target",
+    metavar="NAME|DIR",
+    help="Model to serve: a name on the Hugging Face hub (OWNER/NAME[@REVISION]) or a directory.",
+)
+@click.option(
+    "--drafter",
+    metavar="NAME|DIR|none",
+    help="Its DFlash drafter (default: the known one for a name, none for a directory); none: autoregressive decoding.",
+)
 @click.option(
     "--drafter-override",
     "drafter_overrides",
     metavar="KEY=JSON",
     multiple=True,
     help="Read a key of the drafter's config.json as this value; may be repeated.",
+)
+@click.option(
+    "--chat-template-option",
+    "chat_template_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Store an option of the chat template for every conversation, such as enable_thinking=false; repeatable.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine directory to write.")
 @click.option("--backend", type=_choice(Backend), help=with_default("Runtime of the engine.", "backend"))
@@ -131,7 +149,9 @@ def build(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Build an engine directory from a YAML file, from flags, or from both: flags win.
+    """Build an engine directory from a YAML file or a recipe, from flags, or from both: flags win.
+
+    `dflash-trt recipes` lists recipes, which are YAML files of the package.
 
     Paths in the YAML are relative to the YAML file. Its `quantization` key takes a format, or a mapping with `target`,
     `drafter`, `lm_head`, `draft_lm_head`, `kv_cache`, `draft_kv_cache`, `overrides` and `calibration`.
@@ -167,26 +187,33 @@ def merged_config(config_file: Path | None, flags: dict[str, Any]) -> tuple[Buil
     Raises:
         ConfigError: a key or a value is wrong, or there is no target.
     """
-    overrides = _overrides(flags.pop("drafter_overrides"))
+    words = flags.pop("chat_template_options")
+    mappings = {
+        "drafter_overrides": _overrides(flags.pop("drafter_overrides")),
+        "chat_template_options": options_from_words(words, flag="--chat-template-option"),
+    }
     given = {name: value for name, value in flags.items() if value is not None}
     chosen = {name: given.pop(name) for name in FLAG_KEYS if name in given}
     assert given.keys() <= set(_FIELDS)
     if config_file is None:
         if "target" not in given:
-            hint = "Pass CONFIG.yaml, or --target PATH (and --drafter PATH)."
+            hint = "Pass CONFIG.yaml, a recipe's name, or --target NAME|DIR (and --drafter NAME|DIR)."
             raise ConfigError.about("build", expected="a configuration", found="none", hint=hint)
         given |= {"quantization": with_flags(None, chosen)} if chosen else {}
-        given |= {"drafter_overrides": overrides} if overrides else {}
+        given |= {name: value for name, value in mappings.items() if value}
         return build_config_from(given, source="command line"), Path.cwd()
+    config_file = config_path(config_file)
     for name in ("target", "drafter", "plugin_library"):
-        if name in given:
+        is_hub_name = name != "plugin_library" and HubName.parse(given.get(name, "")) is not None
+        if name in given and given[name] != "none" and (Path(given[name]).exists() or not is_hub_name):
             given[name] = str(Path(given[name]).absolute())
     fields = read_yaml(config_file)
     if chosen:
         given["quantization"] = with_flags(fields.get("quantization"), chosen)
-    if overrides:
-        of_the_file = fields.get("drafter_overrides")
-        given["drafter_overrides"] = of_the_file | overrides if isinstance(of_the_file, dict) else overrides
+    for name, value in mappings.items():
+        if value:
+            of_the_file = fields.get(name)
+            given[name] = of_the_file | value if isinstance(of_the_file, dict) else value
     return build_config_from(fields | given, source=str(config_file)), config_file.absolute().parent
 
 
@@ -218,6 +245,10 @@ def _progress_shown() -> Iterator["ProgressCallback"]:
         task = bar.add_task("checking", total=None)
 
         def show(progress: "BuildProgress") -> None:
+            if progress.stage == "downloading":  # with bars of huggingface_hub
+                bar.stop()
+                return
+            bar.start()
             total = progress.total_bytes or progress.total_prompts or progress.total_steps or None
             done = progress.done_bytes or progress.done_prompts or progress.done_steps
             label = f"{progress.stage} (prompts)" if progress.total_prompts else progress.stage
@@ -248,6 +279,7 @@ def _summary(engine: "EngineDir") -> dict[str, Any]:
         "total_size_bytes": sum(sizes.values()),
         "build_time_s": provenance["build_time_s"],
         "quantization": _quantization_fields(engine),
+        "chat_template_options": engine.manifest.chat_template_options,
         "component_bytes": provenance["component_bytes"],
         "notes": provenance["notes"],
     }

@@ -32,7 +32,8 @@ def converse(options: RunOptions) -> ExitCode:
     """
     conversation = _Conversation(options)
     started = time.monotonic()
-    with open_engine(options, before_load=lambda reader: reader.read(conversation.prompt("Hello"))) as llm:
+    hello = conversation.prompt("Hello")
+    with open_engine(options, has_conversations=True, before_load=lambda reader: reader.read(hello)) as llm:
         load_time_s = time.monotonic() - started
         click.echo(_HINT, err=True)
         while llm.failure is None and (text := _typed()) is not None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import click
 
+from dflash_trt.cli.help_text import examples
+
 _TIME_LIMIT_S = 30.0
 
 
-@click.command(short_help="Print versions, devices and what works here.")
+@click.command(short_help="Print versions, devices and what works here.", epilog=examples("dflash-trt doctor"))
 @click.option(
     "--time-limit",
     "time_limit_s",
@@ -25,8 +27,6 @@ def doctor(time_limit_s: float, is_full: bool, as_json: bool) -> None:
 
     It tries imports and small computations, each in a process of its own, and exits with 0 whatever is missing. Home
     directories and values of variables such as HF_TOKEN are left out.
-
-    Example: dflash-trt doctor
     """
     from dflash_trt.doctor.report import make_report
 

@@ -14,6 +14,7 @@ import click
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.prompts import MAX_LISTED_ROWS, Defaults, Job, read_jobs
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.request import GenerationOutput, SamplingParams
@@ -58,6 +59,7 @@ def evaluate(context: click.Context, /, engine_dir: Path, against: Path, as_json
     _require_same_pair(engines["candidate"], engines["baseline"])
     defaults = Defaults(sampling=SamplingParams(max_new_tokens=options["max_new_tokens"]))
     jobs = read_jobs(options["input_file"], defaults, num_rows=options["num_prompts"])
+    _require_same_conversations(engines["candidate"], engines["baseline"], jobs)
     for engine in engines.values():
         _check(engine, jobs, config)
     comparison = _measure(engines, jobs, config)
@@ -88,6 +90,15 @@ def _require_same_pair(candidate: "EngineDir", baseline: "EngineDir") -> None:
         found = f"another {part} in {baseline.path}"
         problems.append(problem(f"{part} of {candidate.path}", expected="the same in both", found=found, hint=hint))
     raise_all(ConfigError, "eval", problems)
+
+
+def _require_same_conversations(candidate: "EngineDir", baseline: "EngineDir", jobs: Sequence[Job]) -> None:
+    """Both engines must make the same prompts of the rows."""
+    ours, theirs = (engine.manifest.chat_template_options for engine in (candidate, baseline))
+    if ours != theirs and any(job.is_conversation for job in jobs):
+        expected, found = (shown_options(options) or "none" for options in (theirs, ours))
+        hint = "Build both with the same --chat-template-option."
+        raise ConfigError.about(f"chat template options of {candidate.path}", expected=expected, found=found, hint=hint)
 
 
 def _check(engine: "EngineDir", jobs: Sequence[Job], config: RuntimeConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.help_text import examples
+from dflash_trt.core.chat_template_options import shown_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,6 +66,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "build_config": manifest.build_config.model_dump(),
         "kv_pages_here": _page_plan(engine),
         "has_tokenizer": engine.tokenizer_path is not None,
+        "chat_template_options": manifest.chat_template_options,
         "files": {
             name: {**entry.model_dump(), "is_hash_verified": verifies_hashes or is_hashed(entry)}
             for name, entry in manifest.files.items()
@@ -141,6 +143,8 @@ def _print(report: dict[str, Any]) -> None:
         )
     limits = ", ".join(f"{name} {value}" for name, value in report["build_config"].items())
     console.print(f"limits: {limits}", soft_wrap=True)
+    if report["chat_template_options"]:
+        console.print(f"chat template: {shown_options(report['chat_template_options'])}", soft_wrap=True)
     if report["tensorrt"]:
         _print_tensorrt(console, report["tensorrt"])
     console.print(f"K/V on this machine: {report['kv_pages_here']}", soft_wrap=True)
@@ -250,6 +254,9 @@ def _print_provenance(provenance: dict[str, Any]) -> None:
     click.echo(f"built by: {' '.join(provenance['command'])}")
     click.echo(f"with: {versions}; in {provenance['build_time_s']:.1f} s")
     for role, path in provenance["checkpoints"].items():
-        click.echo(f"{role}: {path}")
+        source = provenance["hub"].get(role)
+        click.echo(
+            f"{role}: {path}" if source is None else f"{role}: {source['name']} at {source['commit']}, in {path}"
+        )
     for note in provenance["notes"]:
         click.echo(f"note: {note}")

@@ -22,6 +22,7 @@ from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
+from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
 from dflash_trt.core.errors import DFlashError
@@ -76,6 +77,7 @@ cli.add_command(doctor)
 cli.add_command(evaluate)
 cli.add_command(inspect)
 cli.add_command(plan)
+cli.add_command(recipes)
 cli.add_command(run)
 
 

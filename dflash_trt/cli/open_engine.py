@@ -11,6 +11,7 @@ from dflash_trt.cli.prompts import InputRow, Refusal
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import settings_line
 from dflash_trt.cli.status_line import status_line
+from dflash_trt.core.chat_template_options import shown_options
 from dflash_trt.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 _MAX_LISTED_FAILURES = 10
 
 
-def open_engine(options: RunOptions, *, before_load: "Callable[[PromptReader], object]") -> "LLM":
+def open_engine(
+    options: RunOptions, *, has_conversations: bool, before_load: "Callable[[PromptReader], object]"
+) -> "LLM":
     """Load it, and say how it was opened. `before_load` as for LLM."""
     started = time.monotonic()
     with status_line(f"opening {options.engine_dir} ...") as line:
@@ -29,6 +32,9 @@ def open_engine(options: RunOptions, *, before_load: "Callable[[PromptReader], o
         llm = LLM(options.engine_dir, options.runtime, before_load=before_load, on_progress=line.show_read)
     if not options.as_json:
         click.echo(settings_line(llm.config), err=True)
+        template_options = {**llm.chat_template_options, **options.template_kwargs}
+        if has_conversations and template_options:
+            click.echo(f"chat template: {shown_options(template_options)}", err=True)
         click.echo(f"K/V: {llm.page_plan}", err=True)
     if sys.stderr.isatty():
         click.echo(f"ready in {time.monotonic() - started:.1f} s", err=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.build import build, merged_config
+from dflash_trt.cli.help_text import examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     return read
 
 
-@click.command(short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.")
-@click.argument("sources", metavar="[CONFIG.yaml | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path))
+@click.command(
+    short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.",
+    epilog=examples("dflash-trt plan Qwen/Qwen3-8B --gpu h200", "dflash-trt plan qwen3-8b-nvfp4 --gpu b300"),
+)
+@click.argument(
+    "sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path)
+)
 @click.option("--gpu", required=True, metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
 @click.option(
     "--acceptance-length",
@@ -79,19 +85,20 @@ def plan(
 ) -> None:
     """Plan the engine that `build` would make of the same options, before any weight is downloaded.
 
-    Sources are a YAML file of `build`, or the directories of a target and its drafter, of which config.json is enough.
-
-    Example: dflash-trt plan Qwen3-8B Qwen3-8B-DFlash-b16 --gpu h200
+    Sources are a YAML file of `build` or a recipe's name; or a target and its drafter, names on the Hugging Face hub or
+    directories, of which config.json is enough.
     """
     from dflash_trt.checkpoint.pair import read_pair
+    from dflash_trt.checkpoint.sources import find_checkpoints
     from dflash_trt.plan.gpus import gpu_of
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.plan.remedies import remedies
 
     chosen = gpu_of(gpu)
     config, base_dir = merged_config(*_with_sources(sources, flags))
-    drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
+    config = found.config
+    pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
     made = plan_engine(config, pair, chosen)
     limits = made.build_config
     lengths = _checked_lengths(acceptance_lengths, limits.max_draft_len)
@@ -110,9 +117,13 @@ def plan(
 
 
 def _with_sources(sources: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
-    """The YAML file, and the flags with the directories."""
-    if len(sources) == 1 and sources[0].suffix in (".yaml", ".yml"):
-        return sources[0], flags
+    """The YAML file or the recipe, and the flags with target and drafter."""
+    from dflash_trt.recipes import recipe_path
+
+    if len(sources) == 1:
+        is_recipe = not sources[0].exists() and recipe_path(str(sources[0])) is not None
+        if is_recipe or sources[0].suffix in (".yaml", ".yml"):
+            return sources[0], flags
     if len(sources) > 2:
         found = ", ".join(map(str, sources))
         raise ConfigError.about("plan", expected="CONFIG.yaml, or TARGET and DRAFTER", found=found)

@@ -33,6 +33,10 @@ class Job:
     prompt: str | Mapping[str, Any]
     sampling: SamplingParams
 
+    @property
+    def is_conversation(self) -> bool:
+        return isinstance(self.prompt, Mapping) and "messages" in self.prompt
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:

@@ -59,9 +59,12 @@ Emit = Callable[[int, GenerationOutput | None], None]
 )
 @click.option("--system", metavar="TEXT", help="System message of conversations that have none.")
 @click.option(
-    "--chat-template-kwargs",
-    metavar="JSON",
-    help="""Variables of the chat template for every conversation, such as '{"enable_thinking": false}'.""",
+    "--chat-template-option",
+    "chat_template_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="An option of the chat template, such as enable_thinking=false, for every conversation; repeatable. "
+    "Default: those that the engine was built with.",
 )
 @runtime_options(without=["seed"])  # --seed is the sampling seed of every row
 @click.option(
@@ -110,7 +113,10 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
     with ExitStack() as stack:
         sink = _open_results(options, stack, rows)
         started = time.monotonic()
-        llm = stack.enter_context(open_engine(options, before_load=lambda reader: refuse_if_none_runs(rows, reader)))
+        reads = any(isinstance(row, Job) and row.is_conversation for row in rows)
+        llm = stack.enter_context(
+            open_engine(options, has_conversations=reads, before_load=lambda reader: refuse_if_none_runs(rows, reader))
+        )
         load_time_s = time.monotonic() - started
         started = time.monotonic()
         outputs = _stream(llm, rows, sink) if options.streams(len(rows)) else _generate(llm, rows, sink, options)
@@ -124,6 +130,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
     if options.as_json:
         document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}
         document["settings"] = llm.config.model_dump()
+        document["chat_template_options"] = {**llm.chat_template_options, **options.template_kwargs}
         if options.resume:
             document["num_rows_kept"] = len(sink.finished)
         if options.output_file is None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.cli.prompts import Defaults, InputRow, rows_of_jsonl, rows_of_texts
-from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
+from dflash_trt.core.chat_template_options import options_from_words
+from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
@@ -45,7 +46,7 @@ class RunOptions:
     overwrite: bool
     chat: bool
     system: str | None
-    chat_template_kwargs: str | None
+    chat_template_options: tuple[str, ...]
     stream: bool | None
     as_json: bool
     sampling: SamplingParams
@@ -65,7 +66,7 @@ class RunOptions:
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template; raises RequestError."""
-        return _parsed_kwargs(self.chat_template_kwargs)
+        return options_from_words(self.chat_template_options, flag="--chat-template-option")
 
     def streams(self, num_rows: int) -> bool:
         """True if text is printed as it comes: by default, that of one prompt on a terminal."""
@@ -101,7 +102,7 @@ class RunOptions:
             ("--stream", self.stream is True and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
             ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
             ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
-            ("--chat-template-kwargs", is_of_texts and self.chat_template_kwargs is not None, _CONVERSATIONS),
+            ("--chat-template-option", is_of_texts and bool(self.chat_template_options), _CONVERSATIONS),
             ("--logprobs", self.sampling.logprobs and self.prints_text, "--json, --output-file or --input-file"),
             *((option, self.is_conversation and has_it, _PROMPTS) for option, has_it in _of_prompts(self)),
         )
@@ -109,8 +110,8 @@ class RunOptions:
         problems += [f"{option} needs {needed}." for option, is_wrong, needed in needs if is_wrong]
         problems += self._file_problems()
         try:
-            _parsed_kwargs(self.chat_template_kwargs)
-        except RequestError as error:
+            _ = self.template_kwargs
+        except ConfigError as error:
             problems.append(str(error))
         raise_all(ConfigError, "options", problems)
 
@@ -149,22 +150,6 @@ class RunOptions:
         # Undecodable bytes become lone surrogates, which are refused like those of any other prompt.
         text = sys.stdin.buffer.read().decode(errors="surrogateescape")
         return rows_of_texts([text.removesuffix("\n")], defaults)
-
-
-def _parsed_kwargs(text: str | None) -> dict[str, Any]:
-    """Raises RequestError."""
-    if text is None:
-        return {}
-    from dflash_trt.serving.prompts import check_template_kwargs
-
-    option = "--chat-template-kwargs"
-    try:
-        kwargs = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        hint = """Pass '{"enable_thinking": false}' for example."""
-        raise RequestError.about(option, expected="a JSON object", found=str(error), hint=hint) from error
-    check_template_kwargs(kwargs, subject=option)
-    return dict(kwargs)
 
 
 def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:

@@ -31,7 +31,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError.about(str(path), expected="valid YAML", found=found) from error
     if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
         found = "nothing" if fields is None else f"a {type(fields).__name__}"
-        hint = "Write one 'key: value' per line, for example 'target: Qwen3-8B'."
+        hint = "Write one 'key: value' per line, for example 'target: Qwen/Qwen3-8B'."
         raise ConfigError.about(str(path), expected="a mapping of keys to values", found=found, hint=hint)
     return fields
 

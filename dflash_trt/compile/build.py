@@ -19,6 +19,8 @@ import dflash_trt
 from dflash_trt.backends.base import Backend, Compiler, backend_of
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
+from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
+from dflash_trt.compile.chat_template import ChatTemplateSettings, chat_template_settings
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import (
     PlanCallback,
@@ -52,6 +54,7 @@ from dflash_trt.engine_dir.tokenizer_dir import resolve_tokenizer
 from dflash_trt.quantize.plan import QuantizationPlan
 
 BuildStage = Literal[
+    "downloading",
     "checking",
     "hashing inputs",
     "calibrating the target",
@@ -94,22 +97,28 @@ def build_engine(
     """Build `output` from the checkpoints that `config` names, relative to `base_dir`.
 
     Memory holds about one tensor at a time; while calibrating, the whole pair once. `on_plan` gets the plan of formats,
-    `warn` hears of what killed builds had left. `command` goes into provenance.json, so that errors about the engine
-    can say how to build it again.
+    `warn` hears of downloads and of what killed builds had left. `command` goes into provenance.json, so that errors
+    about the engine can say how to build it again.
 
     Raises:
         ConfigError: a limit, a foreign config or the number of ranks is wrong.
         CheckpointError: the tensors or tokenizers are.
         BuildError: the output cannot be written, or another build is writing it.
     """
+
+    def say(download: str) -> None:
+        progress(BuildProgress(stage="downloading"))
+        warn(download)
+
     with reserve_output(output, overwrite=overwrite, warn=warn) as reserved:
-        _build(config, reserved, base_dir=base_dir, command=command, progress=progress, on_plan=on_plan)
+        sources = find_checkpoints(config, base_dir, needs_tensors=True, say=say)
+        _build(sources, reserved, base_dir=base_dir, command=command, progress=progress, on_plan=on_plan)
     progress(BuildProgress(stage="verifying"))
     return EngineDir.open(output)
 
 
 def _build(
-    config: BuildConfig,
+    sources: CheckpointSources,
     output: ReservedOutput,
     *,
     base_dir: Path,
@@ -117,18 +126,18 @@ def _build(
     progress: ProgressCallback,
     on_plan: PlanCallback | None,
 ) -> None:
-    """Everything between reserving the output and opening it."""
+    """Everything between finding the checkpoints and opening the output."""
+    config, paths = sources.config, sources.paths
     started = time.monotonic()
     progress(BuildProgress(stage="checking"))
     backend = backend_of(config.backend)
-    paths = _checkpoint_paths(config, base_dir)
     mapping = config.mapping
-    compiler, pair, limits, plan, tokenizer, notes = _check(config, backend, mapping, paths, base_dir)
+    compiler, pair, limits, plan, tokenizer, chat_template, notes = _check(config, backend, mapping, paths, base_dir)
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
     calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
-    notes = [*notes, *pair.notes, *([note] if note else [])]
+    notes = [*sources.notes, *notes, *pair.notes, *chat_template.notes, *([note] if note else [])]
     pretrained = PretrainedConfig(
         target=pair.target,
         draft=pair.draft,
@@ -155,19 +164,15 @@ def _build(
             working_dir=str(Path.cwd()),
             config=config.model_dump(mode="json"),
             checkpoints={role: str(path.resolve()) for role, path in paths.items()},
+            hub=dict(sources.hub),
             inputs=inputs,
             versions=_versions(),
             notes=tuple(notes),
             component_bytes=component_sizes(plan, config),
             build_time_s=round(time.monotonic() - started, 3),
         )
-        writer.finish(pretrained, limits, record, tensorrt=plans[0] if plans else None)
-
-
-def _checkpoint_paths(config: BuildConfig, base_dir: Path) -> dict[str, Path]:
-    """By role; no drafter where there is none."""
-    roles = (("target", config.target), ("drafter", config.drafter))
-    return {role: base_dir / name for role, name in roles if name is not None}
+        tensorrt = plans[0] if plans else None
+        writer.finish(pretrained, limits, record, tensorrt=tensorrt, chat_template_options=chat_template.options)
 
 
 class _Checked(NamedTuple):
@@ -176,6 +181,7 @@ class _Checked(NamedTuple):
     limits: EngineLimits
     plan: QuantizationPlan
     tokenizer: AbcMapping[str, bytes]  # contents by file name
+    chat_template: ChatTemplateSettings
     notes: Sequence[str]
 
 
@@ -193,6 +199,10 @@ def _check(
     pair = opened
     cuts = mapping_problems(pair.target, pair.draft, mapping)
     tokenizer = errors.run(lambda: _resolve_tokenizer(paths["target"], pair))
+    chat_template = ChatTemplateSettings()
+    if tokenizer is not None:
+        settings = errors.run(lambda: chat_template_settings(config, paths.get("drafter"), tokenizer))
+        chat_template = settings or chat_template
     errors.run(lambda: raise_all(ConfigError, "tensor parallelism", cuts))
     resolved = errors.run(lambda: resolve_limits(config, pair.target, pair.draft))
     plan = errors.run(lambda: plan_quantization(config, pair, capability=local_capability()))
@@ -201,7 +211,7 @@ def _check(
     errors.raise_all("build")
     assert resolved is not None and plan is not None and tokenizer is not None
     limits, notes = resolved
-    return _Checked(compiler, pair, limits, plan, tokenizer, notes)
+    return _Checked(compiler, pair, limits, plan, tokenizer, chat_template, notes)
 
 
 def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes]:
@@ -281,7 +291,7 @@ def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, 
                 done = done_bytes + size_bytes
                 progress(BuildProgress(stage="hashing inputs", done_bytes=done, total_bytes=total_bytes))
         done_bytes += size_bytes
-        inputs[str(path.resolve())] = EngineFile(sha256=sha256.hexdigest(), size_bytes=size_bytes)
+        inputs[str(path.parent.resolve() / path.name)] = EngineFile(sha256=sha256.hexdigest(), size_bytes=size_bytes)
     return inputs
 
 

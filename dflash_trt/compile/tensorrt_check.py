@@ -15,6 +15,7 @@ from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.sizes import RankSizes, rank_sizes
 from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
 from dflash_trt.checkpoint.pair import read_pair
+from dflash_trt.checkpoint.sources import find_checkpoints
 from dflash_trt.compile.description import describe_engine
 from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
 from dflash_trt.compile.quantized import local_capability
@@ -59,8 +60,9 @@ def check_config(
         CheckpointError: the tensors or tokenizers are, where they are there.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
-    drafter = None if config.drafter is None else base_dir / config.drafter
-    pair = read_pair(base_dir / config.target, drafter, drafter_overrides=config.drafter_overrides)
+    sources = find_checkpoints(config, base_dir, needs_tensors=False)
+    config, paths = sources.config, sources.paths
+    pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
     described = describe_engine(
         config,
         pair,
@@ -82,7 +84,7 @@ def check_config(
         sizes=rank_sizes(pretrained, limits),
         limits=limits,
         compute_capability=CHECK_CAPABILITY,
-        notes=(*_notes_of_experts(pretrained, chosen), *described.notes, *pair.notes),
+        notes=(*sources.notes, *_notes_of_experts(pretrained, chosen), *described.notes, *pair.notes),
     )
 
 

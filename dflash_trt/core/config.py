@@ -3,8 +3,9 @@
 from collections.abc import Mapping as AbcMapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
+from dflash_trt.core.chat_template_options import reserved_problems
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
@@ -19,13 +20,16 @@ CollectiveMode = Literal["native", "plugin"]
 class BuildConfig(Frozen):
     """One engine to build. Limits have TensorRT-LLM's names; paths are relative to the YAML file.
 
-    Without `drafter` the engine decodes autoregressively. `max_seq_len` and `max_draft_len` default to the maximum that
-    the checkpoints allow. `drafter_overrides` replace keys of the drafter's config.json.
+    Checkpoints are directories, or names on the Hugging Face hub (OWNER/NAME or OWNER/NAME@REVISION). A name has its
+    known drafter by default, a directory none; without one (`drafter: none`) the engine decodes autoregressively.
+    `max_seq_len` and `max_draft_len` default to the maximum that the checkpoints allow. `drafter_overrides` replace
+    keys of the drafter's config.json, `chat_template_options` those that the drafter is known to need.
     """
 
     target: str
     drafter: str | None = None
     drafter_overrides: dict[str, JsonValue] = Field(default_factory=dict)
+    chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)
     backend: Backend = "torch"
     dtype: FloatDType = "bfloat16"
     max_batch_size: int = Field(default=64, ge=1, le=MAX_INT32)
@@ -40,10 +44,17 @@ class BuildConfig(Frozen):
     plugin_library: str | None = None  # backend tensorrt
     collectives: CollectiveMode = "native"  # backend tensorrt, several ranks: TensorRT's own layers, or plugins
 
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        return None if value == "none" else value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.drafter_overrides and self.drafter is None:
             raise ValueError("drafter_overrides need a drafter")
+        for reason in reserved_problems(self.chat_template_options, "chat_template_options"):
+            raise ValueError(reason)
         if self.dtype == "float16" and self.backend != "tensorrt":
             raise ValueError("dtype float16 needs backend tensorrt; backend torch has float32 and bfloat16")
         if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):

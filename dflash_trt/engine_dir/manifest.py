@@ -3,7 +3,7 @@
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
 from dflash_trt.core.dtype import FloatDType, safetensors_dtype
 from dflash_trt.core.errors import problem
@@ -100,6 +100,7 @@ class EngineManifest(Frozen):
     build_config: EngineLimits
     step: StepTables
     tensorrt: TensorRTRecord | None = None  # of the plans, for backend tensorrt
+    chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)  # of every conversation, if not its own
     files: dict[Annotated[str, AfterValidator(_inside)], EngineFile]
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dflash_trt.core.frozen import Frozen
+from dflash_trt.core.hub_name import HubSource
 
 PROVENANCE_NAME = "provenance.json"
 
@@ -32,6 +33,7 @@ class BuildRecord(Frozen):
     working_dir: str
     config: dict[str, Any]
     checkpoints: dict[str, str]
+    hub: dict[str, HubSource] = Field(default_factory=dict)  # of checkpoints from the Hugging Face hub, by role
     inputs: dict[str, EngineFile]
     versions: dict[str, str]
     notes: tuple[str, ...]

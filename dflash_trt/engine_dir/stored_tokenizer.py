@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from dflash_trt.core.json_object import read_json_object
+from dflash_trt.core.json_object import parse_json_object, read_json_object
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -53,7 +53,7 @@ class StoredTokenizer:
         return cls(
             backend=backend,
             special_tokens={name: _spelled(token) for name, token in special_tokens.items()},
-            chat_templates=_read_templates(directory, config),
+            chat_templates=_read_templates(directory / TEMPLATE_NAME, config),
         )
 
     def chat_template(self, *, has_tools: bool) -> str:
@@ -78,11 +78,19 @@ def _spelled(token: Any) -> Any:
     return token["content"] if isinstance(token, Mapping) else token
 
 
-def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    if (directory / TEMPLATE_NAME).is_file():
-        found: Any = (directory / TEMPLATE_NAME).read_text(encoding="utf-8")
-    else:
-        found = config.get("chat_template") or ""
+def stored_chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Chat templates by name in the contents of a tokenizer's files, which a build has checked."""
+    config = parse_json_object(files[CONFIG_NAME]) if CONFIG_NAME in files else {}
+    template = files[TEMPLATE_NAME].decode() if TEMPLATE_NAME in files else None
+    return _templates(template, config)
+
+
+def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    return _templates(path.read_text(encoding="utf-8") if path.is_file() else None, config)
+
+
+def _templates(file: str | None, config: Mapping[str, Any]) -> dict[str, str]:
+    found: Any = file if file is not None else config.get("chat_template") or ""
     if isinstance(found, str):
         return {"default": found} if found else {}
     if isinstance(found, Sequence):

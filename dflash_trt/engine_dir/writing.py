@@ -15,6 +15,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
@@ -141,6 +142,7 @@ class EngineDirWriter:
         record: BuildRecord,
         *,
         tensorrt: TensorRTRecord | None = None,
+        chat_template_options: ChatTemplateOptions | None = None,
     ) -> None:
         """Write config.json, and provenance.json with its hash; `tensorrt` describes the plans, if there are any."""
         manifest = EngineManifest(
@@ -150,6 +152,7 @@ class EngineDirWriter:
             build_config=limits,
             step=StepTables.current(),
             tensorrt=tensorrt,
+            chat_template_options=dict(chat_template_options or {}),
             files=dict(self._files),
         )
         self._add_json(MANIFEST_NAME, manifest.model_dump(mode="json"))

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
@@ -94,6 +95,11 @@ class LLM(Generator):
             stack.pop_all()
         self.config, self.page_plan = local.config, local.page_plan
 
+    @property
+    def chat_template_options(self) -> ChatTemplateOptions:
+        """Options of the chat template that the engine was built with; a request's own replace them by name."""
+        return self.engine.manifest.chat_template_options
+
 
 def open_prompt_reader(engine: EngineDir, codec: TextCodec | None) -> PromptReader:
     """The reader of an engine's prompts, which knows their maximum length."""
@@ -108,4 +114,4 @@ def open_codec(engine: EngineDir) -> TextCodec | None:
         return None
     from dflash_trt.serving.text import TextCodec
 
-    return TextCodec.open(engine.tokenizer_path)
+    return TextCodec.open(engine.tokenizer_path, chat_template_options=engine.manifest.chat_template_options)

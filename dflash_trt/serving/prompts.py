@@ -7,6 +7,7 @@ from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
+from dflash_trt.core.chat_template_options import reserved_problems
 from dflash_trt.core.checked_values import shown
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.frozen import nearest_name
@@ -23,27 +24,6 @@ ChatMessage = Mapping[str, Any]  # {"role": "user", "content": "..."}
 _SHORTEN = "Shorten the prompt, or build the engine with a larger max_seq_len."
 _KEYS = ("prompt", "messages", "prompt_token_ids")
 KWARGS_KEY = "chat_template_kwargs"
-
-# Parameters of transformers' `apply_chat_template`, and variables that the engine sets.
-_RESERVED_KWARGS = frozenset(
-    {
-        "self",
-        "conversation",
-        "conversations",
-        "messages",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
 
 
 class PromptReader:
@@ -167,10 +147,8 @@ def check_template_kwargs(value: Any, *, subject: str = KWARGS_KEY) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         expected, hint = "an object", 'Pass names and values, {"enable_thinking": false} for example.'
         raise RequestError.about(subject, expected=expected, found=f"{value!r:.80}", hint=hint)
-    reserved = sorted(_RESERVED_KWARGS.intersection(value))
-    if reserved:
-        expected, found = "variables of the chat template", f"{', '.join(reserved)}, decided by the engine"
-        raise RequestError.about(subject, expected=expected, found=found, hint="Leave them out.")
+    for reason in reserved_problems(value, subject):
+        raise RequestError(reason)
 
 
 def too_many_tokens(num_tokens: int, max_tokens: int) -> RequestError:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.errors import EngineDirError, RequestError
 from dflash_trt.engine_dir.stored_tokenizer import StoredTokenizer
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer, text_too_long
@@ -32,8 +33,9 @@ _DOUBTFUL_FACTOR = 16
 class TextCodec:
     """A tokenizer as requests see it. Thread-safe once constructed: nothing in it changes."""
 
-    def __init__(self, tokenizer: StoredTokenizer) -> None:
+    def __init__(self, tokenizer: StoredTokenizer, *, chat_template_options: ChatTemplateOptions | None = None) -> None:
         self._tokenizer = tokenizer
+        self.chat_template_options = dict(chat_template_options or {})  # of conversations that say nothing else
         self._backend = tokenizer.backend
         self._renderer = TemplateRenderer()
         description = json.loads(self._backend.to_str())
@@ -43,7 +45,7 @@ class TextCodec:
         self._detokenizer = _make_detokenizers(description["decoder"], self._backend, self.decode)
 
     @classmethod
-    def open(cls, path: str | Path) -> "TextCodec":
+    def open(cls, path: str | Path, *, chat_template_options: ChatTemplateOptions | None = None) -> "TextCodec":
         """Load the tokenizer files in `path`; nothing is fetched and no code of theirs is run.
 
         Raises:
@@ -51,7 +53,7 @@ class TextCodec:
         """
         path = Path(path)
         try:
-            return cls(StoredTokenizer.open(path))
+            return cls(StoredTokenizer.open(path), chat_template_options=chat_template_options)
         except Exception as error:  # the library of tokenizers raises whatever its parsers raise
             raise EngineDirError.about(
                 f"tokenizer {path}",
@@ -96,6 +98,8 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of a conversation up to where the assistant answers, by the tokenizer's chat template.
 
+        `template_kwargs` replace `chat_template_options` by name.
+
         Raises:
             RequestError: there is no template, it does not take these messages, it takes too long, or there are more
                 than `max_tokens` tokens.
@@ -107,7 +111,8 @@ class TextCodec:
                 found="none",
                 hint="Pass a text prompt, or build the engine from a checkpoint with a chat template.",
             )
-        text = self._render(messages, template_kwargs or {}, max_tokens)
+        options = {**self.chat_template_options, **(template_kwargs or {})}
+        text = self._render(messages, options, max_tokens)
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ def num_prompt_tokens(engine: Path, options: dict[str, Any]) -> int:
 def test_template_options_reach_the_template_from_the_command_line(chat_engine, invoke) -> None:
     words = ["run", chat_engine, "--prompt", "hi", "--chat", "--json", *SHORT]
     plain = json.loads(invoke(*words).stdout)
-    shouted = json.loads(invoke(*words, "--chat-template-kwargs", '{"shout": true}').stdout)
+    shouted = json.loads(invoke(*words, "--chat-template-option", "shout=true").stdout)
     assert plain["summary"]["num_prompt_tokens"] == num_prompt_tokens(chat_engine, {})
     assert shouted["summary"]["num_prompt_tokens"] == num_prompt_tokens(chat_engine, {"shout": True})
     assert num_prompt_tokens(chat_engine, {"shout": True}) > num_prompt_tokens(chat_engine, {})

@@ -5,6 +5,8 @@ The tests compare all arguments of that call, and fail for an option of the comm
 
 import json
 import shutil
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ class RecordingLLM:
     asked: Recorder
     page_plan = "no pages"
     config = RuntimeConfig()
+    chat_template_options: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(RecordedError):
@@ -101,14 +104,14 @@ OF_RUN = runtime_cases("seed")  # --seed is the sampling seed
 @pytest.mark.parametrize(("words", "config"), OF_RUN)
 def test_every_option_of_run_reaches_the_engine(llm, invoke, words, config) -> None:
     prompts = ["--prompt", "x", "--prompt", "y", "--chat", "--system", "Be brief."]
-    prompts += ["--chat-template-kwargs", '{"thinks": false}']
+    prompts += ["--chat-template-option", "thinks=false", "--chat-template-option", "effort=low"]
     result = invoke("run", "dir", *prompts, *words, *SAMPLING, "--json")
     assert (result.exit_code, result.stderr) == (1, "error: recorded\n")
     assert opened(llm) == LLM_DEFAULTS | {"engine_dir": Path("dir"), "config": config}
     system = {"role": "system", "content": "Be brief."}
+    own = {"thinks": False, "effort": "low"}
     conversations = [
-        {"messages": [system, {"role": "user", "content": text}], "chat_template_kwargs": {"thinks": False}}
-        for text in ("x", "y")
+        {"messages": [system, {"role": "user", "content": text}], "chat_template_kwargs": own} for text in ("x", "y")
     ]
     sampling = SamplingParams(
         max_new_tokens=9,
@@ -146,7 +149,7 @@ def test_a_setting_that_the_engine_may_choose_has_a_flag_for_each_value(llm, inv
 
 def test_no_option_of_run_is_left_out_here() -> None:
     """What concerns files and the terminal is for test_run.py."""
-    chat = ["--chat", "--system", "s", "--chat-template-kwargs", "{}"]
+    chat = ["--chat", "--system", "s", "--chat-template-option", "a=1"]
     cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
     files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
@@ -246,7 +249,7 @@ def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
 BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
-BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4"]
+BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4", "--chat-template-option", "thinks=false"]
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
 TENSORRT += ["--plugin-library", "/p"]
 COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]  # which plain layers do not have
@@ -255,6 +258,7 @@ BUILT = BuildConfig(
     target="t",
     drafter="d",
     drafter_overrides={"block_size": 4},
+    chat_template_options={"thinks": False},
     max_batch_size=3,
     max_seq_len=77,
     max_num_tokens=55,
@@ -323,6 +327,7 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
     from dflash_trt.plan.gpus import gpu_of
 
     monkeypatch.setattr("dflash_trt.checkpoint.pair.read_pair", lambda *paths, **overrides: (paths, overrides))
+    import_module("dflash_trt.plan.remedies")  # before the recorder is there, or it would keep it
     planner = recorded(monkeypatch, "dflash_trt.plan.planning", "plan_engine")
     ranks = ["--tp-size", "2", "--ep-size", "2"]
     pair = ((Path.cwd() / "t", Path.cwd() / "d"), {"drafter_overrides": BUILT.drafter_overrides})
@@ -390,10 +395,13 @@ def test_verify_hashes_reaches_the_reader_and_the_report(engine_dir, tmp_path, i
 
 
 def test_every_command_with_options_is_here() -> None:
-    """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py."""
+    """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py, `recipes` in
+    test_recipes.py.
+    """
     from dflash_trt.cli.main import cli
 
-    assert set(cli.commands) == {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "run"}
+    known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run"}
+    assert set(cli.commands) == known
     assert set(bench.commands) == {"draft-length", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"triton"}

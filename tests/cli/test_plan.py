@@ -9,6 +9,7 @@ import pytest
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION
 from dflash_trt.plan.rank_memory import CONTEXT_BYTES
 from tests.cli.conftest import Invoke
+from tests.hub_server import Hub, point_at, serving
 from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
 
 GIB = 2**30
@@ -157,6 +158,23 @@ def test_the_sources_are_a_file_of_build_or_directories(pair, invoke, tmp_path) 
     doubled = invoke("plan", target, "--target", target, "--gpu", "h200")
     assert doubled.stderr == "error: plan: --target and directories without an option are mutually exclusive.\n"
     assert "expected CONFIG.yaml, or TARGET and DRAFTER" in invoke("plan", "a", "b", "c", "--gpu", "h200").stderr
+
+
+def test_names_on_the_hub_and_recipes_are_planned_from_their_configs(
+    pair, invoke, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = pair
+    monkeypatch.chdir(tmp_path)
+    with serving(Hub()) as hub:
+        hub.add("Qwen/Qwen3-8B", target)
+        hub.add("z-lab/Qwen3-8B-DFlash-b16", drafter)
+        point_at(hub, tmp_path / "cache", monkeypatch)
+        expected = plan(invoke, target, drafter, "--gpu", "h200")
+        for sources in (["Qwen/Qwen3-8B"], ["Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16@main"]):
+            assert plan(invoke, *sources, "--gpu", "h200") == expected
+        recipe = plan(invoke, "qwen3-8b-bf16", "--gpu", "h200")
+        assert recipe["build_config"] == expected["build_config"] | {"max_num_tokens": 8192}
+        assert set(hub.files) == {"config.json"}
 
 
 def test_a_plan_for_tensorrt_counts_its_constants(pair, invoke) -> None:

@@ -46,7 +46,7 @@ NOT_RUN = {
     "--http-restricted-api": "options, which tests/triton_server/test_lifecycle.py passes",
     "--grpc-restricted-protocol": "options, which tests/triton_server/test_lifecycle.py passes",
     "dflash-trt bench": "minutes; tests/bench runs each benchmark",
-    "dflash-trt build build_configs/demo.yaml --tp-size 2": "tests/cli/test_ranks.py builds and runs two ranks",
+    "dflash-trt build demo --tp-size 2": "tests/cli/test_ranks.py builds and runs two ranks",
     "dflash-trt run build/demo_tp2": "tests/cli/test_ranks.py builds and runs two ranks",
     "scripts/text_stability.py": "minutes",
     "scripts/quantization_table.py": "minutes",
@@ -64,6 +64,10 @@ NOT_RUN = {
     "python -m scripts.kernel_report": "a minute; tests/kernels/test_kernel_report.py reads its numbers",
     "scripts/full_size_check": "half an hour, and 30 GB of disk; tests build tiny pairs in the same layout",
     "dflash-trt build --target Qwen3-8B --drafter Qwen3-8B-DFlash-b16 --check": "tests/trt/test_check.py checks pairs",
+    "dflash-trt build --target Qwen/": "needs the Hugging Face hub; tests/compile/test_hub_names.py has a stand-in",
+    "dflash-trt build qwen3-8b-fp8": "needs the Hugging Face hub; tests/cli/test_recipes.py builds a recipe",
+    "dflash-trt run engine --chat": "needs a chat template of Qwen3; tests/compile/test_chat_template.py runs it",
+    "dflash-trt build --target gpt-oss-120b": "minutes; tests/trt/test_check.py checks pairs and plans them",
     "dflash-trt build --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks pairs and plans them",
     "dflash-trt build --check --target gpt-oss-120b": "a minute; tests/trt/test_check.py checks such a target",
     "export ": "sets a variable for the benchmark after it",
@@ -98,7 +102,7 @@ def reason_not_to_run(command: Command) -> str | None:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that looks like a checkout; the pair stands in for Qwen3-8B and its drafter."""
     directory = tmp_path_factory.mktemp("checkout")
-    for name in ("build_configs", "dflash_trt", "scripts", "plugins"):
+    for name in ("dflash_trt", "scripts", "plugins"):
         (directory / name).symlink_to(ROOT / name)
     demo = ROOT / "dflash_trt" / "demo"
     (directory / "Qwen3-8B").symlink_to(demo / "target")
@@ -115,7 +119,7 @@ def demo_engine(checkout: Path, invoke: Invoke) -> Path:  # noqa: F811
     """Where scripts/quickstart builds it; also under the names of the two engines that eval compares."""
     engine = checkout / "build" / "demo"
     if not engine.exists():
-        built = invoke("build", ROOT / "build_configs" / "demo.yaml", "-o", engine)
+        built = invoke("build", "demo", "-o", engine)
         assert built.exit_code == 0, built.stderr
         for name in ("engine-fp8", "engine-bf16"):
             (checkout / name).symlink_to(engine)

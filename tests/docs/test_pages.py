@@ -19,7 +19,7 @@ _FOREIGN_PATHS = re.compile(
     r"(prompts|held_out)\.jsonl$|config\.pbtxt$|CONFIG\.yaml$|triton_backend/|libpython|libcuda|cuda\.h$|NvInferRuntime\.h$|nvcr\.io|"
     r"(lib)?dflash_trt_(kernels|plugin)\.so$|launch_rules\.h$|manifest\.json$|engine/"
 )
-_FOLDERS = "build_configs|dflash_trt|docs|plugins|scripts|tests"
+_FOLDERS = "dflash_trt|docs|plugins|scripts|tests"
 _SUFFIXES = "py|md|json|jsonl|yaml|h|so|txt|safetensors|pbtxt|bin|toml"
 _PATH = re.compile(rf"[\w.*{{}}/-]+(/|\.({_SUFFIXES}))|({_FOLDERS})/[\w.*/-]+")
 _IDENTIFIER = re.compile(r"[A-Za-z_][\w.]*(\(\))?")

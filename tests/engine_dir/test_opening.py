@@ -29,6 +29,16 @@ def test_an_engine_may_be_moved(built: Path, tmp_path: Path) -> None:
     assert EngineDir.open(moved).manifest == EngineDir.open(built).manifest
 
 
+def test_an_engine_from_before_chat_templates_had_options_opens_without_any(engine: Path) -> None:
+    fields = read_json(engine / "config.json")
+    del fields["chat_template_options"]
+    write_json(engine / "config.json", fields)
+    edit_json(
+        engine / "provenance.json", config_sha256=hashlib.sha256((engine / "config.json").read_bytes()).hexdigest()
+    )
+    assert EngineDir.open(engine).manifest.chat_template_options == {}
+
+
 def test_files_other_than_tokenizer_files_may_be_added(engine: Path) -> None:
     (engine / "NOTES.txt").write_text("mine")
     EngineDir.open(engine)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from dflash_trt.core.chat_template_options import RESERVED_NAMES
 from dflash_trt.core.errors import RequestError
 from dflash_trt.engine_dir.template_renderer import TemplateRenderer
-from dflash_trt.serving import prompts
 from dflash_trt.serving.text import TextCodec
 from tests.serving.engines import until
 from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
@@ -91,7 +91,7 @@ def test_templates_by_name_are_chosen_as_transformers_chooses(tmp_path: Path) ->
 
 def test_every_argument_of_transformers_is_reserved_or_for_the_template() -> None:
     arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-    assert arguments - {"kwargs", "tools", "documents"} <= prompts._RESERVED_KWARGS
+    assert arguments - {"kwargs", "tools", "documents"} <= RESERVED_NAMES
 
 
 # Limits

@@ -22,6 +22,7 @@ from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
 from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, GatedExecutor, make_codec, make_executor, make_generator, until
+from tests.serving.tokenizers import CHAT_TEMPLATE, write_byte_level
 from tests.triton_server.fake_series import FakeSeries
 
 
@@ -531,6 +532,20 @@ def test_what_a_prompt_raises_is_its_own_answer(reading, codec, caplog) -> None:
     assert no_json.ended.wait(30)
     assert no_json.error is not None and no_json.error[1] == "INVALID_ARG"
     assert "input 'messages': expected a JSON list" in no_json.error[0]
+
+
+def test_conversations_have_the_engines_template_options(tmp_path, series) -> None:
+    codec = TextCodec.open(
+        write_byte_level(tmp_path, chat_template=CHAT_TEMPLATE), chat_template_options={"shout": True}
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    numbers = {options: len(codec.encode_chat(messages, json.loads(options))) for options in ("{}", '{"shout": false}')}
+    assert len(set(numbers.values())) == 2
+    for service, _ in serving(make_generator(make_executor(), codec=codec), series):
+        for options, expected in numbers.items():
+            client = ask_text(service, "", messages=json.dumps(messages), chat_template_kwargs=options)
+            assert client.ended.wait(30)
+            assert client.responses[0]["num_input_tokens"] == [expected]
 
 
 def test_template_options_reach_the_template(tmp_path, series) -> None:

@@ -1,6 +1,6 @@
 """`quant_method: fp8`: blocks of 128 x 128 (DeepSeek, Qwen, MiniMax), or one scale per tensor (AutoFP8)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_trt.checkpoint.producers.base import (
@@ -51,16 +51,22 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
     reader.finish()
     if len(problems) > num_problems:
         return None
-    return Scheme(
-        source=subject, format_of=lambda module: None if any(_is_within(module, name) for name in ignored) else stored
-    )
+    names = frozenset(ignored)  # of experts there are ten thousand modules, and hundreds of names
+    expressions = [name for name in ignored if name.startswith("re:")]
+
+    def format_of(module: str) -> StoredFormat | None:
+        is_ignored = any(end in names for known in spellings(module) for end in _ends(known))
+        return None if is_ignored or any(is_named(module, pattern) for pattern in expressions) else stored
+
+    return Scheme(source=subject, format_of=format_of)
 
 
-def _is_within(module: str, name: str) -> bool:
-    """True if a list names a module, one that contains it, or the end of its name."""
-    if is_named(module, name):
-        return True
-    return any(known.startswith(f"{name}.") or known.endswith(f".{name}") for known in spellings(module))
+def _ends(name: str) -> Iterator[str]:
+    """Dotted beginnings and ends: a list may name a module, one that contains it, or the end of its name."""
+    words = name.split(".")
+    for length in range(1, len(words) + 1):
+        yield ".".join(words[:length])
+        yield ".".join(words[-length:])
 
 
 PRODUCER = Producer(name="FP8 (quant_method fp8)", recognizes=recognizes, read=read)

@@ -1,0 +1,108 @@
+"""`dflash-trt recipes`: build configurations of the package, and which of them fit this machine."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.help_text import examples
+from dflash_trt.core.config import BuildConfig, build_config_from
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.frozen import nearest_name
+
+if TYPE_CHECKING:
+    from dflash_trt.backends.machine import Machine
+    from dflash_trt.recipes import Recipe
+
+_GIB = 2**30
+
+
+@click.command(
+    short_help="List build configurations that come with the package.",
+    epilog=examples("dflash-trt recipes", "dflash-trt recipes --json"),
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def recipes(as_json: bool) -> None:
+    """List build configurations of known pairs, and which of them fit this machine.
+
+    `dflash-trt build RECIPE -o DIR` builds one. The weights are those of target and drafter; `fits` compares them with
+    the memory of a GPU (without one: of the host) for each rank, before any K/V pages.
+    """
+    from dflash_trt.backends.machine import this_machine
+    from dflash_trt.recipes import recipes as all_recipes
+
+    machine = this_machine()
+    rows = [_describe(recipe, machine) for recipe in all_recipes()]
+    if as_json:
+        click.echo(json.dumps({"machine": str(machine), "recipes": rows}, indent=2))
+    else:
+        _print(rows, machine)
+
+
+def config_path(given: Path) -> Path:
+    """The file that a command line means: a file, or a recipe's name.
+
+    Raises:
+        ConfigError: neither.
+    """
+    from dflash_trt.recipes import recipe_path
+    from dflash_trt.recipes import recipes as all_recipes
+
+    if given.exists() or given.suffix in (".yaml", ".yml"):
+        return given
+    path = recipe_path(str(given))
+    if path is None:
+        names = [recipe.name for recipe in all_recipes()]
+        nearest = nearest_name(str(given), names)
+        hint = f"Did you mean '{nearest}'?" if nearest else "`dflash-trt recipes` lists recipes."
+        raise ConfigError.about(str(given), expected="a YAML file or a recipe's name", found="neither", hint=hint)
+    return path
+
+
+def fits(recipe: "Recipe", config: BuildConfig, machine: "Machine") -> str:
+    """Judge a recipe by its weights alone: "yes", or "no" with the reason."""
+    from dflash_trt.formats.registry import weight_formats
+
+    known = weight_formats().get(recipe.format)
+    first = None if known is None else known.first_capability
+    if machine.capability is not None:
+        if first is not None and machine.capability < first:
+            return f"no, {recipe.format} needs compute capability {first[0]}.{first[1]} or later"
+        if config.tp_size > machine.num_devices:
+            return f"no, {config.tp_size} ranks for {machine.num_devices} GPUs"
+    num_ranks = 1 if machine.capability is None else config.tp_size
+    memory_gib = machine.memory_bytes / _GIB
+    if recipe.weights_gib / num_ranks >= memory_gib:
+        return f"no, {memory_gib:.1f} GiB of memory"
+    return "yes"
+
+
+def _describe(recipe: "Recipe", machine: "Machine") -> dict[str, Any]:
+    from dflash_trt.cli.yaml_file import read_yaml
+
+    config = build_config_from(read_yaml(recipe.path), source=recipe.name)
+    return {
+        "name": recipe.name,
+        "target": config.target,
+        "drafter": config.drafter,
+        "format": recipe.format,
+        "gpus": list(recipe.gpus),
+        "tp_size": config.tp_size,
+        "weights_gib": recipe.weights_gib,
+        "fits": fits(recipe, config, machine),
+        "path": str(recipe.path),
+    }
+
+
+def _print(rows: list[dict[str, Any]], machine: "Machine") -> None:
+    """Two lines each, which fit a terminal."""
+    width = max(len(row["name"]) for row in rows) + 2
+    for row in rows:
+        ranks = f"{row['tp_size']} rank{'s' if row['tp_size'] > 1 else ''}"
+        devices = " or ".join(row["gpus"]) or "any device"
+        click.echo(f"{row['name']:{width}}{row['target']} with {row['drafter']}")
+        facts = f"{row['format']}, {ranks} on {devices}, {row['weights_gib']:.1f} GiB of weights; fits: {row['fits']}"
+        click.echo(f"{'':{width}}{facts}")
+    click.echo(f"this machine: {machine}")
+    click.echo("build one: dflash-trt build RECIPE -o DIR")
