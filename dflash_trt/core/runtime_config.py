@@ -118,7 +118,7 @@ class RuntimeConfig(Frozen):
         bool,
         Option(
             flag="--deterministic",
-            help="Make a text depend on its request alone, bit for bit, in every dtype (CPU only).",
+            help="Make a text depend on its request alone, bit for bit, in every dtype (not with TensorRT).",
         ),
     ] = False
     kv_cache_bytes: Annotated[

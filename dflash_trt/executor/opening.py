@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
@@ -57,7 +57,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     Raises:
         SettingError: "cuda" on a machine whose PyTorch has no GPU, or a GPU without Triton; "cpu" for a TensorRT
             engine; more drafts than the engine makes; a plugin library for an engine without plugins; `deterministic`
-            on a GPU.
+            for a TensorRT engine.
     """
     from dflash_trt.executor.threads import default_num_threads
 
@@ -65,8 +65,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)
     _check_plugin_library(engine, config.plugin_library)
-    if config.deterministic and device != "cpu":
-        _refuse_deterministic(engine)
+    if config.deterministic and engine.manifest.backend == "tensorrt":
+        raise SettingError(
+            "deterministic",
+            expected="an engine of backend torch",
+            found="a TensorRT engine",
+            hint="TensorRT chooses its GEMMs by the number of rows. Build the engine with --backend torch.",
+        )
     resolved: dict[str, object] = {
         "device": device,
         "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
@@ -118,17 +123,6 @@ def _check_plugin_library(engine: EngineDir, plugin_library: str | None) -> None
         found = f"one of backend {engine.manifest.backend}" + (" with plain layers" if record else "")
         hint = "Leave plugin_library out."
         raise SettingError("plugin_library", expected="an engine with TensorRT plugins", found=found, hint=hint)
-
-
-def _refuse_deterministic(engine: EngineDir) -> NoReturn:
-    is_tensorrt = engine.manifest.backend == "tensorrt"
-    raise SettingError(
-        "deterministic",
-        expected="an engine of backend torch on a CPU",
-        found="a TensorRT engine" if is_tensorrt else "a GPU",
-        hint="A GPU's GEMMs sum in an order that the number of rows decides. "
-        + ("Build the engine with backend torch." if is_tensorrt else 'Use device "cpu", or leave the setting out.'),
-    )
 
 
 def _resolved_device(engine: EngineDir, device: Device) -> Device:

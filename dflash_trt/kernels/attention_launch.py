@@ -11,23 +11,21 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.attention import attention_kernel
+from dflash_trt.kernels.attention_options import AttentionOptions as AttentionOptions
 from dflash_trt.kernels.attention_plan import (
     AttentionPlans,
     Partition,
     RequestTensors,
     key_block,
     page_run,
-    split_blocks,
+    with_fixed_splits,
 )
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.launch_rules import (
     ANY_ROWS,
     FP8_MIN_TILE,
-    NO_WINDOW,
     heads_reciprocal,
-    max_lag,
-    max_lead,
     num_partials,
     num_stats,
     work_slots,
@@ -41,42 +39,6 @@ REDUCTION_STAGES = 4
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FIXED_TILE = 64  # with splits of a fixed length
 INTERPRETER_MULTIPROCESSORS = 3  # few programs, which the interpreter runs one by one
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionOptions:
-    """Options of one layer's attention.
-
-    `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
-    turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
-    value. The other scales are those of FP8 pages.
-
-    `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
-    and the result of a row depends on its own position and keys alone, to the last bit.
-    """
-
-    window: int | None = None
-    is_causal: bool = True
-    is_window_anchored: bool = False
-    score_scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-    split_length: int | None = None
-
-    @property
-    def max_lag(self) -> int:
-        return max_lag(window=self.window or NO_WINDOW, is_window_anchored=self.is_window_anchored)
-
-    @property
-    def max_lead(self) -> int:
-        is_anchored = self.is_window_anchored
-        return max_lead(lag=self.max_lag, is_causal=self.is_causal, is_window_anchored=is_anchored)
-
-    @property
-    def window_step(self) -> int:
-        return 0 if self.is_window_anchored else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +63,11 @@ def tile_rows(query_rows: int, heads_per_kv: int) -> int:
         hint="No tile holds a single row of more.",
     )
     return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
+
+
+def fixed_tile(heads_per_kv: int) -> int:
+    """The tile of all rows with splits of a fixed length."""
+    return max(FIXED_TILE, tile_rows(1, heads_per_kv))
 
 
 def tiles_of_pages(dtype: torch.dtype, page_dtype: torch.dtype, tiles: tuple[int, ...] = TILES) -> tuple[int, ...]:
@@ -295,13 +262,11 @@ class _Launch:
         if options.split_length is None:
             return shared
         num_keys = self.requests.page_table.shape[1] * self.pages.shape[2]
-        max_splits = num_keys // options.split_length + 2  # a window may touch one more
-        length = split_blocks(options.split_length, keys)
-        return replace(shared, num_slots=max_splits * shared.tile_capacity, split_blocks=length)
+        return with_fixed_splits(shared, options.split_length, num_keys=num_keys)
 
     def _tile(self, query_rows: int, heads_per_kv: int) -> int:
         if self.options.split_length is not None:  # every row in the same tile, in whatever company
-            return max(FIXED_TILE, tile_rows(1, heads_per_kv))
+            return fixed_tile(heads_per_kv)
         return tiles_of_pages(self.q.dtype, self.pages.dtype, (tile_rows(query_rows, heads_per_kv),))[0]
 
     def _attend(

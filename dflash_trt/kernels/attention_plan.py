@@ -3,7 +3,7 @@
 Nothing here reads a tensor's content: lengths stay on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -113,6 +113,20 @@ def write_plan(requests: RequestTensors, partition: Partition) -> Tensor:
         enable_fp_fusion=True,
     )
     return plan
+
+
+def with_fixed_splits(partition: Partition, split_length: int, *, num_keys: int) -> Partition:
+    """The same with splits of so many keys each, and slots for requests of up to `num_keys` keys."""
+    return replace(
+        partition,
+        num_slots=fixed_splits(num_keys, split_length) * partition.tile_capacity,
+        split_blocks=split_blocks(split_length, partition.key_block),
+    )
+
+
+def fixed_splits(num_keys: int, split_length: int) -> int:
+    """The most splits of a tile: a window may touch one more."""
+    return num_keys // split_length + 2
 
 
 def split_blocks(split_length: int, key_block: int) -> int:

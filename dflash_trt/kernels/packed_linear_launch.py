@@ -7,34 +7,45 @@ from torch import Tensor
 
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_matrix import BLOCK_IN, PackedMatrix
-from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, PLAIN
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.tensor_checks import check_tensor
 
 TOKEN_TILES: Final = (16, 32, 64)
+FIXED_TOKENS: Final = TOKEN_TILES[-1]  # in place of the smallest tile that holds all rows: a chunk needs the reuse
 OUT: Final = 64  # output features of a program: what one warpgroup multiplies at once
 SCALED_OUT: Final = 128  # what Blackwell's block-scaled instruction takes
 NUM_WARPS: Final = 4
 NUM_STAGES: Final = 4
 
 
-def packed_linear(x: Tensor, matrix: PackedMatrix) -> Tensor:  # F [N, in] -> [N, out]
+def packed_linear(
+    x: Tensor,  # F [N, in]
+    matrix: PackedMatrix,
+    *,
+    has_fixed_tiles: bool = False,  # then a row's bits depend on the row alone, whatever N is
+) -> Tensor:  # F [N, out]
     """x @ weight.T + bias, for a weight without an input scale."""
     assert matrix.input_scale is None
     check_tensor("x", x, dtype=x.dtype, shape=[None, matrix.in_size])
-    return _launch(x, x, matrix, x.dtype)
+    return _launch(x, x, matrix, x.dtype, has_fixed_tiles)
 
 
-def packed_linear_of_codes(x: RowCodes, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:  # -> [N, out]
+def packed_linear_of_codes(
+    x: RowCodes, matrix: PackedMatrix, dtype: torch.dtype, *, has_fixed_tiles: bool = False
+) -> Tensor:  # F [N, out]
     """The same of activations in FP8 or NVFP4, quantized with the matrix's input scale, which is one for all rows."""
     assert matrix.input_scale is not None and matrix.input_scale.numel() == 1
-    return _launch(x.values, x.block_scale_argument, matrix, dtype)
+    return _launch(x.values, x.block_scale_argument, matrix, dtype, has_fixed_tiles)
 
 
-def _launch(x: Tensor, x_block_scale: Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
+def _launch(
+    x: Tensor, x_block_scale: Tensor, matrix: PackedMatrix, dtype: torch.dtype, has_fixed_tiles: bool
+) -> Tensor:
     num_rows = len(x)
     out = torch.empty((num_rows, matrix.out_size), dtype=dtype, device=x.device)
-    constants = packed_linear_constants(matrix, num_rows=num_rows)
+    tokens = FIXED_TOKENS if has_fixed_tiles else tile_tokens(num_rows)
+    constants = packed_linear_constants(matrix, tokens=tokens)
     packed_linear_kernel[(-(-num_rows // constants["TOKENS"]), -(-matrix.out_size // constants["OUT"]))](
         x,
         x_block_scale,
@@ -54,7 +65,12 @@ def _launch(x: Tensor, x_block_scale: Tensor, matrix: PackedMatrix, dtype: torch
     return out
 
 
-def packed_linear_constants(matrix: PackedMatrix, *, num_rows: int) -> dict[str, int]:
+def tile_tokens(num_rows: int) -> int:
+    """Rows of a tile: the smallest that holds all, or the largest there is."""
+    return next((tile for tile in TOKEN_TILES if tile >= num_rows), TOKEN_TILES[-1])
+
+
+def packed_linear_constants(matrix: PackedMatrix, *, tokens: int) -> dict[str, int]:
     return {
         "IN": matrix.in_size,
         "OUT_SIZE": matrix.out_size,
@@ -62,7 +78,7 @@ def packed_linear_constants(matrix: PackedMatrix, *, num_rows: int) -> dict[str,
         "INPUT": AS_THEY_ARE if matrix.input_scale is None else CODES,
         "HAS_ROW_SCALE": matrix.row_scale is not None,
         "HAS_BIAS": matrix.bias is not None,
-        "TOKENS": next((tile for tile in TOKEN_TILES if tile >= num_rows), TOKEN_TILES[-1]),
+        "TOKENS": tokens,
         "OUT": OUT if matrix.input_scale is None else SCALED_OUT,
-        "BLOCK_IN": BLOCK_IN,
+        "BLOCK_IN": BLOCK_IN // matrix.codes.itemsize if matrix.form == PLAIN else BLOCK_IN,
     }

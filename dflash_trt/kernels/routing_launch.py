@@ -13,6 +13,7 @@ from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 KINDS: Final = {"softmax_top_k": SOFTMAX_TOP_K, "top_k_softmax": TOP_K_SOFTMAX, "sigmoid_top_k": SIGMOID_TOP_K}
 TOKEN_TILES: Final = (MIN_TILE_TOKENS, MID_TILE_TOKENS, MAX_TILE_TOKENS)
+FIXED_TOKENS: Final = MIN_TILE_TOKENS  # in place of `tile_tokens`: verify blocks have few rows of an expert
 MAX_EXPERTS: Final = 1024
 FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_SCORES: Final = 4096  # of one program
@@ -68,12 +69,19 @@ def tile_edges(num_chosen: int, num_experts: int) -> tuple[int, ...]:
     return tuple(tile * num_experts // num_chosen for tile in (MIN_TILE_TOKENS, MID_TILE_TOKENS))
 
 
-def route(logits: Tensor, router: Router, ticket: Tensor) -> Routing:  # F [N, num_experts], int32 [1]
+def route(
+    logits: Tensor,  # F [N, num_experts]
+    router: Router,
+    ticket: Tensor,  # int32 [1]
+    *,
+    has_fixed_tiles: bool = False,  # then a row's bits depend on the row alone, whatever N is
+) -> Routing:
     """Choose and sort. NaN logits are below every number, so that each row has `num_chosen` experts."""
     num_rows, num_experts = logits.shape
     _check(logits, router)
     num_entries = num_rows * router.num_chosen
-    tokens = tile_tokens(num_entries=num_entries, num_experts=num_experts)
+    usual = tile_tokens(num_entries=num_entries, num_experts=num_experts)
+    tokens = FIXED_TOKENS if has_fixed_tiles else usual
     experts = next_power_of_2(num_experts)
     rows = max(1, min(_MAX_ROWS, _MAX_SCORES // experts))
     num_programs = -(-num_rows // rows)

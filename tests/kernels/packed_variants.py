@@ -13,7 +13,7 @@ from dflash_trt.kernels.experts_launch import (
 from dflash_trt.kernels.packed_linear import packed_linear_kernel
 from dflash_trt.kernels.packed_linear_launch import NUM_STAGES as LINEAR_STAGES
 from dflash_trt.kernels.packed_linear_launch import NUM_WARPS as LINEAR_WARPS
-from dflash_trt.kernels.packed_linear_launch import packed_linear_constants
+from dflash_trt.kernels.packed_linear_launch import packed_linear_constants, tile_tokens
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import routing_kernel
@@ -30,7 +30,8 @@ BYTES = BYTES.replace("i8", "u8")
 def matrix(form: str, out_size: int, in_size: int, *, has_input_scale: bool) -> PackedMatrix:
     """Shapes alone. With "+" after a 4- or 8-bit form, see `experts_variants`."""
     packed = form in ("mxfp4", "nvfp4", "int4")
-    codes = torch.empty((2, out_size, in_size // (2 if packed else 1)), device="meta", dtype=torch.uint8)
+    dtype = torch.bfloat16 if form == "plain" else torch.uint8
+    codes = torch.empty((2, out_size, in_size // (2 if packed else 1)), device="meta", dtype=dtype)
     scale = torch.empty((2, 1), device="meta")
     has_row_scale = form in ("fp8", "nvfp4")
     return PackedMatrix(
@@ -98,7 +99,8 @@ def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -
 
 def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -> KernelVariant:
     weights = types(form, has_input_scale=has_input_scale)
-    constants = packed_linear_constants(matrix(form, 4096, 4096, has_input_scale=has_input_scale), num_rows=num_rows)
+    weight = matrix(form, 4096, 4096, has_input_scale=has_input_scale)
+    constants = packed_linear_constants(weight, tokens=tile_tokens(num_rows))
     x = F if not has_input_scale else E4M3 if form == "fp8" else BYTES
     return KernelVariant(
         name=f"linear_{form}{'_quantized' if has_input_scale else ''}_t{constants['TOKENS']}",

@@ -153,13 +153,13 @@ def test_steps_are_chained_on_a_gpu_unless_told_otherwise(tmp_path, monkeypatch,
     assert config.overlap_scheduling is overlaps
 
 
-def test_a_gpu_refuses_deterministic_texts_by_name(tmp_path, monkeypatch):
+def test_tensorrt_refuses_deterministic_texts_by_name(tmp_path, monkeypatch):
     target = make_target(tmp_path / "target")
     engine = build(tmp_path, tmp_path / "engine", target=str(target), max_draft_len=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="deterministic: expected an engine of backend torch on a CPU, found a GPU"):
-        resolved_config(engine, RuntimeConfig(deterministic=True))
-    assert resolved_config(engine, RuntimeConfig(deterministic=True, device="cpu")).deterministic
+    for device in ("cuda", "cpu"):
+        assert resolved_config(engine, RuntimeConfig(deterministic=True, device=device)).deterministic
     manifest = engine.manifest.model_copy(update={"backend": "tensorrt"})
-    with pytest.raises(ConfigError, match=r"found a TensorRT engine\. .* Build the engine with backend torch"):
+    refusal = r"deterministic: expected an engine of backend torch, found a TensorRT engine\. .* --backend torch"
+    with pytest.raises(ConfigError, match=refusal):
         resolved_config(replace(engine, manifest=manifest), RuntimeConfig(deterministic=True))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts
-from dflash_trt.backends.cuda.linear import prepare_device_linear
+from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
@@ -38,6 +39,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import StepPlan
+from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
 from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers, stack_draft_layers
 from dflash_trt.kernels.routing_launch import tile_edges
@@ -71,6 +73,7 @@ class TorchGpuExecutor:
         device: torch.device,
         quantization: QuantizationSpec | None = None,
         ranks: RankGroup = ONE_RANK,
+        is_deterministic: bool = False,
     ) -> None:
         """`ranks` have the other shards of the network; all run the same steps.
 
@@ -80,7 +83,9 @@ class TorchGpuExecutor:
         self._ranks = ranks
         _check_sizes(max_batch_size, page_plan.max_seq_len + 2 * max_draft_len, page_plan.page_size)
         self.page_plan = page_plan
-        self.network = with_linears(with_experts(network, prepare_device_experts), prepare_device_linear)
+        self.is_deterministic = is_deterministic
+        self._make_ops = DeterministicGpuOps if is_deterministic else TorchGpuOps
+        self.network = _prepared(network, is_deterministic=is_deterministic)
         self.limits = limits_of(
             network,
             page_plan,
@@ -102,6 +107,7 @@ class TorchGpuExecutor:
             draft_layers=_draft_layers(self.network, self._state),
             dtype=activation_dtype(network),
             device=device,
+            splits=self._splits(max_rows) if is_deterministic else None,
         )
         self._device = device
         self._shapes = StepShapes(self.limits, step_shape)
@@ -148,6 +154,7 @@ class TorchGpuExecutor:
             device=device,
             quantization=manifest.pretrained_config.quantization,
             ranks=ranks,
+            is_deterministic=config.deterministic,
         )
         if device.type == "cuda":
             lens = (executor.limits.max_draft_len,) if draft_lens is None else draft_lens
@@ -202,6 +209,8 @@ class TorchGpuExecutor:
     @property
     def tile_edges(self) -> list[int]:
         """Numbers of tokens behind which the experts of a layer have other tiles: see `warm_shapes`."""
+        if self.is_deterministic:
+            return []
         moes = {layer.feed_forward for layer in self.network.target.layers if isinstance(layer.feed_forward, Moe)}
         edges = (tile_edges(moe.num_experts_per_token, moe.num_experts) for moe in moes)
         return sorted({edge for of_layer in edges for edge in of_layer})
@@ -227,7 +236,7 @@ class TorchGpuExecutor:
             self._staging.upload()
             self._staging.assemble(shape)
             inputs = self._staging.inputs(shape)
-            ops: Any = TorchGpuOps(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
+            ops: Any = self._make_ops(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
 
@@ -241,13 +250,19 @@ class TorchGpuExecutor:
         """The launches of a step; what a CUDA graph holds."""
         self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
-        ops: Any = TorchGpuOps(
+        ops: Any = self._make_ops(
             inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs, ranks=self._ranks
         )
         result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
         self._staging.store(shape, outputs.bonus_tokens, result.draft_tokens, outputs.next_context_lens)
+
+    def _splits(self, max_rows: int) -> FixedSplits:
+        limits = self.limits
+        return FixedSplits.of(
+            max_requests=limits.max_batch_size, max_rows=max_rows, max_keys=limits.max_pages * limits.page_size
+        )
 
     def _outputs(self, shape: StepShape) -> tuple[SamplingOutputs, Tensor]:
         acceptance, drafts = self._results.outputs(shape)
@@ -271,6 +286,13 @@ class TorchGpuExecutor:
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Where the steps run."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _prepared(network: Network[Tensor], *, is_deterministic: bool) -> Network[Tensor]:
+    """Drafts decide how fast a text comes and never which: the drafter needs no fixed tiles."""
+    experts = partial(prepare_device_experts, has_fixed_tiles=is_deterministic)
+    prepare = prepare_fixed_linear if is_deterministic else prepare_device_linear
+    return with_linears(with_experts(network, experts), prepare, prepare_draft=prepare_device_linear)
 
 
 def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> None:

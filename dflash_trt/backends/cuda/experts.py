@@ -19,10 +19,14 @@ class DeviceExperts(Experts[Tensor]):
     gate_up: PackedMatrix  # [E, 2F, H]
     down: PackedMatrix  # [E, H, F]
     ticket: Tensor  # int32 [1]
+    has_fixed_tiles: bool = False
 
 
-def prepare_device_experts(experts: Experts[Tensor]) -> DeviceExperts:
-    """The experts of a layer as `run_device_experts` wants them; once, at load."""
+def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = False) -> DeviceExperts:
+    """The experts of a layer as `run_device_experts` wants them; once, at load.
+
+    With fixed tiles the bits of a row depend on the row alone.
+    """
     assert isinstance(experts, StackedExperts)
     gate_up, down = packed_matrix(experts.gate_up), packed_matrix(experts.down)
     return DeviceExperts(
@@ -32,6 +36,7 @@ def prepare_device_experts(experts: Experts[Tensor]) -> DeviceExperts:
         gate_up=gate_up,
         down=down,
         ticket=new_ticket(down.codes.device),
+        has_fixed_tiles=has_fixed_tiles,
     )
 
 
@@ -51,4 +56,5 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         limit=moe.limit or 0.0,
         alpha=moe.alpha or 0.0,
     )
-    return run_experts(x.contiguous(), packed, route(logits, router, experts.ticket))
+    routing = route(logits, router, experts.ticket, has_fixed_tiles=experts.has_fixed_tiles)
+    return run_experts(x.contiguous(), packed, routing)

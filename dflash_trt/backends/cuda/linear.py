@@ -4,6 +4,9 @@ Plain weights stay as they are. Others stay packed, one GEMM per run of segments
 PyTorch's FP8 GEMM, with sums as the tensor cores keep them, NVFP4 with quantized activations in its block-scaled GEMM,
 the rest, and sizes that those do not take, in a kernel of ours. Formats: `formats/base.py`. Works on a CPU too, where
 PyTorch emulates the FP8 GEMM.
+
+A GEMM of PyTorch's chooses its kernel, and with it the order of a sum, by the number of rows. Layers with fixed tiles
+are all computed in our kernel.
 """
 
 from collections.abc import Iterator
@@ -74,6 +77,7 @@ class DevicePackedWeight(QuantizedWeight[Tensor]):
 
     matrices: tuple[PackedMatrix | BlockScaledMatrix, ...]
     dtype: torch.dtype  # of the product
+    has_fixed_tiles: bool = False
 
 
 def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
@@ -88,26 +92,44 @@ def prepare_device_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[
     return replace(linear, weight=DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype))
 
 
+def prepare_fixed_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
+    """The same with fixed tiles: the bits of a row depend on the row alone, in every format and without one."""
+    weight = linear.weight
+    if not isinstance(weight, QuantizedWeight):
+        prepared = DevicePackedWeight(
+            segments=(len(weight),), matrices=(packed_matrix(linear),), dtype=dtype, has_fixed_tiles=True
+        )
+    elif is_of_experts(weight):
+        return linear
+    else:
+        matrices = tuple(packed_matrix(part) for part in _parts_of_one_input(linear, weight))
+        prepared = DevicePackedWeight(segments=weight.segments, matrices=matrices, dtype=dtype, has_fixed_tiles=True)
+    return replace(linear, weight=prepared)
+
+
 def apply_device_linear(activation: Activation, linear: Linear[Tensor]) -> Tensor:
     """[N, in] -> [N, out], without a word to the host."""
     weight = linear.weight
     if isinstance(weight, DeviceFp8Weight):
         return _apply_fp8(activation, weight, linear.bias)
     if isinstance(weight, DevicePackedWeight):
-        outs = [_apply_matrix(activation, matrix, weight.dtype) for matrix in weight.matrices]
+        outs = [_apply_matrix(activation, matrix, weight) for matrix in weight.matrices]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
     assert not isinstance(weight, QuantizedWeight)
     return F.linear(activation.value(), weight, linear.bias)
 
 
-def _apply_matrix(activation: Activation, matrix: PackedMatrix | BlockScaledMatrix, dtype: torch.dtype) -> Tensor:
+def _apply_matrix(
+    activation: Activation, matrix: PackedMatrix | BlockScaledMatrix, weight: DevicePackedWeight
+) -> Tensor:
+    is_fixed, dtype = weight.has_fixed_tiles, weight.dtype
     if isinstance(matrix, BlockScaledMatrix):
         codes = activation.codes(row_codes.NVFP4_TILED, matrix.input_scale)
         return block_scaled_linear(codes, matrix, dtype)
     if matrix.input_scale is None:
-        return packed_linear(activation.value().contiguous(), matrix)
+        return packed_linear(activation.value().contiguous(), matrix, has_fixed_tiles=is_fixed)
     form = row_codes.FP8 if matrix.form == packed_product.FP8 else row_codes.NVFP4
-    return packed_linear_of_codes(activation.codes(form, matrix.input_scale), matrix, dtype)
+    return packed_linear_of_codes(activation.codes(form, matrix.input_scale), matrix, dtype, has_fixed_tiles=is_fixed)
 
 
 def _parts_of_one_input(linear: Linear[Tensor], weight: QuantizedWeight[Tensor]) -> Iterator[Linear[Tensor]]:

@@ -1,13 +1,12 @@
 """The op façade over the GPU kernels: a step is a fixed sequence of launches that never waits for the host.
 
-Handles are tensors, or work put off until the kernel that does it along the way: heads to be normed and rotated where
-they are attended, sums to be added where they are normed, norms and gates to be rounded as the next GEMM wants them.
-One `TorchGpuOps` lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's
-interpreter, in float32, for tests.
+Handles are tensors, or work put off until the kernel that does it along the way (`handles.py`). One `TorchGpuOps`
+lives for one step; everything that outlives it is in `GpuResources`. Runs on a CPU under Triton's interpreter, in
+float32, for tests.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
+from dflash_trt.backends.cuda.handles import Gated, Heads, Norm, RankSum, RopeRows, Sum, Value, rotation_of, tensor_of
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.mapping import Mapping as RankMapping
@@ -26,10 +26,10 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import draft_tokens
-from dflash_trt.kernels.attention_launch import AttentionOptions
-from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors
-from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
-from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
+from dflash_trt.kernels.attention_fixed import FixedSplits, Piece
+from dflash_trt.kernels.attention_options import AttentionOptions
+from dflash_trt.kernels.attention_plan import RequestTensors
+from dflash_trt.kernels.one_shot_launch import PeerBuffers
 from dflash_trt.kernels.rope_and_pages_launch import (
     DraftLayers,
     Rotation,
@@ -37,7 +37,6 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     rotate_block,
     store_draft_context,
 )
-from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
@@ -45,110 +44,10 @@ from dflash_trt.network.rope import rope_frequencies
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsIndex:
-    """Requests of some rows, and the plans of attention that their layers share."""
+    """Requests of some rows, and the pieces in which they are attended."""
 
     requests: RequestTensors
-    plans: AttentionPlans = field(default_factory=AttentionPlans)
-
-
-@dataclass(frozen=True, slots=True)
-class RopeRows:
-    """A decoder's rotation and the rows' positions, int32 [N]."""
-
-    inv_freq: Tensor  # float32 [D / 2]
-    amplitude: float
-    positions: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """[N, heads, D] before its norm and rotation; rows may be further apart."""
-
-    x: Tensor
-    norm: tuple[Tensor, float] | None = None  # weight [D], eps
-    rope: RopeRows | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RankSum:
-    """The sum of what the ranks have, through memory that they share; computed by the norm that follows or on its own.
-
-    Read once, and by every rank in the same way.
-    """
-
-    x: Tensor
-    peers: PeerBuffers
-
-    def value(self) -> Tensor:
-        return one_shot_sum(self.x, self.peers)
-
-
-@dataclass(slots=True)
-class Sum:
-    """a + b, computed by the norm that follows or by whoever needs it first."""
-
-    a: Tensor
-    b: Tensor | RankSum
-    total: Tensor | None = field(default=None)
-
-    def value(self) -> Tensor:
-        if self.total is None:
-            self.total = self.a + _tensor(self.b)
-        return self.total
-
-    def add_and_norm(self, weight: Tensor, eps: float, codes: RowCodes | None) -> Tensor:
-        if isinstance(self.b, RankSum):
-            b = self.b
-            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, codes=codes)
-        else:
-            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, codes=codes)
-        return normed
-
-
-@dataclass(slots=True)
-class Norm:
-    """An Activation: the RMS norm of `source`, with the addition before it when that is still to be done."""
-
-    source: Tensor | Sum
-    weight: Tensor
-    eps: float
-    normed: Tensor | None = field(default=None)
-
-    def value(self) -> Tensor:
-        if self.normed is None:
-            self.normed = self._run(None)
-        return self.normed
-
-    def codes(self, form: int, scale: Tensor) -> RowCodes:
-        rows = self.source.a if isinstance(self.source, Sum) else self.source
-        codes = RowCodes.allocate(form, scale, *rows.shape)
-        self._run(codes)
-        return codes
-
-    def _run(self, codes: RowCodes | None) -> Tensor:
-        source = self.source
-        if isinstance(source, Sum) and source.total is None:
-            return source.add_and_norm(self.weight, self.eps, codes)
-        return rms_norm(_tensor(source), self.weight, self.eps, codes=codes)
-
-
-@dataclass(frozen=True, slots=True)
-class Gated:
-    """An Activation: silu(gate) * up. Read once."""
-
-    gate_up: Tensor
-
-    def value(self) -> Tensor:
-        return silu_mul(self.gate_up)
-
-    def codes(self, form: int, scale: Tensor) -> RowCodes:
-        num_rows, num_columns = self.gate_up.shape
-        codes = RowCodes.allocate(form, scale, num_rows, num_columns // 2)
-        silu_mul(self.gate_up, codes=codes)
-        return codes
-
-
-Value = Tensor | Heads | RankSum | Sum | Norm | Gated
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +60,7 @@ class GpuResources:
     sampling_workspace: Mapping[str, Tensor]
     draft_layers: DraftLayers | None  # their k_norms and pages
     peers: PeerBuffers | None = None  # for sums of few rows over ranks
+    splits: FixedSplits | None = None  # of the target's attention, in deterministic steps
 
     @classmethod
     def allocate(
@@ -175,6 +75,7 @@ class GpuResources:
         dtype: torch.dtype,
         device: torch.device,
         peers: PeerBuffers | None = None,
+        splits: FixedSplits | None = None,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
         mixers = {layer.mixer.shard(mapping) for decoder in decoders for layer in decoder.layers}
@@ -183,7 +84,18 @@ class GpuResources:
             attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
             for mixer in mixers
         ]
-        most_features = max(layer.mixer.shard(mapping).q_size for layer in target.layers)
+        targets = {layer.mixer.shard(mapping) for layer in target.layers}
+        if splits is not None:
+            workspaces += [
+                splits.allocate_workspace(
+                    heads_per_kv=mixer.num_heads // mixer.num_kv_heads,
+                    kv_heads=mixer.num_kv_heads,
+                    head_dim=mixer.head_dim,
+                    device=device,
+                )
+                for mixer in targets
+            ]
+        most_features = max(mixer.q_size for mixer in targets)
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),
@@ -191,6 +103,7 @@ class GpuResources:
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
             peers=peers,
+            splits=splits,
         )
 
 
@@ -214,47 +127,47 @@ class TorchGpuOps:
         self._ranks = ranks
 
     def embedding(self, table: Value, token_ids: Value) -> Tensor:
-        return F.embedding(_tensor(token_ids), _tensor(table))
+        return F.embedding(tensor_of(token_ids), tensor_of(table))
 
     def linear(self, x: Value, linear: Linear[Any]) -> Tensor:
-        activation = x if isinstance(x, Norm | Gated) else Plain(_tensor(x))
+        activation = x if isinstance(x, Norm | Gated) else Plain(tensor_of(x))
         return apply_device_linear(activation, linear)
 
     def rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
-            return Heads(x.x, norm=(_tensor(weight), eps))
-        return Norm(x if isinstance(x, Sum) else _tensor(x), _tensor(weight), eps)
+            return Heads(x.x, norm=(tensor_of(weight), eps))
+        return Norm(x if isinstance(x, Sum) else tensor_of(x), tensor_of(weight), eps)
 
     def add(self, a: Value, b: Value) -> Sum:
-        return Sum(_tensor(a), b if isinstance(b, RankSum) else _tensor(b))
+        return Sum(tensor_of(a), b if isinstance(b, RankSum) else tensor_of(b))
 
     def scale(self, x: Value, factor: float) -> Tensor:
-        return _tensor(x) if factor == 1.0 else _tensor(x) * factor
+        return tensor_of(x) if factor == 1.0 else tensor_of(x) * factor
 
     def silu_mul(self, gate_up: Value) -> Gated:
-        return Gated(_tensor(gate_up))
+        return Gated(tensor_of(gate_up))
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
         assert isinstance(experts, DeviceExperts)
-        return run_device_experts(_tensor(x), self.linear(x, experts.router), experts, moe)
+        return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:
-        return torch.split(_tensor(x), list(sizes), dim=-1)
+        return torch.split(tensor_of(x), list(sizes), dim=-1)
 
     def concat(self, xs: Sequence[Value]) -> Tensor:
-        return torch.cat([_tensor(x) for x in xs], dim=-1)
+        return torch.cat([tensor_of(x) for x in xs], dim=-1)
 
     def split_heads(self, x: Value, head_dim: int) -> Heads:
-        x = _tensor(x)
+        x = tensor_of(x)
         return Heads(x.view(len(x), -1, head_dim))
 
     def gather_rows(self, x: Value, rows: Value) -> Tensor:
-        return _tensor(x).index_select(0, _tensor(rows).flatten())
+        return tensor_of(x).index_select(0, tensor_of(rows).flatten())
 
     def rope_table(self, rotary: Rotary, positions: Value) -> RopeRows:
         inv_freq, amplitude = self._resources.rope[rotary]
-        return RopeRows(inv_freq, amplitude, _tensor(positions))
+        return RopeRows(inv_freq, amplitude, tensor_of(positions))
 
     def rope(self, x: Value, table: RopeRows) -> Heads:
         assert isinstance(x, Heads) and x.rope is None
@@ -272,6 +185,10 @@ class TorchGpuOps:
         attended = self._attend_rows if rows.keeps_kv else self._attend_blocks
         return attended(q, k, v, rows, cache.tensor, options).flatten(1)
 
+    def _row_options(self, options: AttentionOptions) -> AttentionOptions:
+        """Of rows that keep their K/V."""
+        return options
+
     def _attend_rows(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -282,34 +199,38 @@ class TorchGpuOps:
             pool,
             rows.index.requests,
             rows.positions,
-            _rotation(q, k),
+            rotation_of(q, k),
             k_scale=options.k_scale,
             v_scale=options.v_scale,
         )
         assert rotated is not None
-        return attention_launch.attend_pages(
-            rotated,
-            pool,
-            rows.index.requests,
-            options,
-            workspace=self._resources.attention_workspace,
-            plans=rows.index.plans,
-            num_verify_rows=self._num_draft_tokens + 1,
-            attended=self._resources.attended[: rotated.numel()].view(rotated.shape),
-        )
+        attended = self._resources.attended[: rotated.numel()].view(rotated.shape)
+        for piece in rows.index.pieces:
+            attention_launch.attend_pages(
+                rotated[piece.rows],
+                pool,
+                piece.requests,
+                self._row_options(options),
+                workspace=self._resources.attention_workspace,
+                plans=piece.plans,
+                num_verify_rows=self._num_draft_tokens + 1,
+                attended=attended[piece.rows],
+            )
+        return attended
 
     def _attend_blocks(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Tensor:
-        q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, _rotation(q, k))
+        q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, rotation_of(q, k))
+        (piece,) = rows.index.pieces
         return attention_launch.attend_draft(
             q_rows,
             (k_rows, v.x),
             pool,
-            rows.index.requests,
+            piece.requests,
             options,
             workspace=self._resources.attention_workspace,
-            plans=rows.index.plans,
+            plans=piece.plans,
         )
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
@@ -318,15 +239,15 @@ class TorchGpuOps:
         assert stacked is not None and stacked.first_pages is first.cache.tensor
         assert len(others) + 1 == len(stacked.page_offsets) and all(other.rope is first.rope for other in others)
         store_draft_context(
-            _tensor(kv),
+            tensor_of(kv),
             stacked,
-            replace(rows.index.requests, context_lens=_tensor(limits)),
+            replace(rows.index.requests, context_lens=tensor_of(limits)),
             rows.positions,
             Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
         )
 
     def sample_and_accept(self, logits: Value) -> Acceptance[Any]:
-        inputs, scores = self._inputs, _tensor(logits)
+        inputs, scores = self._inputs, tensor_of(logits)
         num_requests, width = inputs.logit_rows.shape
         outputs = self._outputs or sampling_launch.allocate_outputs(num_requests, width, scores.device)
         sampling_launch.sample_and_accept(
@@ -346,20 +267,20 @@ class TorchGpuOps:
         return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
     def without_first(self, hidden: Value) -> Tensor:
-        x = _tensor(hidden)
+        x = tensor_of(hidden)
         blocks = x.view(-1, self._num_draft_tokens + 1, x.shape[-1])
         return blocks[:, 1:].reshape(-1, x.shape[-1])
 
     def draft_tokens(self, logits: Value, acceptance: Acceptance[Any], draft_to_target: Value | None) -> Tensor:
-        inputs, mapped = self._inputs, None if draft_to_target is None else _tensor(draft_to_target)
-        return draft_tokens(_tensor(logits), inputs.temperature, inputs.seed, acceptance.next_context_lens, mapped)
+        inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
+        return draft_tokens(tensor_of(logits), inputs.temperature, inputs.seed, acceptance.next_context_lens, mapped)
 
     def all_reduce(self, x: Value) -> Tensor | RankSum:
-        rows, peers = _tensor(x), self._resources.peers
+        rows, peers = tensor_of(x), self._resources.peers
         return RankSum(rows, peers) if peers is not None and peers.takes(rows) else self._ranks.all_reduce(rows)
 
     def all_gather_vocab(self, logits: Value) -> Tensor:
-        return self._ranks.all_gather_columns(_tensor(logits))
+        return self._ranks.all_gather_columns(tensor_of(logits))
 
     @property
     def _device(self) -> torch.device:
@@ -377,7 +298,7 @@ def _rows(
         context_lens=context_lens,
         page_table=page_table,
         keeps_kv=keeps_kv,
-        index=RowsIndex(requests=requests),
+        index=RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),
     )
 
 
@@ -389,24 +310,7 @@ def _options(cache: Cache[Any], gqa: Gqa, sinks: Value | None) -> AttentionOptio
         is_window_anchored=gqa.mask.is_window_anchored,
         score_scale=gqa.scale,
         softcap=gqa.softcap,
-        sinks=None if sinks is None else _tensor(sinks).float(),
+        sinks=None if sinks is None else tensor_of(sinks).float(),
         k_scale=scales.k,
         v_scale=scales.v,
-    )
-
-
-def _tensor(x: Value) -> Tensor:
-    assert not isinstance(x, Heads), "heads are read by attention alone"
-    return x if isinstance(x, Tensor) else x.value()
-
-
-def _rotation(q: Heads, k: Heads) -> Rotation:
-    assert q.rope is not None and k.rope is not None and (q.norm is None) == (k.norm is None)
-    eps = 1e-6 if k.norm is None else k.norm[1]
-    return Rotation(
-        inv_freq=k.rope.inv_freq,
-        amplitude=k.rope.amplitude,
-        q_norm=None if q.norm is None else q.norm[0],
-        k_norm=None if k.norm is None else k.norm[0],
-        eps=eps,
     )

@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,24 +106,27 @@ def with_linears(
     network: Network[Tensor],
     prepare: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]],
     *,
+    prepare_draft: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]] | None = None,  # None: as the target's
     on_read: Callable[[int], None] | None = None,
 ) -> Network[Tensor]:
     """Convert linear weights to a device's layout; `prepare` gets the dtype of the activations.
 
     `on_read` is called with the bytes of each that was mapped and so has been read now.
     """
-    dtype = activation_dtype(network)
+    dtype, prepare_draft = activation_dtype(network), prepare_draft or prepare
 
-    def prepared(linear: Linear[Tensor]) -> Linear[Tensor]:
-        result = prepare(linear, dtype)
+    def prepared(
+        convert: Callable[[Linear[Tensor], torch.dtype], Linear[Tensor]], linear: Linear[Tensor]
+    ) -> Linear[Tensor]:
+        result = convert(linear, dtype)
         if on_read is not None:
             on_read(_num_bytes(linear))
         return result
 
     return replace(
         network,
-        target_weights=map_linears(network.target_weights, prepared),
-        drafter=map_linears(network.drafter, prepared),
+        target_weights=map_linears(network.target_weights, partial(prepared, prepare)),
+        drafter=map_linears(network.drafter, partial(prepared, prepare_draft)),
     )
 
 

@@ -1,0 +1,43 @@
+"""The ops of `--deterministic` on a GPU: a row's bits depend on its request alone, in every dtype.
+
+Attention has splits of a fixed length, and sums over ranks have one order. Linears and experts were prepared with fixed
+tiles at load. Norms, rotations, codes and the sampler work row by row anyway. The target alone computes so: drafts
+decide how fast a text comes, and never which.
+"""
+
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+from torch import Tensor
+
+from dflash_trt.backends.cuda.handles import Value, tensor_of
+from dflash_trt.backends.cuda.ops import TorchGpuOps
+from dflash_trt.kernels.attention_options import AttentionOptions
+from dflash_trt.kernels.one_shot_launch import one_shot_sum
+from dflash_trt.network.ops import Rows
+
+
+class DeterministicGpuOps(TorchGpuOps):
+    """Implements `Ops[Value]` for one step."""
+
+    def token_rows(self) -> Rows[Any]:
+        rows, splits = super().token_rows(), self._resources.splits
+        assert splits is not None
+        pieces = tuple(splits.pieces(rows.index.requests, len(rows.positions)))
+        return replace(rows, index=replace(rows.index, pieces=pieces))
+
+    def all_reduce(self, x: Value) -> Tensor:
+        """In float32, in the order of the ranks, whichever way the addends take."""
+        rows, peers = tensor_of(x), self._resources.peers
+        if self._ranks.num_ranks == 1:
+            return rows
+        if peers is not None and peers.takes(rows):
+            return one_shot_sum(rows, peers)
+        addends = self._ranks.all_gather_columns(rows).float().chunk(self._ranks.num_ranks, dim=1)
+        return reduce(add, addends).to(rows.dtype)
+
+    def _row_options(self, options: AttentionOptions) -> AttentionOptions:
+        assert self._resources.splits is not None
+        return replace(options, split_length=self._resources.splits.split_length)

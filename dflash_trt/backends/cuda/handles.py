@@ -1,0 +1,131 @@
+"""Handles of the GPU's ops: work put off until the kernel that does it along the way.
+
+Heads are normed and rotated where they are attended, sums added where they are normed, norms and gates rounded as the
+next GEMM wants them.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
+from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
+from dflash_trt.kernels.rope_and_pages_launch import Rotation
+from dflash_trt.kernels.row_codes_launch import RowCodes
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows:
+    """A decoder's rotation and the rows' positions, int32 [N]."""
+
+    inv_freq: Tensor  # float32 [D / 2]
+    amplitude: float
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """[N, heads, D] before its norm and rotation; rows may be further apart."""
+
+    x: Tensor
+    norm: tuple[Tensor, float] | None = None  # weight [D], eps
+    rope: RopeRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSum:
+    """The sum of what the ranks have, through memory that they share; computed by the norm that follows or on its own.
+
+    Read once, and by every rank in the same way.
+    """
+
+    x: Tensor
+    peers: PeerBuffers
+
+    def value(self) -> Tensor:
+        return one_shot_sum(self.x, self.peers)
+
+
+@dataclass(slots=True)
+class Sum:
+    """a + b, computed by the norm that follows or by whoever needs it first."""
+
+    a: Tensor
+    b: Tensor | RankSum
+    total: Tensor | None = field(default=None)
+
+    def value(self) -> Tensor:
+        if self.total is None:
+            self.total = self.a + tensor_of(self.b)
+        return self.total
+
+    def add_and_norm(self, weight: Tensor, eps: float, codes: RowCodes | None) -> Tensor:
+        if isinstance(self.b, RankSum):
+            b = self.b
+            self.total, normed = one_shot_add_rms_norm(b.x, self.a, weight, eps, b.peers, codes=codes)
+        else:
+            self.total, normed = add_rms_norm(self.a, self.b, weight, eps, codes=codes)
+        return normed
+
+
+@dataclass(slots=True)
+class Norm:
+    """An Activation: the RMS norm of `source`, with the addition before it when that is still to be done."""
+
+    source: Tensor | Sum
+    weight: Tensor
+    eps: float
+    normed: Tensor | None = field(default=None)
+
+    def value(self) -> Tensor:
+        if self.normed is None:
+            self.normed = self._run(None)
+        return self.normed
+
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        rows = self.source.a if isinstance(self.source, Sum) else self.source
+        codes = RowCodes.allocate(form, scale, *rows.shape)
+        self._run(codes)
+        return codes
+
+    def _run(self, codes: RowCodes | None) -> Tensor:
+        source = self.source
+        if isinstance(source, Sum) and source.total is None:
+            return source.add_and_norm(self.weight, self.eps, codes)
+        return rms_norm(tensor_of(source), self.weight, self.eps, codes=codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """An Activation: silu(gate) * up. Read once."""
+
+    gate_up: Tensor
+
+    def value(self) -> Tensor:
+        return silu_mul(self.gate_up)
+
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        num_rows, num_columns = self.gate_up.shape
+        codes = RowCodes.allocate(form, scale, num_rows, num_columns // 2)
+        silu_mul(self.gate_up, codes=codes)
+        return codes
+
+
+Value = Tensor | Heads | RankSum | Sum | Norm | Gated
+
+
+def tensor_of(x: Value) -> Tensor:
+    assert not isinstance(x, Heads), "heads are read by attention alone"
+    return x if isinstance(x, Tensor) else x.value()
+
+
+def rotation_of(q: Heads, k: Heads) -> Rotation:
+    assert q.rope is not None and k.rope is not None and (q.norm is None) == (k.norm is None)
+    eps = 1e-6 if k.norm is None else k.norm[1]
+    return Rotation(
+        inv_freq=k.rope.inv_freq,
+        amplitude=k.rope.amplitude,
+        q_norm=None if q.norm is None else q.norm[0],
+        k_norm=None if k.norm is None else k.norm[0],
+        eps=eps,
+    )

@@ -1,0 +1,77 @@
+"""Attention in which the bits of a row depend on its own position and keys alone: the sizes that it needs.
+
+Splits have a fixed length, so that a tile has partial results for all of its keys. Steps with more rows than memory
+for those run in pieces, as if the prompts came in smaller chunks, which changes no bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.attention_launch import fixed_tile, workspace_size
+from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits
+
+NUM_SPLITS: Final = 8  # of the longest context; a multiple of them fills a GPU even with one request
+MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
+MIN_PIECE_ROWS: Final = 512  # enough work for a GPU in each launch
+_GRAIN: Final = 128  # keys: a multiple of what a program reads at once, in every dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows of a step that are attended together, and the plans that its layers share."""
+
+    rows: slice
+    requests: RequestTensors
+    plans: AttentionPlans = field(default_factory=AttentionPlans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedSplits:
+    """Sizes of an engine, never of a step."""
+
+    split_length: int  # keys
+    piece_rows: int
+    num_requests: int
+    num_keys: int  # of a request
+
+    @classmethod
+    def of(cls, *, max_requests: int, max_rows: int, max_keys: int) -> "FixedSplits":
+        """`max_rows` is that of verify blocks, which are one piece."""
+        length = max(MIN_SPLIT_LENGTH, -(-max_keys // NUM_SPLITS))
+        return cls(
+            split_length=-(-length // _GRAIN) * _GRAIN,
+            piece_rows=max(MIN_PIECE_ROWS, max_rows),
+            num_requests=max_requests,
+            num_keys=max_keys,
+        )
+
+    def pieces(self, requests: RequestTensors, num_rows: int) -> Iterator[Piece]:
+        """All rows of a step, in order. Nothing here reads a tensor's content."""
+        if num_rows <= self.piece_rows:
+            yield Piece(rows=slice(num_rows), requests=requests)
+            return
+        for first in range(0, num_rows, self.piece_rows):
+            last = min(first + self.piece_rows, num_rows)
+            yield Piece(rows=slice(first, last), requests=_between(requests, first, last))
+
+    def allocate_workspace(self, *, heads_per_kv: int, kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
+        """float32, enough for every piece of layers with these heads."""
+        tile = fixed_tile(heads_per_kv)
+        num_tiles = self.piece_rows // (tile // heads_per_kv) + self.num_requests
+        num_slots = num_tiles * fixed_splits(self.num_keys, self.split_length)
+        size = workspace_size(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots)
+        return torch.empty(size.num_elements, dtype=torch.float32, device=device)
+
+
+def _between(requests: RequestTensors, first: int, last: int) -> RequestTensors:
+    """The requests of a step as if it had the rows first to last - 1 alone, and those before were stored already."""
+    offsets = requests.token_offsets
+    return RequestTensors(
+        token_offsets=offsets.clamp(first, last) - first,
+        context_lens=requests.context_lens + (first - offsets[:-1]).clamp(min=0),
+        page_table=requests.page_table,
+    )

@@ -1,0 +1,43 @@
+"""Options of one layer's attention."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dflash_trt.kernels.launch_rules import NO_WINDOW, max_lag, max_lead
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """Options of one layer's attention.
+
+    `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
+    turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
+    value. The other scales are those of FP8 pages.
+
+    `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
+    and the result of a row depends on its own position and keys alone, to the last bit.
+    """
+
+    window: int | None = None
+    is_causal: bool = True
+    is_window_anchored: bool = False
+    score_scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    split_length: int | None = None
+
+    @property
+    def max_lag(self) -> int:
+        return max_lag(window=self.window or NO_WINDOW, is_window_anchored=self.is_window_anchored)
+
+    @property
+    def max_lead(self) -> int:
+        is_anchored = self.is_window_anchored
+        return max_lead(lag=self.max_lag, is_causal=self.is_causal, is_window_anchored=is_anchored)
+
+    @property
+    def window_step(self) -> int:
+        return 0 if self.is_window_anchored else 1
