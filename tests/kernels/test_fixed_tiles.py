@@ -120,8 +120,17 @@ def test_experts_with_fixed_tiles_depend_on_no_other_row(format_name: str, exact
     assert changed_rows(compute, x) == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no GPU has said whether its bits change, too")
+@pytest.mark.parametrize("format_name", [None, "nvfp4_w4a16"])
+def test_the_same_kernel_with_other_tiles_gives_other_bits(format_name: str | None) -> None:
+    """The negative control."""
+    fixed = prepare_fixed_linear(make_linear(format_name, torch.float32), torch.float32)
+    usual = replace(fixed, weight=replace(fixed.weight, has_fixed_tiles=False))
+    assert changed_rows(lambda rows: apply_device_linear(Plain(rows), usual), random(NUM_ROWS, IN)) != []
+
+
 def test_without_fixed_tiles_they_follow_the_number_of_rows() -> None:
-    """The negative control: what a GPU would compute with for one row and for many."""
+    """What a GPU would compute with for one row and for many."""
     assert packed_linear_launch.tile_tokens(1) != packed_linear_launch.tile_tokens(NUM_ROWS)
     assert routing_launch.tile_tokens(1, 2, 8) != routing_launch.tile_tokens(500, 2, 8)
     plain, fp8 = (make_linear(name, torch.float32) for name in (None, "fp8"))
