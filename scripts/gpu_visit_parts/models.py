@@ -73,7 +73,13 @@ def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
 
 
 def make_executor(
-    target: TargetSpec, draft: DraftSpec, weight_format: str, *, max_batch_size: int, max_seq_len: int
+    target: TargetSpec,
+    draft: DraftSpec,
+    weight_format: str,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
+    is_deterministic: bool = False,
 ) -> TorchGpuExecutor:
     """Pages for max_batch_size sequences of max_seq_len. Raises torch.OutOfMemoryError where they do not fit."""
     device = SETTING.device
@@ -114,6 +120,7 @@ def make_executor(
         max_draft_len=max_draft_len,
         device=device,
         quantization=quantization,
+        is_deterministic=is_deterministic,
     )
 
 

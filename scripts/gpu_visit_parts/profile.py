@@ -39,7 +39,7 @@ def _num_steps() -> int:
 
 def _step(model: str, weights: str, context: int) -> tuple[TorchGpuExecutor, StepBatch]:
     target = target_spec(model)
-    executor = open_executor((model, weights, context, _num_requests()))
+    executor = open_executor((model, weights, context, _num_requests(), False))
     num_drafts = 1 if SETTING.is_dry_run else draft_spec(model, target).max_draft_len
     batch = decode_batch(_num_requests(), num_drafts, context, vocab_size=target.vocab_size)
     executor.warm_up([step_shape(plan_of(batch), executor.limits)])

@@ -20,7 +20,7 @@ from gpu_visit_parts.timing import elapsed_ms, machine_roofs
 NUM_STEPS = 8
 _LEFT_BYTES = 24 * 2**30  # for weights and activations
 
-_Engine = tuple[str, str, int, int]  # model, format of the weights, context, largest batch
+_Engine = tuple[str, str, int, int, bool]  # model, format of the weights, context, largest batch, deterministic
 _open: dict[_Engine, TorchGpuExecutor] = {}  # the one executor that is held: cases of one engine follow each other
 
 
@@ -30,14 +30,18 @@ def cases() -> Iterator[Case]:
     else:
         engines = [("qwen3-8b", weights, context) for weights in ("bf16", "fp8") for context in (1024, 8192)]
         batch_sizes, draft_lens = (1, 4, 16, 64), (0, 3, 7, 15)
-    for engine, num_requests, length in itertools.product(engines, batch_sizes, draft_lens):
-        model, weights, context = engine
-        name = f"{model} {weights} over {context}, {num_requests} requests, {length} drafts"
-        yield Case(name=name, run=partial(_measured, (*engine, batch_sizes[-1]), num_requests, length))
+    for is_deterministic in (False, True):  # the cost of the setting is the ratio of two rows
+        lens = draft_lens[::2] if is_deterministic else draft_lens
+        for engine, num_requests, length in itertools.product(engines, batch_sizes, lens):
+            model, weights, context = engine
+            name = f"{model} {weights} over {context}, {num_requests} requests, {length} drafts"
+            name += ", deterministic" if is_deterministic else ""
+            opened = (*engine, batch_sizes[-1], is_deterministic)
+            yield Case(name=name, run=partial(_measured, opened, num_requests, length))
 
 
 def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
-    model, weights, context, _ = engine
+    model, weights, context, _, is_deterministic = engine
     target = target_spec(model)
     draft = draft_spec(model, target)
     executor = open_executor(engine)
@@ -51,6 +55,7 @@ def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
     num_bytes += num_requests * context * kv_bytes(target, draft)
     floor_ms = machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8=weights == "fp8") / 1e3
     row = {"model": model, "weights": weights, "context": context, "requests": num_requests, "drafts": num_drafts}
+    row |= {"deterministic": str(is_deterministic), "rows_per_s": 1e3 * num_rows / times["device_ms"]}
     return {"steps": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
 
 
@@ -60,7 +65,7 @@ def open_executor(engine: _Engine) -> TorchGpuExecutor:
         _open.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        model, weights, context, most = engine
+        model, weights, context, most, is_deterministic = engine
         target = target_spec(model)
         draft = draft_spec(model, target)
         max_seq_len = context + draft.max_draft_len + 1
@@ -69,7 +74,9 @@ def open_executor(engine: _Engine) -> TorchGpuExecutor:
             most = min(most, free_bytes // (max_seq_len * kv_bytes(target, draft)))
         if most < 1:
             raise LeftOutError("the K/V of one request do not fit")
-        _open[engine] = make_executor(target, draft, weights, max_batch_size=most, max_seq_len=max_seq_len)
+        _open[engine] = make_executor(
+            target, draft, weights, max_batch_size=most, max_seq_len=max_seq_len, is_deterministic=is_deterministic
+        )
     return _open[engine]
 
 

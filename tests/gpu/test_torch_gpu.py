@@ -4,8 +4,12 @@ import pytest
 import torch
 import triton
 
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.graphs import GraphCache, waits_raise
 from dflash_trt.backends.padding import warm_shapes
+from dflash_trt.backends.page_budget import plan_pages
+from dflash_trt.backends.torch.loading import bind_tensors
+from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
@@ -44,9 +48,9 @@ def two_prompts(sampling):
     )
 
 
-def generate(executor, sampling, num_steps, *, num_draft_tokens=NUM_DRAFT_TOKENS):
-    """The results of a prefill and so many verify steps of two requests."""
-    requests = two_prompts(sampling)
+def generate(executor, sampling, num_steps, *, num_draft_tokens=NUM_DRAFT_TOKENS, num_requests=2):
+    """The results of a prefill and so many verify steps of two requests, or of the first."""
+    requests = two_prompts(sampling)[:num_requests]
     batch = StepBatch(requests=requests, num_draft_tokens=num_draft_tokens)
     results = [run_batch(executor, batch)]
     for _ in range(num_steps):
@@ -132,12 +136,7 @@ def test_speculation_does_not_change_greedy_text(executors):
     assert texts[0] == texts[1]
 
 
-def test_a_bfloat16_engine_steps_and_stays_finite(pair):
-    from dflash_trt.backends.cuda.executor import TorchGpuExecutor
-    from dflash_trt.backends.page_budget import plan_pages
-    from dflash_trt.backends.torch.loading import bind_tensors
-    from dflash_trt.checkpoint.pair import open_pair
-
+def bfloat16_executor(pair, *, is_deterministic=False):
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.bfloat16, mapping=Mapping()))
     plan = plan_pages(
@@ -147,14 +146,19 @@ def test_a_bfloat16_engine_steps_and_stays_finite(pair):
         max_seq_len=64,
         budget_bytes=1 << 24,
     )
-    executor = TorchGpuExecutor(
+    return TorchGpuExecutor(
         bind_tensors(opened.target, opened.draft, {name: x.to(DEVICE) for name, x in tensors.items()}),
         page_plan=plan,
         max_batch_size=4,
         max_num_tokens=48,
         max_draft_len=NUM_DRAFT_TOKENS,
         device=DEVICE,
+        is_deterministic=is_deterministic,
     )
+
+
+def test_a_bfloat16_engine_steps_and_stays_finite(pair):
+    executor = bfloat16_executor(pair)
     exact = steps.make_executors(pair, DEVICE)[0]
     found, expected = (generate(x, StepSampling(), 0)[0] for x in (executor, exact))
     for row, other in zip(found, expected, strict=True):
@@ -163,3 +167,19 @@ def test_a_bfloat16_engine_steps_and_stays_finite(pair):
     assert all(
         logprob <= 0 for result in generate(executor, steps.SAMPLED, 6) for row in result for logprob in row.logprobs
     )
+
+
+@pytest.mark.parametrize("sampling", [StepSampling(), steps.SAMPLED], ids=["greedy", "sampled"])
+def test_deterministic_bits_depend_neither_on_drafts_nor_on_batch_mates(pair, sampling):
+    """Verify blocks in graphs beside one another, against single tokens of a request alone."""
+    executor = bfloat16_executor(pair, is_deterministic=True)
+    executor.warm_up(warm_shapes(executor.limits, (NUM_DRAFT_TOKENS,)))
+    beside = emitted(generate(executor, sampling, 12))
+    alone = emitted(generate(executor, sampling, 12, num_draft_tokens=0, num_requests=1))
+    assert beside[: len(alone)] == alone
+
+
+def emitted(results):
+    """Tokens and log probabilities of the first request."""
+    pairs = (zip(rows[0].emitted_tokens, rows[0].logprobs, strict=True) for rows in results)
+    return [pair for step in pairs for pair in step]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.kernels import attention_launch
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
@@ -58,7 +60,9 @@ def test_a_broken_kernel_of_pytorch_leaves_our_number(parts: Any) -> None:
 def test_a_choice_that_computes_something_else_shows(parts: Any) -> None:
     kernel = parts.kernels.decode_attention(2, 3, 9)
     same = parts.choices._attention(kernel, "as it is", {})["attention"][0]
-    other = parts.choices._attention(kernel, "window", {"max_lag": lambda **_: 2})["attention"][0]
+    attend = attention_launch.attend_pages
+    patches = {"attend_pages": lambda *given, **words: 2 * attend(*given, **words)}
+    other = parts.choices._attention(kernel, "doubled", patches)["attention"][0]
     assert same["max_difference"] == 0 and same["time_us"] > 0
     assert other["max_difference"] > 0.1
 
@@ -134,11 +138,11 @@ def test_a_dry_run_leaves_json_and_tables_and_is_resumed(tmp_path: Path) -> None
     ]
     first = subprocess.run(command, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "- part 3: 5 ok" in first.stdout and "## 3. steps" in (tmp_path / "out" / "results.md").read_text()
+    assert "- part 3: 7 ok" in first.stdout and "## 3. steps" in (tmp_path / "out" / "results.md").read_text()
     resumed = [*command[:-1], str(tmp_path / "next"), "--resume", str(tmp_path / "out")]
     second = subprocess.run(resumed, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "part 3: ok: tiny" not in second.stdout and "- part 3: 5 ok" in second.stdout
+    assert "part 3: ok: tiny" not in second.stdout and "- part 3: 7 ok" in second.stdout
 
 
 def test_carried_wheels_are_unpacked_without_an_index(parts: Any, tmp_path: Path) -> None:

@@ -90,14 +90,16 @@ def engine_of_experts(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     return make_engine(tmp_path_factory.mktemp("experts"), family="qwen3_moe", max_batch_size=24, **experts)
 
 
-@pytest.fixture(params=["engine", "engine_of_experts"])
+@pytest.fixture(params=["engine", "engine_of_experts", "engine_of_experts, deterministic"])
 def executor(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:
     """Of the steps with a prefill chunk some have graphs and some have none."""
-    engine: EngineDir = request.getfixturevalue(request.param)
+    name, *words = request.param.split(", ")
+    engine: EngineDir = request.getfixturevalue(name)
     monkeypatch.setattr(padding, "MAX_GRAPHS", 64)
-    opened = TorchGpuExecutor.open(engine, RuntimeConfig(kv_cache_bytes=1 << 24), device=torch.device("cpu"))
+    config = RuntimeConfig(kv_cache_bytes=1 << 24, deterministic=bool(words))
+    opened = TorchGpuExecutor.open(engine, config, device=torch.device("cpu"))
     recorder = GraphRecorder()
     opened.graphs = GraphCache(recorder.capture)
     yield opened, recorder
