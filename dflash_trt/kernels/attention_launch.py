@@ -20,7 +20,7 @@ from dflash_trt.kernels.attention_plan import (
     page_run,
     with_fixed_splits,
 )
-from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.attention_reduction import attention_codes_kernel, attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.launch_rules import (
     ANY_ROWS,
@@ -30,6 +30,7 @@ from dflash_trt.kernels.launch_rules import (
     num_stats,
     work_slots,
 )
+from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 
 TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
@@ -131,6 +132,7 @@ def attend_pages(
     num_verify_rows: int,  # K + 1: what most requests have; the others are prefill chunks
     plans: AttentionPlans | None = None,  # of the step; None: this call's own
     attended: Tensor | None = None,  # out, F [T, heads, D]
+    codes: RowCodes | None = None,  # out, FP8; `attended` is then left unfinished
 ) -> Tensor:
     """Causal attention of the step's tokens over their requests' pages, F [T, heads, D].
 
@@ -148,7 +150,7 @@ def attend_pages(
         hint="Only a draft block has an anchor.",
     )
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
-    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended)
+    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
     if len(q) <= num_requests * num_verify_rows or options.split_length is not None:
         # The most rows that one request can have: then its keys are read once, whoever else is in the step.
         most_rows = max(1, min(num_verify_rows, len(q) - num_requests + 1))
@@ -170,6 +172,7 @@ def attend_draft(
     workspace: Tensor,
     plans: AttentionPlans | None = None,
     attended: Tensor | None = None,
+    codes: RowCodes | None = None,  # as in `attend_pages`
 ) -> Tensor:
     """Attention of the draft blocks over their requests' stored context and over themselves, F [R * S, heads, D]."""
     num_requests = len(requests.context_lens)
@@ -183,12 +186,12 @@ def attend_draft(
     for name, tensor in zip(("block_k", "block_v"), block, strict=True):
         shape = [len(q), pages.shape[3], pages.shape[4]]
         check_tensor(name, tensor, dtype=q.dtype, shape=shape, row_stride_is_free=True)
-    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended)
+    launch = _Launch.of(q, pages, requests, options, workspace, plans, attended, codes)
     launch.run(query_rows=len(q) // num_requests, block=block)
     return launch.attended
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Launch:
     """The checked arguments of one call, which may launch more than once."""
 
@@ -199,6 +202,7 @@ class _Launch:
     workspace: Tensor
     plans: AttentionPlans
     attended: Tensor
+    codes: RowCodes | None
 
     @classmethod
     def of(
@@ -210,6 +214,7 @@ class _Launch:
         workspace: Tensor,
         plans: AttentionPlans | None,
         attended: Tensor | None,
+        codes: RowCodes | None,
     ) -> "_Launch":
         attended = torch.empty_like(q) if attended is None else attended
         plans = AttentionPlans() if plans is None else plans
@@ -229,9 +234,9 @@ class _Launch:
         )
         if options.sinks is not None:
             check_tensor("sinks", options.sinks, dtype=torch.float32, shape=[heads])
-        return cls(
-            q=q, pages=pages, requests=requests, options=options, workspace=workspace, plans=plans, attended=attended
-        )
+        if codes is not None:
+            check_tensor("codes", codes.values, dtype=torch.float8_e4m3fn, shape=[len(q), heads * head_dim])
+        return cls(q, pages, requests, options, workspace, plans, attended, codes)
 
     def run(
         self, *, query_rows: int, block: tuple[Tensor, Tensor] | None, min_rows: int = 1, max_rows: int = ANY_ROWS
@@ -241,7 +246,8 @@ class _Launch:
         plan = self.plans.of(self.requests, partition)
         partials, stats = self._partials(partition)
         self._attend(partition, plan, (self.q, self.q) if block is None else block, partials, stats)
-        self._reduce(partition, plan, partials, stats)
+        finish = self._reduce if self.codes is None else self._quantize
+        finish(partition, plan, partials, stats)
 
     def _partition(self, query_rows: int, has_block: bool) -> Partition:
         options, kv_heads = self.options, self.pages.shape[3]
@@ -343,6 +349,30 @@ class _Launch:
             **attention_constants(head_dim=self.q.shape[2]),
             **part.constants,
             PLANNED=True,
+            ROWS=REDUCTION_ROWS,
+            STAGES=REDUCTION_STAGES,
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+
+    def _quantize(self, part: Partition, plan: Tensor, partials: Tensor, stats: Tensor) -> None:
+        options, kv_heads, codes = self.options, self.pages.shape[3], self.codes
+        assert codes is not None
+        attention_codes_kernel[(kv_heads, part.tile_capacity, part.tile // REDUCTION_ROWS)](
+            self.attended,
+            partials,
+            stats,
+            plan,
+            stats if options.sinks is None else options.sinks,
+            codes.values,
+            codes.scale,
+            kv_heads,
+            part.heads_per_kv,
+            heads_reciprocal(heads_per_kv=part.heads_per_kv),
+            int(options.sinks is not None),
+            **attention_constants(head_dim=self.q.shape[2]),
+            TILE=part.tile,
             ROWS=REDUCTION_ROWS,
             STAGES=REDUCTION_STAGES,
             num_warps=4,

@@ -1,4 +1,4 @@
-"""The kernel that joins what the splits of a tile left behind; a tile that was not split is finished already.
+"""The kernels that join what the splits of a tile left behind; a tile that was not split is finished already.
 
 Names in grid expressions are those of attention.py.
 """
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import load_place, load_range, plan_item, query_row, split_and_number
 from dflash_trt.kernels.attention_softmax import divisor_of
+from dflash_trt.kernels.quantize_fp8 import e4m3
 
 
 @triton.jit(
@@ -92,9 +93,117 @@ def attention_reduction_kernel(
     row = query_row(in_tile, heads_reciprocal)
     is_row = row < num_rows
     dim = tl.arange(0, DIM)
-    is_dim = dim < HEAD_DIM
-    is_part = is_row[:, None] & is_dim[None, :]
+    is_part = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    joined = joined_splits(
+        partials,
+        partial_stats,
+        slot,
+        num_splits,
+        sinks,
+        kv_head,
+        kv_heads,
+        heads_per_kv,
+        has_sinks,
+        in_tile,
+        row,
+        is_row,
+        is_part,
+        dim,
+        HEAD_DIM,
+        DIM,
+        TILE,
+        ROWS,
+        STAGES,
+    )
+    offset = (in_tile + row * (kv_heads - 1) * heads_per_kv)[:, None] * HEAD_DIM + dim[None, :]
+    out = attended + (token.to(tl.int64) * kv_heads + kv_head) * heads_per_kv * HEAD_DIM
+    tl.store(out + offset, joined, mask=is_part)
 
+
+@triton.jit(do_not_specialize=["kv_heads", "heads_per_kv", "heads_reciprocal", "has_sinks"])
+def attention_codes_kernel(
+    attended,  # F [N, heads, D]; read where a tile has one split
+    partials,  # float32 [work_slots, kv_heads, TILE, D]
+    partial_stats,  # float32 [work_slots, kv_heads, 2, TILE]
+    plan,  # int32 [items, PLAN_WORDS]
+    sinks,  # float32 [heads]; read only with has_sinks
+    codes,  # out, float8_e4m3fn [N, heads, D]
+    scale,  # float32 [1], of the codes
+    kv_heads,
+    heads_per_kv,
+    heads_reciprocal,
+    has_sinks,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,  # of the tile, taken by one program
+    STAGES: tl.constexpr,  # of the loads' pipeline
+):
+    """The same as codes for the GEMM that reads them, for every tile. Grid: (kv_heads, tile_capacity, TILE / ROWS)."""
+    kv_head = tl.program_id(0)
+    _, token, num_rows, _, _, _ = load_range(plan, tl.program_id(1))
+    slot, splits = load_place(plan, tl.program_id(1))
+    _, num_splits = split_and_number(splits)
+    if num_rows == 0:
+        return
+    in_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = query_row(in_tile, heads_reciprocal)
+    is_row = row < num_rows
+    dim = tl.arange(0, DIM)
+    is_part = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    offset = (in_tile + row * (kv_heads - 1) * heads_per_kv)[:, None] * HEAD_DIM + dim[None, :]
+    offset += (token.to(tl.int64) * kv_heads + kv_head) * heads_per_kv * HEAD_DIM
+    if num_splits == 1:
+        value = tl.load(attended + offset, mask=is_part, other=0.0).to(tl.float32)
+    else:
+        value = joined_splits(
+            partials,
+            partial_stats,
+            slot,
+            num_splits,
+            sinks,
+            kv_head,
+            kv_heads,
+            heads_per_kv,
+            has_sinks,
+            in_tile,
+            row,
+            is_row,
+            is_part,
+            dim,
+            HEAD_DIM,
+            DIM,
+            TILE,
+            ROWS,
+            STAGES,
+        )
+    value = value.to(attended.dtype.element_ty).to(tl.float32)  # rounded as if it had been stored
+    tl.store(codes + offset, e4m3(value, tl.load(scale)).to(codes.dtype.element_ty), mask=is_part)
+
+
+@triton.jit
+def joined_splits(
+    partials,
+    partial_stats,
+    slot,
+    num_splits,
+    sinks,
+    kv_head,
+    kv_heads,
+    heads_per_kv,
+    has_sinks,
+    in_tile,  # [ROWS]
+    row,
+    is_row,
+    is_part,  # [ROWS, DIM]
+    dim,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """float32 [ROWS, DIM]."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DIM], tl.float32)
@@ -115,6 +224,4 @@ def attention_reduction_kernel(
         output = output * decay[:, None] + part * weight[:, None]
         maximum = new_maximum
     divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, in_tile, row, heads_per_kv, has_sinks)
-    offset = (in_tile + row * (kv_heads - 1) * heads_per_kv)[:, None] * HEAD_DIM + dim[None, :]
-    out = attended + (token.to(tl.int64) * kv_heads + kv_head) * heads_per_kv * HEAD_DIM
-    tl.store(out + offset, output / divisor[:, None], mask=is_part)
+    return output / divisor[:, None]

@@ -12,6 +12,8 @@ from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace
+from dflash_trt.kernels.row_codes import FP8 as CODES_FP8
+from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.kernels import reference_attention
@@ -352,3 +354,37 @@ def test_a_workspace_that_is_too_small_is_refused(device: torch.device) -> None:
             workspace=torch.empty(16, device=device),
             num_verify_rows=VERIFY_ROWS,
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["sinks", "4k context in many splits", "prefill chunk beside verify blocks", "float16"]
+)
+def test_codes_for_the_next_gemm_are_those_of_the_stored_result(name: str, device: torch.device) -> None:
+    """Of tiles in one split and in several; the negative control is the scale."""
+    step = STEPS[name]
+    tensors, options = make_tensors(step).to(device), on(step.options, device)
+    attended, scale = torch.zeros_like(tensors.q), torch.tensor([0.013], device=device)
+    codes = RowCodes.allocate(CODES_FP8, scale, len(tensors.q), attended[0].numel())
+    words = {
+        "workspace": allocate_workspace(kv_heads=step.heads.num_kv_heads, head_dim=step.heads.head_dim, device=device),
+        "num_verify_rows": VERIFY_ROWS,
+        "attended": attended,
+    }
+    given = (tensors.q, tensors.pages, tensors.requests, options)
+    attention_launch.attend_pages(*given, **words, codes=codes)
+    finished = attention_launch.attend_pages(*given, **words).flatten(1)
+    assert torch.equal(codes.values.float(), quantize_rows(finished, CODES_FP8, scale).values.float())
+    assert not torch.equal(codes.values.float(), quantize_rows(finished, CODES_FP8, 2 * scale).values.float())
+
+
+def test_codes_of_draft_blocks_are_those_of_the_stored_result(device: torch.device) -> None:
+    step = DRAFTS["long context in splits"]
+    tensors, block = draft_tensors(step)
+    tensors, scale = tensors.to(device), torch.tensor([0.02], device=device)
+    codes = RowCodes.allocate(CODES_FP8, scale, len(tensors.q), tensors.q[0].numel())
+    given = (tensors.q, tuple(x.to(device) for x in block), tensors.pages, tensors.requests, step.options)
+    heads = step.heads
+    workspace = allocate_workspace(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, device=device)
+    attention_launch.attend_draft(*given, workspace=workspace, codes=codes)
+    finished = attention_launch.attend_draft(*given, workspace=workspace).flatten(1)
+    assert torch.equal(codes.values.float(), quantize_rows(finished, CODES_FP8, scale).values.float())

@@ -19,7 +19,7 @@ from dflash_trt.backends.cuda.linear import (
 from dflash_trt.backends.torch.process_group import OneRank
 from dflash_trt.formats.base import segment_amax
 from dflash_trt.formats.registry import weight_format, weight_formats
-from dflash_trt.kernels import attention_fixed, attention_launch, norm_launch, packed_linear_launch, routing_launch
+from dflash_trt.kernels import attention_fixed, attention_launch, launch_rules, norm_launch, packed_linear_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.attention_launch import AttentionOptions
 from dflash_trt.kernels.row_codes import FP8, NVFP4
@@ -132,7 +132,8 @@ def test_the_same_kernel_with_other_tiles_gives_other_bits(format_name: str | No
 def test_without_fixed_tiles_they_follow_the_number_of_rows() -> None:
     """What a GPU would compute with for one row and for many."""
     assert packed_linear_launch.tile_tokens(1) != packed_linear_launch.tile_tokens(NUM_ROWS)
-    assert routing_launch.tile_tokens(1, 2, 8) != routing_launch.tile_tokens(500, 2, 8)
+    few, many = (launch_rules.tile_tokens(num_entries=n, num_experts=8) for n in (2, 1000))
+    assert few != many
     plain, fp8 = (make_linear(name, torch.float32) for name in (None, "fp8"))
     assert prepare_device_linear(plain, torch.float32) is plain, "PyTorch's GEMM"
     assert not isinstance(prepare_device_linear(fp8, torch.float32).weight, DevicePackedWeight), "PyTorch's FP8 GEMM"

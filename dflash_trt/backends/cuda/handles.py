@@ -4,6 +4,7 @@ Heads are normed and rotated where they are attended, sums added where they are 
 next GEMM wants them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
 from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
-from dflash_trt.kernels.row_codes_launch import RowCodes
+from dflash_trt.kernels.row_codes import FP8
+from dflash_trt.kernels.row_codes_launch import RowCodes, quantize_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,25 @@ class Gated:
         return codes
 
 
-Value = Tensor | Heads | RankSum | Sum | Norm | Gated
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """An Activation: what attention gives, [N, features]. Read once."""
+
+    run: Callable[[RowCodes | None], Tensor]  # into codes, or as it is
+    codes_memory: Tensor  # float8_e4m3fn [N, features]
+
+    def value(self) -> Tensor:
+        return self.run(None)
+
+    def codes(self, form: int, scale: Tensor) -> RowCodes:
+        if form != FP8:
+            return quantize_rows(self.value(), form, scale)
+        codes = RowCodes(form=form, scale=scale, values=self.codes_memory)
+        self.run(codes)
+        return codes
+
+
+Value = Tensor | Heads | RankSum | Sum | Norm | Gated | Attended
 
 
 def tensor_of(x: Value) -> Tensor:

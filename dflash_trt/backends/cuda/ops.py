@@ -5,7 +5,7 @@ lives for one step; everything that outlives it is in `GpuResources`. Runs on a 
 float32, for tests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
-from dflash_trt.backends.cuda.handles import Gated, Heads, Norm, RankSum, RopeRows, Sum, Value, rotation_of, tensor_of
+from dflash_trt.backends.cuda.handles import (
+    Attended,
+    Gated,
+    Heads,
+    Norm,
+    RankSum,
+    RopeRows,
+    Sum,
+    Value,
+    rotation_of,
+    tensor_of,
+)
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.mapping import Mapping as RankMapping
@@ -37,6 +48,7 @@ from dflash_trt.kernels.rope_and_pages_launch import (
     rotate_block,
     store_draft_context,
 )
+from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
 from dflash_trt.network.rope import rope_frequencies
@@ -57,6 +69,7 @@ class GpuResources:
     rope: Mapping[Rotary, tuple[Tensor, float]]  # inv_freq float32 [D / 2], amplitude
     attention_workspace: Tensor
     attended: Tensor  # flat; kept from step to step so that rows of no request always hold finite numbers
+    attended_codes: Tensor  # the same as FP8 codes
     sampling_workspace: Mapping[str, Tensor]
     draft_layers: DraftLayers | None  # their k_norms and pages
     peers: PeerBuffers | None = None  # for sums of few rows over ranks
@@ -95,11 +108,12 @@ class GpuResources:
                 )
                 for mixer in targets
             ]
-        most_features = max(mixer.q_size for mixer in targets)
+        most_features = max(mixer.q_size for mixer in mixers)
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),
             attended=torch.zeros(max_tokens * most_features, dtype=dtype, device=device),
+            attended_codes=torch.zeros(max_tokens * most_features, dtype=torch.float8_e4m3fn, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
             peers=peers,
@@ -130,7 +144,7 @@ class TorchGpuOps:
         return F.embedding(tensor_of(token_ids), tensor_of(table))
 
     def linear(self, x: Value, linear: Linear[Any]) -> Tensor:
-        activation = x if isinstance(x, Norm | Gated) else Plain(tensor_of(x))
+        activation = x if isinstance(x, Norm | Gated | Attended) else Plain(tensor_of(x))
         return apply_device_linear(activation, linear)
 
     def rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
@@ -179,11 +193,14 @@ class TorchGpuOps:
 
     def attend(
         self, q: Value, k: Value, v: Value, rows: Rows[Any], cache: Cache[Any], gqa: Gqa, sinks: Value | None = None
-    ) -> Tensor:
+    ) -> Attended:
+        """K and V are stored now; the linear that reads the result says whether it wants codes."""
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
         options = _options(cache, gqa, sinks)
         attended = self._attend_rows if rows.keeps_kv else self._attend_blocks
-        return attended(q, k, v, rows, cache.tensor, options).flatten(1)
+        num_rows, features = len(q.x), q.x[0].numel()
+        codes = self._resources.attended_codes[: num_rows * features].view(num_rows, features)
+        return Attended(attended(q, k, v, rows, cache.tensor, options), codes)
 
     def _row_options(self, options: AttentionOptions) -> AttentionOptions:
         """Of rows that keep their K/V."""
@@ -191,7 +208,7 @@ class TorchGpuOps:
 
     def _attend_rows(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    ) -> Callable[[RowCodes | None], Tensor]:
         rotated = rotate_and_store(
             q.x,
             k.x,
@@ -204,34 +221,46 @@ class TorchGpuOps:
             v_scale=options.v_scale,
         )
         assert rotated is not None
-        attended = self._resources.attended[: rotated.numel()].view(rotated.shape)
-        for piece in rows.index.pieces:
-            attention_launch.attend_pages(
-                rotated[piece.rows],
-                pool,
-                piece.requests,
-                self._row_options(options),
-                workspace=self._resources.attention_workspace,
-                plans=piece.plans,
-                num_verify_rows=self._num_draft_tokens + 1,
-                attended=attended[piece.rows],
-            )
-        return attended
+        queries = rotated
+        attended = self._resources.attended[: queries.numel()].view(queries.shape)
+
+        def run(codes: RowCodes | None) -> Tensor:
+            for piece in rows.index.pieces:
+                attention_launch.attend_pages(
+                    queries[piece.rows],
+                    pool,
+                    piece.requests,
+                    self._row_options(options),
+                    workspace=self._resources.attention_workspace,
+                    plans=piece.plans,
+                    num_verify_rows=self._num_draft_tokens + 1,
+                    attended=attended[piece.rows],
+                    codes=None if codes is None else replace(codes, values=codes.values[piece.rows]),
+                )
+            return attended.flatten(1)
+
+        return run
 
     def _attend_blocks(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
-    ) -> Tensor:
+    ) -> Callable[[RowCodes | None], Tensor]:
         q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, rotation_of(q, k))
         (piece,) = rows.index.pieces
-        return attention_launch.attend_draft(
-            q_rows,
-            (k_rows, v.x),
-            pool,
-            piece.requests,
-            options,
-            workspace=self._resources.attention_workspace,
-            plans=piece.plans,
-        )
+
+        def run(codes: RowCodes | None) -> Tensor:
+            attended = attention_launch.attend_draft(
+                q_rows,
+                (k_rows, v.x),
+                pool,
+                piece.requests,
+                options,
+                workspace=self._resources.attention_workspace,
+                plans=piece.plans,
+                codes=codes,
+            )
+            return attended.flatten(1)
+
+        return run
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
         """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them."""
