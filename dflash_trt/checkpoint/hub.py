@@ -91,18 +91,23 @@ def _error(name: HubName, role: str, error: Exception, missing: Sequence[str]) -
         expected, found = f"a branch, tag or commit of {name.repository}", f"none named {name.revision}"
         return ConfigError.about(subject, expected=expected, found=found, hint=f"{page}/commits/main lists commits.")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        found = f"{', '.join(missing) or 'no files of that revision'} missing {_where()}"
+        why_not = "HF_HUB_OFFLINE is set" if _is_offline() else "the hub was not reached"
+        found = f"{', '.join(missing) or 'no files of this revision'} {'not there' if missing else 'there'}; {why_not}"
         hint = "Unset HF_HUB_OFFLINE" if _is_offline() else "Check the connection and HF_ENDPOINT"
-        expected, hint = "files in the cache, or a connection", f"{hint}, or pass a local directory."
+        expected, hint = f"files in the cache {_cache()}", f"{hint}, or pass a local directory."
         return CheckpointError.about(subject, expected=expected, found=found, hint=hint)
     found, hint = f"{type(error).__name__}: {error}", "Check the connection and run again; finished files are kept."
     return CheckpointError.about(subject, expected="a download", found=found, hint=hint)
 
 
 def _where() -> str:
+    return f"in {_cache()}, and HF_HUB_OFFLINE is set" if _is_offline() else "there"
+
+
+def _cache() -> str:
     from huggingface_hub import constants
 
-    return f"in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set" if _is_offline() else "there"
+    return str(constants.HF_HUB_CACHE)
 
 
 def _is_offline() -> bool:

@@ -2,8 +2,8 @@
 
 `reference_sampling.py` is the same arithmetic in PyTorch. Probabilities are compared and summed in fixed point
 (e^(score - largest) in units of 2^-40, int64), so that no result depends on how a row was cut into tiles. A token is
-drawn by the noise of `philox.py`. This file knows nothing of requests beyond `core/step_spec.py`; launching is in
-`sampling_launch.py`.
+drawn by the noise of `philox.py`; `sampling_rows.py` reads rows and searches them. This file knows nothing of requests
+beyond `core/step_spec.py`; launching is in `sampling_launch.py`.
 
     tile_statistics  [rows, tiles]  largest logit and sums of exponentials of each tile, maxima of its pieces
     row_bounds       [rows]         the row's maximum; greedy rows are done, and rows that give no token (NaN, see
@@ -22,16 +22,20 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.philox import noise_of_range
+from dflash_trt.kernels.sampling_rows import (
+    exponentials,
+    kth_piece,
+    load_logits,
+    mass_larger_than,
+    mass_of,
+    search_threshold,
+)
 
 GREEDY = tl.constexpr(0)  # row modes
 RANDOM = tl.constexpr(1)  # no filter, or min_p alone
 FILTERED = tl.constexpr(2)  # top_k or top_p
 
-_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the largest exponential
-_MASS_UNIT = tl.constexpr(float(1 << 40))
 _NO_INDEX = tl.constexpr(0x7FFFFFFF)
-_BIN_BITS = tl.constexpr(10)
-_NUM_LEVELS = tl.constexpr(3)  # of histograms: an exponential, at most 1, has 30 bits
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -53,7 +57,7 @@ def tile_statistics_kernel(
     num_tiles = tl.num_programs(1)
     request = row // width
     offsets = tile * TILE + tl.arange(0, TILE)
-    x = _load_logits(logits, row, offsets, vocab_size)
+    x = load_logits(logits, row, offsets, vocab_size)
     numbers = tl.where(x == x, x, float("-inf"))  # NaN is seen in the sums
     largest = tl.max(numbers, axis=0)
     index = tl.min(tl.where((x == largest) & (offsets < vocab_size), offsets, _NO_INDEX), axis=0)
@@ -125,7 +129,7 @@ def row_bounds_kernel(
             floor = 0.999 * (1.0 - p) * scaled_total / vocab_size
         if has_top_k & (k <= num_tiles * PIECES):
             floor = tl.maximum(
-                floor, _kth_piece(piece_max + row * num_tiles * PIECES, k, anchor, degree, num_tiles, TILES, PIECES)
+                floor, kth_piece(piece_max + row * num_tiles * PIECES, k, anchor, degree, num_tiles, TILES, PIECES)
             )
         tl.store(row_mode + row, tl.where(has_top_k | (p < 1), FILTERED, RANDOM))
         tl.store(row_floor + row, floor)
@@ -156,13 +160,13 @@ def collect_kernel(
     if tl.load(row_mode + row) == FILTERED:
         offsets = tile * TILE + tl.arange(0, TILE)
         degree = tl.load(temperature + row // width)
-        e = _exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
+        e = exponentials(logits, row, offsets, vocab_size, tl.load(row_max + row), degree)
         is_listed = (e > 0) & (e >= tl.load(row_floor + row))
         slots = tl.cumsum(is_listed.to(tl.int32), axis=0)
         start = tl.atomic_add(list_count + row, tl.sum(is_listed.to(tl.int32), axis=0))
         slots += start - 1
         tl.store(list_values + row * LIST_CAPACITY + slots, e, mask=is_listed & (slots < LIST_CAPACITY))
-        tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(_mass(e), axis=0))
+        tl.store(tile_mass + row * tl.num_programs(1) + tile, tl.sum(mass_of(e), axis=0))
 
 
 @triton.jit(do_not_specialize=["width", "num_tiles"])
@@ -198,19 +202,19 @@ def row_threshold_kernel(
         found = tl.full((), 0, tl.int32)  # bits of the smallest exponential kept so far
         if (k > 0) & (k < vocab_size):
             # the largest value that at least k tokens reach
-            found, num_above = _search(
+            found, num_above = search_threshold(
                 logits, list_values, bins, row, count, k, largest, degree, vocab_size, False, CHUNK, LIST_CAPACITY, BINS
             )
             if (found > 0) & (p < 1):
                 # k tokens by falling probability: of those tied at the end, as many as there is room for
-                mass_above = _mass_above(
+                mass_above = mass_larger_than(
                     logits, list_values, row, count, found, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
                 )
-                total = mass_above + (k - num_above) * _mass(found.to(tl.float32, bitcast=True))
+                total = mass_above + (k - num_above) * mass_of(found.to(tl.float32, bitcast=True))
         if p < 1:
             # the largest value that top_p of the mass reaches: those above it have less
             limit = tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            found, _ = _search(
+            found, _ = search_threshold(
                 logits,
                 list_values,
                 bins,
@@ -254,7 +258,7 @@ def tile_draw_kernel(
         score, token = float("-inf"), _NO_INDEX
         if tl.exp(tl.div_rn(tl.load(tile_max + at) - largest, degree)) >= threshold:
             offsets = tile * TILE + tl.arange(0, TILE)
-            x = _load_logits(logits, row, offsets, vocab_size) - largest
+            x = load_logits(logits, row, offsets, vocab_size) - largest
             is_kept = (tl.exp(tl.div_rn(x, degree)) >= threshold) & (offsets < vocab_size)
             position = tl.load(positions + tl.load(logit_rows + row)) + 1
             noise = noise_of_range(tl.load(seed + row // width), position, tile * TILE, TILE)
@@ -319,133 +323,3 @@ def accept_kernel(
     tl.store(num_accepted + request, accepted)
     tl.store(bonus_tokens + request, bonus)
     tl.store(next_context_lens + request, tl.load(context_lens + request) + given - candidates + accepted)
-
-
-@triton.jit
-def _load_logits(logits, row, offsets, vocab_size):
-    # int64: rows * vocab_size passes 2^31
-    start = logits + row.to(tl.int64) * vocab_size
-    return tl.load(start + offsets, mask=offsets < vocab_size, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _exponentials(logits, row, offsets, vocab_size, largest, degree):
-    """e^(logit / temperature - largest of them), at most 1; 0 past the vocabulary."""
-    x = _load_logits(logits, row, offsets, vocab_size)
-    return tl.exp(tl.div_rn(x - largest, degree))
-
-
-@triton.jit
-def _mass(e):
-    return (e * _MASS_UNIT).to(tl.int64)
-
-
-@triton.jit
-def _kth_piece(pieces, k, largest, degree, num_tiles, TILES: tl.constexpr, PIECES: tl.constexpr):
-    """The k-th largest of the maxima of all pieces, as an exponential; a hair below, for the rounding of e^x."""
-    at = tl.arange(0, TILES * PIECES)
-    x = tl.load(pieces + at, mask=at < num_tiles * PIECES, other=float("-inf"))
-    bits = tl.exp(tl.div_rn(x - largest, degree)).to(tl.int32, bitcast=True)
-    found = tl.full((), 0, tl.int32)
-    above = tl.full((), _ONE_BITS + 1, tl.int32)
-    for _ in range(31):
-        middle = found + (above - found) // 2
-        is_low = tl.sum((bits >= middle).to(tl.int32), axis=0) >= k
-        found = tl.where(is_low, middle, found)
-        above = tl.where(is_low, above, middle)
-    return 0.999 * found.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _search(
-    logits,
-    list_values,
-    bins,
-    row,
-    count,
-    limit,  # positive
-    largest,
-    degree,
-    vocab_size,
-    HAS_MASS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LIST_CAPACITY: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Bits of the largest exponential such that tokens of it and above weigh `limit`, and the weight above it.
-
-    A token weighs its mass or 1. Every level is a histogram over the next bits, exponent first, of the tokens that
-    agree with what was found so far: three reads of a row, however flat it is. 0 where all weigh less than `limit`.
-    """
-    found = tl.full((), 0, tl.int32)
-    above = tl.full((), 0, tl.int64)
-    slots = tl.arange(0, BINS)
-    for level in range(_NUM_LEVELS):
-        shift = (_NUM_LEVELS - 1 - level) * _BIN_BITS
-        tl.store(bins + row * BINS + slots, tl.zeros([BINS], tl.int64))
-        tl.debug_barrier()
-        for start in range(0, _size(count, vocab_size, LIST_CAPACITY), CHUNK):
-            e, is_in = _listed(
-                logits, list_values, row, count, start, largest, degree, vocab_size, CHUNK, LIST_CAPACITY
-            )
-            bits = e.to(tl.int32, bitcast=True)
-            is_in = is_in & (bits >> (shift + _BIN_BITS) == found >> (shift + _BIN_BITS))
-            weight = _mass(e) if HAS_MASS else tl.full([CHUNK], 1, tl.int64)
-            tl.atomic_add(bins + row * BINS + ((bits >> shift) & (BINS - 1)), weight, mask=is_in, sem="relaxed")
-        tl.debug_barrier()
-        weights = tl.load(bins + row * BINS + slots, cache_modifier=".cg")  # where atomics are made
-        tl.debug_barrier()
-        from_slot = above + tl.sum(weights, axis=0) - tl.cumsum(weights, axis=0) + weights
-        slot = tl.maximum(tl.sum((from_slot >= limit).to(tl.int32), axis=0) - 1, 0)
-        above += tl.sum(tl.where(slots > slot, weights, 0), axis=0)
-        found += slot << shift
-    return found, above
-
-
-@triton.jit
-def _mass_above(
-    logits,
-    list_values,
-    row,
-    count,
-    bits,  # of an exponential
-    largest,
-    degree,
-    vocab_size,
-    CHUNK: tl.constexpr,
-    LIST_CAPACITY: tl.constexpr,
-):
-    """The mass of larger exponentials."""
-    mass = tl.full((), 0, tl.int64)
-    for start in range(0, _size(count, vocab_size, LIST_CAPACITY), CHUNK):
-        e, is_in = _listed(logits, list_values, row, count, start, largest, degree, vocab_size, CHUNK, LIST_CAPACITY)
-        mass += tl.sum(tl.where(is_in & (e.to(tl.int32, bitcast=True) > bits), _mass(e), 0), axis=0)
-    return mass
-
-
-@triton.jit
-def _size(count, vocab_size, LIST_CAPACITY: tl.constexpr):
-    """Of the row's list; an overflown list is replaced by the whole row."""
-    return tl.where(count <= LIST_CAPACITY, count, vocab_size)
-
-
-@triton.jit
-def _listed(
-    logits,
-    list_values,
-    row,
-    count,
-    start,
-    largest,
-    degree,
-    vocab_size,
-    CHUNK: tl.constexpr,
-    LIST_CAPACITY: tl.constexpr,
-):
-    """Exponentials [CHUNK] from `start` on, and which of them are there."""
-    offsets = start + tl.arange(0, CHUNK)
-    if count <= LIST_CAPACITY:
-        e = tl.load(list_values + row * LIST_CAPACITY + offsets, mask=offsets < count, other=0.0)
-    else:
-        e = _exponentials(logits, row, offsets, vocab_size, largest, degree)
-    return e, offsets < _size(count, vocab_size, LIST_CAPACITY)

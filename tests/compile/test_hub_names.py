@@ -171,9 +171,9 @@ def test_offline_the_cache_is_enough_and_what_is_missing_is_named(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     shard = sorted(path.name for path in (checkpoints / "target").glob("*.safetensors"))[0]
     message = refused(CheckpointError)
-    assert f"expected files in the cache, or a connection, found {shard}, " in message
-    assert f"missing in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE" in message
-    assert "found no files of that revision missing" in refused(CheckpointError, "someone/tuned", drafter=DRAFTER)
+    assert f"expected files in the cache {constants.HF_HUB_CACHE}, found {shard}, " in message
+    assert "not there; HF_HUB_OFFLINE is set. Unset HF_HUB_OFFLINE" in message
+    assert "found no files of this revision there" in refused(CheckpointError, "someone/tuned", drafter=DRAFTER)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     complete = find()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
