@@ -253,7 +253,7 @@ def _print(report: dict[str, Any]) -> None:
         title = f"floor of a verify step, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
         console.print(title, soft_wrap=True)
         console.print(_steps_table(report))
-        console.print("No kernel is below a floor, and none reaches it (docs/planning.md).")
+        console.print("No kernel is below a floor, and none reaches it.")
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
 

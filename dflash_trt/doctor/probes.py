@@ -87,7 +87,7 @@ def triton_server() -> str:
     places = [name for name in _TRITON_SERVERS if Path(name).is_dir()]
     found = which("tritonserver") or which("tritonserver", path=":".join(places) or None)
     if found is None:
-        raise NotHereError("no tritonserver on the PATH, and none of scripts/install_triton_server here")
+        raise NotHereError("no tritonserver on the PATH, nor in .triton_server")
     ran = subprocess.run([found, "--help"], capture_output=True, text=True, check=False)
     if "Usage: tritonserver" not in ran.stdout + ran.stderr:
         raise NotHereError(f"tritonserver does not start: {_last_line(ran.stderr)}")

@@ -43,7 +43,11 @@ def tracked() -> list[str]:
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("needs a git checkout")
-    return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
+    paths = [ROOT / name for name in listed.stdout.splitlines()]
+    files = [
+        inner for path in paths for inner in (path.iterdir() if path.is_dir() else [path])
+    ]  # build_configs is a link
+    return [str(path.relative_to(ROOT)) for path in files if path.is_file()]
 
 
 @cache
