@@ -26,14 +26,14 @@ WORKING = "class Logger:\n    ERROR = 1\n    def __init__(self, level): ...\nBui
 BROKEN = {
     "raise ImportError('libnvinfer.so.11: cannot open shared object file')": (
         "tensorrt: expected an importable Python package, found libnvinfer.so.11: cannot open shared object file. "
-        "Install it: pip install tensorrt (11.0 or newer; docs/tensorrt.md), or build with --backend torch."
+        "Install it: pip install tensorrt (11.0 or newer), or build with --backend torch."
     ),
     "raise RuntimeError('first line\\nCUDA driver version is insufficient')": (
         "RuntimeError: CUDA driver version is insufficient"
     ),
     WORKING.replace("11.4", "10.13"): (
         "tensorrt: expected 11.0 or newer, found 10.13. "
-        "Install it: pip install tensorrt (11.0 or newer; docs/tensorrt.md), or build with --backend torch."
+        "Install it: pip install tensorrt (11.0 or newer), or build with --backend torch."
     ),
     "import os\nos._exit(3)": "its process ended with 3",
     "import os, sys\nprint('terminate called', file=sys.stderr, flush=True)\nos.abort()": (
