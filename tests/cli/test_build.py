@@ -140,7 +140,7 @@ def test_a_missing_yaml_file_is_a_usage_error(tmp_path, invoke) -> None:
 
 
 def test_no_configuration_at_all_is_a_usage_error(tmp_path, invoke) -> None:
-    _assert_refused(invoke("build", "-o", tmp_path / "engine"), 2, "Pass CONFIG.yaml, or --target PATH")
+    _assert_refused(invoke("build", "-o", tmp_path / "engine"), 2, "Pass CONFIG.yaml, a recipe's name, or --target")
 
 
 @pytest.mark.parametrize(

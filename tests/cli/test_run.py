@@ -103,7 +103,8 @@ def test_a_file_of_rows_gives_a_file_of_results_in_its_order(engine_dir, tmp_pat
     # Without an output file the same rows stand on stdout; with --json beside one, only the summary does.
     printed = _rows(invoke("run", engine_dir, "--input-file", source, *GREEDY).stdout)
     assert [row["token_ids"] for row in printed] == [row["token_ids"] for row in rows]
-    assert json.loads(invoke(*words, "--json", "--overwrite").stdout).keys() == {"summary", "settings", "kv_pages"}
+    summary = json.loads(invoke(*words, "--json", "--overwrite").stdout)
+    assert summary.keys() == {"summary", "settings", "kv_pages", "chat_template_options"}
 
 
 def test_rows_may_come_from_stdin(engine_dir, invoke) -> None:

@@ -50,6 +50,7 @@ NOT_RUN = {
     "dflash-trt build demo --tp-size 2": "tests/cli/test_ranks.py builds and runs two ranks",
     "dflash-trt run build/demo_tp2": "tests/cli/test_ranks.py builds and runs two ranks",
     "scripts/text_stability.py": "minutes",
+    "scripts/deterministic_cost.py": "minutes",
     "scripts/quantization_table.py": "minutes",
     "scripts/quantization_memory.py": "minutes, and 6 GB of disk",
     "scripts/train_demo/train": "hours",
