@@ -9,6 +9,7 @@ import torch
 from dflash_trt.backends.page_budget import plan_pages
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
+from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.core.dtype import dtype_name
@@ -28,8 +29,10 @@ def make_executor(
     max_seq_len: int = 256,
     max_batch_size: int = 8,
     quantization: QuantizationSpec | None = None,
+    has_kernels: bool = True,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages."""
+    kernels = cpu_kernels()
     pair = open_pair(target, drafter)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
@@ -48,6 +51,7 @@ def make_executor(
         max_num_tokens=1024,
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
         quantization=quantization,
+        kernels=kernels if has_kernels and isinstance(kernels, CpuKernels) else None,
     )
 
 

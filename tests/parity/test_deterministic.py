@@ -34,6 +34,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the t
     "experts, sinks and windows": (EXPERTS, {}),
     "fp8": ({}, {"target": "fp8", "kv_cache": "fp8"}),
     "nvfp4_w4a16": ({}, {"target": "nvfp4_w4a16"}),
+    "float32, CPU kernels": ({"head_dim": 32}, {}),
 }
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
@@ -50,7 +51,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     calibration = {"prompts": str(root / "prompts.jsonl")}
     config = QuantizationConfig(**quantization, calibration=calibration) if quantization else QuantizationConfig()
     limits = {"max_seq_len": 256, "max_batch_size": 8, "max_num_tokens": 64}
-    return build(root, root / "engine", drafter="drafter", dtype="bfloat16", quantization=config, **limits)
+    dtype = "float32" if request.param.startswith("float32") else "bfloat16"
+    return build(root, root / "engine", drafter="drafter", dtype=dtype, quantization=config, **limits)
 
 
 def opened(engine: EngineDir, *, deterministic: bool) -> TorchExecutor:

@@ -7,6 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
+from dflash_trt.backends.torch.native.ops import NativeOps
+from dflash_trt.backends.torch.ops import TorchOps
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 
@@ -55,6 +59,11 @@ TARGETS = {
     },
     "llama sharded": {"family": "llama", "max_shard_size": "60KB"},
 }
+# Heads that the CPU kernels attend with; smaller ones take only their linear layers.
+TARGETS |= {
+    f"{name}, heads of 32": TARGETS[name] | {"head_dim": 32}
+    for name in ("qwen3", "qwen3 windows", "qwen3 yarn", "llama tied, biases, one kv head")
+}
 
 
 def tiny_target(path: Path, **options) -> Path:
@@ -86,6 +95,19 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_drafts(tmp_p
     run = decode(speculative, PROMPT, NUM_NEW, num_draft_tokens=7, propose=nearly_right)
     assert run.tokens[:NUM_NEW] == expected
     assert run.num_accepted[:8] == list(range(8))
+
+
+@pytest.mark.parametrize(("head_dim", "ops"), [(16, TorchOps), (32, NativeOps)])
+def test_the_size_of_heads_decides_who_attends(tmp_path, head_dim, ops):
+    if isinstance(found := cpu_kernels(), NoKernels):
+        pytest.skip(f"no CPU kernels: {found.reason}")
+    target = tiny_target(tmp_path / "target", head_dim=head_dim)
+    executor = make_executor(target)
+    inputs = step_inputs(sequence_batch(PROMPT, page_size=4))
+    assert type(executor._ops(inputs, num_draft_tokens=0)) is ops
+    without = make_executor(target, has_kernels=False)
+    assert type(without._ops(inputs, num_draft_tokens=0)) is TorchOps
+    assert decode(without, PROMPT, NUM_NEW, num_draft_tokens=0).tokens[:NUM_NEW] == transformers_tokens(target)
 
 
 def test_the_logprobs_are_those_of_transformers(tmp_path):

@@ -12,6 +12,8 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch.fixed_shapes import in_blocks, in_vectors
 from dflash_trt.backends.torch.linear import HalfLinear
 from dflash_trt.backends.torch.moe import activated, chosen_experts, run_chosen_experts, unpacked_expert
+from dflash_trt.backends.torch.native.linear import PanelLinear
+from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
 from dflash_trt.core.model.feed_forward import Moe
@@ -47,9 +49,13 @@ class DeterministicOps(TorchOps):
         return self.linear(x, unpacked_expert(linear, x.dtype))
 
 
+class DeterministicNativeOps(NativeOps, DeterministicOps):
+    """`DeterministicOps` with the CPU kernels, of which no row's bits depend on the other rows of a call."""
+
+
 def _sums_in_order(linear: Linear[Tensor]) -> bool:
-    """FBGEMM's kernels for float16 weights add up a row's products one by one, whatever the number of rows."""
+    """FBGEMM with float16 weights and the CPU kernels add up a row's products in order, however many rows there are."""
     weight = linear.weight
     if isinstance(weight, DequantizedWeight):
-        return all(isinstance(piece.linear, HalfLinear) for piece in weight.pieces)
-    return isinstance(linear, HalfLinear)
+        return all(isinstance(piece.linear, HalfLinear | PanelLinear) for piece in weight.pieces)
+    return isinstance(linear, HalfLinear | PanelLinear)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
-from dflash_trt.backends.torch.deterministic_ops import DeterministicOps
+from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
 from dflash_trt.backends.torch.layers import prepared
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
@@ -24,6 +25,8 @@ from dflash_trt.backends.torch.loading import (
     rotaries_of,
     states_of,
 )
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
+from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.quantization import QuantizationSpec
@@ -54,16 +57,16 @@ class TorchExecutor:
         ranks: RankGroup = ONE_RANK,
         is_deterministic: bool = False,
         on_read: Callable[[int], None] | None = None,
+        kernels: CpuKernels | None = None,
     ) -> None:
         """`quantization` says which pages are FP8; quantized weights are in the network already.
 
-        `ranks` have the other shards of the network; all run the same steps.
+        `ranks` have the other shards of the network; all run the same steps. `kernels` compute what they can.
         """
         assert ranks.num_ranks == network.mapping.tp_size, "a shard of a network needs all of its ranks"
         self._ranks = ranks
-        self._make_ops = DeterministicOps if is_deterministic else TorchOps
         self.page_plan = page_plan
-        self.network = prepared(network, on_read=on_read)
+        self.network = prepared(network, kernels, on_read=on_read)
         self.limits = limits_of(
             network,
             page_plan,
@@ -79,6 +82,9 @@ class TorchExecutor:
         self._inputs = HostInputs(self.limits)
         self._slots = DeviceSlots(self.limits)
         states = states_of(network, quantization)
+        self._make_ops: Callable[..., TorchOps] = DeterministicOps if is_deterministic else TorchOps
+        if kernels is not None and fits(dtype, states):
+            self._make_ops = partial(DeterministicNativeOps if is_deterministic else NativeOps, kernels=kernels)
         self._state = allocate_state(states, num_pages=page_plan.num_pages, page_size=page_plan.page_size)
 
     @classmethod
@@ -97,6 +103,7 @@ class TorchExecutor:
             torch.set_num_threads(config.num_threads)
         manifest = engine.manifest
         build = manifest.build_config
+        kernels = cpu_kernels()
         with mapped_weights(engine, rank) as tensors:
             network = load_network(engine, rank=rank, use_drafter=config.use_drafter, tensors=tensors)
             page_plan = plan_engine_pages(manifest, config)
@@ -110,6 +117,7 @@ class TorchExecutor:
                 ranks=ranks,
                 is_deterministic=config.deterministic,
                 on_read=engine.on_read,
+                kernels=None if isinstance(kernels, NoKernels) else kernels,
             )
 
     def submit(self, plan: StepPlan) -> FinishedStep:

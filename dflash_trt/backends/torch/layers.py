@@ -6,6 +6,7 @@ and rotated together. The scale of a layer kept in float16 is multiplied into th
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from dflash_trt.backends.torch.linear import HalfLinear
 from dflash_trt.backends.torch.loading import with_experts, with_linears
 from dflash_trt.backends.torch.moe import separated
+from dflash_trt.backends.torch.native.library import CpuKernels
+from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import prepare_linear
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.formats.base import QuantizedWeight
@@ -37,15 +40,19 @@ class JoinedGqa(GqaWeights[Tensor]):
         heads = ops.split_heads(ops.linear(x, self.projections[0]), gqa.head_dim)
         num_rotated = gqa.num_heads + gqa.num_kv_heads
         qk, v = heads.split_with_sizes((num_rotated, gqa.num_kv_heads), 1)
-        qk = ops.rope(qk if self.qk_norm is None else ops.rms_norm(qk, self.qk_norm, eps), rope)
+        assert isinstance(ops, TorchOps)
+        qk = ops.norm_rope(qk, self.qk_norm, eps, rope)
         q, k = qk.split_with_sizes((gqa.num_heads, gqa.num_kv_heads), 1)
         return q, k, v
 
 
-def prepared(network: Network[Tensor], *, on_read: Callable[[int], None] | None = None) -> Network[Tensor]:
-    """The network as `TorchOps` computes it."""
+def prepared(
+    network: Network[Tensor], kernels: CpuKernels | None = None, *, on_read: Callable[[int], None] | None = None
+) -> Network[Tensor]:
+    """The network as `TorchOps` computes it, its linear layers with `kernels` where those have a layout for them."""
     joined = map_parts(with_experts(network, separated), Layer, _joined)
-    return map_parts(with_linears(joined, prepare_linear, on_read=on_read), Layer, _with_scaled_norms)
+    prepare = partial(prepare_linear, kernels=kernels)
+    return map_parts(with_linears(joined, prepare, on_read=on_read), Layer, _with_scaled_norms)
 
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:

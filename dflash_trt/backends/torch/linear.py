@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.torch.native.library import CpuKernels
+from dflash_trt.backends.torch.native.linear import PanelLinear, panel_linear
 from dflash_trt.network.ops import Linear
 
 _FLOAT16_MAX: Final = torch.finfo(torch.float16).max
@@ -31,12 +33,14 @@ class HalfLinear(Linear[Tensor]):
     scale: float  # a power of two, of what comes out
 
 
-def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
+def pack_for_cpu(linear: Linear[Tensor], kernels: CpuKernels | None = None) -> Linear[Tensor]:
     """The same layer in the fastest layout that changes no product; unchanged where there is none."""
     weight = linear.weight
     assert isinstance(weight, Tensor), "quantized weights have a file of their own"
     if weight.device.type != "cpu":
         return linear
+    if kernels is not None and (panels := panel_linear(linear, kernels)) is not None:
+        return panels
     if weight.dtype == torch.float32 and (half := _half_linear(linear, weight)) is not None:
         return half
     if not _can_reorder(weight.dtype):
@@ -47,6 +51,8 @@ def pack_for_cpu(linear: Linear[Tensor]) -> Linear[Tensor]:
 def apply_linear(x: Tensor, linear: Linear[Tensor]) -> Tensor:
     """x @ weight.T + bias, whichever layout the weight has."""
     out: Tensor
+    if isinstance(linear, PanelLinear):
+        return linear(x)
     if isinstance(linear, HalfLinear):
         # The operator behind the packet, whose checks of a packed argument cost more than a small GEMM.
         out = torch.ops.quantized.linear_dynamic_fp16._op(x, linear.packed)

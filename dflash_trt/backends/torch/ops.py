@@ -64,9 +64,7 @@ class TorchOps:
         self._rope_tables = rope_tables
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
-        self._plan = torch_attention.plan_attention(
-            inputs, page_size=page_size, num_draft_tokens=num_draft_tokens, has_fixed_shapes=self.has_fixed_shapes
-        )
+        self._index = self._index_tokens()
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
@@ -119,6 +117,10 @@ class TorchOps:
         swapped = torch.roll(x, x.shape[-1] // 2, -1)
         return (x * cos).add_(swapped.mul_(sin))
 
+    def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
+        """`rope` of the normed heads, `norm` [heads, D]; x may be overwritten."""
+        return self.rope(x if norm is None else self.rms_norm(x, norm, eps), table)
+
     def token_rows(self) -> Rows[Tensor]:
         inputs = self._inputs
         return Rows(
@@ -127,7 +129,7 @@ class TorchOps:
             context_lens=inputs.context_lens,
             page_table=inputs.page_table,
             keeps_kv=True,
-            index=self._plan,
+            index=self._index,
         )
 
     def attend(
@@ -159,17 +161,14 @@ class TorchOps:
         width = self._num_draft_tokens + 1
         token_ids = torch.full((len(starts), width), fill, dtype=torch.int32)
         token_ids[:, 0] = acceptance.bonus_tokens
-        positions = starts[:, None] + torch.arange(width, dtype=torch.int32)
-        plan = torch_attention.plan_blocks(
-            page_table, starts, page_size=self._page_size, num_slots=width, scratch=self._plan.scratch
-        )
+        positions = (starts[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
         rows = Rows(
-            positions=positions.flatten(),
+            positions=positions,
             token_offsets=None,
             context_lens=starts,
             page_table=page_table,
             keeps_kv=False,
-            index=plan,
+            index=self._index_blocks(positions, starts),
         )
         return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
@@ -179,6 +178,27 @@ class TorchOps:
 
     def draft_tokens(self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None) -> Tensor:
         return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target)
+
+    def _index_tokens(self) -> Any:
+        return torch_attention.plan_attention(
+            self._inputs,
+            page_size=self._page_size,
+            num_draft_tokens=self._num_draft_tokens,
+            has_fixed_shapes=self.has_fixed_shapes,
+        )
+
+    def _index_blocks(
+        self,
+        positions: Tensor,  # int32 [R*S]
+        starts: Tensor,  # int32 [R]
+    ) -> Any:
+        return torch_attention.plan_blocks(
+            self._inputs.page_table,
+            starts,
+            page_size=self._page_size,
+            num_slots=self._num_draft_tokens + 1,
+            scratch=self._index.scratch,
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._ranks.all_reduce(x)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.linear import apply_linear, pack_for_cpu
+from dflash_trt.backends.torch.native.library import CpuKernels
 from dflash_trt.formats.base import QuantizedWeight, is_of_experts, row_scale
 from dflash_trt.formats.fp8 import Fp8Weight, e4m3
 from dflash_trt.formats.nvfp4 import BLOCK_SIZE, Nvfp4Weight, block_scales, e2m1_codes, e2m1_values
@@ -40,7 +41,9 @@ class DequantizedWeight(QuantizedWeight[Tensor]):
     quantize: "QuantizeActivations | None"  # None for a weight-only format
 
 
-def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True) -> DequantizedWeight:
+def dequantize(
+    weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: bool = True, kernels: CpuKernels | None = None
+) -> DequantizedWeight:
     """Codes, times their block scales, as numbers of `dtype` (float32 or bfloat16: float16 has not their range).
 
     What is kept for many calls takes the time to be laid out for the CPU.
@@ -54,7 +57,8 @@ def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: 
         stop = start + sum(rows for _, rows in group)
         scale = None if scales is None else scales[start:stop] * (1.0 if input_scale is None else input_scale)
         linear = Linear(weight=values[start:stop])
-        pieces.append(Piece(linear=pack_for_cpu(linear) if is_kept else linear, scale=scale, input_scale=input_scale))
+        linear = pack_for_cpu(linear, kernels) if is_kept else linear
+        pieces.append(Piece(linear=linear, scale=scale, input_scale=input_scale))
         start = stop
     return DequantizedWeight(
         segments=weight.segments,
@@ -64,7 +68,7 @@ def dequantize(weight: QuantizedWeight[Tensor], dtype: torch.dtype, *, is_kept: 
     )
 
 
-def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]:
+def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype, *, kernels: CpuKernels | None = None) -> Linear[Tensor]:
     """The layer in the form its device computes with, once, at load.
 
     A CPU gets exact codes in `dtype`. A GPU keeps what saves memory: FP8 codes for its FP8 units, 4-bit weights with
@@ -72,14 +76,14 @@ def prepare_linear(linear: Linear[Tensor], dtype: torch.dtype) -> Linear[Tensor]
     """
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
-        return pack_for_cpu(linear)
+        return pack_for_cpu(linear, kernels)
     if is_of_experts(weight):
         return linear
     if isinstance(weight, Fp8Weight) and _runs_fp8_gemm(weight):
         return linear
     if isinstance(weight, Nvfp4Weight) and weight.codes.is_cuda and weight.input_scale is None:
         return linear
-    return replace(linear, weight=dequantize(weight, dtype))
+    return replace(linear, weight=dequantize(weight, dtype, kernels=kernels))
 
 
 def apply_quantized(x: Tensor, linear: Linear[Tensor]) -> Tensor:

@@ -1,0 +1,119 @@
+"""The library of CPU kernels, compiled once per machine into the user's cache directory.
+
+Its name is a hash of the sources and of the flags. The compiler is no part of it, so that a cache filled where there is
+a compiler serves where there is none.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+_LOG = logging.getLogger(__name__)
+
+_SOURCES: Final = Path(__file__).parent / "src"
+# By instruction set, best first: what /proc/cpuinfo must list. The compiler uses these and no others.
+_INSTRUCTION_SETS: Final = {
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"),
+    "avx2": ("avx2", "fma"),
+}
+# Loops are OpenMP's, but the library names no runtime: it finds the one that PyTorch has loaded, with its threads.
+_COMPILE: Final = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-maybe-uninitialized", "-c")
+_LINK: Final = ("-shared", "-Wl,-z,now", "-Wl,-Bsymbolic")  # what is missing fails at load, not in a call
+_TIME_LIMIT_S: Final = 300
+
+
+class UnavailableError(Exception):
+    """Why there is no library here, as a sentence for the user."""
+
+
+def library_path(instruction_set: str | None = None) -> Path:
+    """The library for this CPU (default: its best instruction set), compiled now where the cache has none.
+
+    Raises:
+        UnavailableError: this CPU, a missing compiler, a directory that cannot be written.
+    """
+    instruction_set = instruction_set or instruction_sets()[0]
+    flags = [f"-m{name}" for name in _INSTRUCTION_SETS[instruction_set]]
+    path = _cache_dir() / f"cpu-kernels-{instruction_set}-{_key(flags)}.so"
+    if not path.exists():
+        _compile(path, flags)
+    return path
+
+
+def instruction_sets() -> list[str]:
+    """Those of this CPU, best first, at least one. Raises UnavailableError."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise UnavailableError(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    found = _cpu_flags()
+    names = [name for name, needed in _INSTRUCTION_SETS.items() if found.issuperset(needed)]
+    if not names:
+        raise UnavailableError("this CPU has no AVX2 with FMA")
+    return names
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Instructions that both the CPU and the kernel support."""
+    with open("/proc/cpuinfo") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "flags":
+                return frozenset(value.split())
+    return frozenset()
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "dflash-trt"
+
+
+def _key(flags: list[str]) -> str:
+    digest = hashlib.sha256(" ".join((*_COMPILE, *_LINK, *flags)).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(path: Path, flags: list[str]) -> None:
+    """Write the library, whole or not at all."""
+    compiler = _compiler()
+    _LOG.info("compiling the CPU kernels into %s, once", path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory, ThreadPoolExecutor() as pool:
+            objects = [Path(directory) / f"{source.stem}.o" for source in sorted(_SOURCES.glob("*.cpp"))]
+            compile_one = partial(_compile_one, compiler, flags)
+            list(pool.map(compile_one, objects))
+            library = Path(directory) / path.name
+            _run([compiler, *_LINK, *map(str, objects), "-o", str(library)])
+            library.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"they cannot be compiled into {path.parent} ({error})") from error
+
+
+def _compile_one(compiler: str, flags: list[str], to: Path) -> None:
+    _run([compiler, *_COMPILE, *flags, str(_SOURCES / f"{to.stem}.cpp"), "-o", str(to)])
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise UnavailableError("there is no C++ compiler to make them (Debian: apt install g++)")
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"{command[0]} took more than {_TIME_LIMIT_S} s") from error
+    if done.returncode != 0:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise UnavailableError(f"{command[0]} failed: {first}")

@@ -1,0 +1,206 @@
+"""The ops of a step on the CPU kernels: `TorchOps`, with what a layer does in fused calls.
+
+For float32 engines with float32 pages, whose heads are whole panels; others run on `TorchOps`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rotation, TokenRows
+from dflash_trt.backends.torch.ops import RopeTable, TorchOps
+from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.rope import Rotary
+from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
+
+_PANEL: Final = 32  # kPanel of src/product.h
+_MAX_HEAD_DIM: Final = 1024  # of the zeros in src/attention.cpp
+
+
+def fits(dtype: torch.dtype, states: EngineStates) -> bool:
+    """Engines of activations in `dtype` with these pages run on `NativeOps`."""
+
+    def is_known(spec: PagedKv) -> bool:
+        has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
+        return spec.dtype == "float32" and spec.scales is None and has_panels
+
+    return dtype == torch.float32 and all(is_known(spec) for spec in (*states.target, *states.draft))
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """A rotary embedding for some rows: whole tables, and the rows' positions."""
+
+    cos: Tensor  # [positions of the table, 1, D]
+    sin: Tensor
+    positions: Tensor  # int32 [N]
+
+    def rotation(self, norm: Tensor | None, eps: float) -> Rotation:
+        """`norm` [D], or [heads, D]."""
+        return Rotation(
+            None if norm is None else norm.data_ptr(),
+            0 if norm is None or norm.dim() == 1 else norm.shape[1],
+            self.cos.data_ptr(),
+            self.sin.data_ptr(),
+            self.positions.data_ptr(),
+            eps,
+        )
+
+
+class RowIndex:
+    """`Rows` as the kernels read them. Keeps the tensors that it has addresses of."""
+
+    def __init__(
+        self,
+        *,
+        positions: Tensor,  # int32 [N]
+        token_offsets: Tensor | None,
+        context_lens: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        keeps_kv: bool,
+    ) -> None:
+        page_table = page_table.contiguous()
+        self._tensors = (positions, token_offsets, context_lens, page_table)
+        assert all(x is None or (x.dtype == torch.int32 and x.is_contiguous()) for x in self._tensors)
+        self.content = TokenRows(
+            len(positions),
+            len(context_lens),
+            positions.data_ptr(),
+            None if token_offsets is None else token_offsets.data_ptr(),
+            context_lens.data_ptr(),
+            page_table.data_ptr(),
+            page_table.shape[1],
+            page_size,
+            keeps_kv,
+        )
+        self.address = ctypes.addressof(self.content)
+
+
+class NativeOps(TorchOps):
+    """Implements `Ops[Tensor]` for one step."""
+
+    def __init__(
+        self,
+        inputs: StepInputs[Tensor],
+        rope_tables: Mapping[Rotary, RopeTable],
+        *,
+        page_size: int,
+        num_draft_tokens: int,
+        kernels: CpuKernels,
+        ranks: RankGroup = ONE_RANK,
+    ) -> None:
+        self._kernels = kernels
+        self._num_threads = torch.get_num_threads()
+        super().__init__(inputs, rope_tables, page_size=page_size, num_draft_tokens=num_draft_tokens, ranks=ranks)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        width = weight.shape[-1]
+        num_weights = 1 if weight.dim() == 1 else len(weight)
+        out = torch.empty(x.shape)
+        self._kernels.rms_norm(
+            x.data_ptr(), x.numel() // width, width, weight.data_ptr(), num_weights, eps, out.data_ptr()
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((num_rows, width))
+        self._kernels.silu_mul(gate_up.data_ptr(), num_rows, width, out.data_ptr())
+        return out
+
+    def rope_table(self, rotary: Rotary, positions: Tensor) -> Any:
+        return Angles(*self._rope_tables[rotary], positions.contiguous())
+
+    def rope(self, x: Tensor, table: Any) -> Tensor:
+        return self.norm_rope(x.clone(memory_format=torch.contiguous_format), None, 0.0, table)
+
+    def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
+        num_rows, num_heads, head_dim = x.shape
+        assert x.stride(1) == head_dim and x.stride(2) == 1
+        rotation = table.rotation(norm, eps)
+        self._kernels.rotate(x.data_ptr(), x.stride(0), num_rows, num_heads, head_dim, ctypes.addressof(rotation))
+        return x
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows[Tensor],
+        cache: Cache[Tensor],
+        gqa: Gqa,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        num_rows, num_heads, head_dim = q.shape
+        out = torch.empty((num_rows, num_heads * head_dim))
+        assert all(x.stride(1) == head_dim and x.stride(2) == 1 for x in (q, k, v))
+        attention = Attention(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            cache.tensor.data_ptr(),
+            num_heads,
+            k.shape[1],
+            head_dim,
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+            gqa.mask.window or 0,
+            head_dim**-0.5 if gqa.scale is None else gqa.scale,
+            gqa.softcap or 0.0,
+            gqa.mask.is_causal,
+            gqa.mask.is_window_anchored,
+            self._num_threads,
+        )
+        self._kernels.attend(rows.index.address, ctypes.addressof(attention))
+        return out
+
+    def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
+        kv, limits, start = kv.contiguous(), limits.contiguous(), 0
+        for layer in layers:
+            spec, rotation = layer.cache.spec, layer.rope.rotation(layer.k_norm, layer.eps)
+            self._kernels.store_kv(
+                rows.index.address,
+                ctypes.addressof(rotation),
+                kv.data_ptr() + start * kv.itemsize,
+                kv.shape[1],
+                layer.cache.tensor.data_ptr(),
+                spec.num_kv_heads,
+                spec.head_dim,
+                limits.data_ptr(),
+            )
+            start += 2 * spec.num_kv_heads * spec.head_dim
+
+    def _index_tokens(self) -> Any:
+        inputs = self._inputs
+        return RowIndex(
+            positions=inputs.positions,
+            token_offsets=inputs.token_offsets,
+            context_lens=inputs.context_lens,
+            page_table=inputs.page_table,
+            page_size=self._page_size,
+            keeps_kv=True,
+        )
+
+    def _index_blocks(self, positions: Tensor, starts: Tensor) -> Any:
+        return RowIndex(
+            positions=positions,
+            token_offsets=None,
+            context_lens=starts,
+            page_table=self._inputs.page_table,
+            page_size=self._page_size,
+            keeps_kv=False,
+        )

@@ -1,0 +1,83 @@
+/// The C interface of the library. Sizes and strides are in elements; tensors are float32, rows are contiguous unless a
+/// stride says otherwise. A call uses at most `num_threads` threads of PyTorch's own OpenMP runtime, and the bits of a
+/// row of its result depend neither on their number nor on the other rows.
+#pragma once
+
+#include <cstdint>
+
+extern "C"
+{
+
+/// Changes with every change of this interface.
+int32_t dflash_trt_cpu_version();
+
+/// weight [out, in] to bfloat16 in panels of 32 outputs, [panels, in, 32], the last one padded with zeros.
+/// Returns 1, or 0 when bfloat16 does not hold a weight exactly.
+int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed);
+
+/// x [rows, in] @ weight.T + bias (none where null).
+void dflash_trt_cpu_linear(float const* x, int64_t num_rows, uint16_t const* packed, int64_t num_out, int64_t num_in,
+    float const* bias, float* out, int32_t num_threads);
+
+/// Row i of x [rows, width] with row i % num_weights of weight [num_weights, width].
+void dflash_trt_cpu_rms_norm(float const* x, int64_t num_rows, int64_t width, float const* weight, int64_t num_weights,
+    float eps, float* out);
+
+/// [rows, 2 * width] -> silu(first half) * second half.
+void dflash_trt_cpu_silu_mul(float const* gate_up, int64_t num_rows, int64_t width, float* out);
+
+/// Rotary embedding of heads, normed before.
+struct DflashTrtRotation
+{
+    float const* norm;        // [heads or 1, head_dim]; null: none
+    int64_t norm_stride;      // 0: one weight for all heads
+    float const* cos;         // [positions of the table, head_dim]
+    float const* sin;
+    int32_t const* positions; // [rows]
+    float eps;
+};
+
+/// x [rows, heads, head_dim], in place.
+void dflash_trt_cpu_rotate(
+    float* x, int64_t row_stride, int64_t num_rows, int64_t num_heads, int64_t head_dim, DflashTrtRotation const* rotation);
+
+/// Rows of tokens and the pages of their requests.
+struct DflashTrtTokenRows
+{
+    int64_t num_rows;
+    int64_t num_requests;
+    int32_t const* positions;     // [rows]
+    int32_t const* token_offsets; // [requests + 1]; null: as many rows for every request
+    int32_t const* context_lens;  // [requests], positions in the pages before a request's first row
+    int32_t const* page_table;    // [requests, ...]
+    int64_t page_table_stride;
+    int64_t page_size;
+    int32_t keeps_kv; // 1: the rows' K and V go into the pages first; 0: they follow the pages' for this call
+};
+
+/// One layer: see `Ops.attend`.
+struct DflashTrtAttention
+{
+    float const* q; // [rows, heads, head_dim]
+    float const* k; // [rows, kv_heads, head_dim]
+    float const* v;
+    int64_t q_stride, k_stride, v_stride; // of a row
+    float* pages;                         // [pages, 2, page_size, kv_heads, head_dim]
+    int64_t num_heads, num_kv_heads, head_dim; // head_dim: a multiple of 32
+    float const* sinks;                   // [heads]; null: none
+    float* out;                           // [rows, heads, head_dim]
+    int64_t window;                       // 0: none
+    float scale;
+    float softcap; // 0: none
+    int32_t is_causal;
+    int32_t is_window_anchored;
+    int32_t num_threads;
+};
+
+void dflash_trt_cpu_attend(DflashTrtTokenRows const* rows, DflashTrtAttention const* attention);
+
+/// K [rows, kv_heads, head_dim] at kv, normed and rotated, and V behind it, into the pages; rows at positions >= limits
+/// [requests] of their request leave them alone.
+void dflash_trt_cpu_store_kv(DflashTrtTokenRows const* rows, DflashTrtRotation const* rotation, float const* kv,
+    int64_t kv_stride, float* pages, int64_t num_kv_heads, int64_t head_dim, int32_t const* limits);
+}

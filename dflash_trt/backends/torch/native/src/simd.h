@@ -1,0 +1,107 @@
+/// Vectors of float32 in the instruction set that this library is compiled for; nothing else knows which one it is.
+/// A library holds one instruction set, so that no inline function of another one can be linked in its place.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace dflash_trt
+{
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+constexpr int kLanes = 16;
+
+inline Vec load(float const* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vec x) { _mm512_storeu_ps(to, x); }
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); } // b where either is NaN
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec rounded(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec scaled_by_power(Vec x, Vec exponent) { return _mm512_scalef_ps(x, exponent); }
+
+/// bfloat16 is the upper half of a float32.
+inline Vec load(uint16_t const* from)
+{
+    __m256i const halves = _mm256_loadu_si256(reinterpret_cast<__m256i const*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+#else
+
+using Vec = __m256;
+constexpr int kLanes = 8;
+
+inline Vec load(float const* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Vec x) { _mm256_storeu_ps(to, x); }
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); } // b where either is NaN
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec rounded(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+/// In two factors, each of them a normal number, for exponents from -252 to 254.
+inline Vec scaled_by_power(Vec x, Vec exponent)
+{
+    __m256i const whole = _mm256_cvtps_epi32(exponent);
+    __m256i const first = _mm256_srai_epi32(whole, 1);
+    __m256i const bias = _mm256_set1_epi32(127);
+    auto const power = [&](__m256i part) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(part, bias), 23)); };
+    return x * power(first) * power(_mm256_sub_epi32(whole, first));
+}
+
+/// bfloat16 is the upper half of a float32.
+inline Vec load(uint16_t const* from)
+{
+    __m128i const halves = _mm_loadu_si128(reinterpret_cast<__m128i const*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+#endif
+
+/// exp(x) within 2 units in the last place; 0 below -104, infinity above 89, NaN of NaN.
+inline Vec exp(Vec x)
+{
+    // The second operand of min and max is what NaN leaves.
+    x = min(broadcast(89.0F), max(broadcast(-104.0F), x));
+    Vec const exponent = rounded(x * broadcast(1.44269504088896341F));
+    Vec const r = fma(exponent, broadcast(2.12194440e-4F), fma(exponent, broadcast(-0.693359375F), x));
+    Vec y = broadcast(1.9875691500e-4F); // Cephes' polynomial
+    constexpr float kCoefficients[]{1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 0.5F};
+    for (float const coefficient : kCoefficients)
+    {
+        y = fma(y, r, broadcast(coefficient));
+    }
+    return scaled_by_power(fma(y, r * r, r + broadcast(1.0F)), exponent);
+}
+
+/// The lanes one after the other, in float32.
+inline float sum(Vec x)
+{
+    float lanes[kLanes];
+    store(lanes, x);
+    float total = 0.0F;
+    for (float const lane : lanes)
+    {
+        total += lane;
+    }
+    return total;
+}
+
+/// The largest lane; NaN is passed over.
+inline float largest(Vec x)
+{
+    float lanes[kLanes];
+    store(lanes, x);
+    float found = lanes[0];
+    for (float const lane : lanes)
+    {
+        found = lane > found ? lane : found;
+    }
+    return found;
+}
+
+} // namespace dflash_trt

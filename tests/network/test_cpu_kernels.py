@@ -1,0 +1,300 @@
+"""The CPU kernels against the same ops in PyTorch, in every instruction set of this machine."""
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.torch.native import build, library
+from dflash_trt.backends.torch.native.build import UnavailableError, instruction_sets, library_path
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.linear import panel_linear
+from dflash_trt.backends.torch.native.ops import NativeOps
+from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.rope import RopeSpec, Rotary
+from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Rows
+
+if isinstance(found := cpu_kernels(), NoKernels):
+    pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LEN, K = 6, 2, 64, 16, 512, 3
+ROTARY = Rotary(RopeSpec(theta=10000.0), HEAD_DIM)
+TABLES = {ROTARY: make_rope_table(ROTARY, num_positions=MAX_LEN, dtype=torch.float32)}
+# (tokens of the step, positions before them): blocks, a request of one token, prompts of more rows than a tile has.
+STEP = [(4, 200), (1, 0), (1, 37), (70, 0), (33, 95), (4, 15)]
+MASKS = {  # the causal ones also of blocks
+    "causal": AttentionMask(),
+    "window": AttentionMask(window=24),
+    "window of one": AttentionMask(window=1),
+    "whole block": AttentionMask(is_causal=False),
+    "whole block, window": AttentionMask(is_causal=False, window=3),
+    "anchored window": AttentionMask(is_causal=False, window=40, is_window_anchored=True),
+}
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return load_kernels(library_path(request.param))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_ops(kernels: CpuKernels | None) -> Any:
+    num_pages, parts = 0, []
+    for index, (num_tokens, context_len) in enumerate(STEP):
+        count = -(-(num_tokens + context_len) // PAGE_SIZE)
+        # From the end of the pool on, backwards: pages of a request are not neighbours.
+        pages = tuple(range(num_pages + count, num_pages, -1))
+        num_pages += count
+        parts.append(
+            ScheduledRequest(
+                request_id=str(index),
+                token_ids=tuple(range(num_tokens)),
+                context_len=context_len,
+                num_candidates=min(num_tokens - 1, K) if num_tokens <= K + 1 else 0,
+                page_ids=pages,
+                sampling=StepSampling(),
+            )
+        )
+    inputs = step_inputs(StepBatch(requests=tuple(parts), num_draft_tokens=K))
+    common: dict[str, Any] = {"page_size": PAGE_SIZE, "num_draft_tokens": K}
+    if kernels is None:
+        return TorchOps(inputs, TABLES, **common)
+    return NativeOps(inputs, TABLES, kernels=kernels, **common)
+
+
+def make_gqa(mask: AttentionMask, **fields: Any) -> Gqa:
+    return Gqa(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, rope=ROTARY.rope, mask=mask, **fields)
+
+
+def make_cache() -> Cache[Tensor]:
+    spec = PagedKv(name="layer", num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32")
+    return Cache(torch.full((64, *spec.page_shape(PAGE_SIZE)), torch.nan), spec)
+
+
+def block_rows(ops: Any) -> Rows[Tensor]:
+    starts = ops._inputs.context_lens.clone()
+    none = torch.zeros(len(starts), dtype=torch.int32)
+    acceptance = Acceptance(
+        emitted_tokens=none, emitted_logprobs=none, num_accepted=none, bonus_tokens=none, next_context_lens=starts
+    )
+    rows: Rows[Tensor] = ops.token_blocks(acceptance, fill=0).rows
+    return rows
+
+
+def attended(ops: Any, gqa: Gqa, sinks: Tensor | None = None, *, is_block: bool = False) -> tuple[Tensor, Tensor]:
+    """Of rows over pages that hold other requests' NaN, and the pages."""
+    generator, cache = torch.Generator().manual_seed(1), make_cache()
+    rows = block_rows(ops) if is_block else ops.token_rows()
+    context = ops._inputs.context_lens.tolist()
+    for pages, length in zip(ops._inputs.page_table.tolist(), context, strict=True):
+        for position in range(length):
+            where = cache.tensor[pages[position // PAGE_SIZE], :, position % PAGE_SIZE]
+            where.copy_(torch.randn(where.shape, generator=generator))
+    qkv = torch.randn(len(rows.positions), HEADS + 2 * KV_HEADS, HEAD_DIM, generator=generator)
+    q, k, v = qkv.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
+    return ops.attend(q * 3, k, v, rows, cache, gqa, sinks), cache.tensor
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    return ((x - y).abs().max() / y.abs().max()).item()
+
+
+CASES = {name: (mask, False) for name, mask in MASKS.items() if mask.is_causal}
+CASES |= {f"block, {name}": (mask, True) for name, mask in MASKS.items()}
+
+
+@pytest.mark.parametrize(("mask", "is_block"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("fields", [{}, {"scale": 0.05}, {"softcap": 5.0}, {"has_sinks": True}], ids=str)
+def test_attention_is_that_of_pytorch(
+    kernels: CpuKernels, mask: AttentionMask, is_block: bool, fields: dict[str, Any]
+) -> None:
+    gqa, sinks = make_gqa(mask, **fields), torch.randn(HEADS) if "has_sinks" in fields else None
+    found, pages = attended(make_ops(kernels), gqa, sinks, is_block=is_block)
+    expected, expected_pages = attended(make_ops(None), gqa, sinks, is_block=is_block)
+    assert difference(found, expected) < 2e-6  # measured 9e-7
+    torch.testing.assert_close(pages, expected_pages, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_mask_or_sink_is_another_attention(kernels: CpuKernels) -> None:
+    """The negative control of the comparison above."""
+    expected, _ = attended(make_ops(None), make_gqa(MASKS["window"]))
+    wider = AttentionMask(window=25)
+    assert difference(attended(make_ops(kernels), make_gqa(wider))[0], expected) > 1e-3
+    sinks = torch.zeros(HEADS)
+    assert difference(attended(make_ops(kernels), make_gqa(MASKS["window"]), sinks)[0], expected) > 1e-3
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 13, 70, 300])
+@pytest.mark.parametrize("shape", [(24, 40), (160, 33), (512, 384)])
+def test_a_linear_layer_gives_float32_products(kernels: CpuKernels, shape: tuple[int, int], num_rows: int) -> None:
+    weight, bias, x = torch.randn(shape).bfloat16().float(), torch.randn(shape[0]), torch.randn(num_rows, shape[1])
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    layer = panel_linear(Linear(weight=weight, bias=bias), kernels)
+    assert layer is not None
+    assert difference(layer(x), expected) < 2e-6  # measured 7e-7
+    without_bias = panel_linear(Linear(weight=weight), kernels)
+    assert without_bias is not None
+    assert difference(without_bias(x), expected - bias) < 2e-6
+    weight[shape[0] - 1, shape[1] - 1] += 1  # the negative control
+    corrupted = panel_linear(Linear(weight=weight.bfloat16().float(), bias=bias), kernels)
+    assert corrupted is not None
+    assert difference(corrupted(x), expected) > 1e-4
+
+
+def test_weights_that_bfloat16_cannot_hold_are_left_to_pytorch(kernels: CpuKernels) -> None:
+    weight = torch.randn(24, 40).bfloat16().float()
+    weight[23, 39] += 2.0**-20
+    assert panel_linear(Linear(weight=weight), kernels) is None
+
+
+@pytest.mark.parametrize("width", [64, 384, 41])
+def test_norm_and_activation_are_those_of_pytorch(kernels: CpuKernels, width: int) -> None:
+    ops, plain = make_ops(kernels), make_ops(None)
+    x, weight = torch.randn(5, 2 * width) * 30, torch.randn(2 * width)
+    assert difference(ops.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)) < 1e-6  # measured 1.2e-7
+    assert difference(ops.rms_norm(x, weight, 1.0), plain.rms_norm(x, weight, 1e-6)) > 1e-5
+    assert difference(ops.silu_mul(x), plain.silu_mul(x)) < 1e-6  # measured 1.2e-7
+    assert difference(ops.silu_mul(x), plain.silu_mul(x.flip(1))) > 0.1
+    extremes = torch.tensor([[-torch.inf, -200.0, -90.0, 0.0, 90.0, 200.0, torch.inf, torch.nan] * 8])
+    both = torch.cat((extremes, torch.ones_like(extremes)), dim=1)
+    torch.testing.assert_close(ops.silu_mul(both), plain.silu_mul(both), equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", [None, torch.randn(HEADS, HEAD_DIM)], ids=["no norm", "norm"])
+def test_heads_are_normed_and_rotated_as_in_pytorch(kernels: CpuKernels, norm: Tensor | None) -> None:
+    x, positions = torch.randn(4, HEADS + 1, HEAD_DIM), torch.tensor([3, 500, 0, 77], dtype=torch.int32)
+
+    def heads(ops: Any, at: Tensor) -> Tensor:
+        table = ops.rope_table(ROTARY, at)
+        given = x.clone()[:, :HEADS]  # a view
+        rotated: Tensor = ops.norm_rope(given, norm, 1e-6, table)
+        return rotated
+
+    expected = heads(make_ops(None), positions)
+    assert difference(heads(make_ops(kernels), positions), expected) < 1e-6  # measured 1.2e-7
+    assert difference(heads(make_ops(kernels), positions - positions.clamp(max=1)), expected) > 1e-3
+
+
+def test_the_context_of_drafts_is_stored_as_in_pytorch(kernels: CpuKernels) -> None:
+    width = 2 * KV_HEADS * HEAD_DIM
+    kv, norm = torch.randn(sum(n for n, _ in STEP), 2 * width), torch.randn(HEAD_DIM)
+
+    def pages(ops: Any, num_rejected: int) -> list[Tensor]:
+        rows = ops.token_rows()
+        limits = ops._inputs.context_lens + torch.tensor([n for n, _ in STEP], dtype=torch.int32) - num_rejected
+        table = ops.rope_table(ROTARY, rows.positions)
+        layers = [KvDestination(cache=make_cache(), k_norm=k_norm, eps=1e-6, rope=table) for k_norm in (norm, None)]
+        ops.store_kv(kv, layers, rows, limits)
+        return [layer.cache.tensor for layer in layers]
+
+    for found, expected in zip(pages(make_ops(kernels), 1), pages(make_ops(None), 1), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-6, equal_nan=True)  # measured 1e-6
+    more = pages(make_ops(kernels), 0)[0].isnan().sum()
+    assert more < pages(make_ops(None), 1)[0].isnan().sum()
+
+
+def test_what_is_not_finite_stays_in_its_row(kernels: CpuKernels) -> None:
+    layer = panel_linear(Linear(weight=torch.randn(64, 64).bfloat16().float()), kernels)
+    assert layer is not None
+    x = torch.randn(9, 64)
+    x[4, 3] = torch.nan
+    ops = make_ops(kernels)
+    for values in (layer(x), ops.rms_norm(x, torch.ones(64), 1e-6), ops.silu_mul(torch.cat((x, x), dim=1))):
+        assert values.isnan().any(dim=1).nonzero().flatten().tolist() == [4]
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others(kernels: CpuKernels) -> None:
+    weight = torch.randn(160, 384).bfloat16().float()
+    layer = panel_linear(Linear(weight=weight, bias=torch.randn(160)), kernels)
+    assert layer is not None
+    x = torch.randn(300, 384)
+    together = layer(x)
+    for start, stop in ((0, 1), (5, 7), (9, 12), (20, 24), (33, 46), (100, 300)):
+        assert torch.equal(layer(x[start:stop]), together[start:stop])
+    gate_up = torch.randn(7, 82)
+    ops = make_ops(kernels)
+    assert torch.equal(ops.silu_mul(gate_up[3:4]), ops.silu_mul(gate_up)[3:4])
+
+
+def test_threads_change_no_bit(kernels: CpuKernels) -> None:
+    def results() -> tuple[Tensor, Tensor]:
+        ops = make_ops(kernels)
+        torch.manual_seed(0)
+        layer = panel_linear(Linear(weight=torch.randn(1000, 400).bfloat16().float()), kernels)
+        assert layer is not None
+        return layer(torch.randn(9, 400)), attended(ops, make_gqa(MASKS["causal"]))[0]
+
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = results()
+        torch.set_num_threads(3)
+        assert all(torch.equal(*pair) for pair in zip(alone, results(), strict=True))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def reason_of(call: Callable[[], object]) -> str:
+    with pytest.raises(UnavailableError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_a_machine_without_the_kernels_says_why(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as context:
+        context.setattr(build, "_cpu_flags", lambda: frozenset({"sse2"}))
+        assert "AVX2" in reason_of(library_path)
+    with monkeypatch.context() as context:
+        context.setattr(build.platform, "machine", lambda: "aarch64")
+        assert "aarch64" in reason_of(library_path)
+    with monkeypatch.context() as context:
+        context.setattr(build.shutil, "which", lambda _: None)
+        assert "g++" in reason_of(library_path)
+    with monkeypatch.context() as context:
+        (tmp_path / "false").write_text("#!/bin/sh\necho 'error: out of luck' >&2; exit 1\n")
+        (tmp_path / "false").chmod(0o755)
+        context.setenv("CXX", str(tmp_path / "false"))
+        assert "out of luck" in reason_of(library_path)
+    assert list((tmp_path / "dflash-trt").iterdir()) == []  # nothing half made
+
+
+def test_a_corrupted_library_is_named(tmp_path) -> None:
+    (tmp_path / "library.so").write_bytes(b"no library")
+    assert "library.so cannot be loaded" in reason_of(lambda: load_kernels(tmp_path / "library.so"))
+    source = tmp_path / "other.cpp"
+    source.write_text('extern "C" int dflash_trt_cpu_version() { return -1; }\n')
+    subprocess.run([build._compiler(), "-shared", "-fPIC", source, "-o", tmp_path / "other.so"], check=True)
+    assert "cannot be loaded" in reason_of(lambda: load_kernels(tmp_path / "other.so"))
+
+
+def test_a_cache_filled_elsewhere_needs_no_compiler(monkeypatch) -> None:
+    path = library_path()
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    assert library_path() == path
+
+
+def test_the_reason_is_logged_once(monkeypatch, caplog) -> None:
+    def fail() -> None:
+        raise UnavailableError("there is no C++ compiler")
+
+    monkeypatch.setattr(library, "library_path", fail)
+    cpu_kernels.cache_clear()
+    try:
+        assert [cpu_kernels(), cpu_kernels()] == [NoKernels("there is no C++ compiler")] * 2
+        assert [record.getMessage() for record in caplog.records] == [
+            "CPU kernels are not used, PyTorch computes instead: there is no C++ compiler."
+        ]
+    finally:
+        cpu_kernels.cache_clear()
