@@ -26,10 +26,14 @@ class NotHereError(Exception):
 def torch_on_cpu() -> str:
     import torch
 
+    from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
+
     product = torch.ones(2, 3) @ torch.ones(3, 2)
     assert product.tolist() == [[3.0, 3.0], [3.0, 3.0]]
     built_with = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    return f"PyTorch {torch.__version__} with {built_with}, {torch.get_num_threads()} threads"
+    kernels = cpu_kernels()
+    found = f"no CPU kernels: {kernels.reason}" if isinstance(kernels, NoKernels) else kernels.path.name
+    return f"PyTorch {torch.__version__} with {built_with}, {torch.get_num_threads()} threads; {found}"
 
 
 def cuda_kernels() -> str:

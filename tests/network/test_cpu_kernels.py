@@ -1,7 +1,7 @@
 """The CPU kernels against the same ops in PyTorch, in every instruction set of this machine."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -285,16 +285,29 @@ def test_a_cache_filled_elsewhere_needs_no_compiler(monkeypatch) -> None:
     assert library_path() == path
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    cpu_kernels.cache_clear()
+    yield
+    cpu_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_the_reason_is_logged_once(monkeypatch, caplog) -> None:
     def fail() -> None:
         raise UnavailableError("there is no C++ compiler")
 
     monkeypatch.setattr(library, "library_path", fail)
-    cpu_kernels.cache_clear()
-    try:
-        assert [cpu_kernels(), cpu_kernels()] == [NoKernels("there is no C++ compiler")] * 2
-        assert [record.getMessage() for record in caplog.records] == [
-            "CPU kernels are not used, PyTorch computes instead: there is no C++ compiler."
-        ]
-    finally:
-        cpu_kernels.cache_clear()
+    assert [cpu_kernels(), cpu_kernels()] == [NoKernels("there is no C++ compiler")] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "CPU kernels are not used, PyTorch computes instead: there is no C++ compiler."
+    ]
+    assert caplog.records[0].levelname == "WARNING"
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_a_cpu_without_kernels_is_no_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    with caplog.at_level("INFO"):
+        assert isinstance(cpu_kernels(), NoKernels)
+    assert [(record.levelname, "aarch64" in record.getMessage()) for record in caplog.records] == [("INFO", True)]

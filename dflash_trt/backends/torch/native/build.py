@@ -34,6 +34,10 @@ class UnavailableError(Exception):
     """Why there is no library here, as a sentence for the user."""
 
 
+class UnsupportedCpuError(UnavailableError):
+    """None is written for this CPU: nothing that a user could mend."""
+
+
 def library_path(instruction_set: str | None = None) -> Path:
     """The library for this CPU (default: its best instruction set), compiled now where the cache has none.
 
@@ -51,11 +55,13 @@ def library_path(instruction_set: str | None = None) -> Path:
 def instruction_sets() -> list[str]:
     """Those of this CPU, best first, at least one. Raises UnavailableError."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise UnavailableError(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+        raise UnsupportedCpuError(
+            f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+        )
     found = _cpu_flags()
     names = [name for name, needed in _INSTRUCTION_SETS.items() if found.issuperset(needed)]
     if not names:
-        raise UnavailableError("this CPU has no AVX2 with FMA")
+        raise UnsupportedCpuError("this CPU has no AVX2 with FMA")
     return names
 
 

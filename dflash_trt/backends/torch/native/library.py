@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from dflash_trt.backends.torch.native.build import UnavailableError, library_path
+from dflash_trt.backends.torch.native.build import UnavailableError, UnsupportedCpuError, library_path
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ def cpu_kernels() -> CpuKernels | NoKernels:
     try:
         return load_kernels(library_path())
     except UnavailableError as error:
-        _LOG.warning("CPU kernels are not used, PyTorch computes instead: %s.", error)
+        level = logging.INFO if isinstance(error, UnsupportedCpuError) else logging.WARNING
+        _LOG.log(level, "CPU kernels are not used, PyTorch computes instead: %s.", error)
         return NoKernels(str(error))
 
 
