@@ -46,6 +46,8 @@ RULES: dict[str, Rule] = {
             "dtype.py": _set("torch"),
             "step_plan.py": _set("numpy"),
             "batch.py": _set("numpy"),
+            "logit_rules.py": _set("numpy"),
+            "logprobs.py": _set("numpy"),
         },
     ),
     "formats": Rule(
@@ -107,12 +109,17 @@ RULES: dict[str, Rule] = {
     "serving": Rule(
         knows="the engine loop, streams, text, LLM",
         packages=_set("scheduler executor engine_dir core"),
-        file_libraries={"text.py": _set("transformers")},
+        file_libraries={"text.py": _set("transformers"), "grammar.py": _set("llguidance numpy")},
     ),
     "servers": Rule(
-        knows="what serves an engine to clients: Triton's Python model and its repository",
+        knows="what serves an engine to clients: Triton's Python model and its repository, Dynamo's worker",
         packages=_set("serving engine_dir core"),
-        file_libraries={"triton/*.py": _set("numpy triton_python_backend_utils")},
+        file_libraries={
+            "triton/*.py": _set("numpy triton_python_backend_utils"),
+            "dynamo/contract.py": _set("dynamo"),
+            "dynamo/event_broker.py": _set("zmq"),
+            "dynamo/metrics.py": _set("prometheus_client"),
+        },
     ),
     "bench": Rule(
         knows="measurements",

@@ -17,10 +17,16 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -33,13 +39,16 @@ NUM_TEXT_TOKENS = 256  # one per byte, ids 4 .. 259
 VOCAB_SIZE = 272  # the rest is padding, as real vocabularies have
 
 Tensors = dict[str, torch.Tensor]
-Family = Literal["qwen3", "llama", "qwen3_moe", "gpt_oss"]
+Family = Literal["qwen3", "llama", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 
 _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
 }
 _YARN = {
     "rope_type": "yarn",
@@ -49,6 +58,20 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 64,
+}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
 }
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
@@ -62,6 +85,9 @@ _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
         "rope_parameters": _YARN,
         "rms_norm_eps": 1e-5,
     },
+    "qwen3_next": _HYBRID | _SHARED_EXPERTS,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _SHARED_EXPERTS,
 }
 
 
@@ -99,7 +125,7 @@ def make_target(
     fields |= _FAMILY_FIELDS[family] | overrides
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**fields))
-    randomize(dict(model.named_parameters()), seed=seed)
+    randomize(dict(model.named_parameters()), seed=seed, has_offset_norms="layer_types" in _FAMILY_FIELDS[family])
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)
@@ -246,14 +272,19 @@ def edit_json(path: Path, **changes: Any) -> None:
     write_json(path, read_json(path) | changes)
 
 
-def randomize(tensors: Tensors, *, seed: int) -> None:
-    """Fill in place: unit-gain matrices, norms near 1, small biases, and heads that give peaked logits."""
+def randomize(tensors: Tensors, *, seed: int, has_offset_norms: bool = False) -> None:
+    """Fill in place: unit-gain matrices, norms near 1 (or 0, with an offset), small biases, and heads that give peaked
+    logits.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("norm.weight"):
-                tensor.copy_(1.0 + 0.1 * noise)
+                is_offset = has_offset_norms and not name.endswith("linear_attn.norm.weight")
+                tensor.copy_(0.1 * noise if is_offset else 1.0 + 0.1 * noise)
+            elif name.endswith("A_log"):
+                tensor.copy_(noise.abs())
             elif name.endswith("sinks"):
                 tensor.copy_(1.0 + noise)
             elif name.endswith("bias"):

@@ -23,7 +23,7 @@ def layered(
     dense = {ours: fields.pop(name) for name, ours in _FEED_FORWARD.items() if name in fields}
     kinds = [{"kind": "dense", **dense}, {"kind": "moe", **(moe or {})}]
     layers = [
-        {"mixer": {**mixer, "mask": mask}, "feed_forward": kinds[i in set(moe_layer_ids)]}
+        {"mixer": {"kind": "gqa", **mixer, "mask": mask}, "feed_forward": kinds[i in set(moe_layer_ids)]}
         for i, mask in enumerate(masks)
     ]
     return {**fields, "layers": tuple(layers)}

@@ -110,6 +110,14 @@ def backend_of(name: BackendName) -> Backend:
     return cast(Backend, import_module(f"dflash_trt.backends.{name}.backend").BACKEND)
 
 
+def recurrent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for a target with recurrent layers, for a back end that has only attention."""
+    num_recurrent = target.num_layers - len(target.attentions)
+    if num_recurrent:
+        expected = f"attention in every layer {where} (no kernel for gated delta nets yet)"
+        yield problem("target", expected=expected, found=f"{num_recurrent} gated delta nets", hint=hint)
+
+
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

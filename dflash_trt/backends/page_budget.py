@@ -42,6 +42,7 @@ class PagePlan:
     draft_bytes_per_token: int
     max_seq_len: int
     num_ranks: int = 1  # each with pages like these
+    slot_bytes: int = 0  # of recurrent states, of all slots
 
     @property
     def bytes_per_token(self) -> int:
@@ -53,6 +54,7 @@ class PagePlan:
 
     @property
     def total_bytes(self) -> int:
+        """Of the pages, without `slot_bytes`."""
         return self.num_tokens * self.bytes_per_token
 
     @property
@@ -63,10 +65,12 @@ class PagePlan:
     def __str__(self) -> str:
         draft = f" + {self.draft_bytes_per_token} (drafter)" if self.draft_bytes_per_token else ""
         ranks = f"on each of {self.num_ranks} ranks " if self.num_ranks > 1 else ""
+        slots = f", {self.slot_bytes / 2**20:.1f} MiB of recurrent state" if self.slot_bytes else ""
         return (
             f"{ranks}{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
             f"{self.target_bytes_per_token} (target){draft} bytes per token, "
             f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
+            f"{slots}"
         )
 
 
@@ -116,14 +120,17 @@ def plan_pages(
     """Raises CapacityError when the budget does not hold one sequence of max_seq_len."""
     pages_per_sequence = -(-max_seq_len // page_size)
     page_bytes = page_size * states.bytes_per_token
-    num_pages = min(budget_bytes // page_bytes, max_batch_size * pages_per_sequence)
+    slot_bytes = states.bytes_per_slot * (max_batch_size + 1)  # a slot for padding, too
+    num_pages = min((budget_bytes - slot_bytes) // page_bytes, max_batch_size * pages_per_sequence)
     if num_pages < pages_per_sequence:
         needed_bytes = pages_per_sequence * page_bytes
+        smaller = "max_batch_size or max_seq_len" if slot_bytes else "max_seq_len"
+        beside = f" beside {slot_bytes} bytes of recurrent state" if slot_bytes else ""
         raise CapacityError.about(
             "K/V pages",
-            expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes)",
+            expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes){beside}",
             found=f"a budget of {budget_bytes} bytes",
-            hint="Give more K/V memory, or build with a smaller max_seq_len.",
+            hint=f"Give more K/V memory, or build with a smaller {smaller}.",
         )
     return PagePlan(
         page_size=page_size,
@@ -132,4 +139,5 @@ def plan_pages(
         draft_bytes_per_token=sum(state.bytes_per_token for state in states.draft),
         max_seq_len=max_seq_len,
         num_ranks=num_ranks,
+        slot_bytes=slot_bytes,
     )

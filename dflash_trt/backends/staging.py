@@ -7,7 +7,7 @@ blocks take turns: one step is packed and another one read while a third runs.
 
 from collections.abc import Mapping
 from itertools import accumulate, cycle
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -100,7 +100,11 @@ class InputStaging:
 
     def assemble(self, shape: StepShape) -> None:
         """The first part of a step on the device: fill the inputs that depend on slots."""
-        self.slots.assemble(PlanInputs(**self._plan.views(shape)), self.inputs(shape))
+        self.slots.assemble(self.plan_inputs(shape), self.inputs(shape))
+
+    def plan_inputs(self, shape: StepShape) -> PlanInputs:
+        """The device's copy of the plan."""
+        return PlanInputs(**self._plan.views(shape))
 
     def store(self, shape: StepShape, bonus_tokens: Tensor, draft_tokens: Tensor | None, context_lens: Tensor) -> None:
         """The last part of a step on the device."""
@@ -187,15 +191,23 @@ class StagedResult:
         return step_result(self._outputs)
 
 
+class ResultReader(Protocol):
+    """Holds parts of a result that are still on the device."""
+
+    def added_to(self, result: StepResult) -> StepResult: ...
+
+
 class StagedStep:
     """A step on a device's stream; implements StepHandle. `started` was recorded before it."""
 
-    def __init__(self, result: StagedResult, started: Any) -> None:
+    def __init__(self, result: StagedResult, started: Any, *, reader: ResultReader | None = None) -> None:
         self._staged = result
         self._started = started
+        self._reader = reader
 
     def result(self) -> StepResult:
-        return self._staged.read()
+        result = self._staged.read()
+        return result if self._reader is None else self._reader.added_to(result)
 
     @property
     def elapsed_s(self) -> float:

@@ -233,7 +233,7 @@ class _Share:
         self.limits: ExecutorLimits = replace(executor.limits, num_pages=num_pages)
         self._executor = executor
         self._first_page = first_page
-        self._slots = SlotMirror()
+        self._slots = SlotMirror(self.limits.max_positions)
 
     @property
     def can_retry(self) -> bool:

@@ -8,6 +8,9 @@ from dflash_trt.checkpoint.config_reader import ConfigReader
 
 NOT_IMPLEMENTED = "This feature is not implemented: use a checkpoint without it."
 
+# Positions in time, height and width are one and the same for text.
+MROPE_KEYS = ("mrope_section", "mrope_interleaved")
+
 _MAX_LAYERS = 1000  # far above any model; a corrupt count must not cause huge allocations
 
 _ROPE_TYPES: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
@@ -40,7 +43,7 @@ class DecoderSizes:
         """Fields of a Gqa, with `attention_bias`; `has_biases` is its default."""
         has_bias = reader.flag("attention_bias", default=has_biases)
         sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        return sizes | {"has_qkv_bias": has_bias, "has_o_bias": has_bias}
+        return {"kind": "gqa"} | sizes | {"has_qkv_bias": has_bias, "has_o_bias": has_bias}
 
     def dense_fields(self, *, has_bias: bool = False) -> dict[str, Any]:
         """Fields of a Dense."""
@@ -67,7 +70,7 @@ def read_sizes(reader: ConfigReader) -> DecoderSizes:
     head_dim = reader.optional_integer("head_dim")
     sizes = DecoderSizes(
         hidden_size=hidden_size,
-        intermediate_size=reader.integer("intermediate_size"),
+        intermediate_size=_read_intermediate_size(reader),
         num_layers=reader.integer("num_hidden_layers", maximum=_MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
@@ -106,14 +109,19 @@ def require_dense(reader: ConfigReader) -> None:
 
 
 def read_rope(
-    reader: ConfigReader, *, default_theta: float | None = None, default_scaling: Mapping[str, Any] | None = None
+    reader: ConfigReader,
+    *,
+    default_theta: float | None = None,
+    default_scaling: Mapping[str, Any] | None = None,
+    is_partial: bool = False,
 ) -> dict[str, Any]:
     """Fields of a RopeSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
     `default_theta` applies if neither schema has a theta; None makes the key required. `default_scaling` stands for an
-    absent section.
+    absent section. `is_partial`: `read_rotary_dim` reads the part that is rotated.
     """
-    reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
+    if not is_partial:
+        reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     has_both = reader.has("rope_parameters") and reader.has("rope_scaling")
     if has_both and reader.value("rope_parameters") != reader.value("rope_scaling"):
         hint = "Remove the one that the checkpoint was not trained with."
@@ -121,9 +129,26 @@ def read_rope(
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
     section = reader.optional_section(name) or reader.nested(name, default_scaling or {})
     theta = _read_theta(reader, section, default_theta)
+    if is_partial:
+        section.ignore(("partial_rotary_factor", *MROPE_KEYS))
+    else:
+        section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     fields = _read_scaling(section, theta, reader.value("max_position_embeddings"))
     section.finish()
     return fields
+
+
+def read_rotary_dim(reader: ConfigReader, head_dim: int, *, default: float) -> int:
+    """Dimensions of a head that RoPE rotates: `partial_rotary_factor`, inside of the section or outside."""
+    name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
+    section = reader.nested(name, reader.value(name) if isinstance(reader.value(name), dict) else {})
+    factors = (section.optional_number("partial_rotary_factor"), reader.optional_number("partial_rotary_factor"))
+    factor = next((factor for factor in factors if factor is not None), default)
+    rotary_dim = int(head_dim * factor)
+    if rotary_dim > head_dim or rotary_dim % 2 or not rotary_dim:
+        expected = f"a part of head_dim {head_dim} that is even"
+        reader.refuse("partial_rotary_factor", expected=expected, hint="RoPE rotates pairs.")
+    return rotary_dim
 
 
 def read_layer_types(reader: ConfigReader, num_layers: int) -> tuple[bool, ...] | None:
@@ -160,6 +185,13 @@ def _check_sizes(reader: ConfigReader, sizes: DecoderSizes) -> None:
         reader.refuse("head_dim", expected=expected, hint="RoPE rotates pairs.")
 
 
+def _read_intermediate_size(reader: ConfigReader) -> int:
+    """0 where every layer has experts and the key is absent; a dense layer refuses it."""
+    if reader.has("moe_intermediate_size"):
+        return reader.optional_integer("intermediate_size") or 0
+    return reader.integer("intermediate_size")
+
+
 def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: float | None) -> float:
     inner, outer = section.optional_number("rope_theta"), reader.optional_number("rope_theta")
     if inner is not None and outer is not None and inner != outer:
@@ -174,7 +206,6 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
 def _read_scaling(section: ConfigReader, theta: float, max_positions: Any) -> dict[str, Any]:
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
     section.require("type", rope_type, hint="Remove it: it is the old name of rope_type.")
-    section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
     if rope_type not in _ROPE_TYPES:
         name = "rope_type" if section.has("rope_type") else "type"
         section.refuse(name, expected=f"one of {', '.join(_ROPE_TYPES)}", hint=NOT_IMPLEMENTED)

@@ -62,4 +62,14 @@ GENERATION_KEYS = (
     "top_p",
 )
 
+# Of a model whose language model is in `text_config`.
+VISION_KEYS = (
+    "image_token_id",
+    "language_model_only",
+    "video_token_id",
+    "vision_config",
+    "vision_end_token_id",
+    "vision_start_token_id",
+)
+
 HARMLESS_KEYS = (*PROVENANCE_KEYS, *RUNTIME_KEYS, *GENERATION_KEYS)

@@ -1,22 +1,46 @@
 """The recipe that makes a canonical tensor from foreign ones, as in the tables of names."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 
-Recipe = Literal["stacked", "experts", "offsets", "identity"]
+Recipe = Literal["stacked", "plus_one", "experts", "offsets", "identity"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRows:
+    """Some rows of a part: blocks of `length` rows, `stride` apart, the first one at `start`.
+
+    `stored_shape` is that of the whole part, which may have axes of 1 behind its rows.
+    """
+
+    start: int
+    length: int
+    stride: int
+    stored_shape: tuple[int, ...]
+
+    def spans(self, first: int, last: int) -> Iterator[slice]:
+        """Where the chosen rows [first, last) are stored."""
+        while first < last:
+            block, row = divmod(first, self.length)
+            count = min(self.length - row, last - first)
+            begin = self.start + block * self.stride + row
+            yield slice(begin, begin + count)
+            first += count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignNames:
     """Names of the foreign parts of a canonical tensor, and the recipe to combine them.
 
-    `stacked`: concatenated along axis 0. `experts`: converted from `layout`. `offsets`: arange + the only part.
-    `identity`: arange, without a part.
+    `stacked`: concatenated along axis 0, of each part its `rows` where there are any. `plus_one`: 1 + the part.
+    `experts`: converted from `layout`. `offsets`: arange + the only part. `identity`: arange, without a part.
     """
 
     parts: tuple[str, ...]
+    rows: tuple[PartRows, ...] = ()
     recipe: Recipe = "stacked"
     layout: ExpertLayout | None = None
 
@@ -26,6 +50,10 @@ ForeignTable = dict[str, ForeignNames]
 
 def one(name: str) -> ForeignNames:
     return ForeignNames(parts=(name,))
+
+
+def plus_one(name: str) -> ForeignNames:
+    return ForeignNames(parts=(name,), recipe="plus_one")
 
 
 def expert_tensors(*parts: str, layout: ExpertLayout | None = None) -> ForeignNames:

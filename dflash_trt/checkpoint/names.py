@@ -10,12 +10,22 @@ from typing import Literal
 
 from dflash_trt.checkpoint.drafters.base import draft_formats
 from dflash_trt.checkpoint.families.base import all_families
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one
-from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, plus_one
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec, is_offset_norm
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
+from dflash_trt.core.model.gqa import Gqa
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a target
+LM_HEAD = "lm_head.weight"  # of a target
+_EMBEDDING = "embed_tokens.weight"
+_LANGUAGE_MODEL = "model.language_model."  # in the place of "model." in a model that also sees
+
+
+def embedding_name(stored_names: Collection[str]) -> str:
+    """Of a target."""
+    is_part = any(name.startswith(_LANGUAGE_MODEL) for name in stored_names)
+    return f"{_LANGUAGE_MODEL if is_part else 'model.'}{_EMBEDDING}"
 
 
 def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> ForeignTable:
@@ -24,18 +34,25 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     `stored_names` decide the layout of the experts (default: the published one). Either matrix of a tied pair may be
     the stored one.
     """
-    has_head_only = spec.is_embedding_tied and EMBEDDING not in stored_names and LM_HEAD in stored_names
-    table: ForeignTable = {"target.embedding": one(LM_HEAD if has_head_only else EMBEDDING)}
+    embedding = embedding_name(stored_names)
+    model = embedding.removesuffix(_EMBEDDING)
+    has_head_only = spec.is_embedding_tied and embedding not in stored_names and LM_HEAD in stored_names
+    table: ForeignTable = {"target.embedding": one(LM_HEAD if has_head_only else embedding)}
     for i, layer in enumerate(spec.layers):
-        canonical, foreign = f"target.layers.{i}", f"model.layers.{i}"
+        canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
         table |= _layer_names(canonical, foreign, layer, "qkv")
+        family = all_families()[spec.family]
+        if isinstance(layer.mixer, GatedDelta):
+            assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
+            table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)
         if isinstance(layer.feed_forward, Moe):
-            expert_names = all_families()[spec.family].expert_names
-            assert expert_names is not None, f"{spec.family} names no experts"
-            table |= expert_names(canonical, foreign, layer.feed_forward, stored_names)
-    table["target.norm"] = one("model.norm.weight")
+            assert family.expert_names is not None, f"{spec.family} names no experts"
+            table |= family.expert_names(canonical, foreign, layer.feed_forward, stored_names)
+    table["target.norm"] = one(f"{model}norm.weight")
     if not spec.is_embedding_tied:
         table["target.lm_head"] = one(LM_HEAD)
+    if spec.has_offset_norms:
+        table |= {name: plus_one(*names.parts) for name, names in table.items() if is_offset_norm(name)}
     return table
 
 
@@ -50,7 +67,7 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
         "draft.context_norm": one("hidden_norm.weight"),
         "draft.kv": _all_kv(prefixes, "weight"),
     }
-    if any(layer.mixer.has_qkv_bias for layer in spec.layers):
+    if any(gqa.has_qkv_bias for gqa in spec.attentions):
         table["draft.kv_bias"] = _all_kv(prefixes, "bias")
     for foreign, layer in zip(prefixes, spec.layers, strict=True):
         table |= _layer_names(f"draft.{foreign}", foreign, layer, "q")
@@ -70,19 +87,29 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
     if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
         return True
     if isinstance(spec, TargetSpec):
-        return spec.is_embedding_tied and name == LM_HEAD
+        is_left_out = name.startswith(all_families()[spec.family].left_out)
+        return is_left_out or (spec.is_embedding_tied and name == LM_HEAD)
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
-    """Names of a layer without its experts; `letters` are the projections fused in its own matrix."""
-    mixer = layer.mixer
+    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix."""
     table: ForeignTable = {
         f"{canonical}.attention_norm": one(f"{foreign}.input_layernorm.weight"),
+        f"{canonical}.mlp_norm": one(f"{foreign}.post_attention_layernorm.weight"),
+    }
+    if isinstance(layer.mixer, Gqa):
+        table |= _attention_names(canonical, foreign, layer.mixer, letters)
+    if isinstance(layer.feed_forward, Dense):
+        table |= _mlp_names(canonical, foreign, layer.feed_forward)
+    return table
+
+
+def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal["qkv", "q"]) -> ForeignTable:
+    table: ForeignTable = {
         f"{canonical}.{letters}": _projections(foreign, letters, "weight"),
         f"{canonical}.o": _projections(foreign, "o", "weight"),
-        f"{canonical}.mlp_norm": one(f"{foreign}.post_attention_layernorm.weight"),
     }
     if mixer.has_qkv_bias:
         table[f"{canonical}.{letters}_bias"] = _projections(foreign, letters, "bias")
@@ -92,8 +119,6 @@ def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Litera
         table[f"{canonical}.sinks"] = one(f"{foreign}.self_attn.sinks")
     if mixer.has_qk_norm:
         table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in ("q_norm", "k_norm")}
-    if isinstance(layer.feed_forward, Dense):
-        table |= _mlp_names(canonical, foreign, layer.feed_forward)
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.families.base import all_families, family_of
-from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
+from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
 from dflash_trt.core.frozen import checked
 from dflash_trt.core.model.decoder import TargetSpec
 
@@ -26,10 +26,14 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     family = _read_family(reader)
     if family is None:
         return None  # errors about the other keys would only be noise
-    spec_fields = _read_fields(reader, family)
-    spec_fields["eos_token_ids"] = _read_eos(directory, reader, problems)
-    reader.ignore(HARMLESS_KEYS)
-    reader.finish()
+    model = _language_model(reader)
+    model.require("model_type", family, default=family, hint=f"{fields['architectures'][0]} is a {family} model.")
+    spec_fields = _read_fields(model, family)
+    spec_fields["is_embedding_tied"] = _is_embedding_tied(reader, model)
+    spec_fields["eos_token_ids"] = _read_eos(directory, model, problems)
+    for each in dict.fromkeys((reader, model)):
+        each.ignore(HARMLESS_KEYS)
+        each.finish()
     if len(problems) > num_problems:
         return None
     return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
@@ -43,8 +47,24 @@ def _read_family(reader: ConfigReader) -> str | None:
         known = sorted(name for family in all_families().values() for name in family.architectures)
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
-    reader.require("model_type", family, default=family, hint=f"{name} is a {family} model.")
     return family
+
+
+def _language_model(reader: ConfigReader) -> ConfigReader:
+    """The reader itself, or that of `text_config` in the checkpoint of a model that also sees."""
+    section = reader.optional_section("text_config")
+    if section is None:
+        return reader
+    reader.ignore(("model_type", *VISION_KEYS))
+    reader.note("text_config", "the language model alone: images and videos are left out")
+    section.ignore(("architectures",))
+    return section
+
+
+def _is_embedding_tied(*readers: ConfigReader) -> bool:
+    """The outer file decides, where it has the key (transformers)."""
+    flags = [reader.optional_flag("tie_word_embeddings") for reader in readers]
+    return bool(next((flag for flag in flags if flag is not None), False))
 
 
 def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
@@ -56,7 +76,7 @@ def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
         **sizes.spec_fields(),
         "family": family,
         "vocab_size": sizes.vocab_size,
-        "is_embedding_tied": reader.flag("tie_word_embeddings", default=False),
+        "has_offset_norms": all_families()[family].has_offset_norms,
         "bos_token_id": reader.optional_integer("bos_token_id", minimum=0),
         "layers": all_families()[family].read_layers(reader, sizes),
     }

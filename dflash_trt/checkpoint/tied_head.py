@@ -6,7 +6,7 @@ As in transformers, equal tensors are tied, and different ones are both kept.
 import torch
 from safetensors import safe_open
 
-from dflash_trt.checkpoint.names import EMBEDDING, LM_HEAD
+from dflash_trt.checkpoint.names import LM_HEAD, embedding_name
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors
 from dflash_trt.core.model.decoder import TargetSpec
 
@@ -15,7 +15,7 @@ _ROWS = 4096  # compared at a time
 
 def resolve_tied_head(spec: TargetSpec, stored: StoredTensors, notes: list[str]) -> TargetSpec:
     """Untie the head of `spec` if both tensors are stored and differ; reads them up to the first difference."""
-    embedding, head = stored.tensors.get(EMBEDDING), stored.tensors.get(LM_HEAD)
+    embedding, head = (stored.tensors.get(name) for name in (embedding_name(stored.tensors), LM_HEAD))
     if not spec.is_embedding_tied or embedding is None or head is None or _is_equal(embedding, head):
         return spec
     notes.append(

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.expert_tensors import (
     read_experts,
     read_mxfp4_experts,
 )
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, Recipe
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.quantized_reading import read_quantized
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource
@@ -41,6 +41,7 @@ class WeightSource:
     """A canonical tensor's checked places; see `ForeignNames`."""
 
     parts: tuple[StoredTensor, ...]
+    rows: tuple[PartRows, ...]
     recipe: Recipe
     layout: ExpertLayout | None = None
 
@@ -70,7 +71,9 @@ def resolve_sources(
         _check_parts(table[canonical], foreign, stored, label=label, problems=problems)
         if all(part in stored.tensors for part in foreign.parts):
             parts = tuple(stored.tensors[part] for part in foreign.parts)
-            sources[canonical] = WeightSource(parts=parts, recipe=foreign.recipe, layout=foreign.layout)
+            sources[canonical] = WeightSource(
+                parts=parts, rows=foreign.rows, recipe=foreign.recipe, layout=foreign.layout
+            )
     return sources
 
 
@@ -106,7 +109,10 @@ def read_weights(
             if spec.is_integer:
                 yield name, shard(_read_integers(spec, source), spec, cut)
                 continue
-            tensor = _read_floats(spec, source, opened, dtype=dtype, mapping=cut)
+            own_dtype = torch.float32 if spec.is_float32 else dtype
+            tensor = _read_floats(spec, source, opened, dtype=own_dtype, mapping=cut)
+            if source.recipe == "plus_one":
+                tensor += 1
             _require_finite(name, tensor, source)
             yield name, tensor
 
@@ -147,15 +153,17 @@ def _read_floats(
         return read_experts(source.layout, source.parts, spec, opened.slice_of, dtype=dtype, mapping=mapping)
     tensor = torch.empty(rank_shard(spec, mapping).shape, dtype=dtype)
     row = 0
-    for part, part_spec in zip(source.parts, segment_specs(spec), strict=True):
+    for i, (part, part_spec) in enumerate(zip(source.parts, segment_specs(spec), strict=True)):
         rows, *columns = rank_index(part_spec, mapping)
-        start, stop, _ = rows.indices(part.shape[0])
+        start, stop, _ = rows.indices(part_spec.shape[0])
         row_bytes = max(1, part.num_bytes // part.shape[0])
         for first in range(start, stop, max(1, _BYTES_AT_ONCE // row_bytes)):
             last = min(stop, first + max(1, _BYTES_AT_ONCE // row_bytes))
-            piece = opened.slice_of(part, (last - first) * row_bytes)[(slice(first, last), *columns)]
-            tensor[row : row + last - first].copy_(piece)  # casts to `dtype`
-            row += last - first
+            for span in source.rows[i].spans(first, last) if source.rows else (slice(first, last),):
+                num_rows = span.stop - span.start
+                piece = opened.slice_of(part, num_rows * row_bytes)[(span, *columns)]
+                tensor[row : row + num_rows].copy_(piece.view(tensor[row : row + num_rows].shape))  # casts to `dtype`
+                row += num_rows
     return tensor
 
 
@@ -210,6 +218,8 @@ def _part_shapes(spec: WeightSpec, foreign: ForeignNames) -> list[tuple[int, ...
     num_parts = len(foreign.parts)
     if foreign.layout is not None:
         return part_shapes(foreign.layout, spec.shape, num_parts)
+    if foreign.rows:
+        return [rows.stored_shape for rows in foreign.rows]
     if num_parts <= 1:
         return [spec.shape] * num_parts
     assert num_parts == len(spec.segments), f"{num_parts} parts for {len(spec.segments)} segments"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dflash_trt.core.model.decoder import TargetSpec
     from dflash_trt.core.model.draft import DraftSpec
-    from dflash_trt.core.state_spec import PagedKv
+    from dflash_trt.core.state_spec import LayerState
     from dflash_trt.engine_dir import EngineDir, PretrainedConfig
 
 _LAYER_SIZES = (
@@ -85,11 +85,14 @@ def describe_models(config: "PretrainedConfig") -> dict[str, Any]:
     return {"target": target, "draft": draft | {"max_draft_len": config.draft.max_draft_len}}
 
 
-def _pages(states: "Sequence[PagedKv]") -> dict[str, Any]:
+def _pages(states: "Sequence[LayerState]") -> dict[str, Any]:
     """Of one model, on each rank."""
+    from dflash_trt.core.state_spec import paged
+
     return {
-        "kv_format": "fp8" if states[0].scales is not None else states[0].dtype,
+        "kv_format": next(("fp8" if kv.scales is not None else kv.dtype for kv in paged(states)), None),
         "kv_bytes_per_token": sum(state.bytes_per_token for state in states),
+        "state_bytes_per_request": sum(state.bytes_per_slot for state in states),
     }
 
 

@@ -23,7 +23,7 @@ from dflash_trt.cli.result_files import (
     disk_errors,
     json_line,
     new_jsonl_file,
-    output_row,
+    output_rows,
     trace_lines,
     write_all,
 )
@@ -60,23 +60,26 @@ class PartialResults:
     def add(self, index: int, output: GenerationOutput, *, has_trace: bool) -> None:
         """Keep one finished row; index and hash say which."""
         row = self._rows[index]
-        record = {"row": index, "sha256": _sha256(row), "result": output_row(row, output)}
+        result, *others = output_rows(row, output)
+        record = {"row": index, "sha256": _sha256(row), "result": result} | ({"samples": others} if others else {})
         if has_trace:
             record["trace"] = list(trace_lines(row.row_id, output))
         start = self._size
         self._append(record)
-        self._took(index, start, output.finish_reason, output.num_prompt_tokens)
+        self._took(index, start, record)
 
     def publish(self, output: Path, write_trace: WriteLine | None) -> None:
         """Write the rows in input order, and remove the partial file unless rows failed that could succeed."""
         with new_jsonl_file(output) as write_row, self.path.open("rb") as lines:
             for index, row in enumerate(self._rows):
                 if isinstance(row, Refusal):
-                    write_row(output_row(row, None))
+                    for result in output_rows(row, None):
+                        write_row(result)
                     continue
                 lines.seek(self._offsets[index])
                 record = json.loads(lines.readline())
-                write_row(record["result"])
+                for result in _results(record):
+                    write_row(result)
                 if write_trace is not None:
                     for line in record["trace"]:
                         write_trace(line)
@@ -107,12 +110,12 @@ class PartialResults:
             write_all(self._stream, line)
         self._size += len(line)
 
-    def _took(self, index: int, start: int, finish_reason: str, num_prompt_tokens: int) -> None:
+    def _took(self, index: int, start: int, record: Mapping[str, Any]) -> None:
         self._offsets[index] = start
         self._failed.discard(index)
-        if finish_reason in _FINISHED:
+        if all(result["finish_reason"] in _FINISHED for result in _results(record)):
             self._finished.add(index)
-        elif num_prompt_tokens > 0:  # else it was refused, and would be again
+        elif record["result"]["num_prompt_tokens"] > 0:  # else it was refused, and would be again
             self._failed.add(index)
 
     def _read(self, settings: Mapping[str, Any]) -> None:
@@ -138,8 +141,7 @@ class PartialResults:
         index = record["row"]
         if not (0 <= index < len(self._rows) and _sha256(self._rows[index]) == record["sha256"]):
             return False
-        result = record["result"]
-        self._took(index, self._size, result["finish_reason"], result["num_prompt_tokens"])
+        self._took(index, self._size, record)
         return True
 
     def _check_header(self, line: bytes, record: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
@@ -219,6 +221,11 @@ def _open_locked(path: Path, *, resumes: bool) -> FileIO:
     except OSError:
         pass  # a file system without locks
     return stream
+
+
+def _results(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of all samples of a row."""
+    return [record["result"], *record.get("samples", ())]
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:

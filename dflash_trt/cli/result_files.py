@@ -1,17 +1,22 @@
 """Where results go: files that appear whole or not at all, rows in input order, one trace line per verify step."""
 
+from __future__ import annotations
+
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_trt.cli.prompts import InputRow, Refusal, RowId
+from dflash_trt.cli.prompts import InputRow, Job, Refusal, RowId
 from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+
+if TYPE_CHECKING:  # needs numpy
+    from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 
 WriteLine = Callable[[Mapping[str, Any]], None]
 
@@ -69,11 +74,18 @@ class InOrder:
             self._next_index += 1
 
 
-def output_row(row: InputRow, output: GenerationOutput | None) -> dict[str, Any]:
-    """The result of one row as it stands in an output file; `output` is None for a refused row only."""
+def output_rows(row: InputRow, output: GenerationOutput | None) -> list[dict[str, Any]]:
+    """The results of one row as they stand in an output file, one for each sample.
+
+    `output` is None for a refused row only.
+    """
     if isinstance(row, Refusal):
-        return _failed_row(row.row_id, row.error)
+        return [_failed_row(row.row_id, row.error)]
     assert output is not None
+    return [_sample_row(row, sample) for sample in output.samples]
+
+
+def _sample_row(row: Job, output: GenerationOutput) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "id": row.row_id,
         "text": output.text,
@@ -93,6 +105,12 @@ def output_row(row: InputRow, output: GenerationOutput | None) -> dict[str, Any]
 
 def trace_lines(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
     """One line per step that verified drafts. `num_accepted` is the step's own, before a stop cut its tokens."""
+    for sample in output.samples:
+        index = {"sample_index": sample.sample_index} if output.other_samples else {}
+        yield from (line | index for line in _lines_of_sample(row_id, sample))
+
+
+def _lines_of_sample(row_id: RowId, output: GenerationOutput) -> Iterator[dict[str, Any]]:
     for step, event in enumerate(output.steps):
         if event.num_candidates:
             yield {
@@ -134,9 +152,24 @@ def _optional_fields(sampling: SamplingParams, output: GenerationOutput) -> dict
     fields: dict[str, Any] = {}
     if sampling.logprobs:
         fields["logprobs"] = list(output.logprobs)
+    if sampling.top_logprobs:
+        fields["top_logprobs"] = [_json_entries(entries) for entries in output.top_logprobs]
+    if output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [_json_prompt_entry(entry) for entry in output.prompt_logprobs]
+    if sampling.n > 1:
+        fields["sample_index"] = output.sample_index
     if output.error is not None:
         fields["error"] = output.error
     return fields
+
+
+def _json_entries(entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [entry._asdict() for entry in entries]
+
+
+def _json_prompt_entry(entry: PromptLogprob | None) -> dict[str, Any] | None:
+    """None for the first token."""
+    return None if entry is None else entry._asdict() | {"top_logprobs": _json_entries(entry.top_logprobs)}
 
 
 def _failed_row(row_id: RowId, error: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dflash_trt.cli.open_engine import listed_failures, open_engine, refuse_if_n
 from dflash_trt.cli.partial_results import partial_results
 from dflash_trt.cli.prompts import InputRow, Job, Refusal
 from dflash_trt.cli.report import RunSummary, summarize, summary_lines
-from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_row, trace_lines
+from dflash_trt.cli.result_files import InOrder, json_line, new_jsonl_file, output_rows, trace_lines
 from dflash_trt.cli.run_options import RunOptions
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.cli.sampling_options import SAMPLING_NAMES, sampling_from_options, sampling_options
@@ -78,8 +78,9 @@ def run(context: click.Context, /, **options: Any) -> None:
 
     An input row is a JSON object with one of `prompt`, `messages` or `prompt_token_ids`, an optional `id`,
     `chat_template_kwargs` beside messages, and sampling fields that override the command line. They have the names of
-    the options above, from max_new_tokens to logprobs, but for the lists `stop` and `stop_token_ids`. A row that cannot
-    run gets finish_reason "error" and its reason in `error`; the others go on, and the exit code is 3.
+    the options above, from max_new_tokens on, but for the lists `stop` and `stop_token_ids`. A row that cannot run gets
+    finish_reason "error" and its reason in `error`; the others go on, and the exit code is 3. A row with `n` samples
+    has as many results, with their `sample_index`.
 
     Finished rows are kept in FILE.partial beside the --output-file FILE until that is complete. After an interrupt, a
     crash or a full disk the same command with --resume runs the rows that have no result.
@@ -121,7 +122,7 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
         started = time.monotonic()
         outputs = _stream(llm, rows, sink) if options.streams(len(rows)) else _generate(llm, rows, sink, options)
         summary = summarize(
-            list(outputs.values()),
+            [sample for output in outputs.values() for sample in output.samples],
             num_refused=sum(isinstance(row, Refusal) for row in rows),
             load_time_s=load_time_s,
             wall_time_s=time.monotonic() - started,
@@ -167,9 +168,10 @@ def _open_results(options: RunOptions, stack: ExitStack, rows: Sequence[InputRow
             for line in trace_lines(row.row_id, output):
                 write_trace(line)
         if not options.prints_text:
-            write_row(output_row(row, output))
-        elif not options.streams(len(rows)) and output is not None and output.error is None:
-            _print_text(output, label=f"[{row.row_id}] " if len(rows) > 1 else "")
+            for result in output_rows(row, output):
+                write_row(result)
+        elif not options.streams(len(rows)) and output is not None:
+            _print_texts(row, output, has_others=len(rows) > 1)
 
     return _Sink(emit=InOrder(emit).done, results=results)
 
@@ -261,7 +263,7 @@ def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[Gene
 
         def advance(output: GenerationOutput) -> None:
             nonlocal num_tokens
-            num_tokens += len(output.token_ids)
+            num_tokens += sum(len(sample.token_ids) for sample in output.samples)
             bar.update(task, advance=1, speed=f"{num_tokens / (time.monotonic() - started):.0f} tok/s")
 
         yield advance
@@ -270,8 +272,8 @@ def _progress_bar(options: RunOptions, num_jobs: int) -> Iterator[Callable[[Gene
 def _failure(row: InputRow, output: GenerationOutput | None) -> Iterator[str]:
     if isinstance(row, Refusal):
         yield f"{row.row_id}: {row.error}"
-    elif output is not None and output.error is not None:
-        yield f"{row.row_id}: {output.error}"
+    elif output is not None:
+        yield from (f"{row.row_id}: {sample.error}" for sample in output.samples if sample.error is not None)
 
 
 def _report_failures(failures: Sequence[str], num_rows: int) -> None:
@@ -284,6 +286,10 @@ def _print_row(fields: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _print_text(output: GenerationOutput, *, label: str) -> None:
-    text = " ".join(map(str, output.token_ids)) if output.text is None else output.text
-    click.echo(f"{label}{text}")
+def _print_texts(row: InputRow, output: GenerationOutput, *, has_others: bool) -> None:
+    """Those of all samples, behind the row's id and the sample's index where there are several."""
+    for sample in output.samples:
+        if sample.error is None:
+            text = " ".join(map(str, sample.token_ids)) if sample.text is None else sample.text
+            names = [str(row.row_id)] * has_others + [f"sample {sample.sample_index}"] * bool(output.other_samples)
+            click.echo(f"[{', '.join(names)}] {text}" if names else text)

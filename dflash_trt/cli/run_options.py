@@ -29,6 +29,7 @@ _NOT_OF_TEXTS = (
     "as_json",
 )
 _PROMPTS = "--prompt, --input-file or piped text"
+_ROWS = "--json, --output-file or --input-file"
 _CONVERSATIONS = "--chat, or an --input-file with messages"
 _RUNTIME_NOT_OF_TEXTS = {*KV_BUDGET, "max_queue_len", "seed"}
 
@@ -72,7 +73,7 @@ class RunOptions:
         """True if text is printed as it comes: by default, that of one prompt on a terminal."""
         if self.stream is not None:
             return self.stream
-        return num_rows == 1 and self.prints_text and sys.stdout.isatty()
+        return num_rows == 1 and self.sampling.n == 1 and self.prints_text and sys.stdout.isatty()
 
     @property
     def keeps_rows(self) -> bool:
@@ -99,11 +100,13 @@ class RunOptions:
             ("--stream", self.stream is True, "--output-file", self.output_file is not None),
         )
         needs = (
+            ("--stream", self.stream is True and self.sampling.n > 1, f"one sample (got --n {self.sampling.n})"),
             ("--stream", self.stream is True and len(self.prompts) > 1, f"one --prompt (got {len(self.prompts)})"),
             ("--resume", self.resume and not self.keeps_rows, "--output-file with a regular file"),
             ("--system", is_of_texts and self.system is not None, _CONVERSATIONS),
             ("--chat-template-option", is_of_texts and bool(self.chat_template_options), _CONVERSATIONS),
-            ("--logprobs", self.sampling.logprobs and self.prints_text, "--json, --output-file or --input-file"),
+            ("--logprobs", self.sampling.logprobs and self.prints_text, _ROWS),
+            ("--prompt-logprobs", self.sampling.prompt_logprobs is not None and self.prints_text, _ROWS),
             *((option, self.is_conversation and has_it, _PROMPTS) for option, has_it in _of_prompts(self)),
         )
         problems = [f"{a} and {b} are mutually exclusive." for a, has_a, b, has_b in exclusive if has_a and has_b]
@@ -158,6 +161,7 @@ def _of_prompts(options: RunOptions) -> Iterator[tuple[str, bool]]:
     yield "--output-file", options.output_file is not None
     yield "--trace-file", options.trace_file is not None
     yield "--no-stream", options.stream is False
+    yield "--n", options.sampling.n > 1
 
 
 def _is_regular(path: Path) -> bool:

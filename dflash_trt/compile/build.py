@@ -11,7 +11,7 @@ from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -49,6 +49,7 @@ from dflash_trt.engine_dir import (
     tensor_headers,
     write_engine_dir,
 )
+from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from dflash_trt.engine_dir.tokenizer_dir import resolve_tokenizer
 from dflash_trt.quantize.plan import QuantizationPlan
@@ -136,7 +137,7 @@ def _build(
     if on_plan is not None:
         on_plan(plan)
     inputs = _hash_inputs(pair, progress)
-    calibration, note = _calibration(config, pair, plan, base_dir, inputs, progress)
+    calibration, note = _calibration(config, pair, plan, base_dir, chat_template.options, inputs, progress)
     notes = [*sources.notes, *notes, *pair.notes, *chat_template.notes, *([note] if note else [])]
     pretrained = PretrainedConfig(
         target=pair.target,
@@ -219,6 +220,8 @@ def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes
     problems: list[str] = []
     files = resolve_tokenizer(pair.tokenizer_files, vocab_size=pair.target.vocab_size, problems=problems)
     raise_all(CheckpointError, f"tokenizer of target {directory}", problems)
+    if files:  # other front ends read the two together
+        files[CARD_NAME] = (directory / CARD_NAME).read_bytes()
     return files
 
 
@@ -263,6 +266,7 @@ def _calibration(
     pair: CheckpointPair,
     plan: QuantizationPlan,
     base_dir: Path,
+    template_options: AbcMapping[str, Any],
     inputs: dict[str, EngineFile],
     progress: ProgressCallback,
 ) -> tuple[Calibration, str | None]:
@@ -274,7 +278,16 @@ def _calibration(
 
     hashes = [entry.sha256 for entry in inputs.values()]
     dtype = torch_dtype(config.dtype)
-    return calibrate(config, pair, plan, base_dir=base_dir, input_hashes=hashes, dtype=dtype, advance=advance)
+    return calibrate(
+        config,
+        pair,
+        plan,
+        base_dir=base_dir,
+        template_options=template_options,
+        input_hashes=hashes,
+        dtype=dtype,
+        advance=advance,
+    )
 
 
 def _hash_inputs(pair: CheckpointPair, progress: ProgressCallback) -> dict[str, EngineFile]:

@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as AbcMapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +54,7 @@ def calibrate(
     plan: QuantizationPlan,
     *,
     base_dir: Path,
+    template_options: AbcMapping[str, Any],
     input_hashes: Sequence[str],
     dtype: torch.dtype,
     advance: Advance,
@@ -66,7 +69,11 @@ def calibrate(
     options = (config.quantization or QuantizationConfig()).calibration
     tokenizer_dir = pair.tokenizer_files[0].parent if pair.tokenizer_files else None
     prompts = calibration_prompts(
-        options, base_dir=base_dir, tokenizer_dir=tokenizer_dir, vocab_size=pair.target.vocab_size
+        options,
+        base_dir=base_dir,
+        tokenizer_dir=tokenizer_dir,
+        vocab_size=pair.target.vocab_size,
+        template_options=template_options,
     )
     key = cache_key(
         {

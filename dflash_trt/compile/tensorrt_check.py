@@ -66,7 +66,9 @@ def check_config(
     described = describe_engine(
         config,
         pair,
-        unsupported=lambda target, draft, quantization, mapping: unsupported_problems(quantization, config.dtype),
+        unsupported=lambda target, draft, quantization, mapping: unsupported_problems(
+            target, quantization, config.dtype
+        ),
         subject="backend tensorrt",
         capability=local_capability(),
     )

@@ -8,6 +8,7 @@ from math import isnan
 
 import numpy as np
 
+from dflash_trt.core.logit_rules import LogitRules, RuledSlots, SlotUpdate
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.sampling import StepSampling as StepSampling
 from dflash_trt.core.step_plan import CHAINED, PageUpdates, StepExecutor, StepPlan, StepResult, StepRows
@@ -27,6 +28,8 @@ class ScheduledRequest:
     num_candidates: int
     page_ids: tuple[int, ...]
     sampling: StepSampling
+    logit_rules: LogitRules | None = None
+    known_tokens: tuple[int, ...] = ()  # with rules: before token_ids, by position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +60,7 @@ class RequestResult:
 
 
 def plan_of(batch: StepBatch) -> StepPlan:
-    """The plan of given rows, row r in slot r with all of its pages."""
+    """The plan of given rows, row r in slot r with all of its pages and rules."""
     rows = batch.requests
     counts = [len(row.page_ids) for row in rows]
     step_rows = StepRows(
@@ -77,7 +80,11 @@ def plan_of(batch: StepBatch) -> StepPlan:
         columns=_integers([column for count in counts for column in range(count)]),
         page_ids=_integers([page_id for row in rows for page_id in row.page_ids]),
     )
-    return StepPlan(step_rows, max(counts, default=1), updates)
+    slot_updates = tuple(
+        SlotUpdate(slot=slot, rules=row.logit_rules, token_ids=_integers(list(row.known_tokens)))
+        for slot, row in enumerate(rows)
+    )
+    return StepPlan(step_rows, max(counts, default=1), updates, slot_updates)
 
 
 def chained(plan: StepPlan) -> StepPlan:
@@ -134,7 +141,8 @@ def result_of(rows: tuple[RequestResult, ...], *, num_draft_tokens: int) -> Step
 class SlotMirror:
     """The slots of a device on the host, for executors that take their rows written out."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_positions: int) -> None:
+        self._ruled_slots = RuledSlots(max_positions)
         self._pages: dict[int, dict[int, int]] = {}  # page ids by slot and column
         self._tokens: dict[int, tuple[int, ...]] = {}  # bonus and drafts
         self._context_lens: dict[int, int] = {}
@@ -144,8 +152,13 @@ class SlotMirror:
         updates = plan.page_updates
         for slot, column, page_id in zip(updates.slots, updates.columns, updates.page_ids, strict=True):
             self._pages.setdefault(int(slot), {})[int(column)] = int(page_id)
-        rows = tuple(self._row(plan, r, page_size) for r in range(plan.rows.num_requests))
-        return StepBatch(requests=rows, num_draft_tokens=plan.rows.num_draft_tokens)
+        rows = [self._row(plan, r, page_size) for r in range(plan.rows.num_requests)]
+        self._ruled_slots.update(plan.slot_updates)
+        for r, rules, tokens in self._ruled_slots.rows(plan.rows.slot_ids):
+            start, token_ids = rows[r].context_len, rows[r].token_ids
+            tokens[start : start + len(token_ids)] = token_ids
+            rows[r] = replace(rows[r], logit_rules=rules, known_tokens=tuple(tokens[:start].tolist()))
+        return StepBatch(requests=tuple(rows), num_draft_tokens=plan.rows.num_draft_tokens)
 
     def store(self, plan: StepPlan, rows: tuple[RequestResult, ...]) -> None:
         """The last part of a step."""

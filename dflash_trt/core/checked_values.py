@@ -115,6 +115,34 @@ def tuple_of(expected: str, read: Reader[_T]) -> Reader[tuple[_T, ...]]:
     return read_all
 
 
+def number_by_id(expected: str, is_valid: Callable[[float], bool]) -> Reader[tuple[tuple[int, float], ...]]:
+    """Reader of numbers by token id, sorted: a mapping, whose keys may be text as in JSON, "ID=NUMBER" or pairs."""
+    read_id, read_number = integer(expected, 0, INT32_MAX), number(expected, is_valid)
+
+    def read_pair(item: object) -> tuple[int, float]:
+        if isinstance(item, str):
+            item = item.split("=")
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ValueError(expected)
+        key, value = item
+        try:
+            key, value = int(key) if isinstance(key, str) else key, float(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ValueError(expected) from None
+        return read_id(key), read_number(value)
+
+    def read(value: object) -> tuple[tuple[int, float], ...]:
+        items: Any = value.items() if isinstance(value, Mapping) else value
+        if not isinstance(items, Collection) or isinstance(items, str | bytes):
+            raise ValueError(expected)
+        pairs = sorted(map(read_pair, items))
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError(f"{expected}, each token once")
+        return tuple(pairs)
+
+    return read
+
+
 def shown(value: object) -> str:
     """repr() of a value, shortened for an error message."""
     try:

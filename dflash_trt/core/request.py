@@ -2,13 +2,17 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Optional
 
 from dflash_trt.core.checked_values import Reader, check_fields, instance, integer, number, optional, text
+from dflash_trt.core.constraint import TokenConstraint
 from dflash_trt.core.sampling import MAX_SEED as MAX_SEED
 from dflash_trt.core.sampling import MAX_STOP_LEN as MAX_STOP_LEN
 from dflash_trt.core.sampling import MAX_STOP_STRINGS as MAX_STOP_STRINGS
 from dflash_trt.core.sampling import SamplingParams as SamplingParams
+
+if TYPE_CHECKING:  # needs numpy
+    from dflash_trt.core.logprobs import PromptLogprob, PromptScores, TokenLogprob, TopTokens
 
 FinishReason = Literal["stop", "length", "cancelled", "error", "timeout"]
 
@@ -19,6 +23,8 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
     "priority": integer("an integer"),
     "queue_timeout_s": optional(number("None, or 0 or more seconds", lambda x: 0.0 <= x <= math.inf)),
     "cache_salt": text("a string"),
+    "sample_index": integer("an integer of 0 or more", 0),
+    "shares_prompt_of": optional(text("None, or a string")),
 }
 
 
@@ -27,7 +33,11 @@ class Request:
     """One prompt to be served. `seed` is resolved: `sampling.seed`, or one that the engine drew.
 
     Requests of higher `priority` go first, among equals the earlier one. `queue_timeout_s` bounds the wait for the
-    first step. Prefixes are shared only between requests of equal `cache_salt`.
+    first step. Prefixes are shared only between requests of equal `cache_salt`. `constraint` is what
+    `sampling.grammar_field` asks for, compiled.
+
+    A request is one sample of its prompt, `sample_index` of `sampling.n`. It waits until the request that
+    `shares_prompt_of` names has computed their prompt, whose pages it then shares.
 
     Raises:
         RequestError: lists every value of a wrong type or out of range.
@@ -37,10 +47,14 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence ids (unless ignored) and sampling.stop_token_ids
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # spellings of sampling.bad_words, each of one token or more
     seed: int = 0
     priority: int = 0
     queue_timeout_s: float | None = None
     cache_salt: str = ""
+    sample_index: int = 0
+    shares_prompt_of: str | None = None
+    constraint: TokenConstraint | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _REQUEST_READERS, heading="request")
@@ -60,7 +74,8 @@ class TokenEvent(NamedTuple):
 
     `token_ids` are the tokens emitted by this step, cut after a stop token and at max_new_tokens; empty when a request
     ends without a new token. `num_candidates` is 0 for the step that ended the prefill. `num_accepted` is counted
-    before any cut. `statistics` come with the finish_reason.
+    before any cut. `statistics` come with the finish_reason. `top` has the most likely tokens at each of the tokens,
+    `prompt` comes with the first tokens of a request that wants log probabilities of its prompt.
     """
 
     request_id: str
@@ -72,6 +87,8 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None
     statistics: RequestStatistics | None = None
+    top: Optional["TopTokens"] = None  # [tokens, N]
+    prompt: Optional["PromptScores"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +98,9 @@ class GenerationOutput:
     `num_verify_steps` counts the steps that verified at least one draft, `num_draft_tokens` the drafts they verified,
     `num_accepted_tokens` those the target agreed with, and `num_emitted_by_verify` = accepted + 1 per such step,
     before any cut by a stop or a length. `time_to_first_token_s` is 0 when no token came.
+
+    `top_logprobs` has an entry for each token, where sampling.top_logprobs asks for them; `prompt_logprobs` one for
+    each token of the prompt, None for the first. The output of a prompt is its sample 0, which holds the others.
     """
 
     request_id: str
@@ -98,6 +118,15 @@ class GenerationOutput:
     error: str | None = None
     statistics: RequestStatistics = RequestStatistics()
     steps: tuple[TokenEvent, ...] = field(default=(), repr=False)
+    top_logprobs: "tuple[tuple[TokenLogprob, ...], ...]" = ()
+    prompt_logprobs: "tuple[PromptLogprob | None, ...] | None" = None
+    sample_index: int = 0
+    other_samples: "tuple[GenerationOutput, ...]" = ()  # of sample 0: 1, 2, ..., n - 1
+
+    @property
+    def samples(self) -> "tuple[GenerationOutput, ...]":
+        """All samples of the prompt in their order, this one first."""
+        return (self, *self.other_samples)
 
     @property
     def acceptance_length(self) -> float | None:

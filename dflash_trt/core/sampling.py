@@ -5,7 +5,9 @@ Checks, step inputs, command-line options, fields of input rows and inputs of se
 code in the samplers of the backends.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,18 +19,23 @@ from dflash_trt.core.checked_values import (
     instance,
     integer,
     number,
+    number_by_id,
     text,
     tuple_of,
 )
 from dflash_trt.core.checked_values import optional as optional_of
 from dflash_trt.core.dtype import DType
-from dflash_trt.core.errors import RequestError, problem, raise_all
+from dflash_trt.core.errors import RequestError, raise_all
+from dflash_trt.core.sampling_limits import GRAMMAR_FIELDS as GRAMMAR_FIELDS
+from dflash_trt.core.sampling_limits import MAX_STOP_LEN as MAX_STOP_LEN
+from dflash_trt.core.sampling_limits import MAX_STOP_STRINGS as MAX_STOP_STRINGS
+from dflash_trt.core.sampling_limits import given_grammars, sampling_problems
 
 T = TypeVar("T")
 
 MAX_SEED: Final = 2**63 - 1
-MAX_STOP_STRINGS: Final = 64
-MAX_STOP_LEN: Final = 256  # characters of one stop string
+MAX_TOP_LOGPROBS: Final = 20  # alternatives of one token
+MAX_SAMPLES: Final = 128  # of one prompt
 # Tokens are practically equally likely here; far beyond, probabilities round to one float32 and top_k sees ties.
 MAX_TEMPERATURE: Final = 10_000
 
@@ -39,7 +46,8 @@ class SamplingField:
 
     `dtype` is that of its step input, one value per request, and `off` the value that disables it; both are None for
     parameters that only the host reads. `idle` are all values at which a filter does nothing. `trtllm_names` are those
-    of the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi.
+    of the Triton models of TensorRT-LLM: tensorrt_llm_bls, then llmapi, None where that has none. A parameter that
+    `reads_file` may be given as @FILE on the command line.
     """
 
     name: str
@@ -51,7 +59,8 @@ class SamplingField:
     dtype: DType | None
     off: float | None
     idle: tuple[float, ...]
-    trtllm_names: tuple[str, str] | None
+    trtllm_names: tuple[str, str | None] | None
+    reads_file: bool
 
     def is_filter(self, value: float) -> bool:
         """True if `value` removes tokens from a distribution and leaves a choice."""
@@ -66,10 +75,13 @@ def _parameter(
     dtype: DType | None = None,
     off: float | None = None,
     idle: tuple[float, ...] = (),
-    trtllm_names: tuple[str, str] | None = None,
+    trtllm_names: tuple[str, str | None] | None = None,
+    kind: type | None = None,
+    reads_file: bool = False,
 ) -> Any:
-    """Declare a field of SamplingParams with its row of the table."""
+    """Declare a field of SamplingParams with its row of the table. `kind` None: as the field is annotated."""
     row = {"read": read, "help": help, "dtype": dtype, "off": off, "idle": idle, "trtllm_names": trtllm_names}
+    row |= {"reads_file": reads_file} | ({} if kind is None else {"kind": kind})
     return field(default=default, metadata=row)
 
 
@@ -78,8 +90,29 @@ def _clamped(read: Reader[Any], clamp: Callable[[Any], Any]) -> Reader[Any]:
     return lambda value: clamp(read(value))
 
 
+def _schema_text(value: object) -> str:
+    """A JSON schema as text: of an object, of a class of pydantic, or of text, which is checked to be JSON."""
+    expected = "a JSON schema: an object, its JSON text, or a class of pydantic"
+    make_schema = getattr(value, "model_json_schema", None)
+    try:
+        if make_schema is not None:
+            value = make_schema()
+        if isinstance(value, Mapping):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str) and isinstance(json.loads(value), dict):
+            return value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{expected} ({error})") from error
+    raise ValueError(expected)
+
+
 _FLAG: Final = instance("true or false", bool)
 _STRINGS: Final = tuple_of("a string or a list of strings", text("non-empty strings", min_len=1))
+_PENALTY: Final = number("a number from -2 to 2", lambda x: -2.0 <= x <= 2.0)
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    return _STRINGS([value] if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +124,16 @@ class SamplingParams:
     prompt chunks change how sums are rounded, never the distribution. In float32 on a CPU greedy texts are equal, and
     sampled ones practically always; in bfloat16, FP8 and FP4 near-ties, and so changed texts, are common.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
+
+    Before the filters, the logits get `logit_bias`, `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
+    in this order, and `bad_words` and `min_tokens` remove tokens: `core/logit_rules.py` defines them.
+
+    At most one of `json_schema`, `regex`, `choice` and `grammar` may be given: the text follows it from its first token
+    on, and the request ends with "stop" as soon as nothing more may follow. `max_new_tokens` may end it before.
+
+    Log probabilities are those of the target's raw distribution, before all of this. `top_logprobs` wants `logprobs`. A
+    request with `prompt_logprobs` computes its whole prompt, whatever the prefix cache has. Of `n` samples each has a
+    seed of its own (`sample_seed`), and sample 0 is that of n = 1.
 
     Values are clamped to the device's float32 and int32: a temperature below 1.2e-38 becomes 0, a top_p below it
     1.2e-38 (the most likely token alone), a top_k of 2**31 or more 2**31 - 1. Numbers of numpy, lists, and a single
@@ -143,6 +186,44 @@ class SamplingParams:
         off=0.0,
         idle=(0.0,),
     )
+    repetition_penalty: float = _parameter(
+        1.0,
+        number("a number from 0.01 to 100", lambda x: 0.01 <= x <= 100.0),
+        "Divides positive logits of tokens in prompt or output by this, and multiplies negative ones; 1 is off.",
+        trtllm_names=("repetition_penalty", None),
+    )
+    presence_penalty: float = _parameter(
+        0.0,
+        _PENALTY,
+        "Subtracted from the logits of tokens in the output, -2 to 2; 0 is off.",
+        trtllm_names=("presence_penalty", "sampling_param_presence_penalty"),
+    )
+    frequency_penalty: float = _parameter(
+        0.0,
+        _PENALTY,
+        "Subtracted for every time that a token is in the output, -2 to 2; 0 is off.",
+        trtllm_names=("frequency_penalty", "sampling_param_frequency_penalty"),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = _parameter(
+        (),
+        number_by_id(
+            "biases from -100 to 100 by token id: an object, or a list of TOKEN=BIAS", lambda x: -100.0 <= x <= 100.0
+        ),
+        "TOKEN=BIAS adds a number from -100 to 100 to the logit of a token id.",
+        kind=str,
+    )
+    bad_words: tuple[str, ...] = _parameter(
+        (),
+        _strings,
+        "Never generate any of these strings, as the tokenizer writes them with or without a space before them.",
+        trtllm_names=("bad_words", None),
+    )
+    min_tokens: int = _parameter(
+        0,
+        integer("an integer of 0 or more", 0),
+        "Generate this many tokens before one that stops (end-of-sequence or stop_token_ids); stop strings still stop.",
+        trtllm_names=("min_tokens", None),
+    )
     seed: int | None = _parameter(
         None,
         optional_of(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
@@ -153,10 +234,7 @@ class SamplingParams:
         trtllm_names=("seed", "sampling_param_seed"),
     )
     stop: tuple[str, ...] = _parameter(
-        (),
-        lambda value: _STRINGS([value] if isinstance(value, str) else value),
-        "Stop before any of these strings.",
-        trtllm_names=("stop_words", "sampling_param_stop"),
+        (), _strings, "Stop before any of these strings.", trtllm_names=("stop_words", "sampling_param_stop")
     )
     stop_token_ids: tuple[int, ...] = _parameter(
         (),
@@ -165,26 +243,69 @@ class SamplingParams:
     )
     ignore_eos: bool = _parameter(False, _FLAG, "Do not stop at the model's end-of-sequence tokens.")
     logprobs: bool = _parameter(False, _FLAG, "Return the log-probability of every output token.")
+    top_logprobs: int = _parameter(
+        0,
+        integer(f"an integer from 0 (none) to {MAX_TOP_LOGPROBS}", 0, MAX_TOP_LOGPROBS),
+        f"With logprobs: also return this many most likely tokens at every output token; at most {MAX_TOP_LOGPROBS}.",
+    )
+    prompt_logprobs: int | None = _parameter(
+        None,
+        optional_of(integer(f"None, or an integer from 0 to {MAX_TOP_LOGPROBS}", 0, MAX_TOP_LOGPROBS)),
+        "Return the log-probability of every prompt token but the first, and this many most likely tokens at each "
+        f"(0 to {MAX_TOP_LOGPROBS}). Such a prompt is computed without the prefix cache.",
+    )
+    n: int = _parameter(
+        1,
+        integer(f"an integer from 1 to {MAX_SAMPLES}", 1, MAX_SAMPLES),
+        f"Number of samples of each prompt, at most {MAX_SAMPLES}; each has a seed of its own.",
+    )
+    json_schema: str | Mapping[str, Any] | None = _parameter(
+        None,
+        optional_of(_schema_text),
+        "Generate JSON that is valid under this JSON schema, which is stored as text.",
+        reads_file=True,
+    )
+    regex: str | None = _parameter(
+        None,
+        optional_of(text("a non-empty regular expression", min_len=1)),
+        "Generate a text that this regular expression matches as a whole (Rust's syntax, without look-around).",
+    )
+    choice: tuple[str, ...] = _parameter(
+        (), tuple_of("a list of strings", text("non-empty strings", min_len=1)), "Generate one of these texts."
+    )
+    grammar: str | None = _parameter(
+        None,
+        optional_of(text("a non-empty grammar", min_len=1)),
+        "Generate a text of this context-free grammar (Lark's syntax, as llguidance reads it).",
+        reads_file=True,
+    )
 
     def __post_init__(self) -> None:
         readers = {row.name: row.read for row in SAMPLING_FIELDS}
         check_fields(self, readers, prefix="sampling ", heading="sampling parameters")
-        raise_all(RequestError, "sampling parameters", _stop_problems(self.stop))
+        raise_all(RequestError, "sampling parameters", list(sampling_problems(self)))
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def grammar_field(self) -> str | None:
+        """The name of the field that says what the text must be."""
+        return next(iter(given_grammars(self)), None)
 
 
 def _table() -> tuple[SamplingField, ...]:
     hints = get_type_hints(SamplingParams)
     return tuple(
         SamplingField(
-            name=item.name,
-            kind=next(iter(get_args(hints[item.name])), hints[item.name]),  # int of `int | None`, str of a tuple
-            is_list=get_origin(hints[item.name]) is tuple,
-            default=item.default,
-            **item.metadata,
+            **{
+                "name": item.name,
+                "kind": next(iter(get_args(hints[item.name])), hints[item.name]),  # int of `int | None`, str of a tuple
+                "is_list": get_origin(hints[item.name]) is tuple,
+                "default": item.default,
+                **item.metadata,
+            }
         )
         for item in fields(SamplingParams)
     )
@@ -224,12 +345,12 @@ class SamplingColumns(Generic[T]):
     seed: T
 
 
-def _stop_problems(stop: tuple[str, ...]) -> list[str]:
-    """Check their number and length, which are bounded because the engine's thread scans all text for them."""
-    longest = max(map(len, stop), default=0)
-    facts = ((len(stop), MAX_STOP_STRINGS, "stop strings"), (longest, MAX_STOP_LEN, "characters in a stop string"))
-    return [
-        problem("sampling stop", expected=f"at most {limit} {what}", found=str(number))
-        for number, limit, what in facts
-        if number > limit
-    ]
+def sample_seed(seed: int, sample_index: int) -> int:
+    """The seed of one of a prompt's samples: `seed` itself for sample 0, so that it equals a request with n = 1.
+
+    For others the first 63 bits of the SHA-256 of "SEED/INDEX", so that samples of neighbouring seeds are independent.
+    """
+    if sample_index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{sample_index}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1

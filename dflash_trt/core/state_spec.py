@@ -1,8 +1,9 @@
 """State that an engine keeps between steps, as specs with a shape and a size. No other module knows their geometry."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dflash_trt.core.dtype import DType, num_bytes_of
 from dflash_trt.core.mapping import Mapping
@@ -15,6 +16,8 @@ class PagedKv:
 
     FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v).
     """
+
+    bytes_per_slot: ClassVar[int] = 0
 
     name: str  # unique in an engine
     num_kv_heads: int
@@ -36,19 +39,83 @@ class PagedKv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrent:
+    """Recurrent state of one layer, a gated delta net, by slot.
+
+    `state` is the net after `position` tokens, and `window` begins with the last inputs of its convolution before that
+    position. Behind them come the inputs, `keys`, `deltas` and log `decays` of the tokens that the last step computed
+    from there: records, of which the next step folds those that were accepted into the state. A re-run folds none.
+    """
+
+    bytes_per_token: ClassVar[int] = 0
+
+    name: str  # unique in an engine
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int
+    num_records: int
+    dtype: DType  # of the inputs of the convolution
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """Shape and dtype of each part of a slot."""
+        heads, key_dim, value_dim = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return {
+            "state": ((heads, key_dim, value_dim), "float32"),
+            "keys": ((self.num_records, self.num_key_heads, key_dim), "float32"),
+            "deltas": ((self.num_records, heads, value_dim), "float32"),
+            "decays": ((self.num_records, heads), "float32"),
+            "window": ((self.conv_size - 1 + self.num_records, self.num_channels), self.dtype),
+            "position": ((), "int32"),
+        }
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(math.prod(shape) * num_bytes_of(dtype) for shape, dtype in self.tensors().values())
+
+    def shard(self, mapping: Mapping) -> "Recurrent":
+        """One rank's shard: its key heads, and the value heads that read them."""
+        num_key_heads, num_value_heads = (n // mapping.tp_size for n in (self.num_key_heads, self.num_value_heads))
+        return replace(self, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
+
+
+LayerState = PagedKv | Recurrent
+
+
+def paged(states: Iterable[LayerState]) -> tuple[PagedKv, ...]:
+    """Those by token position."""
+    return tuple(state for state in states if isinstance(state, PagedKv))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStates:
     """States of a target and of its drafter, one per layer."""
 
-    target: tuple[PagedKv, ...]
-    draft: tuple[PagedKv, ...] = ()
+    target: tuple[LayerState, ...]
+    draft: tuple[LayerState, ...] = ()
 
-    def __iter__(self) -> Iterator[PagedKv]:
+    def __iter__(self) -> Iterator[LayerState]:
         yield from self.target
         yield from self.draft
 
     @property
+    def is_recurrent(self) -> bool:
+        """True if a prefix of a sequence is more than its pages."""
+        return any(isinstance(state, Recurrent) for state in self)
+
+    @property
     def bytes_per_token(self) -> int:
         return sum(state.bytes_per_token for state in self)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(state.bytes_per_slot for state in self)
 
     def shard(self, mapping: Mapping) -> "EngineStates":
         return EngineStates(

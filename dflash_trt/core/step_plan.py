@@ -6,14 +6,21 @@ the results of the step before it are read. Other rows are given by the host: ch
 scheduler needs no torch.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dflash_trt.core.logprobs import PromptRows, PromptScores, TopTokens
+
+if TYPE_CHECKING:
+    from dflash_trt.core.logit_rules import SlotUpdate
 
 Array = NDArray[Any]
 
@@ -22,7 +29,10 @@ CHAINED: Final = -1  # as a row's context length: the slot has it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorLimits:
-    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter."""
+    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter.
+
+    `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
+    """
 
     max_batch_size: int
     max_seq_len: int
@@ -30,6 +40,7 @@ class ExecutorLimits:
     max_draft_len: int
     page_size: int  # token positions per page
     num_pages: int
+    unsupported_sampling: frozenset[str] = frozenset()
 
     @property
     def max_positions(self) -> int:
@@ -84,7 +95,7 @@ class StepRows:
     def total_tokens(self) -> int:
         return len(self.token_ids)
 
-    def part(self, part: slice) -> "StepRows":
+    def part(self, part: slice) -> StepRows:
         tokens = slice(*self.token_offsets[[part.start, part.stop]])
         return StepRows(
             request_ids=self.request_ids[part],
@@ -98,28 +109,67 @@ class StepRows:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenMasks:
+    """The tokens that some rows of logits may give; other rows may give any.
+
+    `rows` int64 [G] are indices into the logits of a step: r * (K + 1) + j for the j-th row of request r. `bits` int32
+    [G, ceil(V / 32)] has a bit for each token, little endian, set where it is allowed.
+    """
+
+    rows: Array
+    bits: Array
+
+    def part(self, part: slice, *, width: int) -> TokenMasks:
+        """Those of the requests `part`, which have `width` rows each."""
+        start, stop = part.start * width, part.stop * width
+        is_in = (self.rows >= start) & (self.rows < stop)
+        return TokenMasks(rows=self.rows[is_in] - start, bits=self.bits[is_in])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The rows of a step, and what changes in the page table before it."""
+    """The rows of a step, what changes in the page table and in other state of slots before it, the tokens that rows
+    may give, and the log probabilities that the step is to give.
+
+    `num_top_logprobs` is the largest number that any row wants; a step that wants none computes none.
+    """
 
     rows: StepRows
     num_pages: int  # most pages that a row has
     page_updates: PageUpdates
+    slot_updates: tuple[SlotUpdate, ...] = ()  # of requests with logit rules, and of slots that had one; in order
+    masks: TokenMasks | None = None
+    num_top_logprobs: int = 0
+    prompt_rows: PromptRows | None = None
 
-    def part(self, part: slice) -> "StepPlan":
-        """The plan of some rows. Applying the page updates again changes nothing."""
-        return StepPlan(self.rows.part(part), self.num_pages, self.page_updates)
+    @property
+    def has_logprobs(self) -> bool:
+        """True if the step gives more than the log probabilities of the emitted tokens."""
+        return self.num_top_logprobs > 0 or self.prompt_rows is not None
+
+    def part(self, part: slice) -> StepPlan:
+        """The plan of some rows. Applying the updates again changes nothing."""
+        first, last = self.rows.token_offsets[[part.start, part.stop]].tolist()
+        masks = self.masks and self.masks.part(part, width=self.rows.num_draft_tokens + 1)
+        prompt_rows = self.prompt_rows and self.prompt_rows.part(first, last)
+        return replace(self, rows=self.rows.part(part), masks=masks, prompt_rows=prompt_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """The outputs of `step_spec.STEP_OUTPUTS` without padding, as they came: NaN log probabilities included."""
+    """The outputs of `step_spec.STEP_OUTPUTS` without padding, as they came: NaN log probabilities included.
+
+    `top` and `prompt` are there where the plan asks for them.
+    """
 
     emitted_tokens: Array  # int32 [R, K+1]
     emitted_logprobs: Array  # float32 [R, K+1]
     num_accepted: Array  # int32 [R]
     next_context_lens: Array  # int32 [R]
     draft_tokens: Array  # int32 [R, K]
+    top: TopTokens | None = None  # [R, K+1, N], at the rows that gave emitted_tokens
+    prompt: PromptScores | None = None  # [M], [M, N]
 
 
 class StepHandle(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dflash_trt.core.dtype import DType, FloatDType
 from dflash_trt.core.mapping import Mapping
 
 Sharding = Literal["replicated", "rows", "columns"]
@@ -30,10 +31,15 @@ class WeightSpec:
     units: tuple[int, ...] = ()
     num_experts: int = 0
     is_integer: bool = False  # token ids: never cast to the engine's dtype
+    is_float32: bool = False  # whatever the engine's dtype
 
     @property
     def row_axis(self) -> int:
         return 1 if self.num_experts else 0
+
+    def stored_dtype(self, dtype: FloatDType) -> DType:
+        """In an engine of this dtype."""
+        return "int64" if self.is_integer else "float32" if self.is_float32 else dtype
 
 
 WeightTable = dict[str, WeightSpec]
@@ -76,8 +82,8 @@ def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
 
 
 def is_linear(spec: WeightSpec, name: str) -> bool:
-    """True if a canonical tensor is the weight of a GEMM, or of one per expert: no vector, bias or embedding."""
-    return len(spec.shape) == 2 + spec.row_axis and not name.endswith((".embedding", "_bias"))
+    """True if a canonical tensor is the weight of a GEMM, or of one per expert: no vector, bias, embedding, filter."""
+    return len(spec.shape) == 2 + spec.row_axis and not name.endswith((".embedding", "_bias", ".conv"))
 
 
 def row_sharded(shape: tuple[int, ...], segments: tuple[int, ...] = (), units: tuple[int, ...] = ()) -> WeightSpec:

@@ -150,7 +150,7 @@ def tensor_headers(config: PretrainedConfig) -> dict[str, TensorHeader]:
         if name in linears:
             headers |= _quantized_headers(name, table, linears[name])
         else:
-            dtype = safetensors_dtype("int64" if spec.is_integer else config.dtype)
+            dtype = safetensors_dtype(spec.stored_dtype(config.dtype))
             headers[name] = TensorHeader(dtype=dtype, shape=spec.shape)
     return headers
 

@@ -18,6 +18,7 @@ from dflash_trt.core.json_object import parse_json_object, read_json_object
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
+CARD_NAME = "config.json"  # the target's own, for other programs; not read here
 TEMPLATE_NAME = "chat_template.jinja"  # else the template stands in tokenizer_config.json
 
 # Of transformers' PreTrainedTokenizerBase: variables of every chat template.

@@ -3,11 +3,12 @@
 Safe because a step that raises has stored nothing to its slots, and its K/V writes depend on its inputs alone.
 """
 
-from dataclasses import fields
-
 import numpy as np
 
+from dflash_trt.core.logprobs import PromptScores, TopTokens
 from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult
+
+_ROW_ARRAYS = ("emitted_tokens", "emitted_logprobs", "num_accepted", "next_context_lens", "draft_tokens")
 
 
 def run_with_bisection(executor: StepExecutor, plan: StepPlan, error: Exception) -> tuple[StepResult, dict[int, str]]:
@@ -35,16 +36,28 @@ def _run_parts(
         except Exception as half_error:  # noqa: BLE001 - whatever a device raises fails its requests, never the engine
             _run_parts(executor, plan, half, half_error, result, reasons)
             continue
-        for field in fields(StepResult):
-            getattr(result, field.name)[half] = getattr(part, field.name)
+        _put(plan, result, half, part)
+
+
+def _put(plan: StepPlan, result: StepResult, rows: slice, part: StepResult) -> None:
+    for name in _ROW_ARRAYS:
+        getattr(result, name)[rows] = getattr(part, name)
+    if result.top is not None and part.top is not None:
+        result.top.put(rows, part.top)
+    if plan.prompt_rows is not None and result.prompt is not None and part.prompt is not None:
+        first, last = plan.rows.token_offsets[[rows.start, rows.stop]].tolist()
+        result.prompt.put(plan.prompt_rows.between(first, last), part.prompt)
 
 
 def _zeros(plan: StepPlan) -> StepResult:
     num_requests, width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
+    prompt = plan.prompt_rows
     return StepResult(
         emitted_tokens=np.zeros((num_requests, width), np.int32),
         emitted_logprobs=np.zeros((num_requests, width), np.float32),
         num_accepted=np.zeros(num_requests, np.int32),
         next_context_lens=np.zeros(num_requests, np.int32),
         draft_tokens=np.zeros((num_requests, width - 1), np.int32),
+        top=TopTokens.zeros(num_requests, width, plan.num_top_logprobs) if plan.num_top_logprobs else None,
+        prompt=PromptScores.zeros(len(prompt.token_rows), prompt.num_top_logprobs) if prompt else None,
     )

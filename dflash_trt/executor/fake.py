@@ -6,8 +6,11 @@ separate, so a request whose draft context was lost drafts wrong tokens. Drafts 
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, SlotMirror, StepBatch, StepSampling, result_of
-from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
+from dflash_trt.core.logit_rules import LogitRules
+from dflash_trt.core.step_plan import Array, ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
 
 # (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]
@@ -33,7 +36,10 @@ def right_with_probability(probability: float) -> DraftRule:
 
 
 class ToyTarget:
-    """next token = hash of all tokens before it, and of the seed when temperature > 0."""
+    """next token = hash of all tokens before it, and of the seed when temperature > 0.
+
+    With logit rules, it is also a hash of the rules and of the tokens that the device knows of the request.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -42,29 +48,41 @@ class ToyTarget:
         """K/V of a token, which depend on all tokens before it."""
         return _mix(history, token)
 
-    def next_token(self, history: int, position: int, sampling: StepSampling) -> int:
-        """The token at `position`, given the folded K/V of all tokens before it."""
+    def next_token(self, history: int, position: int, sampling: StepSampling, rules: int = 0) -> int:
+        """The token at `position`, given the folded K/V of all tokens before it, and of `fold_rules`."""
         salt = 0 if sampling.temperature == 0.0 else 1 + sampling.seed
-        return _mix(history, position, salt) % self.vocab_size
+        return _mix(history, position, salt + rules) % self.vocab_size
 
-    def generate(self, prompt: Iterable[int], num_tokens: int, sampling: StepSampling | None = None) -> list[int]:
+    def generate(
+        self,
+        prompt: Iterable[int],
+        num_tokens: int,
+        sampling: StepSampling | None = None,
+        logit_rules: LogitRules | None = None,
+    ) -> list[int]:
         """Reference output for a prompt, generated one token at a time without pages."""
         sampling = sampling or StepSampling()
-        history, position = 0, 0
-        for token in prompt:
+        history, known = 0, list(prompt)
+        for token in known:
             history = fold(history, self.key_value(history, token))
-            position += 1
         emitted: list[int] = []
         while len(emitted) < num_tokens:
-            emitted.append(self.next_token(history, position, sampling))
+            emitted.append(self.next_token(history, len(known), sampling, fold_rules(logit_rules, known)))
+            known.append(emitted[-1])
             history = fold(history, self.key_value(history, emitted[-1]))
-            position += 1
         return emitted
 
 
 def fold(history: int, key_value: int) -> int:
     """The state after one more position of context."""
     return _mix(history, key_value, 7)
+
+
+def fold_rules(rules: LogitRules | None, known: Iterable[int]) -> int:
+    """Of a request's rules and the tokens before a row; 0 without rules."""
+    if rules is None:
+        return 0
+    return _mix(1, rules.num_prompt_tokens, int(1000 * rules.repetition_penalty), *known)
 
 
 class FakeExecutor:
@@ -91,7 +109,8 @@ class FakeExecutor:
         self.batches: list[StepBatch] = []
         self._target_kv: dict[_Slot, int] = {}
         self._draft_kv: dict[_Slot, int] = {}
-        self._slots = SlotMirror()
+        self._slots = SlotMirror(limits.max_positions)
+        self._allowed: dict[int, Array] = {}  # tokens by row of logits, of the running step
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -105,6 +124,7 @@ class FakeExecutor:
         batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
+        self._allowed = {} if plan.masks is None else _allowed_tokens(plan.masks, self.target.vocab_size)
         results = self.run_rows(batch)
         if self.fails_on is not None and self.fails_on(batch):
             raise RuntimeError("the device failed on command")
@@ -112,9 +132,11 @@ class FakeExecutor:
         return result_of(results, num_draft_tokens=plan.rows.num_draft_tokens)
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
-        return tuple(self._run(row, batch.num_draft_tokens) for row in batch.requests)
+        width = batch.num_draft_tokens + 1
+        return tuple(self._run(row, r * width, batch.num_draft_tokens) for r, row in enumerate(batch.requests))
 
-    def _run(self, row: ScheduledRequest, num_draft_tokens: int) -> RequestResult:
+    def _run(self, row: ScheduledRequest, first_logits: int, num_draft_tokens: int) -> RequestResult:
+        first = len(row.token_ids) - row.num_candidates - 1  # the row whose sample is compared with the first draft
         history = self._read(self._target_kv, row, row.context_len)
         sampled: list[int] = []  # the target's token after each row
         for index, token in enumerate(row.token_ids):
@@ -122,8 +144,10 @@ class FakeExecutor:
             key_value = self.target.key_value(history, token)
             self._target_kv[self._slot(row, position)] = key_value
             history = fold(history, key_value)
-            sampled.append(self.target.next_token(history, position + 1, row.sampling))
-        first = len(row.token_ids) - row.num_candidates - 1  # the row whose sample is compared with the first draft
+            rules = fold_rules(row.logit_rules, (*row.known_tokens, *row.token_ids[: index + 1]))
+            sampled.append(self.target.next_token(history, position + 1, row.sampling, rules))
+            if index >= first and (allowed := self._allowed.get(first_logits + index - first)) is not None:
+                sampled[-1] = next_allowed(sampled[-1], allowed)
         candidates = row.token_ids[first + 1 :]
         num_accepted = 0
         while num_accepted < len(candidates) and candidates[num_accepted] == sampled[first + num_accepted]:
@@ -134,22 +158,26 @@ class FakeExecutor:
             emitted_tokens=emitted,
             logprobs=tuple(-1.0 / (1 + token) for token in emitted),
             num_accepted=num_accepted,
-            draft_tokens=self._draft(row, next_context_len, emitted[-1], num_draft_tokens),
+            draft_tokens=self._draft(row, next_context_len, emitted, num_draft_tokens),
             next_context_len=next_context_len,
         )
 
     def _draft(
-        self, row: ScheduledRequest, next_context_len: int, bonus: int, num_draft_tokens: int
+        self, row: ScheduledRequest, next_context_len: int, emitted: tuple[int, ...], num_draft_tokens: int
     ) -> tuple[int, ...]:
         """Add the accepted rows to the draft context, then draft from it; drafts are right only if it is complete."""
         for position in range(row.context_len, next_context_len):
             slot = self._slot(row, position)
             self._draft_kv[slot] = self._target_kv[slot]
         history = self._read(self._draft_kv, row, next_context_len)
-        history = fold(history, self.target.key_value(history, bonus))
-        drafts = []
+        history = fold(history, self.target.key_value(history, emitted[-1]))
+        known = [*row.known_tokens, *row.token_ids][:next_context_len]
+        known.append(emitted[-1])
+        drafts: list[int] = []
         for position in range(next_context_len + 1, next_context_len + 1 + num_draft_tokens):
-            right = self.target.next_token(history, position, row.sampling)
+            right = self.target.next_token(
+                history, position, row.sampling, fold_rules(row.logit_rules, [*known, *drafts])
+            )
             is_right = self.draft_rule(row.sampling.seed, position)
             drafts.append(right if is_right else (right + 1) % self.target.vocab_size)
             history = fold(history, self.target.key_value(history, drafts[-1]))
@@ -192,6 +220,17 @@ class FakeExecutor:
         assert len(set(row.page_ids)) == len(row.page_ids), "a page appears twice"
         assert all(0 <= page_id < limits.num_pages for page_id in row.page_ids), "no such page"
         assert all(0 <= token < self.target.vocab_size for token in row.token_ids), "no such token"
+
+
+def next_allowed(token: int, allowed: Array) -> int:
+    """The first of the sorted `allowed` tokens from `token` on, or of all."""
+    found: int = allowed[np.searchsorted(allowed, token) % len(allowed)]
+    return int(found)
+
+
+def _allowed_tokens(masks: TokenMasks, vocab_size: int) -> dict[int, Array]:
+    is_allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    return {row: np.flatnonzero(bits) for row, bits in zip(masks.rows.tolist(), is_allowed, strict=True)}
 
 
 def _mix(*values: int) -> int:

@@ -72,7 +72,16 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             found="a TensorRT engine",
             hint="TensorRT chooses its GEMMs by the number of rows. Build the engine with --backend torch.",
         )
+    is_recurrent = engine.manifest.target.is_recurrent
+    if config.deterministic and is_recurrent:
+        raise SettingError(
+            "deterministic",
+            expected="a target whose layers all attend",
+            found="gated delta nets",
+            hint="Their sums depend on how many rows a step has. Leave it out.",
+        )
     resolved: dict[str, object] = {
+        "enable_prefix_caching": config.enable_prefix_caching and not is_recurrent,
         "device": device,
         "overlap_scheduling": device != "cpu" if config.overlap_scheduling is None else config.overlap_scheduling,
         "num_threads": default_num_threads(num_ranks) if config.num_threads is None else config.num_threads,

@@ -5,22 +5,33 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
-from dflash_trt.network.feed_forward import Mlp, bind_feed_forward, run_feed_forward
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.network.feed_forward import Mlp, SharedExperts, bind_feed_forward, run_feed_forward
+from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights, bind_gated_delta, run_gated_delta
 from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
-from dflash_trt.network.ops import Cache, Experts, Linear, Ops, Rows, T
+from dflash_trt.network.ops import Cache, Experts, LayerCache, Linear, Ops, RecurrentCache, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer(Generic[T]):
-    """One layer of one rank: `spec` has the sizes of the rank's own part. `rope_index` counts distinct embeddings."""
+    """One layer of one rank: `spec` has the sizes of the rank's own part.
+
+    `rope_index` counts distinct rotary embeddings; None in a layer without one.
+    """
 
     spec: LayerSpec
-    rope_index: int
+    rope_index: int | None
     attention_norm: T
-    mixer: GqaWeights[T]
+    mixer: GqaWeights[T] | GatedDeltaWeights[T]
     mlp_norm: T
-    feed_forward: Mlp[T] | Experts[T]
+    feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
+
+    @property
+    def attention(self) -> GqaWeights[T]:
+        """The mixer, where it is attention."""
+        assert isinstance(self.mixer, GqaWeights)
+        return self.mixer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +47,9 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
     spec, prefix = decoder.layers[index], f"{decoder.role}.layers.{index}"
     return Layer(
         spec=spec.shard(tensors.mapping),
-        rope_index=decoder.rotaries.index(spec.mixer.rotary),
+        rope_index=decoder.rotaries.index(spec.mixer.rotary) if isinstance(spec.mixer, Gqa) else None,
         attention_norm=tensors[f"{prefix}.attention_norm"],
-        mixer=bind_gqa(tensors, prefix, kv=kv),
+        mixer=bind_gqa(tensors, prefix, kv=kv) if isinstance(spec.mixer, Gqa) else bind_gated_delta(tensors, prefix),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
         feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
     )
@@ -56,7 +67,12 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
 
 
 def run_target(
-    ops: Ops[T], spec: TargetSpec, weights: TargetWeights[T], token_ids: T, rows: Rows[T], caches: Sequence[Cache[T]]
+    ops: Ops[T],
+    spec: TargetSpec,
+    weights: TargetWeights[T],
+    token_ids: T,
+    rows: Rows[T],
+    caches: Sequence[LayerCache[T]],
 ) -> list[T]:
     """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
     hidden = ops.embedding(weights.embedding, token_ids)
@@ -64,26 +80,41 @@ def run_target(
 
 
 def run_layers(
-    ops: Ops[T], spec: DecoderSpec, layers: Sequence[Layer[T]], hidden: T, rows: Rows[T], caches: Sequence[Cache[T]]
+    ops: Ops[T],
+    spec: DecoderSpec,
+    layers: Sequence[Layer[T]],
+    hidden: T,
+    rows: Rows[T],
+    caches: Sequence[LayerCache[T]],
 ) -> Iterator[T]:
     """Outputs [N, H] of one layer after the other: norm, mixer, residual, norm, feed-forward, residual."""
     eps = spec.rms_norm_eps
     ropes = rope_tables(ops, layers, rows)
     for layer, cache in zip(layers, caches, strict=True):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        mixed = run_gqa(ops, layer.spec.mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
-        hidden = ops.add(hidden, ops.all_reduce(mixed))
+        hidden = ops.add(hidden, ops.all_reduce(_run_mixer(ops, layer, x, rows, cache, ropes, eps)))
         x = ops.rms_norm(hidden, layer.mlp_norm, eps)
         fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
         hidden = ops.add(hidden, ops.all_reduce(fed))
         yield hidden
 
 
+def _run_mixer(
+    ops: Ops[T], layer: Layer[T], x: T, rows: Rows[T], cache: LayerCache[T], ropes: Sequence[Any], eps: float
+) -> T:
+    mixer = layer.spec.mixer
+    if isinstance(mixer, Gqa):
+        assert isinstance(layer.mixer, GqaWeights) and isinstance(cache, Cache) and layer.rope_index is not None
+        return run_gqa(ops, mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
+    assert isinstance(layer.mixer, GatedDeltaWeights) and isinstance(cache, RecurrentCache)
+    return run_gated_delta(ops, mixer, layer.mixer, x, rows, cache, eps=eps)
+
+
 def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[Any]:
     """One for each distinct rotary embedding, by `Layer.rope_index`."""
     tables: list[Any] = []
     for layer in layers:
-        if layer.rope_index == len(tables):
+        if isinstance(layer.spec.mixer, Gqa) and layer.rope_index == len(tables):
             tables.append(ops.rope_table(layer.spec.mixer.rotary, rows.positions))
     return tables
 

@@ -16,9 +16,32 @@ class Mlp(Generic[T]):
     down: Linear[T]
 
 
-def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -> Mlp[T] | Experts[T]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExperts(Generic[T]):
+    """Experts, and an MLP for every token beside them."""
+
+    experts: Experts[T]
+    shared: Mlp[T]
+    gate: Linear[T] | None
+
+
+def bind_feed_forward(
+    spec: Dense | Moe, tensors: RankTensors[T], prefix: str
+) -> Mlp[T] | Experts[T] | SharedExperts[T]:
     if isinstance(spec, Dense):
-        return Mlp(gate_up=tensors.linear(f"{prefix}.gate_up"), down=tensors.summed_linear(f"{prefix}.down"))
+        return _bind_mlp(tensors, prefix)
+    experts = _bind_experts(spec, tensors, prefix)
+    if spec.shared_size is None:
+        return experts
+    gate = tensors.linear(f"{prefix}.shared_gate") if spec.has_shared_gate else None
+    return SharedExperts(experts=experts, shared=_bind_mlp(tensors, f"{prefix}.shared"), gate=gate)
+
+
+def _bind_mlp(tensors: RankTensors[T], prefix: str) -> Mlp[T]:
+    return Mlp(gate_up=tensors.linear(f"{prefix}.gate_up"), down=tensors.summed_linear(f"{prefix}.down"))
+
+
+def _bind_experts(spec: Moe, tensors: RankTensors[T], prefix: str) -> Experts[T]:
     mapping = tensors.mapping
     num_experts = spec.num_experts // mapping.ep_size
     return StackedExperts(
@@ -33,10 +56,20 @@ def bind_feed_forward(spec: Dense | Moe, tensors: RankTensors[T], prefix: str) -
 def run_feed_forward(
     ops: Ops[T],
     spec: Dense | Moe,
-    weights: Mlp[T] | Experts[T],
+    weights: Mlp[T] | Experts[T] | SharedExperts[T],
     x: T,  # [N, H], normed
 ) -> T:  # [N, H], of one rank: to be summed
+    if isinstance(weights, SharedExperts):
+        assert isinstance(spec, Moe)
+        shared = _run_mlp(ops, weights.shared, x)
+        if weights.gate is not None:
+            shared = ops.sigmoid_mul(shared, ops.linear(x, weights.gate))
+        return ops.add(ops.moe(x, weights.experts, spec), shared)
     if isinstance(weights, Experts):
         assert isinstance(spec, Moe)
         return ops.moe(x, weights, spec)
+    return _run_mlp(ops, weights, x)
+
+
+def _run_mlp(ops: Ops[T], weights: Mlp[T], x: T) -> T:
     return ops.linear(ops.silu_mul(ops.linear(x, weights.gate_up)), weights.down)

@@ -5,15 +5,16 @@ and the step call it and never look inside a handle. Shapes use the letters of `
 count, H hidden size, D head_dim, V vocabulary, S = K + 1 the slots of a draft block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.state_spec import PagedKv, Recurrent
 from dflash_trt.formats.base import QuantizedWeight
 
 T = TypeVar("T")
@@ -76,11 +77,32 @@ class Cache(Generic[T]):
     spec: PagedKv
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentCache(Generic[T]):
+    """The recurrent state of one layer: [slots, *shape] of each of `spec.tensors()`."""
+
+    tensors: Mapping[str, T]
+    spec: Recurrent
+
+
+LayerCache = Cache[T] | RecurrentCache[T]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaParameters(Generic[T]):
+    """Parameters of a gated delta net of hv value heads, beside its projections; it decays at rates e^log_rate."""
+
+    conv: T  # [channels, conv_size]
+    log_rate: T  # float32 [hv]
+    dt_bias: T  # float32 [hv]
+    norm: T  # [value_head_dim]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState(Generic[T]):
-    """K/V pages per layer."""
+    """State per layer: K/V pages, and recurrent states in a target."""
 
-    target_kv: Sequence[Cache[T]]
+    target_kv: Sequence[LayerCache[T]]
     draft_kv: Sequence[Cache[T]]
 
 
@@ -153,6 +175,10 @@ class Ops(Protocol[T]):
 
     def scale(self, x: T, factor: float) -> T: ...
 
+    def sigmoid_mul(self, x: T, gate: T) -> T:
+        """x * sigmoid(gate): [N, F], and gate [N, F] or [N, 1]."""
+        ...
+
     def silu_mul(self, gate_up: T) -> T:
         """[N, 2F] -> silu(first half) * second half, [N, F]."""
         ...
@@ -176,6 +202,10 @@ class Ops(Protocol[T]):
         """[N, heads * D] -> [N, heads, D]."""
         ...
 
+    def merge_heads(self, x: T) -> T:
+        """[N, heads, D] -> [N, heads * D]."""
+        ...
+
     def gather_rows(self, x: T, rows: T) -> T:
         """[N, H], int32 [R, S] -> [R*S, H]."""
         ...
@@ -194,6 +224,23 @@ class Ops(Protocol[T]):
         Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale`, capped by `gqa.softcap` and
         masked by `gqa.mask`.
         `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
+        """
+        ...
+
+    def gated_delta(
+        self,
+        qkvz: T,
+        ba: T,
+        parameters: DeltaParameters[T],
+        rows: Rows[T],
+        cache: RecurrentCache[T],
+        spec: GatedDelta,
+        eps: float,
+    ) -> T:
+        """Convolution, recurrence, norm and output gate of `core/model/gated_delta.py`.
+
+        [N, channels + v_size] and [N, 2 * value_heads] -> [N, v_size], the sum over rows of a request in their order,
+        from the state of its slot. Folds the records that were accepted since the last step, and leaves new ones.
         """
         ...
 

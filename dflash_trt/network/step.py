@@ -4,8 +4,9 @@ Every tensor that enters or leaves is listed in `core/step_spec.py`. This is the
 runs; the loop around it only moves integers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, Protocol
 
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -35,6 +36,23 @@ class StepOutputs(Generic[T]):
     draft_tokens: T | None
 
 
+class LogitsReader(Protocol[T]):
+    """Takes what it wants of a step's raw logits before they are sampled."""
+
+    @property
+    def prompt_parts(self) -> Sequence[T]:
+        """int32 [M, 1] each: tokens of prompts whose logits are wanted, so many at a time."""
+        ...
+
+    def read(self, logits: T) -> None:
+        """[R*(K+1), V], at logit_rows."""
+        ...
+
+    def read_prompt(self, logits: T) -> None:
+        """[M, V], of the next of `prompt_parts`."""
+        ...
+
+
 def bind_network(target: TargetSpec, draft: DraftSpec | None, tensors: RankTensors[T]) -> Network[T]:
     """Raises KeyError on a missing tensor."""
     weights = bind_target(target, tensors)
@@ -48,13 +66,28 @@ def bind_network(target: TargetSpec, draft: DraftSpec | None, tensors: RankTenso
 
 
 def run_step(
-    ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T], *, num_draft_tokens: int
+    ops: Ops[T],
+    network: Network[T],
+    inputs: StepInputs[T],
+    state: StepState[T],
+    *,
+    num_draft_tokens: int,
+    reader: LogitsReader[T] | None = None,
 ) -> StepOutputs[T]:
-    """Target forward, sample and accept, observe, propose: in this order, with no host in between."""
+    """Target forward, sample and accept, observe, propose: in this order, with no host in between.
+
+    `reader` is shown the logits of steps that give more log probabilities than those of the emitted tokens.
+    """
     rows, drafter = ops.token_rows(), network.drafter
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
     last = ops.gather_rows(outputs[-1], inputs.logit_rows)
-    acceptance = ops.sample_and_accept(logits_of(ops, network.target_weights, network.target, last))
+    logits = logits_of(ops, network.target_weights, network.target, last)
+    if reader is not None:
+        reader.read(logits)
+        for token_rows in reader.prompt_parts:
+            hidden = ops.gather_rows(outputs[-1], token_rows)
+            reader.read_prompt(logits_of(ops, network.target_weights, network.target, hidden))
+    acceptance = ops.sample_and_accept(logits)
     if drafter is None:
         return StepOutputs(acceptance=acceptance, draft_tokens=None)
     drafter.observe(ops, [outputs[i] for i in drafter.tap_layer_ids], rows, acceptance, state.draft_kv)

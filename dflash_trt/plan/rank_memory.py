@@ -12,6 +12,7 @@ from dflash_trt.backends.padding import MAX_GRAPH_TOKENS
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
@@ -93,11 +94,11 @@ def buffers_bytes(limits: ExecutorLimits) -> int:
 
 def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multiprocessors: int) -> int:
     """Scratch memory of attention and sampling, and the results of attention, which are kept from step to step."""
-    mixers = {layer.shard(config.mapping).mixer for decoder in _decoders(config) for layer in decoder.layers}
+    mixers = {gqa.shard(config.mapping) for decoder in _decoders(config) for gqa in decoder.attentions}
     attention = max(_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers)
     tiles = num_tiles(config.target.vocab_size)
     per_row = sum((item.per_row + item.per_tile * tiles) * num_bytes_of(item.dtype) for item in SCRATCH)
-    features = max(layer.shard(config.mapping).mixer.q_size for layer in config.target.layers)
+    features = max(gqa.shard(config.mapping).q_size for gqa in config.target.attentions)
     attended = _max_tokens(limits) * features * num_bytes_of(config.dtype)
     return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + attended
 
@@ -115,7 +116,7 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
     phases = [layer, logits]
     if draft is not None:
-        kv_size = sum(layer.shard(mapping).mixer.kv_size for layer in draft.layers)
+        kv_size = sum(gqa.shard(mapping).kv_size for gqa in draft.attentions)
         fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
         phases.append(num_tokens * (fused + 2 * kv_size))
         block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
@@ -128,7 +129,10 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
 def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
     """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
-    attention = 2 * hidden_size + 2 * mixer.q_size + 2 * mixer.kv_size
+    if isinstance(mixer, Gqa):
+        attention = 2 * hidden_size + 2 * mixer.q_rows + 2 * mixer.kv_size
+    else:
+        attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
     if isinstance(forward, Moe):
         of_expert = forward.intermediate_size // mapping.moe_tp_size + hidden_size
         fed = 3 * hidden_size + forward.num_experts + forward.num_experts_per_token * of_expert

@@ -12,7 +12,8 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.state_spec import LayerState
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.gpus import Gpu
@@ -168,7 +169,7 @@ def _operand_bits(config: PretrainedConfig, name: str, gpu: Gpu) -> int:
     return codes.num_bytes * 8 // columns
 
 
-def _models(config: PretrainedConfig, *, has_drafter: bool) -> Iterator[tuple[DecoderSpec, tuple[PagedKv, ...]]]:
+def _models(config: PretrainedConfig, *, has_drafter: bool) -> Iterator[tuple[DecoderSpec, tuple[LayerState, ...]]]:
     states = config.states()
     yield config.target, states.target
     if has_drafter and config.draft is not None:
@@ -176,12 +177,15 @@ def _models(config: PretrainedConfig, *, has_drafter: bool) -> Iterator[tuple[De
 
 
 def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int:
-    """K and V that the layers' windows reach, read, and those of the step's rows, written."""
+    """K and V that the layers' windows reach, read, and those of the step's rows, written; recurrent states, both."""
     total = 0
     for decoder, states in _models(config, has_drafter=has_drafter):
         for layer, state in zip(decoder.layers, states, strict=True):
-            seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
-            total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)
+            if isinstance(layer.mixer, Gqa):
+                seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
+                total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)
+            else:
+                total += 2 * state.bytes_per_slot * step.num_requests
     return total
 
 
@@ -189,10 +193,9 @@ def _attention_flops(config: PretrainedConfig, step: Step, *, has_drafter: bool)
     """Scores and their products with V."""
     total = 0
     for decoder, _ in _models(config, has_drafter=has_drafter):
-        for layer in decoder.layers:
-            mixer = layer.shard(config.mapping).mixer
-            seen = min(step.context_len, mixer.mask.window or step.context_len) + step.num_draft_tokens + 1
-            total += 4 * mixer.q_size * seen * step.num_rows
+        for gqa in decoder.attentions:
+            seen = min(step.context_len, gqa.mask.window or step.context_len) + step.num_draft_tokens + 1
+            total += 4 * gqa.shard(config.mapping).q_size * seen * step.num_rows
     return total
 
 

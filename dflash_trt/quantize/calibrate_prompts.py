@@ -4,7 +4,7 @@ The only module of this package that uses tokenizers.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,16 @@ _MAX_LISTED = 5
 
 
 def calibration_prompts(
-    config: CalibrationConfig, *, base_dir: Path, tokenizer_dir: Path | None, vocab_size: int
+    config: CalibrationConfig,
+    *,
+    base_dir: Path,
+    tokenizer_dir: Path | None,
+    vocab_size: int,
+    template_options: Mapping[str, Any],
 ) -> list[list[int]]:
     """At most `num_prompts` prompts of 2 to `max_prompt_tokens` tokens each; `tokenizer_dir` None: there is none.
+
+    Conversations are rendered with `template_options`, which a row's own `chat_template_kwargs` replace name by name.
 
     Raises:
         ConfigError: the file cannot be read, a row is wrong, or text meets a target without a tokenizer.
@@ -32,7 +39,7 @@ def calibration_prompts(
     tokenizer = _tokenizer(tokenizer_dir, path) if needs_tokenizer else None
     prompts = []
     for number, row in rows:
-        token_ids = _token_ids(row, tokenizer, f"{path} line {number}", vocab_size, problems)
+        token_ids = _token_ids(row, tokenizer, template_options, f"{path} line {number}", vocab_size, problems)
         if len(token_ids) >= 2:
             prompts.append(token_ids[: config.max_prompt_tokens])
     raise_all(ConfigError, "calibration prompts", problems[:_MAX_LISTED])
@@ -74,12 +81,20 @@ def _tokenizer(directory: Path | None, path: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def _token_ids(row: dict[str, Any], tokenizer: Any, subject: str, vocab_size: int, problems: list[str]) -> list[int]:
+def _token_ids(
+    row: dict[str, Any],
+    tokenizer: Any,
+    template_options: Mapping[str, Any],
+    subject: str,
+    vocab_size: int,
+    problems: list[str],
+) -> list[int]:
     try:
         if "prompt_token_ids" in row:
             token_ids = [int(token_id) for token_id in row["prompt_token_ids"]]
         elif "messages" in row:
-            text = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=False)
+            kwargs = {**template_options, **row.get("chat_template_kwargs", {})}
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=False, **kwargs)
             token_ids = tokenizer.encode(text, add_special_tokens=False)
         else:
             token_ids = tokenizer.encode(row["prompt"])

@@ -96,7 +96,7 @@ class QuantizationPlan:
         models, table = engine_weights(self.target, self.draft, None), self.table()
         for name, spec in table.items():
             component = component_of(name, spec)
-            element_bytes = num_bytes_of("int64" if spec.is_integer else dtype)
+            element_bytes = num_bytes_of(spec.stored_dtype(dtype))
             num_bytes = math.prod(spec.shape) * element_bytes
             plain[component] = plain.get(component, 0) + (num_bytes if name in models else 0)
             if name in formats:

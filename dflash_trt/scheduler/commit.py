@@ -10,10 +10,14 @@ from math import isnan
 
 import numpy as np
 
+from dflash_trt.core.constraint import ConstraintError
 from dflash_trt.core.errors import problem
-from dflash_trt.core.request import FinishReason, RequestStatistics, TokenEvent
+from dflash_trt.core.logprobs import TopTokens
+from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
 from dflash_trt.core.step_plan import Array, StepResult
+from dflash_trt.scheduler.constrained_rows import advance, refusal
 from dflash_trt.scheduler.planner import PlannedStep
+from dflash_trt.scheduler.prompt_scores import take_prompt_scores
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 
@@ -55,6 +59,7 @@ class Committer:
 
     def commit(self, step: PlannedStep, result: StepResult, now: float) -> CommittedStep:
         """Take in the tokens of every row and end the requests that end. Rows of other epochs gave tokens, no K/V."""
+        take_prompt_scores(step.plan, step.sequences, result)
         return self._commit_steady(step, result) or self._commit_rows(step, result, now)
 
     def _commit_steady(self, step: PlannedStep, result: StepResult) -> CommittedStep | None:
@@ -80,7 +85,7 @@ class Committer:
         self._flat_tokens[places] = emitted
         table.num_tokens[slots] = num_tokens + num_emitted
         table.context_len[slots] = next_lens
-        if table.flight_step[slots[0]] == step.number:
+        if (table.flight_step[slots] == step.number).any():  # a row may have missed the step after this one
             table.land(slots, step.number)
         return CommittedStep(
             step=step,
@@ -104,6 +109,7 @@ class Committer:
         num_remaining = table.num_remaining(slots)
         num_emitted = np.where(emits, np.minimum(num_good, num_remaining), 0)
         num_emitted, is_stopped = self._cut_at_stop(slots, result.emitted_tokens, num_emitted)
+        faults |= self._advance_constrained(step, result, emits, num_emitted, is_stopped)
         self._append(slots, result.emitted_tokens, num_emitted)
         advances = is_live.copy()
         advances[list(faults)] = False
@@ -158,6 +164,10 @@ class Committer:
                 candidates[row],
                 accepted[row],
             )
+            if request.sampling.top_logprobs:
+                event = event._replace(top=_top_of(committed, row, count, request))
+            if sequence.prompt_book is not None and count:
+                event = event._replace(prompt=sequence.prompt_book.delivered())
             if ending is not None:
                 event = event._replace(finish_reason=ending.reason, error=ending.error, statistics=ending.statistics)
             events.append(event)
@@ -196,6 +206,21 @@ class Committer:
         is_stopped = is_stop.any(1)
         return np.where(is_stopped, is_stop.argmax(1) + 1, num_emitted), is_stopped
 
+    def _advance_constrained(
+        self, step: PlannedStep, result: StepResult, emits: Array, num_emitted: Array, is_stopped: Array
+    ) -> dict[int, str]:
+        """Cut the counts where a constraint ends; errors of rows with other tokens, which then emit none."""
+        refused = {}
+        is_constrained = self._table.is_constrained[step.plan.rows.slot_ids]
+        for row in np.flatnonzero(is_constrained & emits).tolist():
+            sequence, count, is_last = step.sequences[row], int(num_emitted[row]), bool(is_stopped[row])
+            try:
+                num_emitted[row], is_stopped[row] = advance(sequence, result, row, count, is_stopped=is_last)
+            except ConstraintError as failure:
+                refused[row] = refusal(sequence, failure)
+                emits[row], num_emitted[row] = False, 0
+        return refused
+
     def _append(self, slots: Array, emitted: Array, num_emitted: Array) -> None:
         table = self._table
         rows, columns = np.nonzero(np.arange(emitted.shape[1]) < num_emitted[:, None])
@@ -215,17 +240,24 @@ class Committer:
         num_remaining = sequence.max_len - len(sequence.token_ids)
         emitted = committed.result.emitted_tokens[row, : min(num_good, num_remaining)].tolist()
         stops = [i for i, token in enumerate(emitted) if token in sequence.request.stop_token_ids]
-        emitted = emitted[: stops[0] + 1] if stops else emitted
+        emitted, is_stopped = emitted[: stops[0] + 1] if stops else emitted, bool(stops)
+        if sequence.matcher is not None:
+            try:
+                num_emitted, is_stopped = advance(sequence, committed.result, row, len(emitted), is_stopped=is_stopped)
+            except ConstraintError as error:
+                self._end(committed, row, "error", now, error=refusal(sequence, error))
+                return
+            emitted = emitted[:num_emitted]
         sequence.token_ids += emitted
         committed.num_emitted[row] = len(emitted)
-        has_bonus = bool(committed.is_finite[row] or stops or len(emitted) == num_remaining)
+        has_bonus = bool(committed.is_finite[row] or is_stopped or len(emitted) == num_remaining)
         if has_bonus:
             committed.num_candidates[row] = min(step.plan.rows.num_candidates[row], num_remaining - 1)
             committed.num_accepted[row] = min(committed.result.num_accepted[row], committed.num_candidates[row])
         if not has_bonus:
             self._end(committed, row, "error", now, error=self._non_finite(committed, row, num_good))
-        elif stops or len(emitted) == num_remaining:
-            self._end(committed, row, "stop" if stops else "length", now)
+        elif is_stopped or len(emitted) == num_remaining:
+            self._end(committed, row, "stop" if is_stopped else "length", now)
 
     def _end(
         self, committed: CommittedStep, row: int, reason: FinishReason, now: float, *, error: str | None = None
@@ -265,6 +297,12 @@ class Committer:
             found=f"NaN or infinity: the logits are not finite at position {position}",
             hint="Check the weights and the dtype of the engine: bfloat16 models may overflow in float16.",
         )
+
+
+def _top_of(committed: CommittedStep, row: int, count: int, request: Request) -> TopTokens:
+    top = committed.result.top
+    assert top is not None, "the step was to give the most likely tokens"
+    return top[row, :count, : request.sampling.top_logprobs]
 
 
 def _num_good(result: StepResult) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ The only user of the page pool (reference counts) and of the prefix tree (conten
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
 
@@ -17,7 +18,7 @@ class PageStore:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._tree = PrefixTree(page_size)
-        self._keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes = keeps_prefixes
         self.num_evicted_pages = 0
 
     @property
@@ -39,6 +40,10 @@ class PageStore:
         """Pages in the prefix tree, used or idle."""
         return self._tree.num_pages
 
+    def watch(self, watcher: PrefixWatcher | None) -> None:
+        """Tell `watcher` of every page that is cached or evicted from now on."""
+        self._tree.watcher = watcher
+
     def num_pages_for(self, num_positions: int) -> int:
         return -(-num_positions // self.page_size)
 
@@ -47,7 +52,7 @@ class PageStore:
 
         Call `hold` before any other call that may evict them.
         """
-        if not self._keeps_prefixes:
+        if not self.keeps_prefixes:
             return []
         return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
 
@@ -89,7 +94,7 @@ class PageStore:
         node's (equal K/V). A step in flight may still read the old page, but steps run one after another, so no later
         step can overwrite it before.
         """
-        if not self._keeps_prefixes:
+        if not self.keeps_prefixes:
             return None
         assert page_id not in self._tree, f"page {page_id} is kept already"
         node = self._tree.extend(parent, token_ids, page_id, salt=salt)

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepRows
+from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepRows, TokenMasks
+from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks
 from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
+from dflash_trt.scheduler.prompt_scores import prompt_rows
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slots import NO_TOKEN
@@ -20,8 +24,6 @@ from dflash_trt.scheduler.slots import NO_TOKEN
 PREFILL_SHARE = 4
 
 _NONE = np.zeros(0, np.int64)
-
-
 _FLIGHT_STATE = ("is_decoding", "num_drafts", "flight_tokens", "flight_candidates", "flight_emits", "flight_step")
 
 
@@ -34,6 +36,8 @@ class PlannedRows:
     epochs: Array  # int64; a row of an earlier epoch wrote pages that are gone
     is_emitting: Array  # bool; False for a prefill chunk that is not the last
     wants_logprobs: bool  # any row
+    num_top_logprobs: int  # the largest number that a row wants
+    prompt_rows: PromptRows | None  # never of a step that repeats
     version: int  # of the request pool
     steady: "SteadyState | None"
 
@@ -76,6 +80,7 @@ class StepPlanner:
         self._limits = limits
         self._config = config
         self._policy = policy
+        self._admission = Admission(request_pool, limits, config)
         self._context_limit = ContextLimit(config.draft_length_by_context)
         self._num_steps = 0
         self._last: PlannedRows | None = None
@@ -92,9 +97,11 @@ class StepPlanner:
         if self._request_pool.waiting:
             self._admit(now, num_draft_tokens)
         slots, num_candidates = self._decode_rows(num_draft_tokens)
+        num_candidates = allowed_candidates(self._table, slots, num_candidates)
         num_tokens, context_lens = num_candidates + 1, np.full(len(slots), CHAINED)
         is_emitting = np.ones(len(slots), bool)
         token_ids = np.zeros(int(num_tokens.sum()), np.int64)
+        scored: PromptRows | None = None
         prompts = self._prompt_rows(self._limits.max_num_tokens - len(token_ids))
         if prompts:
             chunks = np.array(prompts)
@@ -104,6 +111,9 @@ class StepPlanner:
                 self._table.token_ids[slot, start : start + count]
                 for (slot, count), start in zip(prompts, starts.tolist(), strict=True)
             ]
+            scored = prompt_rows(
+                self._sequences(chunks[:, 0]), parts, starts=starts.tolist(), first_token_row=len(token_ids)
+            )
             slots, num_tokens = np.concatenate((slots, chunks[:, 0])), np.concatenate((num_tokens, chunks[:, 1]))
             num_candidates = np.concatenate((num_candidates, np.zeros(len(prompts), np.int64)))
             context_lens, is_emitting = np.concatenate((context_lens, starts)), np.concatenate((is_emitting, is_last))
@@ -111,7 +121,14 @@ class StepPlanner:
         if not self._wants_drafts(slots, num_candidates, is_emitting):
             num_draft_tokens = 0
         return self._planned(
-            slots, num_tokens, num_candidates, context_lens, token_ids, is_emitting, num_draft_tokens=num_draft_tokens
+            slots,
+            num_tokens,
+            num_candidates,
+            context_lens,
+            token_ids,
+            is_emitting,
+            num_draft_tokens=num_draft_tokens,
+            prompt_rows=scored,
         )
 
     def _choose_draft_length(self, decoding: Array) -> int:
@@ -132,7 +149,7 @@ class StepPlanner:
         else:
             for name, before in step.undo.items():
                 getattr(table, name)[slots[live]] = before[live]
-        table.take_back_updates(step.plan.page_updates)
+        table.take_back_updates(step.plan)
         self._last = None
 
     def _planned(
@@ -145,10 +162,9 @@ class StepPlanner:
         is_emitting: Array,
         *,
         num_draft_tokens: int,
+        prompt_rows: PromptRows | None,
     ) -> PlannedStep:
-        table = self._table
-        sequences = [sequence for slot in slots.tolist() if (sequence := table.sequences[slot]) is not None]
-        assert len(sequences) == len(slots), "a row without a request"
+        table, sequences = self._table, self._sequences(slots)
         rows = StepRows(
             request_ids=tuple([sequence.request.request_id for sequence in sequences]),
             slot_ids=slots,
@@ -165,17 +181,19 @@ class StepPlanner:
             epochs=table.epoch[slots],
             is_emitting=is_emitting,
             wants_logprobs=bool(table.wants_logprobs[slots].any()),
+            num_top_logprobs=int(table.num_top_logprobs[slots].max(initial=0)),
+            prompt_rows=prompt_rows,
             version=self._request_pool.version,
             steady=self._steady_state(rows),
         )
         num_pages = int(table.num_pages[slots].max(initial=1))
-        return self._in_flight(self._last, num_pages)
+        return self._in_flight(self._last, num_pages, token_masks(table, rows, is_emitting))
 
-    def _in_flight(self, planned: PlannedRows, num_pages: int) -> PlannedStep:
+    def _in_flight(self, planned: PlannedRows, num_pages: int, masks: TokenMasks | None = None) -> PlannedStep:
         """A step of these rows, whose slots now have it in flight."""
         table, rows, slots = self._table, planned.rows, planned.rows.slot_ids
         step = PlannedStep(
-            plan=StepPlan(rows, num_pages, table.take_updates()),
+            plan=self._step_plan(planned, num_pages, masks),
             number=self._num_steps,
             planned=planned,
             undo={name: getattr(table, name)[slots] for name in _FLIGHT_STATE},
@@ -187,13 +205,29 @@ class StepPlanner:
         self._num_steps += 1
         return step
 
+    def _step_plan(self, planned: PlannedRows, num_pages: int, masks: TokenMasks | None = None) -> StepPlan:
+        return StepPlan(
+            planned.rows,
+            num_pages,
+            self._table.take_updates(),
+            self._table.take_slot_updates(),
+            masks,
+            num_top_logprobs=planned.num_top_logprobs,
+            prompt_rows=planned.prompt_rows,
+        )
+
+    def _sequences(self, slots: Array) -> list[Sequence]:
+        sequences = [sequence for slot in slots.tolist() if (sequence := self._table.sequences[slot]) is not None]
+        assert len(sequences) == len(slots), "a row without a request"
+        return sequences
+
     # Steps that repeat
 
     def _steady_state(self, rows: StepRows) -> SteadyState | None:
         table, slots, k = self._table, rows.slot_ids, rows.num_draft_tokens
         if len(slots) < len(self._request_pool.running) or not len(slots) or self._config.draft_length_by_context:
             return None
-        if not ((rows.num_candidates == k) & (rows.context_lens == CHAINED)).all():
+        if not ((rows.num_candidates == k) & (rows.context_lens == CHAINED) & ~table.is_constrained[slots]).all():
             return None
         # The step in flight emits at most so many tokens, this one and each repetition k + 1, and k + 2 must be left.
         num_free = int(table.num_remaining(slots).min()) - (self._limits.max_draft_len + 1) - (k + 2)
@@ -214,15 +248,7 @@ class StepPlanner:
         last, pool = self._last, self._request_pool
         if last is None or last.steady is None or last.version != pool.version or not last.steady.num_repeats:
             return None
-        return None if pool.waiting and not self._is_full_for(next(iter(pool.waiting))) else last
-
-    def _is_full_for(self, sequence: Sequence) -> bool:
-        """True if there is no place for the first of those that wait."""
-        running = self._request_pool.running
-        if len(running) < self._limits.max_batch_size:
-            return False
-        may_preempt = self._config.preempts_for_priority
-        return not may_preempt or sequence.request.priority <= running[-1].request.priority
+        return None if pool.waiting and not self._admission.is_full_for(next(iter(pool.waiting))) else last
 
     def _repeated(self, last: PlannedRows) -> PlannedStep | None:
         """The last step again; None if pages are short."""
@@ -246,7 +272,7 @@ class StepPlanner:
             return self._in_flight(last, steady.num_pages)
         number, self._num_steps = self._num_steps, self._num_steps + 1
         table.flight_step[slots] = number
-        plan = StepPlan(rows, steady.num_pages, table.take_updates())
+        plan = self._step_plan(last, steady.num_pages)
         return PlannedStep(plan=plan, number=number, planned=last, undo=None)
 
     def _wants_drafts(self, slots: Array, num_candidates: Array, is_emitting: Array) -> bool:
@@ -257,10 +283,10 @@ class StepPlanner:
         return bool((is_emitting & (num_left >= 2)).any())
 
     def _decoding(self) -> Array:
-        """Slots that decode, by priority, without those whose uncommitted row certainly emits the last token."""
+        """Slots that decode, by priority, without those whose uncommitted row is awaited, or their last for sure."""
         table, slots = self._table, self._request_pool.running_slots
         is_decoding = table.is_decoding[slots] & (table.num_remaining(slots) > table.num_sure(slots))
-        decoding: Array = slots[is_decoding]
+        decoding: Array = slots[is_decoding & may_follow(table, slots)]
         return decoding
 
     def _prompting(self) -> Array:
@@ -275,8 +301,8 @@ class StepPlanner:
         """Admit waiting requests in order, while this step has places, pages and tokens for them."""
         budget = self._limits.max_num_tokens - self._num_claimed_tokens(num_draft_tokens)
         while budget > 0:
-            sequence = next((waiting for waiting in self._request_pool.waiting if waiting.stale_step is None), None)
-            if sequence is None or not self._make_room(sequence):
+            sequence = self._admission.next_waiting()
+            if sequence is None or not self._admission.make_room(sequence):
                 return
             self._request_pool.admit(sequence, now)
             budget -= int(self._table.num_pending(sequence.slot))
@@ -295,33 +321,6 @@ class StepPlanner:
     @property
     def _prefill_share(self) -> int:
         return max(1, self._limits.max_num_tokens // PREFILL_SHARE)
-
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt requests of lower priority if needed; return True if `sequence` fits now."""
-        if self._fits(sequence, self._request_pool.running, num_freed_pages=0):
-            return True
-        if not self._config.preempts_for_priority:
-            return False
-        lower = [
-            running for running in self._request_pool.running if running.request.priority < sequence.request.priority
-        ]
-        staying = self._request_pool.running[: len(self._request_pool.running) - len(lower)]
-        if not lower or not self._fits(sequence, staying, num_freed_pages=self._num_own_pages(lower)):
-            return False
-        while not self._fits(sequence, self._request_pool.running, num_freed_pages=0):
-            self._request_pool.preempt(self._request_pool.running[-1])
-        return True
-
-    def _fits(self, sequence: Sequence, running: list[Sequence], *, num_freed_pages: int) -> bool:
-        """True if there are a place and pages for all tokens, and a spare page for each running request."""
-        if len(running) >= self._limits.max_batch_size:
-            return False
-        num_available = self._request_pool.store.num_available + num_freed_pages
-        return self._request_pool.num_missing_pages(sequence) + len(running) <= num_available
-
-    def _num_own_pages(self, sequences: list[Sequence]) -> int:
-        """Number of pages that become available when these requests release them."""
-        return self._request_pool.store.num_freed_by(map(self._request_pool.page_ids, sequences))
 
     # Rows
 

@@ -6,6 +6,8 @@ The page pool counts owners. A page holds target and draft K/V, so a hit restore
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from dflash_trt.core.prefix_watcher import PrefixWatcher
+
 
 class PrefixNode:
     """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`."""
@@ -32,6 +34,7 @@ class PrefixTree:
         self._roots: dict[str, dict[tuple[int, ...], PrefixNode]] = {}
         self._nodes: dict[int, PrefixNode] = {}  # by page id
         self._idle: OrderedDict[int, None] = OrderedDict()  # page ids, least recently used first
+        self.watcher: PrefixWatcher | None = None
 
     @property
     def num_pages(self) -> int:
@@ -68,6 +71,8 @@ class PrefixTree:
         node = children.get(key)
         if node is None:
             node = children[key] = self._nodes[page_id] = PrefixNode(key, page_id, parent=parent, salt=salt)
+            if self.watcher is not None:
+                self.watcher.stored(page_id, None if parent is None else parent.page_id, key, salt)
         return node
 
     def mark_used(self, page_id: int) -> None:
@@ -87,6 +92,8 @@ class PrefixTree:
         del siblings[node.token_ids]
         if node.parent is None and not siblings:
             del self._roots[node.salt]
+        if self.watcher is not None:
+            self.watcher.removed(page_id)
         return page_id
 
     def page_ids(self) -> list[int]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from dflash_trt.core.step_plan import Array
 from dflash_trt.scheduler.page_store import PageStore
+from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.waiting_queue import WaitingQueue
@@ -53,9 +54,20 @@ class RequestPool:
 
     def num_missing_pages(self, sequence: Sequence) -> int:
         """Number of available pages that admitting `sequence` would take."""
-        path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
+        path = self._cached_prefix(sequence)
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(path)
         return num_new + self.store.num_idle_among(path)
+
+    def is_prompt_on_its_way(self, sequence: Sequence) -> bool:
+        """True while another sample of the prompt computes full pages that `sequence` will share."""
+        request_id = sequence.request.shares_prompt_of
+        if request_id is None or not self.store.keeps_prefixes:
+            return False
+        other = self.find(request_id)
+        if other is None or other.slot is None:
+            return False
+        num_shared = (len(sequence.request.prompt_token_ids) - 1) // self.store.page_size
+        return bool(self.table.num_kept[other.slot] < num_shared)
 
     @property
     def running_slots(self) -> Array:
@@ -67,7 +79,7 @@ class RequestPool:
     def admit(self, sequence: Sequence, now: float) -> None:
         """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
-        path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
+        path = self._cached_prefix(sequence)
         held = self.store.hold(path)
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(held)
         self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
@@ -181,6 +193,12 @@ class RequestPool:
             )
             assert context_len < num_tokens <= sequence.max_len, f"{sequence.request_id} has nothing to compute"
             assert table.num_kept[slot] == len(sequence.prefix_path)
+
+    def _cached_prefix(self, sequence: Sequence) -> list[PrefixNode]:
+        """The cached pages that `sequence` may take: none while it needs the logits of its prompt."""
+        if sequence.prompt_book is not None and not sequence.prompt_book.is_complete:
+            return []
+        return self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.is_running:

@@ -10,14 +10,17 @@ from collections import deque
 
 import numpy as np
 
-from dflash_trt.core.errors import CapacityError, RequestError, problem
+from dflash_trt.core.errors import CapacityError, RequestError, problem, raise_all
+from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
+from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepResult
 from dflash_trt.scheduler.commit import CommittedStep, Committer
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
+from dflash_trt.scheduler.prompt_scores import PromptBook
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slots import SlotTable
@@ -76,6 +79,7 @@ class Scheduler:
             arrived_s=now,
             max_len=min(num_prompt_tokens + request.sampling.max_new_tokens, max_len_of(self.limits)),
             token_ids=list(request.prompt_token_ids),
+            prompt_book=PromptBook.of(request),
         )
         self._request_pool.enqueue(sequence)
         self._num_arrivals += 1
@@ -249,6 +253,10 @@ class Scheduler:
         self._request_pool.store.drop_idle()
         return [event for event in failed if event is not None]
 
+    def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:
+        """See `PageStore.watch`."""
+        self._request_pool.store.watch(watcher)
+
     def check_integrity(self) -> None:
         """Assert the invariants that hold between two calls: pages, places, progress."""
         self._request_pool.check_integrity()
@@ -282,11 +290,12 @@ def max_len_of(limits: ExecutorLimits) -> int:
 
 
 def check_fits(request: Request, limits: ExecutorLimits) -> None:
-    """Refuse a request that cannot emit any token.
+    """Refuse a request that cannot emit any token, or asks for sampling that the executor has not.
 
     Raises:
-        RequestError: the prompt is empty or too long.
+        RequestError: the prompt is empty or too long, or a sampling field is unsupported.
     """
+    _check_sampling(request, limits.unsupported_sampling)
     num_prompt_tokens = len(request.prompt_token_ids)
     subject = f"request {request.request_id!r} prompt"
     if num_prompt_tokens == 0:
@@ -321,3 +330,21 @@ def _observation(committed: CommittedStep, elapsed_s: float | None) -> StepObser
         verified=tuple(verified),
         elapsed_s=elapsed_s,
     )
+
+
+def _check_sampling(request: Request, unsupported: frozenset[str]) -> None:
+    problems = [
+        problem(
+            f"sampling {row.name}",
+            expected=f"{row.default!r}: this engine's back end has no other",
+            found=repr(value),
+            hint="Leave it out, or build the engine for the torch back end.",
+        )
+        for row in SAMPLING_FIELDS
+        if row.name in unsupported and (value := getattr(request.sampling, row.name)) != row.default
+    ]
+    field = request.sampling.grammar_field
+    if not problems and field is not None and request.constraint is None:
+        hint = "Submit it through LLM or Generator, which compile it, or pass the Request its `constraint`."
+        problems.append(problem(f"sampling {field}", expected="its compiled constraint", found="none", hint=hint))
+    raise_all(RequestError, f"request {request.request_id!r} sampling", problems)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.core.logit_rules import SlotUpdate
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.core.step_plan import Array, ExecutorLimits, PageUpdates
+from dflash_trt.core.step_plan import Array, ExecutorLimits, PageUpdates, StepPlan
 from dflash_trt.scheduler.sequence import Sequence
 
 _NEVER = np.iinfo(np.int64).max
@@ -35,6 +36,8 @@ class SlotTable:
         self.epoch = np.full(size, -1)  # of the request's admission; -1: free
         self.stop_ids = np.full((size, 1), NO_TOKEN)  # int64 [S, any]
         self.wants_logprobs = np.zeros(size, bool)
+        self.num_top_logprobs = np.zeros(size, np.int64)
+        self.is_constrained = np.zeros(size, bool)
         self.sampling: dict[str, Array] = {
             row.name: np.zeros(size, np.float64 if row.dtype == "float32" else np.int64) for row in STEP_SAMPLING_FIELDS
         }
@@ -49,6 +52,9 @@ class SlotTable:
         self._free = list(range(size - 1, -1, -1))  # a stack: the lowest is taken first
         self._num_epochs = 0
         self._updates: list[tuple[Array, Array, Array]] = []
+        # On the device, once it has the updates; True at first, because it may have served another scheduler.
+        self._has_rules = [True] * size
+        self._slot_updates: tuple[SlotUpdate, ...] = ()
 
     def take(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> None:
         """Give a request a slot and its pages, of which the first `num_kept` are those of its cached prefix."""
@@ -65,10 +71,13 @@ class SlotTable:
         self.epoch[slot] = self._num_epochs
         self._num_epochs += 1
         self.wants_logprobs[slot] = sequence.request.sampling.logprobs
+        self.num_top_logprobs[slot] = sequence.request.sampling.top_logprobs
+        self.is_constrained[slot] = sequence.matcher is not None
         self._set_stop_ids(slot, sorted(sequence.request.stop_token_ids))
         for name, column in self.sampling.items():
             column[slot] = getattr(sequence.sampling, name)
         self.add_pages(slot, page_ids)
+        self._note_rules(slot, sequence)
 
     def give_back(self, sequence: Sequence) -> list[int]:
         """Free a request's slot; its tokens go back to it. Returns its pages."""
@@ -118,9 +127,24 @@ class SlotTable:
         slots, columns = np.nonzero(np.arange(self.page_ids.shape[1]) < self.num_pages[:, None])
         return PageUpdates(slots=slots, columns=columns, page_ids=self.page_ids[slots, columns])
 
-    def take_back_updates(self, updates: PageUpdates) -> None:
+    def take_back_updates(self, plan: StepPlan) -> None:
         """Those of a step that did not run."""
+        updates = plan.page_updates
         self._updates.insert(0, (updates.slots, updates.columns, updates.page_ids))
+        self._slot_updates = plan.slot_updates + self._slot_updates
+
+    def _note_rules(self, slot: int, sequence: Sequence) -> None:
+        """The device has to learn of a request with logit rules, and that a slot has none any more."""
+        rules = sequence.logit_rules
+        if rules is not None or self._has_rules[slot]:
+            token_ids = np.array(sequence.token_ids if rules else (), np.int64)
+            self._slot_updates += (SlotUpdate(slot=slot, rules=rules, token_ids=token_ids),)
+            self._has_rules[slot] = rules is not None
+
+    def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
+        """Updates since the last call."""
+        updates, self._slot_updates = self._slot_updates, ()
+        return updates
 
     def land(self, slots: Array, number: int) -> None:
         """The rows of a step are committed; a later one may be in flight already."""

@@ -16,6 +16,7 @@ from weakref import finalize
 from dflash_trt.core.checked_values import checked, function, integer, optional
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
+from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -168,6 +169,11 @@ class EngineLoop:
     def failure(self) -> str | None:
         """Reason why the engine serves no more; None while it does. Another process may."""
         return self._failure
+
+    def watch_prefixes(self, watcher: PrefixWatcher | None) -> None:
+        """Tell `watcher` of every page that the prefix cache stores or evicts, until it is None again."""
+        with self._lock:
+            self._scheduler.watch_prefixes(watcher)
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants, and that each of its requests has somebody waiting for it."""

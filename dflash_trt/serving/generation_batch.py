@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
 from dflash_trt.core.checked_values import checked, instance, tuple_of
-from dflash_trt.core.errors import RequestError
-from dflash_trt.core.request import FinishReason, GenerationOutput, SamplingParams
+from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.core.request import FinishReason, GenerationOutput, Request, SamplingParams
+from dflash_trt.core.sampling import MAX_SAMPLES
 from dflash_trt.serving.prompts import Prompt
+from dflash_trt.serving.samples import QUEUE_POLL_S, joined_output, samples_of
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_group import StreamGroup
 
@@ -89,36 +94,88 @@ def _items(value: Any) -> Collection[Any]:
 
 
 class Batch:
-    """The requests of one `generate` call, whose thread reads them."""
+    """The requests of one `generate` call, whose thread reads them; at most `max_running` run at a time.
 
-    def __init__(self, on_output: OnOutput | None) -> None:
+    `start` gives a request to the engine, `refuse` makes the output of one that it does not take. `on_output` gets the
+    output of each prompt when all of its samples have ended.
+    """
+
+    def __init__(
+        self,
+        start: Callable[..., RequestStream],
+        refuse: Callable[[str, Exception], GenerationOutput],
+        *,
+        max_running: int,
+        on_output: OnOutput | None,
+    ) -> None:
+        self._start = start
+        self._refuse = refuse
+        self._max_running = max_running
         self._on_output = on_output
         self._outputs: dict[int, GenerationOutput] = {}
+        self._num_samples: dict[int, int] = {}
+        self._samples: dict[int, dict[int, GenerationOutput]] = {}  # of prompts that are not finished
         self._group = StreamGroup()
 
-    @property
-    def num_running(self) -> int:
-        return len(self._group)
+    def add(self, index: int, request_id: str, read: Callable[[], Request]) -> None:
+        """Start the samples of one prompt; waits while there are enough requests, or while the queue is full.
 
-    def start(self, index: int, submit: Callable[..., RequestStream], *, reads_as_it_comes: bool) -> None:
-        self._group.start(index, submit, reads_as_it_comes=reads_as_it_comes)
+        `read` makes its request, or raises.
+        """
+        for number, output in self._group.read_ready():  # stop strings end requests while prompts are tokenized
+            self._ended(number, output)
+        self._wait_for_place()
+        try:
+            requests = samples_of(read())
+        except Exception as error:  # noqa: BLE001 - see `Generator._refusal`
+            self._num_samples[index] = 1
+            self._ended(index * MAX_SAMPLES, self._refuse(request_id, error))
+            return
+        self._num_samples[index] = len(requests)
+        for request in requests:
+            self._start_sample(index * MAX_SAMPLES + request.sample_index, request)
 
-    def ended(self, index: int, output: GenerationOutput) -> None:
-        self._outputs[index] = output
-        if self._on_output is not None:
-            self._on_output(index, output)
-
-    def read_ready(self) -> None:
-        """Read what is there, so that stop strings end their requests while prompts are still tokenized."""
-        for index, output in self._group.read_ready():
-            self.ended(index, output)
-
-    def wait_for_one(self) -> None:
-        """Read until one request has ended."""
-        self.ended(*self._group.next_output())
+    def finish(self) -> list[GenerationOutput]:
+        """Wait for all of them; their outputs, in the order of the prompts."""
+        while len(self._group):
+            self._wait_for_one()
+        return [self._outputs[index] for index in sorted(self._outputs)]
 
     def cancel(self) -> None:
         self._group.cancel()
 
-    def outputs(self) -> list[GenerationOutput]:
-        return [self._outputs[index] for index in sorted(self._outputs)]
+    def _start_sample(self, number: int, request: Request) -> None:
+        while True:
+            self._wait_for_place()
+            try:
+                start = partial(self._start, request)
+                self._group.start(number, start, reads_as_it_comes=bool(request.sampling.stop))
+                return
+            except QueueFullError:
+                if len(self._group):
+                    self._wait_for_one()
+                else:
+                    time.sleep(QUEUE_POLL_S)  # others fill the queue
+            except Exception as error:  # noqa: BLE001 - as above
+                self._ended(number, self._refuse(request.request_id, error))
+                return
+
+    def _wait_for_place(self) -> None:
+        while len(self._group) >= self._max_running:
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        """Read until one request has ended."""
+        self._ended(*self._group.next_output())
+
+    def _ended(self, number: int, output: GenerationOutput) -> None:
+        """One sample; the last one completes its prompt."""
+        index, sample_index = divmod(number, MAX_SAMPLES)
+        samples = self._samples.setdefault(index, {})
+        samples[sample_index] = replace(output, sample_index=sample_index)
+        if len(samples) < self._num_samples[index]:
+            return
+        del self._samples[index]
+        self._outputs[index] = joined_output([samples[i] for i in range(len(samples))])
+        if self._on_output is not None:
+            self._on_output(index, self._outputs[index])

@@ -10,17 +10,17 @@ import itertools
 import logging
 import random
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack, cast, overload
 from weakref import finalize
 
 from dflash_trt.core.checked_values import checked
-from dflash_trt.core.errors import QueueFullError, RequestError
+from dflash_trt.core.errors import RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import MAX_SEED, GenerationOutput, Request, SamplingParams
+from dflash_trt.serving.constraints import Constraints
 from dflash_trt.serving.generation_batch import (
     SAMPLING,
     Batch,
@@ -32,6 +32,8 @@ from dflash_trt.serving.generation_batch import (
     output_without_tokens,
 )
 from dflash_trt.serving.prompts import ChatMessage, Prompt, PromptReader, TemplateOptions, conversation, conversations
+from dflash_trt.serving.rule_reader import RuleReader
+from dflash_trt.serving.samples import SampleStreams, samples_of
 from dflash_trt.serving.statistics import EngineStatistics
 from dflash_trt.serving.stream import RequestStream
 from dflash_trt.serving.stream_chunk import StreamChunk
@@ -40,9 +42,17 @@ if TYPE_CHECKING:  # tokenizers is loaded only for an engine with one
     from dflash_trt.serving.engine import Engine, EngineLimits
     from dflash_trt.serving.text import TextCodec
 
+
+class RequestOptions(TypedDict, total=False):
+    """Fields of Request beside its prompt and sampling."""
+
+    priority: int
+    queue_timeout_s: float | None
+    cache_salt: str
+
+
 # A call with very many prompts hands the engine this many per place in the batch, the others as these end.
 _RUNNING_PER_PLACE = 4
-_QUEUE_POLL_S = 0.01
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,7 +76,9 @@ class Generator:
         self.codec = codec
         self._engine = engine
         self._own_process = OwnProcess()
+        self._constraints = Constraints(codec, vocab_size=vocab_size)
         self._reader = PromptReader(codec, vocab_size=vocab_size, max_tokens=engine.limits.max_seq_len - 1)
+        self._rule_reader = RuleReader(codec, vocab_size=vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
@@ -155,7 +167,7 @@ class Generator:
         Raises:
             RequestError: the prompt is refused.
         """
-        return _chunks(self.submit(prompt, sampling_params))
+        return self.submit_samples(prompt, sampling_params).chunks()
 
     def stream_chat(
         self,
@@ -187,8 +199,8 @@ class Generator:
         if several is None:
             one = cast(Prompt, prompts)
             (params,) = one_each([one], sampling_params)
-            with await asyncio.to_thread(self._submit, self._draw(), one, params) as stream:
-                return await stream.result_async()
+            with await asyncio.to_thread(self.submit_samples, one, params) as streams:
+                return await streams.result_async()
         places = asyncio.Semaphore(self.limits.max_batch_size * _RUNNING_PER_PLACE)
         samplings = one_each(several, sampling_params)
         return await gathered(
@@ -200,8 +212,8 @@ class Generator:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[StreamChunk]:
         """As `stream`, for `async for`. Cancelling the task, or closing the iterator, ends the request."""
-        with await asyncio.to_thread(self._submit, self._draw(), prompt, sampling_params) as stream:
-            async for chunk in stream:
+        with await asyncio.to_thread(self.submit_samples, prompt, sampling_params) as streams:
+            async for chunk in streams:
                 yield chunk
 
     def submit(
@@ -223,19 +235,54 @@ class Generator:
         back.
 
         Raises:
-            RequestError: the prompt is refused, or the queue is full.
+            RequestError: the prompt is refused, the queue is full, or `n` is not 1.
         """
-        return self._submit(
-            self._draw(),
+        if sampling_params is not None and sampling_params.n != 1:
+            hint = "Call submit_samples, which returns the streams of all samples."
+            raise RequestError.about("sampling n", expected="1 for one stream", found=str(sampling_params.n), hint=hint)
+        streams = self.submit_samples(
             prompt,
             sampling_params,
             request_id=request_id,
-            max_pending_tokens=max_pending_tokens,
-            on_ready=on_ready,
             priority=priority,
             queue_timeout_s=queue_timeout_s,
             cache_salt=cache_salt,
+            max_pending_tokens=max_pending_tokens,
+            on_ready=on_ready,
         )
+        return streams.streams[0]
+
+    def submit_samples(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        max_pending_tokens: int | None = None,
+        on_ready: Callable[[], None] | None = None,
+        **fields: Unpack[RequestOptions],
+    ) -> SampleStreams:
+        """Start all `n` samples of a prompt; otherwise as `submit`. Samples 1, 2, ... have `/1`, `/2` behind the id.
+
+        Raises:
+            RequestError: the prompt is refused, or the queue has no room for all samples.
+        """
+        number, seed = self._draw()
+        request = self._request(
+            prompt,
+            SamplingParams() if sampling_params is None else sampling_params,
+            request_id=_request_id(number) if request_id is None else request_id,
+            seed=seed,
+        )
+        requests = samples_of(replace(request, **fields))
+        streams = SampleStreams(len(requests), on_ready=on_ready)
+        try:
+            for sample in requests:
+                streams.start(partial(self._start, sample, max_pending_tokens=max_pending_tokens))
+        except BaseException:
+            streams.cancel()
+            raise
+        return streams
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -264,27 +311,6 @@ class Generator:
         with self._lock:
             return next(self._numbers), self._seeds.randrange(MAX_SEED + 1)
 
-    def _submit(
-        self,
-        drawn: tuple[int, int],
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        *,
-        request_id: str | None = None,
-        max_pending_tokens: int | None = None,
-        on_ready: Callable[[], None] | None = None,
-        **fields: Any,
-    ) -> RequestStream:
-        """`drawn` is of `_draw`, `fields` are those of Request. Raises RequestError."""
-        number, seed = drawn
-        request = self._request(
-            prompt,
-            SamplingParams() if sampling_params is None else sampling_params,
-            request_id=_request_id(number) if request_id is None else request_id,
-            seed=seed,
-        )
-        return self._start(replace(request, **fields), max_pending_tokens=max_pending_tokens, on_ready=on_ready)
-
     def _request(self, prompt: Prompt, sampling: SamplingParams, *, request_id: str, seed: int) -> Request:
         """Raises RequestError when the prompt or a stop condition cannot be used with this engine."""
         sampling = checked("sampling parameters", sampling, SAMPLING)
@@ -301,6 +327,8 @@ class Generator:
             prompt_token_ids=self._reader.read(prompt),
             sampling=sampling,
             stop_token_ids=eos_token_ids | frozenset(sampling.stop_token_ids),
+            bad_word_ids=self._rule_reader.bad_word_ids(sampling),
+            constraint=self._constraints.compile(sampling),
             seed=seed if sampling.seed is None else sampling.seed,
         )
 
@@ -318,8 +346,8 @@ class Generator:
             return self._generate_all(several, one_each(several, sampling), on_output)
         one = cast(Prompt, prompts)
         (params,) = one_each([one], sampling)
-        with self.submit(one, params) as stream:
-            output = stream.result()
+        with self.submit_samples(one, params) as streams:
+            output = streams.result()
         if on_output is not None:
             on_output(0, output)
         return output
@@ -327,65 +355,42 @@ class Generator:
     def _generate_all(
         self, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams], on_output: OnOutput | None
     ) -> list[GenerationOutput]:
-        batch = Batch(on_output)
+        batch = Batch(self._start, self._refusal, max_running=self._max_running, on_output=on_output)
         try:
             for index, (prompt, params) in enumerate(zip(prompts, samplings, strict=True)):
-                self._submit_when_possible(batch, index, prompt, params)
-            while batch.num_running:
-                batch.wait_for_one()
+                number, seed = self._draw()
+                request_id = _request_id(number)
+                batch.add(index, request_id, partial(self._request, prompt, params, request_id=request_id, seed=seed))
+            return batch.finish()
         finally:  # an interrupt, or a callback that raised
             batch.cancel()
-        return batch.outputs()
 
-    def _submit_when_possible(self, batch: Batch, index: int, prompt: Prompt, sampling: SamplingParams) -> None:
-        """Start one of many; waits while there are enough of them, or while the queue is full."""
-        number, seed = self._draw()
-        batch.read_ready()
-        while True:
-            while batch.num_running >= self.limits.max_batch_size * _RUNNING_PER_PLACE:
-                batch.wait_for_one()
-            try:
-                request = self._request(prompt, sampling, request_id=_request_id(number), seed=seed)
-                batch.start(index, partial(self._start, request), reads_as_it_comes=bool(sampling.stop))
-                return
-            except QueueFullError:
-                if batch.num_running:
-                    batch.wait_for_one()
-                else:
-                    time.sleep(_QUEUE_POLL_S)  # others fill the queue
-            except Exception as error:  # noqa: BLE001 - see `_refusal`
-                batch.ended(index, self._refusal(number, error))
-                return
+    @property
+    def _max_running(self) -> int:
+        return self.limits.max_batch_size * _RUNNING_PER_PLACE
 
     async def _output_async(
         self, drawn: tuple[int, int], prompt: Prompt, sampling: SamplingParams, places: asyncio.Semaphore
     ) -> GenerationOutput:
-        """The output of one of many, once there is a place for it."""
+        """The output of one of many, once there is a place for it. Waits while the queue is full."""
+        request_id, read = _request_id(drawn[0]), partial(self._request, prompt, sampling, seed=drawn[1])
         async with places:
-            while True:
+            with SampleStreams(sampling.n) as streams:
                 try:
-                    stream = await asyncio.to_thread(self._submit, drawn, prompt, sampling)
-                    break
-                except QueueFullError:
-                    await asyncio.sleep(_QUEUE_POLL_S)
+                    for sample in samples_of(await asyncio.to_thread(read, request_id=request_id)):
+                        await streams.start_when_possible(partial(self._start, sample))
                 except Exception as error:  # noqa: BLE001 - see `_refusal`
-                    return self._refusal(drawn[0], error)
-            with stream:
-                return await stream.result_async()
+                    return self._refusal(request_id, error)
+                return await streams.result_async()
 
-    def _refusal(self, number: int, error: Exception) -> GenerationOutput:
+    def _refusal(self, request_id: str, error: Exception) -> GenerationOutput:
         """Of one of many prompts. A bug of ours, or a prompt of a type nobody foresaw, ends its own request only."""
         if isinstance(error, RequestError):
             message = str(error)
         else:
-            _LOG.error("%s: the prompt could not be read", _request_id(number), exc_info=error)
+            _LOG.error("%s: the prompt could not be read", request_id, exc_info=error)
             message = f"{type(error).__name__}: {error}"
-        return output_without_tokens(_request_id(number), "error", text="" if self.codec else None, error=message)
-
-
-def _chunks(stream: RequestStream) -> Iterator[StreamChunk]:
-    with stream:
-        yield from stream
+        return output_without_tokens(request_id, "error", text="" if self.codec else None, error=message)
 
 
 def _request_id(number: int) -> str:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
+from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.core.request import FinishReason, GenerationOutput, Request, RequestStatistics, TokenEvent
 from dflash_trt.serving.detokenizer import Detokenizer
 from dflash_trt.serving.mailbox import Arrival
@@ -36,6 +37,8 @@ class OutputProcessor:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[tuple[TokenLogprob, ...]] = []
+        self._prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
         self._steps: list[TokenEvent] = []
         self._first_token_s: float | None = None
         self._ended_early_s = 0.0
@@ -65,7 +68,7 @@ class OutputProcessor:
             events, text = self._decode(events)
         except Exception as error:  # noqa: BLE001 - text that cannot be made of these tokens fails this request only
             self._fail(error, arrivals[-1][1])
-            return StreamChunk(text="", token_ids=())
+            return StreamChunk(text="", token_ids=(), sample_index=self.request.sample_index)
         if self._first_token_s is None:
             self._first_token_s = arrivals[0][1]
         if self._stop_strings is not None and self._stop_strings.is_found:
@@ -82,13 +85,17 @@ class OutputProcessor:
         for index, event in enumerate(events):
             num_kept = _find_stop(self._detokenizer, self._stop_strings, event.token_ids, texts)
             if self._stop_strings.is_found:
-                cut = event._replace(token_ids=event.token_ids[:num_kept], logprobs=event.logprobs[:num_kept])
-                return [*events[:index], cut], "".join(texts)
+                return [*events[:index], _cut(event, num_kept)], "".join(texts)
         return events, "".join(texts)
 
     def _chunk_of(self, events: Sequence[TokenEvent], text: str | None) -> StreamChunk:
         num_draft_tokens = num_accepted = 0
+        num_top = len(self._top_logprobs)
         for event in events:
+            if event.top is not None:
+                self._top_logprobs += event.top.tuples()
+            if event.prompt is not None:
+                self._prompt_logprobs = event.prompt.entries(self.request.prompt_token_ids)
             self._token_ids += event.token_ids
             self._logprobs += event.logprobs
             if event.num_candidates:
@@ -105,6 +112,8 @@ class OutputProcessor:
             text=text,
             token_ids=_joined([event.token_ids for event in events]),
             logprobs=_joined([event.logprobs for event in events]),
+            top_logprobs=tuple(self._top_logprobs[num_top:]),
+            sample_index=self.request.sample_index,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_accepted,
         )
@@ -135,8 +144,12 @@ class OutputProcessor:
             error=error,
             statistics=event.statistics or RequestStatistics(),
             steps=tuple(self._steps),
+            top_logprobs=tuple(self._top_logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+            sample_index=self.request.sample_index,
         )
-        return StreamChunk(text=text, token_ids=(), finish_reason=reason, output=self.output)
+        index = self.request.sample_index
+        return StreamChunk(text=text, token_ids=(), finish_reason=reason, output=self.output, sample_index=index)
 
     def _flush(self, now: float) -> str | None:
         if self._detokenizer is None:
@@ -159,6 +172,14 @@ class OutputProcessor:
 
 def _joined(parts: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
     return parts[0] if len(parts) == 1 else tuple(itertools.chain.from_iterable(parts))
+
+
+def _cut(event: TokenEvent, num_kept: int) -> TokenEvent:
+    return event._replace(
+        token_ids=event.token_ids[:num_kept],
+        logprobs=event.logprobs[:num_kept],
+        top=None if event.top is None else event.top[:num_kept],
+    )
 
 
 def _find_stop(detokenizer: Detokenizer, stop_strings: StopStrings, token_ids: Sequence[int], texts: list[str]) -> int:

@@ -92,19 +92,12 @@ class RequestStream:
 
     async def take_async(self) -> StreamChunk | None:
         """The same, without blocking the event loop."""
-        self._own_process.check()
-        loop = asyncio.get_running_loop()
-        while not (chunks := self._reading.take()):
-            if self._reading.output is not None:
-                return None
-            future: asyncio.Future[None] = loop.create_future()
-            wake = partial(_doorbell_of(loop).ring, loop, future)
-            if self._mailbox.add_waiter(wake):
-                try:
-                    await future
-                finally:
-                    self._mailbox.remove_waiter(wake)
-        return merged(chunks)
+        chunks = await self._take_async(by_step=False)
+        return merged(chunks) if chunks else None
+
+    async def take_steps_async(self) -> list[StreamChunk]:
+        """The chunks that are there, one for each step, waiting for one; empty after the last."""
+        return await self._take_async(by_step=True)
 
     def take_steps(self) -> list[StreamChunk]:
         """The chunks that are there, one for each step, without waiting."""
@@ -130,6 +123,21 @@ class RequestStream:
         output = self._reading.output
         assert output is not None
         return output
+
+    async def _take_async(self, *, by_step: bool) -> list[StreamChunk]:
+        self._own_process.check()
+        loop = asyncio.get_running_loop()
+        while not (chunks := self._reading.take(by_step=by_step)):
+            if self._reading.output is not None:
+                return []
+            future: asyncio.Future[None] = loop.create_future()
+            wake = partial(_doorbell_of(loop).ring, loop, future)
+            if self._mailbox.add_waiter(wake):
+                try:
+                    await future
+                finally:
+                    self._mailbox.remove_waiter(wake)
+        return chunks
 
     def cancel(self) -> None:
         """End the request now; a last chunk with finish_reason "cancelled" comes. Nothing happens after its end."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import FinishReason, GenerationOutput
 
 
@@ -11,7 +12,8 @@ class StreamChunk:
     """Tokens and text since the last chunk. `text` is None without a tokenizer; the last chunk has the `output`.
 
     Text may lag behind the tokens, while it could be part of a character or of a stop string. `num_draft_tokens` were
-    verified for these tokens, of which the target agreed with `num_accepted_tokens`.
+    verified for these tokens, of which the target agreed with `num_accepted_tokens`. `top_logprobs` has an entry for
+    each token, where they are asked for.
     """
 
     text: str | None
@@ -21,6 +23,8 @@ class StreamChunk:
     num_accepted_tokens: int = 0
     finish_reason: FinishReason | None = None
     output: GenerationOutput | None = None
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    sample_index: int = 0
 
 
 def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
@@ -35,4 +39,6 @@ def merged(chunks: Sequence[StreamChunk]) -> StreamChunk:
         num_accepted_tokens=sum(chunk.num_accepted_tokens for chunk in chunks),
         finish_reason=chunks[-1].finish_reason,
         output=chunks[-1].output,
+        top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+        sample_index=chunks[0].sample_index,
     )

@@ -63,6 +63,11 @@ class TextCodec:
             ) from error
 
     @property
+    def backend(self) -> Any:
+        """The Tokenizer of the tokenizers library; not to be changed."""
+        return self._backend
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_templates)
 
@@ -114,6 +119,19 @@ class TextCodec:
         options = {**self.chat_template_options, **(template_kwargs or {})}
         text = self._render(messages, options, max_tokens)
         return self._encode(text, max_tokens=max_tokens, add_special_tokens=False)
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of a word without and with a space before it, as a text has it at its beginning and inside.
+
+        Raises:
+            RequestError: the tokenizer makes no tokens of it.
+        """
+        stem = word.lstrip(" ") or word
+        found = {tuple(self._encode(text, max_tokens=None, add_special_tokens=False)) for text in (stem, f" {stem}")}
+        if () in found:
+            hint = "Leave it out."
+            raise RequestError.about("sampling bad_words", expected="words with tokens", found=repr(word), hint=hint)
+        return sorted(found)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of all tokens at once, special tokens left out."""

@@ -5,7 +5,7 @@ that layers differ only in head_dim, in what their pages hold, in having a soft 
 groups of query heads fill. Of experts, all sizes are compiled in (`experts_of_engine.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.state_spec import LayerState, paged
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
@@ -152,17 +152,17 @@ def architecture_of(compute_capability: str) -> str:
 
 
 def _layers(
-    model: DecoderSpec, states: tuple[PagedKv, ...], mapping: Mapping, *, max_rows: int
+    model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    for layer, state in zip(model.layers, states, strict=True):
-        num_kv_heads = mapping.num_kv_heads_of(layer.mixer.num_kv_heads)
+    for gqa, state in zip(model.attentions, paged(states), strict=True):
+        num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(
             is_drafter=model.role == "draft",
             head_dim=state.head_dim,
             page_dtype=state.dtype,
-            heads_per_kv=layer.mixer.num_heads // mapping.tp_size // num_kv_heads,
+            heads_per_kv=gqa.num_heads // mapping.tp_size // num_kv_heads,
             max_rows=max_rows,
-            has_softcap=layer.mixer.softcap is not None,
+            has_softcap=gqa.softcap is not None,
         )
 
 

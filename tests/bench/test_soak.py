@@ -19,7 +19,7 @@ class Slow(FakeExecutor):
     """Slower than the traffic, so that requests queue, run together and run out of pages."""
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
-        time.sleep(0.004)
+        time.sleep(0.01)
         return super().run_rows(batch)
 
 
@@ -28,7 +28,7 @@ def test_random_traffic_loses_no_page_and_no_request():
     with make_generator(executor, max_queue_len=16) as engine:
         report = soak(engine, VOCAB_SIZE, TRAFFIC)
     assert report.num_leaked_pages == 0
-    assert sum(report.num_by_outcome.values()) == report.num_sent > 50
+    assert sum(report.num_by_outcome.values()) == report.num_sent > 20
     assert report.num_by_outcome["cancelled"] > 0 and report.num_by_outcome["length"] > 0
     assert report.num_preemptions > 0  # otherwise the pages were too many for the test to mean anything
     assert report.prefix_hit_fraction is not None and report.prefix_hit_fraction > 0.1

@@ -32,6 +32,20 @@ def test_one_prompt_prints_its_text_and_a_summary_on_stderr(engine_dir, invoke) 
     assert "accepted by draft position: 1: " in result.stderr
 
 
+def test_rows_bring_penalties_and_bans_of_their_own(engine_dir, invoke, tmp_path) -> None:
+    rules: list[dict[str, Any]] = [{}, {"repetition_penalty": 5.0}, {"logit_bias": {"65": 100}}]
+    rows = _write_rows(tmp_path / "rows.jsonl", *({"prompt": "def f", **each} for each in rules))
+    result = invoke("run", engine_dir, "--input-file", rows, "--max-new-tokens", "12", "--ignore-eos")
+    assert result.exit_code == 0, result.stderr
+    plain, penalized, biased = (row["token_ids"] for row in _rows(result.stdout))
+    assert penalized != plain and biased == [65] * 12
+    alone = invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--repetition-penalty", "5", "--json")
+    assert json.loads(alone.stdout)["outputs"][0]["token_ids"] == penalized
+    word = next(character for character in _rows(result.stdout)[0]["text"] if character.isascii())
+    banned = invoke("run", engine_dir, "--prompt", "def f", *GREEDY, "--bad-word", word)
+    assert (banned.exit_code, word in banned.stdout) == (0, False)
+
+
 def test_several_prompts_are_labelled(engine_dir, invoke) -> None:
     result = invoke("run", engine_dir, "--prompt", "a", "--prompt", "b", *GREEDY)
     assert result.exit_code == 0

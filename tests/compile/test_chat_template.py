@@ -1,6 +1,7 @@
 """Options of the chat template in an engine: stored at build, for every conversation that does not bring its own."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.quantization import CalibrationConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.quantize.calibrate_prompts import calibration_prompts
 from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 from tests.factories import make_target, make_zlab_drafter
 
@@ -149,3 +152,21 @@ def test_engines_with_other_options_are_not_compared_over_conversations(
     assert "expected enable_thinking=true, found enable_thinking=false" in refused.stderr
     rows.write_text(json.dumps({"prompt": "Hi"}) + "\n")
     assert invoke("eval", engine, "--against", other, "--input-file", rows, "--max-new-tokens", "1").exit_code == 0
+
+
+def test_calibration_renders_conversations_as_they_will_be_served(checkpoints: Path, tmp_path: Path) -> None:
+    rows = [{"messages": HI}, {"messages": HI, "chat_template_kwargs": {"language": "de"}}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{{ messages[0].content }} in {{ language | default('no language') }}"
+    target = tmp_path / "target"
+    shutil.copytree(checkpoints / "target", target)
+    (target / "chat_template.jinja").write_text(template)
+    found = calibration_prompts(
+        CalibrationConfig(prompts="rows.jsonl"),
+        base_dir=tmp_path,
+        tokenizer_dir=target,
+        vocab_size=1 << 20,
+        template_options={"language": "en"},
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert [tokenizer.decode(ids) for ids in found] == [f"{HI[0]['content']} in {word}" for word in ("en", "de")]

@@ -135,4 +135,5 @@ def _assert_refused(kind: type[TargetSpec | DraftSpec], fields: dict[str, Any], 
         _built(kind, fields)
     names = [[str(part) for part in error["loc"]] for error in caught.value.errors()]
     found = {".".join(parts[3:] if parts[0] == "layers" and len(parts) > 1 else parts) for parts in names}
+    found = {name.removeprefix("gqa").removeprefix(".") for name in found}
     assert found == {"dense.intermediate_size" if field == "intermediate_size" else field}

@@ -9,14 +9,22 @@ import sys
 import pytest
 import torch
 
-from dflash_trt.kernels import argmax, argmax_launch, norm_launch, quantize_fp8_launch, sampling, sampling_launch
+from dflash_trt.kernels import (
+    argmax,
+    argmax_launch,
+    logit_rules_launch,
+    norm_launch,
+    quantize_fp8_launch,
+    sampling,
+    sampling_launch,
+)
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import workspace_shapes
 from dflash_trt.kernels.sampling_scratch import num_tiles
 from plugins.aot.sampling_variants import draft_variants, sampling_variants
 from plugins.aot.variant import pointer
-from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
+from tests.kernels.small_kernel_variants import logit_rule_variants, norm_variants, quantize_variant
 from tests.kernels.test_attention_variants import Recorder
 from tests.kernels.test_sampling_kernels import make_inputs
 
@@ -120,6 +128,24 @@ def test_draft_variants_are_what_is_launched(monkeypatch, vocab_size, has_map):
         assert_is_launched_as(variant, recorder, {"num_rows": 6, "num_tiles": 3})
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 8])
+def test_logit_rule_variants_are_what_is_launched(monkeypatch, vocab_size):
+    variants = logit_rule_variants(torch.float16, vocab_size=vocab_size)
+    recorders = [recorded(monkeypatch, logit_rules_launch, f"{variant.name}_kernel") for variant in variants]
+    rules = logit_rules_launch.RuleTensors.allocate(4, 77, torch.device("cpu"))
+    logits, slot_ids = torch.zeros(3 * WIDTH, vocab_size, dtype=torch.float16), torch.zeros(3, dtype=torch.int64)
+    rows = torch.zeros((3, WIDTH), dtype=torch.int32)
+    scores = logit_rules_launch.adjusted_scores(
+        logits, rules, slot_ids=slot_ids, positions=rows.flatten(), logit_rows=rows
+    )
+    logit_rules_launch.write_raw_logprobs(
+        logits, scores, rules, slot_ids=slot_ids, emitted_tokens=rows, emitted_logprobs=torch.zeros(3, WIDTH)
+    )
+    sizes = {"num_requests": 3, "num_rows": 3 * WIDTH, "num_tiles": 2}
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, sizes)
+
+
 def test_the_workspace_is_counted_by_row():
     one, many = workspace_shapes(1, VOCAB_SIZE), workspace_shapes(7, VOCAB_SIZE)
     assert all(many[name] == (dtype, (7, *shape[1:])) for name, (dtype, shape) in one.items())
@@ -130,7 +156,7 @@ import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
-from tests.kernels.small_kernel_variants import norm_variants, quantize_variant
+from tests.kernels.small_kernel_variants import logit_rule_variants, norm_variants, quantize_variant
 from plugins.aot.sampling_variants import draft_variants, sampling_variants
 
 def variants(dtype, vocab_size, forms):
@@ -140,6 +166,7 @@ def variants(dtype, vocab_size, forms):
     for has_map in (False, True):
         yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
+    yield from logit_rule_variants(dtype, vocab_size=vocab_size)
 
 plan = [
     (90, torch.bfloat16, 151936, (AS_THEY_ARE, FP8)),
@@ -169,5 +196,5 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
-    assert counts == {90: 18, 100: 18, 103: 18}
+    assert counts == {90: 21, 100: 21, 103: 21}
     assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

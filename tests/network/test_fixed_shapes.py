@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.attention import attend_rows, plan_attention
-from dflash_trt.backends.torch.fixed_shapes import GEMM_ROWS, in_blocks, in_vectors
+from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
 from dflash_trt.backends.torch.linear import HalfLinear, apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.gqa import AttentionMask
@@ -43,14 +43,20 @@ def changed_rows(compute: Callable[[Tensor], Tensor], x: Tensor) -> int:
 def test_a_gemm_in_blocks_depends_on_no_other_row(is_packed: bool, shape: tuple[int, int], dtype: torch.dtype) -> None:
     linear: Linear[Tensor] = Linear(weight=random(*shape, dtype=dtype) / 8)
     linear = pack_for_cpu(linear) if is_packed else linear
-    assert (
-        changed_rows(partial(in_blocks, partial(apply_linear, linear=linear)), random(50, shape[1], dtype=dtype)) == 0
-    )
+    compute, x = partial(apply_linear, linear=linear), random(150, shape[1], dtype=dtype)
+    heights = BlockHeights().of("linear", compute, x)
+    assert changed_rows(partial(in_blocks, compute, heights=heights), x) == 0
 
 
-def test_a_gemm_of_any_height_depends_on_other_rows() -> None:
-    """The negative control."""
-    assert changed_rows(partial(F.linear, weight=random(384, 1024)), random(50, 1024)) > 0
+def test_heights_of_other_bits_are_not_taken() -> None:
+    def by_height(x: Tensor) -> Tensor:
+        out = x.clone()
+        out[0, 0] += len(x) >= 64
+        return out
+
+    assert BlockHeights().of("kind", by_height, random(1, 10)) == (1, 2, 4, 8, 16, 32)
+    assert BlockHeights().of("kind", lambda x: 2 * x, random(1, 10)) == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert BlockHeights().of("kind", lambda x: x + len(x), random(1, 10)) == (16,)
 
 
 @pytest.mark.parametrize("shape", [(384, 1024), (72, 40), (640, 1920)], ids=str)
@@ -61,17 +67,29 @@ def test_float16_weights_need_no_blocks(shape: tuple[int, int]) -> None:
     assert changed_rows(partial(apply_linear, linear=linear), random(50, shape[1])) == 0
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, GEMM_ROWS, 3 * GEMM_ROWS, 3 * GEMM_ROWS + 1])
-def test_blocks_hold_every_row_and_have_one_height(num_rows: int) -> None:
-    heights = set()
+@pytest.mark.parametrize(
+    ("num_rows", "heights", "expected"),
+    [
+        (0, (16,), [16]),
+        (1, (16,), [16]),
+        (49, (16,), [16, 16, 16, 16]),
+        (1, (1, 8, 16), [1]),
+        (7, (1, 8, 16), [8]),
+        (60, (8, 16, 32), [32, 16, 16]),
+        (66, (1, 8, 16, 32), [32, 32, 8]),
+        (32, (16, 32), [32]),
+    ],
+)
+def test_blocks_hold_every_row(num_rows: int, heights: tuple[int, ...], expected: list[int]) -> None:
+    called = []
 
     def compute(x: Tensor) -> Tensor:
-        heights.add(len(x))
+        called.append(len(x))
         return 2 * x
 
     x = random(num_rows, 5)
-    assert torch.equal(in_blocks(compute, x), 2 * x)
-    assert heights == {GEMM_ROWS}
+    assert torch.equal(in_blocks(compute, x, heights), 2 * x)
+    assert called == expected
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -46,7 +46,8 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip("nvidia-modelopt is not installed: scripts/test installs it")
     root = tmp_path_factory.mktemp("pair")
     target = make_target(root / "target", vocab_size=VOCAB_SIZE, tokenizer=False, **fields)
-    make_zlab_drafter(root / "drafter", target_dir=target, block_size=BLOCK_SIZE)
+    head_dim = fields.get("head_dim", 8)
+    make_zlab_drafter(root / "drafter", target_dir=target, block_size=BLOCK_SIZE, head_dim=head_dim)
     (root / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": SHARED}) + "\n")
     calibration = {"prompts": str(root / "prompts.jsonl")}
     config = QuantizationConfig(**quantization, calibration=calibration) if quantization else QuantizationConfig()
@@ -61,7 +62,13 @@ def opened(engine: EngineDir, *, deterministic: bool) -> TorchExecutor:
 
 def make_request(index: int, name: str) -> Request:
     sampling = SamplingParams(
-        max_new_tokens=NUM_NEW, temperature=TEMPERATURES[index % 2], top_p=0.9, ignore_eos=True, logprobs=True
+        max_new_tokens=NUM_NEW,
+        temperature=TEMPERATURES[index % 2],
+        top_p=0.9,
+        repetition_penalty=1.0 if index % 3 else 1.3,
+        frequency_penalty=0.0 if index % 3 else 0.2,
+        ignore_eos=True,
+        logprobs=True,
     )
     return Request(request_id=name, prompt_token_ids=tuple(PROMPTS[index]), sampling=sampling, seed=index)
 
@@ -120,4 +127,7 @@ def test_without_the_setting_the_batch_changes_texts_or_their_probabilities(engi
     executor = opened(engine, deterministic=False)
     together = answers(executor, range(len(PROMPTS)), {1: BLOCK_SIZE - 1}, chunk=7)
     changed = [a != b for a, b in zip(together, alone(executor), strict=True)]
+    if isinstance(getattr(executor._make_ops, "func", None), type):  # the CPU kernels add in order in any case
+        assert not any(changed)
+        return
     assert sum(changed) >= 3

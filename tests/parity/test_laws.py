@@ -140,8 +140,8 @@ def test_sampling_follows_the_targets_distribution_for_every_k(five_tokens, num_
 def test_accepting_every_draft_is_noticed_by_the_distribution_test(five_tokens, monkeypatch):
     honest_sample_and_accept = torch_sampling.sample_and_accept
 
-    def accept_everything(logits, inputs):
-        honest = honest_sample_and_accept(logits, inputs)
+    def accept_everything(logits, inputs, *rules):
+        honest = honest_sample_and_accept(logits, inputs, *rules)
         tokens = honest.emitted_tokens.clone()
         candidates = inputs.token_ids[(inputs.logit_rows[:, :-1] + 1).clamp(max=len(inputs.token_ids) - 1).long()]
         is_candidate = torch.arange(candidates.shape[1]) < inputs.num_candidates[:, None]

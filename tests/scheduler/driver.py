@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dflash_trt.core.batch import StepSampling
+from dflash_trt.core.constraint import TokenConstraint
+from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import Request, SamplingParams, TokenEvent
 from dflash_trt.core.step_plan import ExecutorLimits, StepHandle
 from dflash_trt.executor.fake import DraftRule, FakeExecutor, always_right
@@ -11,11 +13,12 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.scheduler.toy_constraint import constrained_tokens
 
 
-def make_limits(**changes: int) -> ExecutorLimits:
+def make_limits(**changes: Any) -> ExecutorLimits:
     """Small enough that every limit is met: 4 places, 20 pages of 4."""
-    fields = {
+    fields: dict[str, Any] = {
         "max_batch_size": 4,
         "max_seq_len": 64,
         "max_num_tokens": 24,
@@ -36,6 +39,7 @@ def make_request(
     priority: int = 0,
     queue_timeout_s: float | None = None,
     cache_salt: str = "",
+    constraint: TokenConstraint | None = None,
     **sampling: Any,
 ) -> Request:
     return Request(
@@ -47,6 +51,7 @@ def make_request(
         priority=priority,
         queue_timeout_s=queue_timeout_s,
         cache_salt=cache_salt,
+        constraint=constraint,
     )
 
 
@@ -125,8 +130,11 @@ def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
     """What the request emits when it runs alone, one token at a time."""
     limits = executor.limits
     room = min(limits.max_seq_len, limits.num_pages * limits.page_size) - len(request.prompt_token_ids)
-    sampling = scheduled_sampling(request)
-    tokens = executor.target.generate(request.prompt_token_ids, min(request.sampling.max_new_tokens, room), sampling)
+    num_tokens = min(request.sampling.max_new_tokens, room)
+    rules, sampling = LogitRules.of(request), scheduled_sampling(request)
+    if request.constraint is not None:
+        return constrained_tokens(executor.target, request, num_tokens, sampling)
+    tokens = executor.target.generate(request.prompt_token_ids, num_tokens, sampling, rules)
     for index, token in enumerate(tokens):
         if token in request.stop_token_ids:
             return tokens[: index + 1]

@@ -8,7 +8,7 @@ from dflash_trt.executor.fake import FakeExecutor, always_wrong
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import StepObservation
 from dflash_trt.scheduler.scheduler import Scheduler
-from tests.scheduler.driver import Driver, make_driver, make_limits, make_request
+from tests.scheduler.driver import Driver, expected_tokens, make_driver, make_limits, make_request
 
 
 class Script:
@@ -167,3 +167,19 @@ def test_a_queue_timeout_does_not_end_a_request_whose_turn_it_is_again() -> None
     assert driver.finish_reasons == {"r": "length"}
     assert driver.events[-1].statistics is not None
     assert driver.events[-1].statistics.queue_time_s == pytest.approx(1.9)
+
+
+def test_a_row_that_misses_the_next_step_for_want_of_pages_has_landed_when_its_own_is_committed() -> None:
+    """Otherwise it would wait for ever for a step that was committed long ago."""
+    limits = make_limits(num_pages=10, page_size=4, max_num_tokens=13, max_draft_len=1)
+    driver = make_driver(limits, draft_rule=always_wrong, enable_prefix_caching=False)
+    requests = [make_request("first", [0], max_new_tokens=1), make_request("second", [0], max_new_tokens=9)]
+    requests += [
+        make_request("short of pages", [0] * 10, max_new_tokens=7),
+        make_request("urgent", [0] * 12, max_new_tokens=10, priority=1),
+    ]
+    for request in requests:
+        driver.add(request)
+    driver.run(ahead=True)  # the driver checks the invariants in each step
+    for request in requests:
+        assert driver.tokens[request.request_id] == expected_tokens(driver.executor, request)

@@ -12,6 +12,9 @@ from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
 from tests.scheduler.driver import Driver, expected_tokens, make_limits, make_request
+from tests.scheduler.toy_constraint import ToyConstraint
+
+LENGTHS, ONE_IN = st.integers(1, 20), st.sampled_from([2, 3, 8])
 
 
 class AnyK:
@@ -71,6 +74,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.driver = Driver(Scheduler(limits, config, self.policy), executor)
         self.is_ahead = is_ahead
         self.requests: dict[str, Request] = {}
+        self.expected: dict[str, list[int]] = {}
         self.cut_short: set[str] = set()
 
     @rule(
@@ -80,10 +84,12 @@ class ServingMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 14),
         stop_token_ids=st.sets(st.integers(0, 10), max_size=1),
         temperature=st.sampled_from([0.0, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.5, 2.0]),
         seed=st.integers(0, 3),
         priority=st.integers(0, 2),
         queue_timeout_s=st.sampled_from([None, None, 2.0]),
         cache_salt=st.sampled_from(["", "other"]),
+        constraint=st.none() | st.builds(ToyConstraint, length=LENGTHS, one_in=ONE_IN, vocab_size=st.just(11)),
     )
     def add(self, shared: int, num_shared: int, own: list[int], **fields: Any) -> None:
         capacity = min(40, self.driver.executor.limits.num_pages * self.driver.executor.limits.page_size)
@@ -95,6 +101,7 @@ class ServingMachine(RuleBasedStateMachine):
             assert self.driver.scheduler.num_waiting >= 3
             return
         self.requests[request.request_id] = request
+        self.expected[request.request_id] = expected_tokens(self.driver.executor, request)
 
     @rule(num_draft_tokens=st.integers(0, 5))
     def change_k(self, num_draft_tokens: int) -> None:
@@ -141,8 +148,7 @@ class ServingMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         for request_id, tokens in self.driver.tokens.items():
-            right = expected_tokens(self.driver.executor, self.requests[request_id])
-            assert tokens == right[: len(tokens)], request_id
+            assert tokens == self.expected[request_id][: len(tokens)], request_id
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -154,8 +160,10 @@ class ServingMachine(RuleBasedStateMachine):
         for request_id, reason in self.driver.finish_reasons.items():
             tokens = self.driver.tokens[request_id]
             if reason in ("stop", "length"):
-                assert tokens == expected_tokens(self.driver.executor, self.requests[request_id])
-                assert (reason == "stop") == (tokens[-1] in self.requests[request_id].stop_token_ids)
+                request = self.requests[request_id]
+                is_complete = request.constraint is not None and len(tokens) == request.constraint.length
+                assert tokens == self.expected[request_id]
+                assert (reason == "stop") == (tokens[-1] in request.stop_token_ids or is_complete)
             else:
                 assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
         assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"

@@ -23,10 +23,16 @@ def poisons(*request_ids: str) -> Any:
     return lambda batch: any(row.request_id in request_ids for row in batch.requests)
 
 
-def test_a_step_that_fails_fails_only_the_request_that_cannot_be_computed(overlaps: bool) -> None:
+@pytest.mark.parametrize("repetition_penalty", [1.0, 2.0])
+def test_a_step_that_fails_fails_only_the_request_that_cannot_be_computed(
+    overlaps: bool, repetition_penalty: float
+) -> None:
     executor = make_executor(fails_on=poisons("r2"))
     loop = make_loop(executor, overlaps=overlaps)
-    requests = [make_request(f"r{i}", range(i, i + 5), max_new_tokens=20) for i in range(4)]
+    requests = [
+        make_request(f"r{i}", range(i, i + 5), max_new_tokens=20, repetition_penalty=repetition_penalty)
+        for i in range(4)
+    ]
     streams = [loop.submit(request) for request in requests]
     run(loop)
     for request, stream in zip(requests, streams, strict=True):

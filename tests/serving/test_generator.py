@@ -13,6 +13,7 @@ import pytest
 
 from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.errors import RequestError
+from dflash_trt.core.logit_rules import ANY_TOKEN
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
@@ -143,6 +144,29 @@ def test_without_a_tokenizer_only_token_ids_are_taken(bare: Generator, prompt: A
     assert "this engine has no tokenizer" in str(refused.error)
     assert refused.text is None
     assert taken.text is None and len(taken.token_ids) == 10
+
+
+def test_bad_words_are_banned_as_the_tokenizer_writes_them_with_and_without_a_space(
+    generator: Generator, executor: FakeExecutor, codec: TextCodec
+) -> None:
+    generator.generate("one", SamplingParams(max_new_tokens=3, bad_words=["two", " two three"]))
+    rules = executor.batches[-1].requests[0].logit_rules
+    assert rules is not None
+    banned = [
+        (*(token for token in prefix if token != ANY_TOKEN), last)
+        for prefix, last in zip(rules.prefixes.tolist(), rules.token_ids.tolist(), strict=True)
+    ]
+    texts = ("two", " two", "two three", " two three")
+    assert sorted(banned) == sorted({tuple(codec.encode(text)) for text in texts})
+    assert all(codec.decode(ids).strip() in ("two", "two three") for ids in banned)
+
+
+@pytest.mark.parametrize("field", [{"bad_words": "x"}, {"logit_bias": {VOCAB_SIZE: 1.0}}])
+def test_a_rule_that_the_engine_cannot_keep_is_refused_by_name(bare: Generator, field: dict[str, Any]) -> None:
+    (output,) = bare.generate([[1, 2]], SamplingParams(**field))
+    assert output.finish_reason == "error"
+    said = "bad_words: expected none" if "bad_words" in field else f"expected token ids from 0 to {VOCAB_SIZE - 1}"
+    assert said in (output.error or "")
 
 
 def test_without_a_tokenizer_stop_strings_are_refused(bare: Generator) -> None:

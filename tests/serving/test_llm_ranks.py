@@ -3,7 +3,9 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,11 @@ from dflash_trt.serving.llm import LLM
 from tests.executor.rank_engines import KV_CACHE_BYTES, build, make_zlab_pair
 
 PROMPTS = [[5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14]
-SAMPLING = [SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.3 * i, seed=i) for i in range(4)]
+RULES = [{}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0, "min_tokens": 3}, {"logit_bias": {3: -50, 9: 1}}]
+SAMPLING = [
+    SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.3 * i, seed=i, **rules)
+    for i, rules in enumerate(RULES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +48,36 @@ def test_answers_are_those_of_one_rank_and_closing_ends_the_workers(engines: lis
         assert _tokens(two) == expected
         assert _is_alive(process_ids[0])
     assert not _is_alive(process_ids[0])
+
+
+def test_log_probabilities_are_those_of_one_rank(engines: list[EngineDir]) -> None:
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, logprobs=True, top_logprobs=4, prompt_logprobs=2)
+    outputs = []
+    for engine in engines:
+        with _open(engine) as llm:
+            outputs.append(llm.generate(PROMPTS, sampling))
+    for one, two in zip(*outputs, strict=True):
+        for found, expected in ((two.top_logprobs, one.top_logprobs), (two.prompt_logprobs, one.prompt_logprobs)):
+            assert _ids(found) == _ids(expected)
+            assert _values(found) == pytest.approx(_values(expected), abs=1e-4)
+        assert len(one.top_logprobs) == 12 and len(_values(one.prompt_logprobs)) == 3 * (one.num_prompt_tokens - 1)
+
+
+def _ids(entries: Any) -> list[int]:
+    """Of nested entries that are TokenLogprob or PromptLogprob, in their order."""
+    return [leaf for leaf in _leaves(entries) if isinstance(leaf, int)]
+
+
+def _values(entries: Any) -> list[float]:
+    return [leaf for leaf in _leaves(entries) if isinstance(leaf, float)]
+
+
+def _leaves(entries: Any) -> Iterator[int | float]:
+    for entry in entries:
+        if isinstance(entry, tuple):
+            yield from _leaves(entry)
+        elif entry is not None:
+            yield entry
 
 
 def test_a_worker_lost_in_the_middle_fails_what_ran_and_the_engine_reopens(engines: list[EngineDir]) -> None:

@@ -88,6 +88,6 @@ def test_as_many_and_as_long_stop_strings_as_are_allowed_cost_little() -> None:
 def test_too_many_and_too_long_stop_strings_are_refused_together() -> None:
     with pytest.raises(RequestError, match="2 problems") as refusal:
         SamplingParams(stop=("x" * (MAX_STOP_LEN + 1), *map(str, range(100_000))))
-    assert "at most 64 stop strings, found 100001" in str(refusal.value)
-    assert "at most 256 characters in a stop string, found 257" in str(refusal.value)
+    assert "at most 64 strings, found 100001" in str(refusal.value)
+    assert "at most 256 characters in a string, found 257" in str(refusal.value)
     assert len(str(refusal.value)) < 400

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.errors import RequestError
+from dflash_trt.core.sampling import SamplingParams
 from dflash_trt.servers.triton.request_reader import CancelOrder, Order, read_request
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.servers.triton.tensors import INPUTS, INPUTS_BY_NAME
@@ -145,11 +146,11 @@ def test_parameters_are_inputs_and_what_triton_adds_is_not() -> None:
         ("", {"text_input": "Hi", "end_id": 3, "ignore_eos": False}, "inputs 'end_id' and 'ignore_eos'"),
         ("", {"text_input": "Hi", "end_id": 3, "ignore_eos": True}, "inputs 'end_id' and 'ignore_eos'"),
         ("", {"text_input": "Hi", "end_id": -1, "ignore_eos": False}, "inputs 'end_id' and 'ignore_eos'"),
-        ("", {"text_input": "Hi", "bad_words": ["", "x"]}, "input 'bad_words': expected nothing"),
+        ("", {"text_input": "Hi", "return_context_logits": True}, "input 'return_context_logits': expected nothing"),
         ("", {"text_input": "Hi", "queue_timeout_s": math.nan}, "input 'queue_timeout_s': expected 0 or more"),
         ("", {"text_input": "Hi", "messages": "[]"}, "exactly one of the inputs text_input, messages, input_ids"),
-        ("", {"text_input": "Hi", "min_tokens": 5}, "input 'min_tokens': expected nothing"),
-        ("", {"text_input": "Hi", "bad_words": ["x"]}, "input 'bad_words': expected nothing"),
+        ("", {"text_input": "Hi", "length_penalty": 0.5}, "input 'length_penalty': expected nothing"),
+        ("", {"text_input": "Hi", "logit_bias": ["7"]}, "logit_bias: expected biases from -100 to 100 by token id"),
         ("", {"text_input": "Hi", "queue_timeout_s": -1.0}, "input 'queue_timeout_s': expected 0 or more"),
         ("", {"text_input": "Hi", "seed": 2**64 - 1}, "seed: expected an integer from 0 to"),
         ("", {"max_tokens": 3}, "exactly one of the inputs text_input, messages, input_ids, found none"),
@@ -170,8 +171,21 @@ def test_all_problems_come_in_one_error() -> None:
 
 def test_a_long_wrong_value_is_shown_in_part() -> None:
     with pytest.raises(RequestError) as refusal:
-        read(text_input="Hi", bad_words="x" * 10_000)
+        read(text_input="Hi", logit_bias="x" * 10_000)
     assert "xxx..." in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_penalties_and_bans_come_under_the_names_of_both_contracts() -> None:
+    expected = SamplingParams(presence_penalty=0.5, frequency_penalty=-0.25, min_tokens=2, max_new_tokens=16)
+    names = {"presence_penalty": 0.5, "frequency_penalty": -0.25}
+    llmapi = {f"sampling_param_{name}": value for name, value in names.items()}
+    for given in (names, llmapi):
+        order = read('{"max_tokens": 16}', text_input="Hi", min_tokens=2, **given)
+        assert isinstance(order, Order) and order.sampling == expected
+    order = read("", text_input="Hi", bad_words=["", "x"], logit_bias=["7=-1", "3=2.5"], repetition_penalty=1.5)
+    assert isinstance(order, Order)
+    assert (order.sampling.bad_words, order.sampling.logit_bias) == (("x",), ((3, 2.5), (7, -1.0)))
+    assert order.sampling.repetition_penalty == 1.5
 
 
 def test_stop_is_no_request_for_text() -> None:
@@ -184,7 +198,7 @@ def test_every_input_of_the_table_is_read() -> None:
     plain = read(text_input="Hi")
     values: dict[str, Any] = {"messages": '[{"role": "user", "content": "Hi"}]', "input_ids": [1], "end_id": 3}
     values |= {"exclude_input_in_output": False, "sampling_param_exclude_input_from_output": False}
-    values |= {"return_finish_reason": False}
+    values |= {"return_finish_reason": False, "logit_bias": "3=1.5", "json_schema": '{"type": "null"}'}
     by_type: dict[str, Any] = {"STRING": "x", "BOOL": True, "INT32": 5, "FP32": 0.5, "UINT64": 5}
     ignored, refused = [], []
     for tensor in INPUTS:

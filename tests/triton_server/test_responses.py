@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
 from dflash_trt.core.request import GenerationOutput, RequestStatistics, SamplingParams
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.responses import ResponseMaker
@@ -27,12 +28,17 @@ OUTPUT = GenerationOutput(
     total_s=9.5,
     statistics=RequestStatistics(queue_time_s=0.25, num_prefix_hit_tokens=12),
 )
+SCORED = replace(
+    OUTPUT,
+    top_logprobs=tuple((TokenLogprob(20 + i, -0.5), TokenLogprob(i, -1.5)) for i in range(4)),
+    prompt_logprobs=(None, PromptLogprob(2, -3.0, (TokenLogprob(9, -0.75),))),
+)
 ALL_FLAGS = frozenset({"return_log_probs", "return_cumulative_logprob", "return_stop_reason", "return_perf_metrics"})
 _SECOND_NS = 1_000_000_000
 
 
-def make(asked: frozenset[str] = frozenset(), **options: Any) -> ResponseMaker:
-    order = Order(prompt={"prompt": "x"}, sampling=SamplingParams(), asked=asked, **options)
+def make(asked: frozenset[str] = frozenset(), sampling: SamplingParams | None = None, **options: Any) -> ResponseMaker:
+    order = Order(prompt={"prompt": "x"}, sampling=sampling or SamplingParams(), asked=asked, **options)
     return ResponseMaker(
         order=order, prompt_token_ids=(1, 2), prompt_text="ab", decode=lambda ids: "four!!", arrived_ns=5 * _SECOND_NS
     )
@@ -47,7 +53,7 @@ def last(maker: ResponseMaker, output: GenerationOutput = OUTPUT) -> dict[str, A
 
 
 def test_every_output_has_its_own_value() -> None:
-    found = last(make(ALL_FLAGS))
+    found = last(make(ALL_FLAGS, SamplingParams(logprobs=True, top_logprobs=2, prompt_logprobs=1)), SCORED)
     last_token_ns = found.pop("last_token_time_ns")[0]
     assert last_token_ns >= found["first_token_time_ns"][0]
     assert found == {
@@ -71,6 +77,11 @@ def test_every_output_has_its_own_value() -> None:
         "first_token_time_ns": [5 * _SECOND_NS + 3 * _SECOND_NS // 2],
         "batch_index": [0],
         "sequence_index": [0],
+        "output_top_token_ids": [[20, 0], [21, 1], [22, 2], [23, 3]],
+        "output_top_log_probs": [[-0.5, -1.5]] * 4,
+        "prompt_log_probs": [-3.0],
+        "prompt_top_token_ids": [[9]],
+        "prompt_top_log_probs": [[-0.75]],
     }
     assert {*found, "last_token_time_ns"} == {output.name for output in OUTPUTS}
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dflash_trt.core.request import SamplingParams
+from dflash_trt.core.sampling import sample_seed
 from dflash_trt.servers.triton import prompt_lanes
 from dflash_trt.servers.triton.metrics import REFUSED, MetricBook
 from dflash_trt.servers.triton.service import EngineService
@@ -195,7 +196,7 @@ def test_the_watch_is_told_of_the_first_request_and_its_word_ends_the_service(ex
 
 def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executor, monkeypatch) -> None:
     service, generator = gated
-    submit, is_cancelled = generator.submit, threading.Event()
+    submit, is_cancelled = generator.submit_samples, threading.Event()
 
     def submitting(*args: Any, **kwargs: Any) -> Any:
         stream = submit(*args, **kwargs)
@@ -204,7 +205,7 @@ def test_a_server_that_takes_no_response_loses_that_request_alone(gated, executo
     def fail() -> None:
         raise OSError("no way back")
 
-    monkeypatch.setattr(generator, "submit", submitting)
+    monkeypatch.setattr(generator, "submit_samples", submitting)
     broken = Client()
     broken.on_response = fail
     service.take(inputs(input_ids=[5, 6], max_tokens=40, stream=True), "", "", broken)  # type: ignore[arg-type]
@@ -249,15 +250,16 @@ def test_a_step_that_fails_fails_its_request_alone(series) -> None:
 
 def test_what_a_request_asks_for_is_what_the_engine_is_asked_for(series, monkeypatch) -> None:
     generator = make_generator(make_executor())
-    submit, asked = generator.submit, []
+    submit, asked = generator.submit_samples, []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(submit).bind(*args, **kwargs)
         call.apply_defaults()
-        asked.append(dict(call.arguments))
+        asked.append({**call.arguments, **call.arguments["fields"]})
+        del asked[-1]["fields"]
         return submit(*args, **kwargs)
 
-    monkeypatch.setattr(generator, "submit", recording)
+    monkeypatch.setattr(generator, "submit_samples", recording)
     fields = {"input_ids": [5, 6], "max_tokens": 3, "seed": 11, "priority": -3, "queue_timeout_s": 7.5}
     for service, _ in serving(generator, series):
         assert ask(service, client_id="mine", cache_salt=b"tenant", **fields).ended.wait(30)
@@ -272,6 +274,38 @@ def test_what_a_request_asks_for_is_what_the_engine_is_asked_for(series, monkeyp
         "request_id": None,  # a client's id need not be unique
         "max_pending_tokens": None,  # responses are sent, never kept
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_come_under_their_sequence_index(series, stream) -> None:
+    generator = make_generator(make_executor())
+    request = {"input_ids": [5, 6, 7], "max_tokens": 9, "temperature": 0.8, "seed": 11}
+    for service, _ in serving(generator, series):
+        client = ask(service, n=3, stream=stream, top_logprobs=0, **request)
+        assert client.ended.wait(30)
+        alone = [
+            ask(service, **request | {"seed": sample_seed(11, index)}, num_return_sequences=1) for index in range(3)
+        ]
+        assert all(each.ended.wait(30) for each in alone)
+        assert service.num_open == 0
+    found: dict[int, list[int]] = {}
+    for response in client.responses:
+        found.setdefault(int(response["sequence_index"][0]), []).extend(response["output_ids"].tolist())
+    assert [found[index] for index in range(3)] == [each.token_ids for each in alone]
+    assert sum("finish_reason" in response for response in client.responses) == 3
+    if not stream:
+        assert len(client.responses) == 3
+
+
+def test_a_sample_that_fails_is_the_answer_for_all(series) -> None:
+    executor = make_executor(fails_on=lambda batch: any(row.request_id.endswith("/1") for row in batch.requests))
+    generator = make_generator(executor)
+    for service, _ in serving(generator, series):
+        client = ask(service, input_ids=[5, 6], max_tokens=30, n=3)
+        assert client.ended.wait(30)
+        assert client.error is not None and client.error[1] == "INTERNAL"
+        until(lambda: generator.statistics.scheduler.num_pages_in_use_now == 0)
+        assert service.num_open == 0
 
 
 def test_prefixes_are_shared_within_a_tenant_alone(series) -> None:

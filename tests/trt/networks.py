@@ -190,7 +190,7 @@ class InterpretedExecutor:
             num_pages=num_pages,
         )
         self._spec = spec
-        self._slots = SlotMirror()
+        self._slots = SlotMirror(self.limits.max_positions)
         self._interpreter = defined.interpreter(plugins)
         self._state = EngineState(spec, num_pages=num_pages, device=torch.device("cpu"))
 

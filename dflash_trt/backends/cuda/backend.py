@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import Compiler, EngineExecutor, unsupported_formats
+from dflash_trt.backends.base import Compiler, EngineExecutor, recurrent_problems, unsupported_formats
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -36,6 +36,8 @@ class CudaBackend:
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
         problems = [problem for spec in (target, draft) if spec is not None for problem in _head_problems(spec)]
+        hint = 'Run this engine with device "cpu".'
+        problems += recurrent_problems(target, where="on a GPU", hint=hint)
         if quantization is not None:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())
         return problems
@@ -59,7 +61,7 @@ class CudaBackend:
 
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
-    for head_dim in sorted({layer.mixer.head_dim for layer in spec.layers}):
+    for head_dim in sorted({gqa.head_dim for gqa in spec.attentions}):
         if head_dim % HEAD_DIM_GRAIN or head_dim > MAX_HEAD_DIM:
             yield problem(
                 f"head_dim of the {spec.role}",

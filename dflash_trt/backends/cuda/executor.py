@@ -18,6 +18,7 @@ from torch import Tensor
 from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
+from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
@@ -33,11 +34,13 @@ from dflash_trt.backends.torch.loading import (
     with_experts,
     with_linears,
 )
+from dflash_trt.backends.torch.logprobs import LogprobsReader, logprobs_reader
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.sampling import GRAMMAR_FIELDS
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
@@ -45,7 +48,7 @@ from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers,
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
-from dflash_trt.network.ops import StepState
+from dflash_trt.network.ops import Cache, StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ class TorchGpuExecutor:
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
+            unsupported_sampling=frozenset(GRAMMAR_FIELDS),
         )
         states = states_of(network, quantization)
         self._state = allocate_state(
@@ -113,6 +117,7 @@ class TorchGpuExecutor:
         self._shapes = StepShapes(self.limits, step_shape)
         self._staging = InputStaging(self.limits, device)
         self._results = ResultStaging(self.limits, device)
+        self._rules = DeviceRules(self.limits, device)
         self._stream = _new_stream(device)
         self.graphs = GraphCache(None if self._stream is None else CudaCapture(self._stream))
 
@@ -169,11 +174,15 @@ class TorchGpuExecutor:
         with self.on_stream():
             started = new_timer(self._device)
             self._staging.upload()
-            self._run(shape)
+            reader, has_rules = logprobs_reader(plan, self._device), self._rules.update(plan)
+            if reader is not None or has_rules:  # a graph keeps no logits and has no rules: the launches one by one
+                self._enqueue(shape, reader, has_rules=has_rules)
+            else:
+                self._run(shape)
             result = self._results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
-        return StagedStep(result, started)
+        return StagedStep(result, started, reader=reader)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Iterable[StepShape]) -> None:
@@ -218,7 +227,8 @@ class TorchGpuExecutor:
     @property
     def pages(self) -> list[Tensor]:
         """Of every layer, the target's first."""
-        return [cache.tensor for cache in (*self._state.target_kv, *self._state.draft_kv)]
+        caches = (*self._state.target_kv, *self._state.draft_kv)
+        return [cache.tensor for cache in caches if isinstance(cache, Cache)]
 
     def wait(self) -> None:
         """Until the device is done with everything."""
@@ -246,14 +256,21 @@ class TorchGpuExecutor:
         else:
             self._enqueue(shape)
 
-    def _enqueue(self, shape: StepShape) -> None:
-        """The launches of a step; what a CUDA graph holds."""
+    def _enqueue(self, shape: StepShape, reader: LogprobsReader | None = None, *, has_rules: bool = False) -> None:
+        """The launches of a step; what a CUDA graph holds, without `reader` and if no request has logit rules."""
         self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         ops: Any = self._make_ops(
-            inputs, self._resources, num_draft_tokens=shape.num_draft_tokens, outputs=outputs, ranks=self._ranks
+            inputs,
+            self._resources,
+            num_draft_tokens=shape.num_draft_tokens,
+            outputs=outputs,
+            ranks=self._ranks,
+            rules=StepRules(self._rules, self._staging.plan_inputs(shape), inputs) if has_rules else None,
         )
-        result = run_step(ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens)
+        result = run_step(
+            ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens, reader=reader
+        )
         if result.draft_tokens is not None:
             drafts.copy_(result.draft_tokens)
         self._staging.store(shape, outputs.bonus_tokens, result.draft_tokens, outputs.next_context_lens)
@@ -278,7 +295,7 @@ class TorchGpuExecutor:
         if "network" not in vars(self):
             return
         self.wait()
-        for name in ("network", "graphs", "_state", "_resources", "_staging", "_results"):
+        for name in ("network", "graphs", "_state", "_resources", "_staging", "_results", "_rules"):
             del vars(self)[name]
         if self._stream is not None:
             torch.cuda.empty_cache()
@@ -313,7 +330,7 @@ def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLa
     if network.drafter is None:
         return None
     assert isinstance(network.drafter, DFlashDrafter)
-    norms = [layer.mixer.k_norm for layer in network.drafter.layers]
+    norms = [layer.attention.k_norm for layer in network.drafter.layers]
     scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]
     return stack_draft_layers(
         [cache.tensor for cache in state.draft_kv],

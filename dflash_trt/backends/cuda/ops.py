@@ -27,6 +27,7 @@ from dflash_trt.backends.cuda.handles import (
     tensor_of,
 )
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
+from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
@@ -91,13 +92,13 @@ class GpuResources:
         splits: FixedSplits | None = None,
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
-        mixers = {layer.mixer.shard(mapping) for decoder in decoders for layer in decoder.layers}
+        mixers = {gqa.shard(mapping) for decoder in decoders for gqa in decoder.attentions}
         frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers}
         workspaces = [
             attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
             for mixer in mixers
         ]
-        targets = {layer.mixer.shard(mapping) for layer in target.layers}
+        targets = {gqa.shard(mapping) for gqa in target.attentions}
         if splits is not None:
             workspaces += [
                 splits.allocate_workspace(
@@ -132,7 +133,9 @@ class TorchGpuOps:
         num_draft_tokens: int,
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
+        rules: StepRules | None = None,
     ) -> None:
+        self._rules = rules
         """`outputs` is where sampling writes, when the caller wants it at a fixed place."""
         self._inputs = inputs
         self._resources = resources
@@ -276,8 +279,9 @@ class TorchGpuOps:
         )
 
     def sample_and_accept(self, logits: Value) -> Acceptance[Any]:
-        inputs, scores = self._inputs, tensor_of(logits)
+        inputs, raw = self._inputs, tensor_of(logits)
         num_requests, width = inputs.logit_rows.shape
+        scores = raw if self._rules is None else self._rules.scores(raw)
         outputs = self._outputs or sampling_launch.allocate_outputs(num_requests, width, scores.device)
         sampling_launch.sample_and_accept(
             scores,
@@ -285,6 +289,8 @@ class TorchGpuOps:
             outputs,
             self._resources.sampling_workspace,
         )
+        if self._rules is not None:
+            self._rules.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
     def token_blocks(self, acceptance: Acceptance[Any], *, fill: int) -> TokenBlocks[Any]:

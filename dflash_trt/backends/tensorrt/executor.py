@@ -33,6 +33,9 @@ from dflash_trt.backends.tensorrt.engine import check_engine_io, deserialize
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.batch import StepBatch, plan_of
+from dflash_trt.core.logit_rules import LOGIT_RULE_FIELDS
+from dflash_trt.core.logprobs import LOGPROBS_FIELDS
+from dflash_trt.core.sampling import GRAMMAR_FIELDS
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 
 if TYPE_CHECKING:
@@ -253,6 +256,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         max_draft_len=spec.max_draft_len if config.use_drafter else 0,
         page_size=spec.page_size,
         num_pages=0,
+        unsupported_sampling=LOGIT_RULE_FIELDS | LOGPROBS_FIELDS | frozenset(GRAMMAR_FIELDS),
     )
 
 

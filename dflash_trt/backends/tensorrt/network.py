@@ -28,7 +28,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.core.state_spec import EngineStates, PagedKv, paged
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, StepInputs, StepState
@@ -97,7 +97,7 @@ def pages_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
             shape=(-1, *state.page_shape(spec.page_size)),
             axes=("pages", "2", "page_size", "kv_heads", "D"),
         )
-        for state in spec.states
+        for state in paged(spec.states)
     )
 
 
@@ -144,7 +144,10 @@ def define_step_network(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(target_kv=[cache(kv) for kv in spec.states.target], draft_kv=[cache(kv) for kv in spec.states.draft]),
+        StepState(
+            target_kv=[cache(kv) for kv in paged(spec.states.target)],
+            draft_kv=[cache(kv) for kv in paged(spec.states.draft)],
+        ),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):

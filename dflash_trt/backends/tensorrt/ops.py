@@ -210,6 +210,15 @@ class TrtOps:
         wide = layers.cast(gate, "float32")  # fp32 inside the activation
         return layers.binary("PROD", layers.cast_like(layers.binary("PROD", wide, layers.sigmoid(wide)), gate), up)
 
+    def sigmoid_mul(self, x: ITensor, gate: ITensor) -> ITensor:
+        return self._layers.binary("PROD", x, self._layers.sigmoid(gate))
+
+    def gated_delta(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def merge_heads(self, x: ITensor) -> ITensor:
+        return self._layers.reshape(x, (-1, x.shape[-2] * x.shape[-1]))
+
     def split(self, x: ITensor, sizes: Sequence[int]) -> Sequence[ITensor]:
         last = len(x.shape) - 1
         starts = [sum(sizes[:i]) for i in range(len(sizes))]

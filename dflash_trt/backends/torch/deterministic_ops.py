@@ -4,12 +4,13 @@ What `TorchOps` computes in calls of any shape is computed in calls of fixed sha
 batch mates, chunks and prefix hits change no token. Norms, softmax and the sampler work row by row anyway.
 """
 
+from collections.abc import Hashable
 from functools import partial
 
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.fixed_shapes import in_blocks, in_vectors
+from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
 from dflash_trt.backends.torch.linear import HalfLinear
 from dflash_trt.backends.torch.moe import activated, chosen_experts, run_chosen_experts, unpacked_expert
 from dflash_trt.backends.torch.native.linear import PanelLinear
@@ -24,10 +25,13 @@ class DeterministicOps(TorchOps):
     """Implements `Ops[Tensor]` for one step."""
 
     has_fixed_shapes = True
+    _heights = BlockHeights()  # of the process
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
         compute = partial(super().linear, linear=linear)
-        return compute(x) if _sums_in_order(linear) else in_blocks(compute, x)
+        if _sums_in_order(linear):
+            return compute(x)
+        return in_blocks(compute, x, self._heights.of(_kind(linear), compute, x))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -51,6 +55,14 @@ class DeterministicOps(TorchOps):
 
 class DeterministicNativeOps(NativeOps, DeterministicOps):
     """`DeterministicOps` with the CPU kernels, of which no row's bits depend on the other rows of a call."""
+
+
+def _kind(linear: Linear[Tensor]) -> Hashable:
+    """What a GEMM library chooses its kernel by."""
+    weight = linear.weight
+    pieces = [piece.linear.weight for piece in weight.pieces] if isinstance(weight, DequantizedWeight) else [weight]
+    layouts = tuple((piece.shape, piece.is_mkldnn) for piece in pieces if isinstance(piece, Tensor))
+    return type(linear), type(weight), layouts, linear.bias is None
 
 
 def _sums_in_order(linear: Linear[Tensor]) -> bool:

@@ -25,12 +25,15 @@ from dflash_trt.backends.torch.loading import (
     rotaries_of,
     states_of,
 )
+from dflash_trt.backends.torch.logit_rules import AdjustScores, adjustment
+from dflash_trt.backends.torch.logprobs import logprobs_reader
 from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult
+from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult, TokenMasks
 from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -81,11 +84,14 @@ class TorchExecutor:
         }
         self._inputs = HostInputs(self.limits)
         self._slots = DeviceSlots(self.limits)
+        self._ruled_slots = RuledSlots(self.limits.max_positions)
         states = states_of(network, quantization)
         self._make_ops: Callable[..., TorchOps] = DeterministicOps if is_deterministic else TorchOps
         if kernels is not None and fits(dtype, states):
             self._make_ops = partial(DeterministicNativeOps if is_deterministic else NativeOps, kernels=kernels)
-        self._state = allocate_state(states, num_pages=page_plan.num_pages, page_size=page_plan.page_size)
+        self._state = allocate_state(
+            states, num_pages=page_plan.num_pages, page_size=page_plan.page_size, num_slots=max_batch_size + 1
+        )
 
     @classmethod
     def open(
@@ -128,16 +134,19 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         check_plan(plan, self.limits)
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
-        ops = self._ops(inputs, num_draft_tokens=plan.rows.num_draft_tokens)
-        outputs = run_step(ops, self.network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens)
-        acceptance = outputs.acceptance
-        self._slots.store(
-            torch.from_numpy(plan.rows.slot_ids),
-            acceptance.bonus_tokens,
-            outputs.draft_tokens,
-            acceptance.next_context_lens,
+        adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
+        slot_ids = torch.from_numpy(plan.rows.slot_ids)
+        ops = self._ops(
+            inputs, num_draft_tokens=plan.rows.num_draft_tokens, adjust=adjust, masks=plan.masks, slot_ids=slot_ids
         )
-        return step_result(outputs)
+        outputs = run_step(
+            ops, self.network, inputs, self._state, num_draft_tokens=plan.rows.num_draft_tokens, reader=reader
+        )
+        acceptance = outputs.acceptance
+        ops.store_states()
+        self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.draft_tokens, acceptance.next_context_lens)
+        result = step_result(outputs)
+        return result if reader is None else reader.added_to(result)
 
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
@@ -151,11 +160,22 @@ class TorchExecutor:
         for name in ("network", "_state"):
             vars(self).pop(name, None)
 
-    def _ops(self, inputs: StepInputs[Tensor], *, num_draft_tokens: int) -> TorchOps:
+    def _ops(
+        self,
+        inputs: StepInputs[Tensor],
+        *,
+        num_draft_tokens: int,
+        adjust: AdjustScores | None = None,
+        masks: TokenMasks | None = None,
+        slot_ids: Tensor | None = None,
+    ) -> TorchOps:
         return self._make_ops(
             inputs,
             self._rope_tables,
             page_size=self.limits.page_size,
             num_draft_tokens=num_draft_tokens,
             ranks=self._ranks,
+            adjust=adjust,
+            masks=masks,
+            slot_ids=slot_ids,
         )

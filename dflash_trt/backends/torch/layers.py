@@ -57,6 +57,8 @@ def prepared(
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
     mixer, gqa = layer.mixer, layer.spec.mixer
+    if not isinstance(mixer, GqaWeights) or not isinstance(gqa, Gqa) or gqa.has_output_gate:
+        return layer
     qkv = _joined_rows(mixer.projections)
     norms = (mixer.q_norm, mixer.k_norm)
     if qkv is None or any(norm is not None and norm.dtype != torch.float32 for norm in norms):

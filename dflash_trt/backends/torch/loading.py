@@ -15,21 +15,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash_trt.backends.page_budget import PagePlan
-from dflash_trt.core.dtype import dtype_name, stored_dtype, torch_dtype
+from dflash_trt.core.dtype import dtype_name, num_bytes_of, stored_dtype, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.core.state_spec import EngineStates, PagedKv, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Cache, Experts, Linear, StepState
-from dflash_trt.network.rank_tensors import RankTensors, map_linears
+from dflash_trt.network.ops import Cache, Experts, Linear, RecurrentCache, StepState
+from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
 from dflash_trt.network.step import Network, bind_network
 
 if TYPE_CHECKING:
@@ -132,11 +132,7 @@ def with_linears(
 
 def with_experts(network: Network[Tensor], prepare: Callable[[Experts[Tensor]], Experts[Tensor]]) -> Network[Tensor]:
     """Experts of the target in the form that a backend computes with."""
-    layers = tuple(
-        replace(layer, feed_forward=prepare(layer.feed_forward)) if isinstance(layer.feed_forward, Experts) else layer
-        for layer in network.target_weights.layers
-    )
-    return replace(network, target_weights=replace(network.target_weights, layers=layers))
+    return replace(network, target_weights=map_parts(network.target_weights, Experts, prepare))
 
 
 def _num_bytes(linear: Linear[Tensor]) -> int:
@@ -157,7 +153,13 @@ def rotaries_of(network: Network[Tensor]) -> tuple[Rotary, ...]:
 
 
 def limits_of(
-    network: Network[Tensor], plan: PagePlan, *, max_batch_size: int, max_num_tokens: int, max_draft_len: int
+    network: Network[Tensor],
+    plan: PagePlan,
+    *,
+    max_batch_size: int,
+    max_num_tokens: int,
+    max_draft_len: int,
+    unsupported_sampling: frozenset[str] = frozenset(),
 ) -> ExecutorLimits:
     """Limits of steps of this network on these pages; max_draft_len is 0 without a drafter."""
     return ExecutorLimits(
@@ -167,6 +169,7 @@ def limits_of(
         max_draft_len=max_draft_len if network.draft else 0,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
+        unsupported_sampling=unsupported_sampling,
     )
 
 
@@ -175,21 +178,33 @@ def allocate_state(
     *,
     num_pages: int,
     page_size: int,
+    num_slots: int = 1,
     device: torch.device | None = None,
 ) -> StepState[Tensor]:
     """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written."""
 
-    def caches(specs: Sequence[PagedKv]) -> list[Cache[Tensor]]:
+    def caches(specs: Sequence[PagedKv]) -> Iterator[Cache[Tensor]]:
         shapes = [(num_pages, *spec.page_shape(page_size)) for spec in specs]
         dtypes = [torch_dtype(spec.dtype) for spec in specs]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         parts = torch.split(_zeros(sum(sizes), device), sizes) if specs else ()
-        return [
-            Cache(part.view(dtype).view(shape), spec)
-            for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True)
-        ]
+        for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True):
+            yield Cache(part.view(dtype).view(shape), spec)
 
-    return StepState(target_kv=caches(states.target), draft_kv=caches(states.draft))
+    pages = caches(paged(states.target))
+    target_kv = [
+        next(pages) if isinstance(spec, PagedKv) else _recurrent_cache(spec, num_slots, device)
+        for spec in states.target
+    ]
+    return StepState(target_kv=target_kv, draft_kv=list(caches(paged(states.draft))))
+
+
+def _recurrent_cache(spec: Recurrent, num_slots: int, device: torch.device | None) -> RecurrentCache[Tensor]:
+    tensors = {}
+    for name, (shape, dtype) in spec.tensors().items():
+        size = num_slots * math.prod(shape) * num_bytes_of(dtype)
+        tensors[name] = _zeros(size, device).view(torch_dtype(dtype)).view(num_slots, *shape)
+    return RecurrentCache(tensors, spec)
 
 
 def states_of(network: Network[Tensor], quantization: QuantizationSpec | None) -> EngineStates:

@@ -5,6 +5,7 @@ One `TorchOps` lives for one step and holds that step's inputs and attention pla
 
 from collections.abc import Mapping, Sequence
 from functools import cache as cached
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,17 +14,32 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.linear import apply_linear
+from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
+from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    Experts,
+    KvDestination,
+    Linear,
+    RecurrentCache,
+    Rows,
+    StepInputs,
+    TokenBlocks,
+)
 from dflash_trt.network.rope import rope_frequencies
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
@@ -58,12 +74,18 @@ class TorchOps:
         page_size: int,
         num_draft_tokens: int,
         ranks: RankGroup = ONE_RANK,
+        adjust: AdjustScores | None = None,
+        masks: TokenMasks | None = None,
+        slot_ids: Tensor | None = None,  # int64 [R]; None: request r has slot r
     ) -> None:
         self._ranks = ranks
+        self._adjust = adjust
+        self._slot_ids = torch.arange(len(inputs.context_lens)) if slot_ids is None else slot_ids
         self._inputs = inputs
         self._rope_tables = rope_tables
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
+        self._masks = masks
         self._index = self._index_tokens()
 
     def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
@@ -76,6 +98,8 @@ class TorchOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
+            if weight.dtype != x.dtype:
+                return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
             return F.rms_norm(x, weight.shape, weight, eps)  # fp32 inside
         # F.rms_norm takes a dozen operators on a CPU.
         norm = torch.linalg.vector_norm(x, 2, -1, True)
@@ -100,6 +124,12 @@ class TorchOps:
     def concat(self, xs: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(xs), dim=-1)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        return x.flatten(-2)
+
     def split_heads(self, x: Tensor, head_dim: int) -> Tensor:
         return x.view(*x.shape[:-1], -1, head_dim)
 
@@ -114,6 +144,9 @@ class TorchOps:
 
     def rope(self, x: Tensor, table: RopeTable) -> Tensor:
         cos, sin = table
+        if x.shape[-1] > cos.shape[-1]:
+            rotated, kept = x.tensor_split((cos.shape[-1],), -1)
+            return torch.cat((self.rope(rotated, table), kept), -1)
         swapped = torch.roll(x, x.shape[-1] // 2, -1)
         return (x * cos).add_(swapped.mul_(sin))
 
@@ -148,13 +181,40 @@ class TorchOps:
         attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
 
+    def gated_delta(
+        self,
+        qkvz: Tensor,
+        ba: Tensor,
+        parameters: DeltaParameters[Tensor],
+        rows: Rows[Tensor],
+        cache: RecurrentCache[Tensor],
+        spec: GatedDelta,
+        eps: float,
+    ) -> Tensor:
+        assert rows.keeps_kv, "a draft block has no recurrent layers"
+        return gated_delta(qkvz, ba, parameters, self._slot_rows, cache, spec, eps)
+
+    def store_states(self) -> None:
+        """Write recurrent states to their slots, when the step has succeeded."""
+        if "_slot_rows" in vars(self):
+            self._slot_rows.store()
+
+    @cached_property
+    def _slot_rows(self) -> SlotRows:
+        inputs = self._inputs
+        return SlotRows(
+            slot_ids=self._slot_ids,
+            num_rows=inputs.token_offsets.diff().tolist(),
+            context_lens=inputs.context_lens.long(),
+        )
+
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
         kept, slots = rows.index.kept_rows(rows.positions, limits)
         for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):
             torch_attention.write_pages(layer.cache, slots, k.index_select(0, kept), v.index_select(0, kept))
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
-        return torch_sampling.sample_and_accept(logits, self._inputs)
+        return torch_sampling.sample_and_accept(logits, self._inputs, self._adjust, self._masks)
 
     def token_blocks(self, acceptance: Acceptance[Tensor], *, fill: int) -> TokenBlocks[Tensor]:
         page_table, starts = self._inputs.page_table, acceptance.next_context_lens

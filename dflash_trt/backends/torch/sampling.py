@@ -6,22 +6,33 @@ target at their position (`philox.py`), so that they meet its token more often t
 whose logits give no token (see `core/step_spec.py`) gets the log probability NaN.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.philox import gumbel_noise
+from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.network.ops import Acceptance, StepInputs
 
 
 def sample_and_accept(
     logits: Tensor,  # [R*(K+1), V], any float dtype
     inputs: StepInputs[Tensor],
+    adjust: AdjustScores | None = None,
+    masks: TokenMasks | None = None,
 ) -> Acceptance[Tensor]:
-    """See `Ops.sample_and_accept`; fp32 from the logits on."""
+    """See `Ops.sample_and_accept`; fp32 from the logits on. `adjust`, then `masks` change what is sampled, not
+    log-probabilities.
+    """
     num_requests, width = inputs.logit_rows.shape
-    scores = logits.float()
+    raw = logits.float()
+    scores = raw if adjust is None else _adjusted(raw, adjust)
+    scores = scores if masks is None else masked_scores(scores, masks)
     sampled = sample_rows(scores, inputs)  # int64 [R*(K+1)]
-    logprobs = scores.log_softmax(dim=1).gather(1, sampled[:, None])  # NaN all along a row that is not finite
+    logprobs = raw.log_softmax(dim=1).gather(1, sampled[:, None])  # NaN all along a row that is not finite
+    if scores is not raw:  # a row whose tokens are all ruled out gives none, either
+        logprobs.masked_fill_(scores.gather(1, sampled[:, None]) == -torch.inf, torch.nan)
     tokens = sampled.view(num_requests, width)
     num_accepted = _num_accepted(tokens, inputs)  # [R]
 
@@ -33,6 +44,19 @@ def sample_and_accept(
         bonus_tokens=tokens.gather(1, num_accepted[:, None])[:, 0].int(),
         next_context_lens=(inputs.context_lens + num_given - inputs.num_candidates + num_accepted).int(),
     )
+
+
+def _adjusted(raw: Tensor, adjust: AdjustScores) -> Tensor:
+    scores = raw.clone()
+    adjust(scores)
+    return scores
+
+
+def masked_scores(scores: Tensor, masks: TokenMasks) -> Tensor:  # float32 [R*(K+1), V]
+    """-infinity for the tokens that a row must not give."""
+    is_allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=scores.shape[1], bitorder="little")
+    rows = torch.from_numpy(masks.rows)
+    return scores.index_copy(0, rows, scores[rows].masked_fill(torch.from_numpy(is_allowed) == 0, -torch.inf))
 
 
 def _num_accepted(tokens: Tensor, inputs: StepInputs[Tensor]) -> Tensor:  # int64 [R, K+1] -> int64 [R]

@@ -12,10 +12,12 @@ from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 
 LayerFields = dict[str, Any]  # of a LayerSpec
 ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
 ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
+DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,17 @@ class Family:
     """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
-    foreign are the prefixes of the layer. None for a family without experts.
+    foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
+    hidden_size)` does so for one layer's gated delta net. `has_offset_norms`: see TargetSpec. Tensors whose names begin
+    with one of `left_out` are of parts that an engine has no use for.
     """
 
     architectures: tuple[str, ...]
     read_layers: ReadLayers
     expert_names: ExpertNames | None = None
+    delta_names: DeltaNames | None = None
+    has_offset_norms: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 @cache

@@ -23,12 +23,12 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     reader.ignore(("sliding_window", "max_window_layers"))  # unused without use_sliding_window
     layers = layers_of(mixer, sizes.dense_fields(), sizes.full_masks())
     moe = _read_moe(reader)
-    for i in _expert_layers(reader, sizes.num_layers):
+    for i in expert_layers(reader, sizes.num_layers):
         layers[i]["feed_forward"] = moe
     return layers
 
 
-def _expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
+def expert_layers(reader: ConfigReader, num_layers: int) -> list[int]:
     """Every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step = reader.optional_integer("decoder_sparse_step") or 1
     dense_layers = set(reader.optional_integers("mlp_only_layers") or ())

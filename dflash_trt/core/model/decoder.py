@@ -1,5 +1,6 @@
 """A stack of layers, and the target that is one."""
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -8,10 +9,11 @@ from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Dense, Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import PagedKv
+from dflash_trt.core.state_spec import LayerState
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 MAX_LAYERS = 1000
@@ -22,13 +24,16 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 class LayerSpec(Frozen):
     """Norm, mixer, residual, norm, feed-forward, residual."""
 
-    mixer: Gqa
+    mixer: Annotated[Gqa | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """`owns_kv`: see `Gqa.weights`."""
         norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in ("attention_norm", "mlp_norm")}
-        mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
+        if isinstance(self.mixer, Gqa):
+            mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
+        else:
+            mixer = self.mixer.weights(prefix, hidden_size)
         return norms | mixer | self.feed_forward.weights(prefix, hidden_size)
 
     @property
@@ -71,25 +76,43 @@ class DecoderSpec(Frozen):
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """Distinct rotary embeddings, in the order of the layers."""
-        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+        return tuple(dict.fromkeys(gqa.rotary for gqa in self.attentions))
 
-    def states(self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None) -> tuple[PagedKv, ...]:
-        """State of each layer of the whole model, with `kv_scales` for FP8 pages."""
+    @property
+    def attentions(self) -> tuple[Gqa, ...]:
+        """Mixers of the layers that attend, in their order: all layers of a drafter."""
+        return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, Gqa))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if some layer's state is no K/V pages."""
+        return any(isinstance(layer.mixer, GatedDelta) for layer in self.layers)
+
+    def states(
+        self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None, num_records: int = 1
+    ) -> tuple[LayerState, ...]:
+        """State of each layer of the whole model; `kv_scales` are for FP8 pages, `num_records` for recurrent states."""
         scales = kv_scales or (None,) * self.num_layers
         return tuple(
             layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
+            if isinstance(layer.mixer, Gqa)
+            else layer.mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
             for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True))
         )
 
 
 class TargetSpec(DecoderSpec):
-    """The model being served. `family` names the file of `checkpoint/families` that read it."""
+    """The model being served. `family` names the file of `checkpoint/families` that read it.
+
+    `has_offset_norms`: norms multiply by 1 + w (Qwen3-Next), and an engine has 1 + w, in float32.
+    """
 
     role: ClassVar[str] = "target"
 
     family: str
     vocab_size: Size
     is_embedding_tied: bool
+    has_offset_norms: bool = False
     eos_token_ids: tuple[Index, ...] = ()
     bos_token_id: Index | None = None
 
@@ -113,4 +136,11 @@ class TargetSpec(DecoderSpec):
         table["target.norm"] = WeightSpec(shape=(self.hidden_size,))
         if not self.is_embedding_tied:
             table["target.lm_head"] = row_sharded((self.vocab_size, self.hidden_size))
+        if self.has_offset_norms:
+            table |= {name: replace(table[name], is_float32=True) for name in table if is_offset_norm(name)}
         return table
+
+
+def is_offset_norm(name: str) -> bool:
+    """True for the canonical norms of a target with offset norms that have the offset."""
+    return name.endswith("norm") and not name.endswith(".gated_norm")

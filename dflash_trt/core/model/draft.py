@@ -61,7 +61,7 @@ class DraftSpec(DecoderSpec):
     @property
     def kv_sizes(self) -> tuple[int, ...]:
         """Rows of `draft.kv`: [k_0, v_0, k_1, v_1, ...]."""
-        return tuple(layer.mixer.kv_size for layer in self.layers for _ in "kv")
+        return tuple(gqa.kv_size for gqa in self.attentions for _ in "kv")
 
     def weights(self) -> WeightTable:
         """Canonical names of the drafter: `draft.*`.
@@ -70,13 +70,13 @@ class DraftSpec(DecoderSpec):
         V use slices of the same tensor.
         """
         hidden, kv_sizes = self.hidden_size, self.kv_sizes
-        units = tuple(layer.mixer.head_dim for layer in self.layers for _ in "kv")
+        units = tuple(gqa.head_dim for gqa in self.attentions for _ in "kv")
         table: WeightTable = {
             "draft.fc": WeightSpec(shape=(hidden, len(self.target_layer_ids) * self.target_hidden_size)),
             "draft.context_norm": WeightSpec(shape=(hidden,)),
             "draft.kv": row_sharded((sum(kv_sizes), hidden), kv_sizes, units),
         }
-        if any(layer.mixer.has_qkv_bias for layer in self.layers):
+        if any(gqa.has_qkv_bias for gqa in self.attentions):
             table["draft.kv_bias"] = row_sharded((sum(kv_sizes),), kv_sizes, units)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
@@ -111,7 +111,9 @@ def engine_states(
     """States of an engine, unsharded; `quantization` decides which pages are FP8."""
     quantization = quantization or QuantizationSpec()
     return EngineStates(
-        target=target.states(dtype=dtype, kv_scales=quantization.target_kv),
+        target=target.states(
+            dtype=dtype, kv_scales=quantization.target_kv, num_records=1 + (draft.max_draft_len if draft else 0)
+        ),
         draft=draft.states(dtype=dtype, kv_scales=quantization.draft_kv) if draft else (),
     )
 

@@ -42,6 +42,9 @@ class Moe(Frozen):
 
     `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
     gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
+
+    `shared_size` is the intermediate size of an MLP that every token goes through beside the experts, multiplied by
+    the sigmoid of a gate of the token if `has_shared_gate` (Qwen3-Next).
     """
 
     kind: Literal["moe"] = "moe"
@@ -54,6 +57,8 @@ class Moe(Frozen):
     limit: Scale | None = None  # clamped_swiglu
     alpha: Scale | None = None  # clamped_swiglu
     has_bias: bool = False  # of the router and of the experts
+    shared_size: Size | None = None
+    has_shared_gate: bool = False
 
     @field_validator("num_experts_per_token")
     @classmethod
@@ -71,8 +76,8 @@ class Moe(Frozen):
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
-        """Empty: `Mapping.ep_size` divides `num_experts`, `Mapping.moe_tp_size` the intermediate size."""
-        return {}
+        """Of the shared expert alone: `Mapping.ep_size` divides `num_experts`, `Mapping.moe_tp_size` their own size."""
+        return {} if self.shared_size is None else {"shared_size": self.shared_size}
 
     def weights(self, prefix: str, hidden_size: int) -> WeightTable:
         """Experts are stacked along axis 0, gate rows above up rows."""
@@ -94,4 +99,8 @@ class Moe(Frozen):
                 ),
                 f"{prefix}.experts.down_bias": WeightSpec(shape=(experts, hidden_size), num_experts=experts),
             }
+        if self.shared_size is not None:
+            table |= Dense(intermediate_size=self.shared_size).weights(f"{prefix}.shared", hidden_size)
+        if self.has_shared_gate:
+            table[f"{prefix}.shared_gate"] = WeightSpec(shape=(1, hidden_size))
         return table

@@ -31,6 +31,9 @@ class AttentionMask(Frozen):
 class Gqa(Frozen):
     """Grouped-query attention of one layer. Sizes are those of the whole model, before sharding.
 
+    RoPE rotates the first `rotary_dim` of a head's dimensions (None: all). With `has_output_gate`, a query head comes
+    with a gate of its size, whose sigmoid multiplies what the head attends (Qwen3-Next).
+
     `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then turns a score s into c * tanh(s / c)
     (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE. `has_sinks`: the softmax of a head has
     one more logit, without a value (gpt-oss).
@@ -41,6 +44,7 @@ class Gqa(Frozen):
     num_kv_heads: Size
     head_dim: Annotated[Size, Field(multiple_of=2)]  # RoPE rotates pairs
     rope: RopeSpec
+    rotary_dim: Annotated[Size, Field(multiple_of=2)] | None = None
     mask: AttentionMask = AttentionMask()
     scale: Scale | None = None
     softcap: Scale | None = None
@@ -48,6 +52,15 @@ class Gqa(Frozen):
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_sinks: bool = False
+    has_output_gate: bool = False
+
+    @field_validator("rotary_dim")
+    @classmethod
+    def _within_head(cls, rotary_dim: int | None, info: ValidationInfo) -> int | None:
+        head_dim: int = info.data.get("head_dim") or rotary_dim or 0
+        if rotary_dim is not None and rotary_dim > head_dim:
+            raise ValueError(f"at most head_dim {head_dim}")
+        return rotary_dim
 
     @field_validator("num_kv_heads")
     @classmethod
@@ -62,12 +75,17 @@ class Gqa(Frozen):
         return self.num_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Rows of the projection of q: each head's, and where it has one its gate's behind them."""
+        return 2 * self.q_size if self.has_output_gate else self.q_size
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
     @property
     def rotary(self) -> Rotary:
-        return Rotary(self.rope, self.head_dim)
+        return Rotary(self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim)
 
     @property
     def score_scale(self) -> float:
@@ -100,7 +118,7 @@ class Gqa(Frozen):
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """Canonical weights. Without `owns_kv`, q is alone, because K and V of all layers are one matrix elsewhere."""
-        name, sizes = ("qkv", (self.q_size, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_size,))
+        name, sizes = ("qkv", (self.q_rows, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_rows,))
         units = (1, self.head_dim, self.head_dim)[: len(sizes)]
         table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes, units)}
         if self.has_qkv_bias:

@@ -46,7 +46,7 @@ class RopeSpec(Frozen):
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding of heads of one size. Equal values share their tables."""
+    """A rotary embedding of so many dimensions of a head. Equal values share their tables."""
 
     rope: RopeSpec
     head_dim: int

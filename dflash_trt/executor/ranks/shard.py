@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_trt.backends.base import EngineExecutor, backend_name, backend_of
 from dflash_trt.backends.torch.process_group import ProcessRanks
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.core.step_plan import StepResult
+from dflash_trt.core.step_plan import Array, StepResult
 from dflash_trt.executor.threads import run_in_thread
 
 if TYPE_CHECKING:
@@ -86,5 +86,14 @@ def fingerprint(outcome: StepResult | Tensor) -> bytes:
         np.where(is_valid, outcome.emitted_tokens, 0),
         np.where(is_valid, outcome.emitted_logprobs, 0),
         np.where(has_drafts[:, None], outcome.draft_tokens, 0),
+        *_logprobs(outcome, is_valid),
     )
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
+
+
+def _logprobs(outcome: StepResult, is_valid: Array) -> Iterator[Array]:
+    """Those beside the emitted tokens'."""
+    if outcome.top is not None:
+        yield from (np.where(is_valid[:, :, None], part, 0) for part in (outcome.top.token_ids, outcome.top.logprobs))
+    if outcome.prompt is not None:
+        yield from (outcome.prompt.logprobs, outcome.prompt.top.token_ids, outcome.prompt.top.logprobs)

@@ -41,7 +41,7 @@ class DFlashDrafter(Generic[T]):
         fused = ops.rms_norm(ops.linear(ops.concat(taps), self.fc), self.context_norm, eps)
         ropes = rope_tables(ops, self.layers, rows)
         destinations = [
-            KvDestination(cache=cache, k_norm=layer.mixer.k_norm, eps=eps, rope=ropes[layer.rope_index])
+            KvDestination(cache=cache, k_norm=layer.attention.k_norm, eps=eps, rope=ropes[layer.rope_index or 0])
             for layer, cache in zip(self.layers, caches, strict=True)
         ]
         ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
@@ -64,7 +64,7 @@ class DFlashDrafter(Generic[T]):
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:
     """Raises KeyError on a missing tensor."""
     context_kv = tensors.linear("draft.kv")
-    ends = list(accumulate(2 * layer.mixer.shard(tensors.mapping).kv_size for layer in spec.layers))
+    ends = list(accumulate(2 * gqa.shard(tensors.mapping).kv_size for gqa in spec.attentions))
     layers = tuple(
         bind_layer(tensors, spec, i, kv=tensors.rows_of(context_kv, start, stop))
         for i, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))

@@ -52,17 +52,34 @@ def run_gqa(
     rope: Any,  # of `Ops.rope_table`
     eps: float,
 ) -> T:  # [N, H], of one rank: to be summed
-    q, k, v = weights.qkv(ops, gqa, x, rope, eps)
-    attended = ops.attend(q, k, v, rows, cache, gqa, weights.sinks)
+    if gqa.has_output_gate:
+        (q, k, v), gate = _gated_qkv(ops, gqa, weights, x, rope, eps)
+        attended = ops.sigmoid_mul(ops.attend(q, k, v, rows, cache, gqa, weights.sinks), gate)
+    else:
+        q, k, v = weights.qkv(ops, gqa, x, rope, eps)
+        attended = ops.attend(q, k, v, rows, cache, gqa, weights.sinks)
     return ops.linear(attended, weights.o)
+
+
+def _gated_qkv(ops: Ops[T], gqa: Gqa, weights: GqaWeights[T], x: T, rope: Any, eps: float) -> tuple[tuple[T, T, T], T]:
+    """q, k and v as of `GqaWeights.qkv`, and the gates [N, heads * D], which stand behind the query of each head."""
+    rows, k, v = ops.split(ops.linear(x, weights.projections[0]), (gqa.q_rows, gqa.kv_size, gqa.kv_size))
+    q, gate = ops.split(ops.split_heads(rows, 2 * gqa.head_dim), (gqa.head_dim, gqa.head_dim))
+    heads = (
+        _rotated(ops, q, weights.q_norm, eps, rope),
+        rotated_heads(ops, k, gqa.head_dim, weights.k_norm, eps, rope),
+        ops.split_heads(v, gqa.head_dim),
+    )
+    return heads, ops.merge_heads(gate)
 
 
 def rotated_heads(ops: Ops[T], x: T, head_dim: int, norm: T | None, eps: float, rope: Any) -> T:
     """Queries or keys, [N, heads * D] -> normed (where the model does) and rotated [N, heads, D]."""
-    heads = ops.split_heads(x, head_dim)
-    if norm is not None:
-        heads = ops.rms_norm(heads, norm, eps)
-    return ops.rope(heads, rope)
+    return _rotated(ops, ops.split_heads(x, head_dim), norm, eps, rope)
+
+
+def _rotated(ops: Ops[T], heads: T, norm: T | None, eps: float, rope: Any) -> T:  # [N, heads, D]
+    return ops.rope(heads if norm is None else ops.rms_norm(heads, norm, eps), rope)
 
 
 def rotated_kv(ops: Ops[T], kv: T, layers: Sequence[KvDestination[T]]) -> list[tuple[T, T]]:

@@ -27,9 +27,10 @@ from dflash_trt.servers.triton.environment import (
     select_gpus,
 )
 from dflash_trt.servers.triton.metrics import MetricBook, Series
+from dflash_trt.servers.triton.open_request import ErrorCode
 from dflash_trt.servers.triton.responses import Arrays
 from dflash_trt.servers.triton.server_watch import ServerWatch, stop_server
-from dflash_trt.servers.triton.service import EngineService, ErrorCode
+from dflash_trt.servers.triton.service import EngineService
 from dflash_trt.servers.triton.settings import ModelSettings
 
 # Asking for a model that is not there is the one question a model can always ask its server.

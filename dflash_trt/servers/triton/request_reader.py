@@ -245,9 +245,10 @@ def _sampling(values: Mapping[str, Any], settings: ModelSettings) -> SamplingPar
     defaults = {"max_new_tokens": settings.default_max_tokens, "temperature": float(has_filter)}
     composed = {
         "stop": tuple(text for text in values.get("stop", ()) if text),
+        "bad_words": tuple(text for text in values.get("bad_words", ()) if text),
         "stop_token_ids": (*values.get("stop_token_ids", ()), *end_ids),
         "ignore_eos": values.get("ignore_eos", False) or end_id is not None,
-        "logprobs": bool(values.get("return_log_probs") or values.get("return_cumulative_logprob")),
+        "logprobs": any(map(values.get, ("return_log_probs", "return_cumulative_logprob", "top_logprobs"))),
     }
     return SamplingParams(**(defaults | given | composed))
 

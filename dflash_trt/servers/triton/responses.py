@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dflash_trt.core.logprobs import TokenLogprob
 from dflash_trt.core.request import GenerationOutput
 from dflash_trt.servers.triton.request_reader import Order
 from dflash_trt.servers.triton.tensors import OUTPUTS_BY_NAME
@@ -53,7 +54,14 @@ class ResponseMaker:
         if chunk.output is None:
             return None
         output = chunk.output
-        whole = StreamChunk(text=output.text, token_ids=output.token_ids, logprobs=output.logprobs, output=chunk.output)
+        whole = StreamChunk(
+            text=output.text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            output=output,
+            top_logprobs=output.top_logprobs,
+            sample_index=output.sample_index,
+        )
         return self._part(whole)
 
     def _part(self, chunk: StreamChunk) -> Arrays:
@@ -62,6 +70,10 @@ class ResponseMaker:
             text, token_ids = self.prompt_text + text, self.prompt_token_ids + token_ids
         self._has_begun = True
         values: dict[str, Any] = {"text_output": [text], "output_ids": token_ids}
+        values["sequence_index"] = [chunk.sample_index]
+        num_top = self.order.sampling.top_logprobs
+        if num_top:
+            values |= _top_arrays("output", chunk.top_logprobs, num_top)
         if "return_log_probs" in self.order.asked:
             values["output_log_probs"] = [chunk.logprobs]
         if chunk.output is not None:
@@ -79,8 +91,12 @@ class ResponseMaker:
             "num_verify_steps": [output.num_verify_steps],
             "acceptance_length": [output.acceptance_length or 0.0],
             "batch_index": [0],
-            "sequence_index": [0],
         }
+        num_top = self.order.sampling.prompt_logprobs
+        if num_top is not None and output.prompt_logprobs is not None:
+            entries = [entry for entry in output.prompt_logprobs if entry is not None]
+            values["prompt_log_probs"] = [entry.logprob for entry in entries]
+            values |= _top_arrays("prompt", [entry.top_logprobs for entry in entries], num_top)
         if self.order.gives_finish_reason:
             values["finish_reason"] = [output.finish_reason]
         if "return_log_probs" in self.order.asked:
@@ -113,6 +129,15 @@ class ResponseMaker:
             if found:
                 return min(found, key=len)
         return str(output.token_ids[-1])
+
+
+def _top_arrays(prefix: str, rows: Sequence[Sequence[TokenLogprob]], num_top: int) -> dict[str, Any]:
+    """[rows, num_top] each, also without rows."""
+    shape = (len(rows), num_top)
+    return {
+        f"{prefix}_top_token_ids": np.array([[entry.token_id for entry in row] for row in rows]).reshape(shape),
+        f"{prefix}_top_log_probs": np.array([[entry.logprob for entry in row] for row in rows]).reshape(shape),
+    }
 
 
 def as_arrays(values: Mapping[str, Sequence[Any]]) -> Arrays:

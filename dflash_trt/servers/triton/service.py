@@ -10,26 +10,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
 from dflash_trt.core.request import FinishReason
 from dflash_trt.engine_dir.template_renderer import max_conversation_bytes, text_too_long
 from dflash_trt.servers.triton.metrics import MetricBook
+from dflash_trt.servers.triton.open_request import Channel, ErrorCode, OpenRequest
 from dflash_trt.servers.triton.prompt_lanes import PromptLanes
 from dflash_trt.servers.triton.request_reader import Array, CancelOrder, Order, read_request
-from dflash_trt.servers.triton.responses import Arrays, ResponseMaker, as_arrays
+from dflash_trt.servers.triton.responses import ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.generation_batch import output_without_tokens
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.prompts import PromptReader
-from dflash_trt.serving.stream import RequestStream
+from dflash_trt.serving.samples import SampleStreams
 from dflash_trt.serving.stream_chunk import StreamChunk
-
-ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 
 _SWEEP_S = 0.05  # how often requests without responses are asked whether they are cancelled, at most
 _MAX_SWEEP_FRACTION = 0.05  # of the time
@@ -43,18 +41,6 @@ _TEXT_INPUTS = ("text_input", "messages", "chat_template_kwargs")
 _LOG = logging.getLogger(__name__)
 
 
-class Channel(Protocol):
-    """The way back to whoever sent a request. Any thread may call it; after the last response it does nothing."""
-
-    def send(self, arrays: Arrays, *, is_last: bool) -> None: ...
-
-    def fail(self, message: str, code: ErrorCode) -> None:
-        """The last response: an error, of this request alone."""
-        ...
-
-    def is_cancelled(self) -> bool: ...
-
-
 class Watch(Protocol):
     """Knows how the server is."""
 
@@ -63,23 +49,6 @@ class Watch(Protocol):
     def is_stopping(self) -> bool: ...
 
     def is_gone(self) -> bool: ...
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class _Open:
-    """A request that has not had its last response; its `stream` and `maker` are there once its prompt is read.
-
-    `unread` is its answer when its prompt never is.
-    """
-
-    client_id: str
-    channel: Channel
-    order: Order
-    reading: "Future[None] | None" = None
-    is_cancelled: bool = False
-    maker: ResponseMaker | None = None
-    stream: RequestStream | None = None
-    unread: StreamChunk | None = None
 
 
 class EngineService:
@@ -113,9 +82,9 @@ class EngineService:
         self._on_engine_failed = on_engine_failed
         self._has_requests = False
         self._lock = threading.Lock()  # of the two below; the engine's own lock comes after it
-        self._open: set[_Open] = set()
+        self._open: set[OpenRequest] = set()
         self._is_draining = False
-        self._ready: SimpleQueue[_Open | None] = SimpleQueue()
+        self._ready: SimpleQueue[OpenRequest | None] = SimpleQueue()
         self._is_closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._deliver, name="dflash-responses", daemon=True),
@@ -142,7 +111,7 @@ class EngineService:
             if isinstance(order, CancelOrder):
                 self._cancel_by_id(client_id, channel)
             else:
-                self._start(_Open(client_id=client_id, channel=channel, order=order), num_bytes)
+                self._start(OpenRequest(client_id=client_id, channel=channel, order=order), num_bytes)
         except RequestError as error:
             self._refuse(channel, str(error), _code_of(error))
 
@@ -191,7 +160,7 @@ class EngineService:
                 raise text_too_long(found, limit)
         return sum(num_bytes.values())
 
-    def _start(self, request: _Open, num_bytes: int) -> None:
+    def _start(self, request: OpenRequest, num_bytes: int) -> None:
         """Raises QueueFullError."""
         with self._lock:
             if self._is_draining:
@@ -209,14 +178,15 @@ class EngineService:
             self._forget(request)
             raise
 
-    def _begin(self, request: _Open) -> None:
+    def _begin(self, request: OpenRequest) -> None:
         """Read the prompt and hand it to the engine; what is wrong with it is the answer."""
         try:
             token_ids = self._reader.read(request.order.parsed_prompt())
-            request.maker = self._maker(request.order, token_ids)
+            request.num_running = request.order.sampling.n
+            request.makers = [self._maker(request.order, token_ids) for _ in range(request.num_running)]
             with self._lock:
                 if not request.is_cancelled:
-                    request.stream = self._submit(request, token_ids)
+                    request.streams = self._submit(request, token_ids)
                     return
             self._end_unread(request)
         except RequestError as error:
@@ -225,9 +195,9 @@ class EngineService:
             _LOG.exception("a prompt could not be read")
             self._drop(request, f"{type(error).__name__}: {error}", "INTERNAL")
 
-    def _submit(self, request: _Open, token_ids: tuple[int, ...]) -> RequestStream:
+    def _submit(self, request: OpenRequest, token_ids: tuple[int, ...]) -> SampleStreams:
         order = request.order
-        return self._generator.submit(
+        return self._generator.submit_samples(
             {"prompt_token_ids": token_ids},
             order.sampling,
             priority=order.priority,
@@ -244,16 +214,16 @@ class EngineService:
         decode = codec.decode if codec is not None else None
         return ResponseMaker(order=order, prompt_token_ids=token_ids, prompt_text=text, decode=decode)
 
-    def _end_unread(self, request: _Open) -> None:
+    def _end_unread(self, request: OpenRequest) -> None:
         """Cancelled before the engine knew of it. What may be long in the order is dropped."""
         text = None if self._generator.codec is None else ""
         output = output_without_tokens(request.client_id, "cancelled", text=text)
         request.order = replace(request.order, prompt={}, text=None, messages=None, chat_template_kwargs=None)
-        request.maker = self._maker(request.order, ())
+        request.makers, request.num_running = [self._maker(request.order, ())], 1
         request.unread = StreamChunk(text=text, token_ids=(), finish_reason="cancelled", output=output)
         self._ready.put(request)
 
-    def _drop(self, request: _Open, message: str, code: ErrorCode) -> None:
+    def _drop(self, request: OpenRequest, message: str, code: ErrorCode) -> None:
         with self._lock:
             self._open.discard(request)
         self._refuse(request.channel, message, code)
@@ -291,47 +261,51 @@ class EngineService:
                 _LOG.exception("a response could not be sent")
                 self._forget(request)
 
-    def _take(self, request: _Open) -> list[StreamChunk]:
+    def _take(self, request: OpenRequest) -> list[StreamChunk]:
         if request.unread is not None:
             return [request.unread]
         with self._lock:  # until `_begin` has put the stream in its place
-            stream = request.stream
-        assert stream is not None, "the engine has something for a request that it knows"
-        return stream.take_steps()
+            streams = request.streams
+        assert streams is not None, "the engine has something for a request that it knows"
+        return streams.take_steps()
 
-    def _send(self, request: _Open, chunk: StreamChunk) -> None:
+    def _send(self, request: OpenRequest, chunk: StreamChunk) -> None:
         if self._book is not None:
             self._book.add_chunk(chunk)
         output = chunk.output
-        if output is not None:
+        if not request.num_running:  # another sample has failed
+            return
+        if output is not None and output.finish_reason in _CODES:
+            request.num_running = 0
+            self._forget(request)
+            self._count_response()
+            request.channel.fail(output.error or output.finish_reason, _CODES[output.finish_reason])
+            return
+        request.num_running -= output is not None
+        if not request.num_running:
             with self._lock:
                 self._open.discard(request)
-            if output.finish_reason in _CODES:
-                self._count_response()
-                request.channel.fail(output.error or output.finish_reason, _CODES[output.finish_reason])
-                return
-        assert request.maker is not None, "a chunk comes after the prompt was read"
-        arrays = request.maker.response(chunk)
+        arrays = request.makers[chunk.sample_index].response(chunk)
         if arrays is not None:
             self._count_response()
-            request.channel.send(arrays, is_last=output is not None)
-        if output is None and request.channel.is_cancelled():
+            request.channel.send(arrays, is_last=not request.num_running)
+        if request.num_running and request.channel.is_cancelled():
             self._cancel(request)
 
     def _count_response(self) -> None:
         if self._book is not None:
             self._book.add_response()
 
-    def _forget(self, request: _Open) -> None:
+    def _forget(self, request: OpenRequest) -> None:
         with self._lock:
             self._open.discard(request)
         self._cancel(request)
 
-    def _cancel(self, request: _Open) -> None:
+    def _cancel(self, request: OpenRequest) -> None:
         with self._lock:  # until `_begin` has put the stream in its place
             is_first, request.is_cancelled = not request.is_cancelled, True
-        if request.stream is not None:
-            request.stream.cancel()
+        if request.streams is not None:
+            request.streams.cancel()
         elif is_first and request.reading is not None and request.reading.cancel():
             self._end_unread(request)
 
@@ -386,7 +360,7 @@ class EngineService:
         for request in self._copy_of_open():
             self._cancel(request)
 
-    def _copy_of_open(self) -> list[_Open]:
+    def _copy_of_open(self) -> list[OpenRequest]:
         with self._lock:
             return list(self._open)
 

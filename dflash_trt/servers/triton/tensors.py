@@ -49,12 +49,14 @@ class OutputTensor:
 
 
 def _pair(
-    field: str, type: TensorType, bls: str, llmapi: str, meaning: str, *, is_list: bool = False
+    field: str, type: TensorType, bls: str, llmapi: str | None, meaning: str, *, is_list: bool = False
 ) -> tuple[InputTensor, ...]:
-    """An input that both contracts have, under different names."""
-    return (
-        InputTensor(name=bls, type=type, field=field, meaning=meaning, contract="bls", is_list=is_list),
-        InputTensor(name=llmapi, type=type, field=field, meaning=meaning, contract="llmapi", is_list=is_list),
+    """An input that both contracts have, under different names; without `llmapi` only the other one has it."""
+    names: tuple[tuple[str | None, Contract], ...] = ((bls, "bls"), (llmapi, "llmapi"))
+    return tuple(
+        InputTensor(name=name, type=type, field=field, meaning=meaning, contract=contract, is_list=is_list)
+        for name, contract in names
+        if name is not None
     )
 
 
@@ -71,6 +73,24 @@ def _neutral(
         meaning = "Not implemented: false or nothing."
     return InputTensor(
         name=name, type=type, field=name, meaning=meaning, contract=contract, is_list=is_list, neutral=neutral
+    )
+
+
+def _top_outputs(prefix: str, when: Literal["every", "last"], of: str, asked_by: str) -> tuple[OutputTensor, ...]:
+    kinds: tuple[tuple[str, TensorType, str], ...] = (
+        ("token_ids", "INT32", "The most likely tokens at each"),
+        ("log_probs", "FP32", "Their log-probabilities at each"),
+    )
+    return tuple(
+        OutputTensor(
+            name=f"{prefix}_top_{kind}",
+            type=type,
+            meaning=f"{words} {of}: [tokens, `{asked_by}`].",
+            when=when,
+            dims=(-1, -1),
+            asked_by=asked_by,
+        )
+        for kind, type, words in kinds
     )
 
 
@@ -96,6 +116,7 @@ INPUTS: tuple[InputTensor, ...] = (
     *_pair("stream", "BOOL", "stream", "streaming", "One response per verify step instead of one in all."),
     # The contracts ask for log-probabilities in two ways of their own, below.
     *(tensor for row in SAMPLING_FIELDS if row.name != "logprobs" for tensor in _sampling(row)),
+    InputTensor(name="num_return_sequences", type="INT32", field="n", meaning="The same as `n`.", contract="bls"),
     InputTensor(
         name="end_id",
         type="INT32",
@@ -163,17 +184,9 @@ INPUTS: tuple[InputTensor, ...] = (
     _own("priority", "INT32", "Requests of higher priority go first; 0 where unset."),
     _own("queue_timeout_s", "FP32", "Seconds to wait for the first step at most."),
     _own("cache_salt", "STRING", "Prefixes are reused only among requests of the same salt."),
-    _neutral("min_tokens", "INT32", (0, 1)),
-    _neutral("repetition_penalty", "FP32", (1,)),
-    _neutral("presence_penalty", "FP32", (0,)),
-    _neutral("sampling_param_presence_penalty", "FP32", (0,), contract="llmapi"),
-    _neutral("frequency_penalty", "FP32", (0,)),
-    _neutral("sampling_param_frequency_penalty", "FP32", (0,), contract="llmapi"),
     _neutral("length_penalty", "FP32", (0, 1)),
     _neutral("beam_width", "INT32", (1,)),
-    _neutral("num_return_sequences", "INT32", (1,)),
     _neutral("sampling_param_best_of", "INT32", (1,), contract="llmapi"),
-    _neutral("bad_words", "STRING", ("",), is_list=True),
     _neutral("return_context_logits", "BOOL", (0,)),
     _neutral("return_generation_logits", "BOOL", (0,)),
 )
@@ -247,7 +260,17 @@ OUTPUTS: tuple[OutputTensor, ...] = (
         )
     ),
     OutputTensor(name="batch_index", type="INT32", meaning="Always 0.", when="last"),
-    OutputTensor(name="sequence_index", type="INT32", meaning="Always 0.", when="last"),
+    OutputTensor(name="sequence_index", type="INT32", meaning="Whose response: 0 to `n` - 1.", when="every"),
+    *_top_outputs("output", "every", "new token", "top_logprobs"),
+    OutputTensor(
+        name="prompt_log_probs",
+        type="FP32",
+        meaning="Log-probability of every prompt token from the second on; of sequence 0 alone.",
+        when="last",
+        dims=(-1,),
+        asked_by="prompt_logprobs",
+    ),
+    *_top_outputs("prompt", "last", "of those prompt tokens", "prompt_logprobs"),
 )
 
 INPUTS_BY_NAME = {tensor.name: tensor for tensor in INPUTS}

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rotation, TokenRows
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
-from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.core.state_spec import EngineStates, PagedKv
+from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent
 from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
@@ -28,7 +27,9 @@ _MAX_HEAD_DIM: Final = 1024  # of the zeros in src/attention.cpp
 def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     """Engines of activations in `dtype` with these pages run on `NativeOps`."""
 
-    def is_known(spec: PagedKv) -> bool:
+    def is_known(spec: LayerState) -> bool:
+        if isinstance(spec, Recurrent):
+            return True  # PyTorch computes it
         has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
         return spec.dtype == "float32" and spec.scales is None and has_panels
 
@@ -93,14 +94,12 @@ class NativeOps(TorchOps):
         inputs: StepInputs[Tensor],
         rope_tables: Mapping[Rotary, RopeTable],
         *,
-        page_size: int,
-        num_draft_tokens: int,
         kernels: CpuKernels,
-        ranks: RankGroup = ONE_RANK,
+        **step: Any,  # as for TorchOps
     ) -> None:
         self._kernels = kernels
         self._num_threads = torch.get_num_threads()
-        super().__init__(inputs, rope_tables, page_size=page_size, num_draft_tokens=num_draft_tokens, ranks=ranks)
+        super().__init__(inputs, rope_tables, **step)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()

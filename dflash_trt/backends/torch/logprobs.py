@@ -1,0 +1,88 @@
+"""Log probabilities beside those of the emitted tokens, read from a step's raw logits; PyTorch on any device.
+
+Nothing of this runs in steps that ask for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dflash_trt.core.logprobs import PromptScores, TopTokens
+from dflash_trt.core.step_plan import StepPlan, StepResult
+
+# Rows of logits of a prompt that exist at a time: 0.16 GB in float32 with 150,000 tokens in the vocabulary.
+MAX_PROMPT_ROWS = 256
+
+
+class LogprobsReader:
+    """Implements `network.step.LogitsReader` for one step; the results stay on the device until they are read."""
+
+    def __init__(self, plan: StepPlan, device: torch.device | None = None) -> None:
+        """`plan.has_logprobs` holds."""
+        self._num_requests, self._width = plan.rows.num_requests, plan.rows.num_draft_tokens + 1
+        self._num_top = plan.num_top_logprobs
+        self._prompt_rows = plan.prompt_rows
+        self._next_tokens: Sequence[Tensor] = ()
+        self.prompt_parts: Sequence[Tensor] = ()
+        if plan.prompt_rows is not None:
+            self.prompt_parts = _parts(torch.from_numpy(plan.prompt_rows.token_rows).int()[:, None], device)
+            self._next_tokens = _parts(torch.from_numpy(plan.prompt_rows.next_tokens)[:, None], device)
+        self._top: tuple[Tensor, Tensor] | None = None
+        self._prompt: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def read(self, logits: Tensor) -> None:
+        """Rows of padding are at the end and are left out."""
+        if self._num_top:
+            num_rows = self._num_requests * self._width
+            self._top = top_tokens(logits[:num_rows].float().log_softmax(1), self._num_top)
+
+    def read_prompt(self, logits: Tensor) -> None:
+        assert self._prompt_rows is not None
+        logprobs = logits.float().log_softmax(1)
+        of_tokens = logprobs.gather(1, self._next_tokens[len(self._prompt)])[:, 0]
+        self._prompt.append((of_tokens, *top_tokens(logprobs, self._prompt_rows.num_top_logprobs)))
+
+    def added_to(self, result: StepResult) -> StepResult:
+        """The step's result with what was read; waits for the device."""
+        top = None
+        if self._top is not None:
+            top = TopTokens(*(part.view(self._num_requests, self._width, -1).numpy(force=True) for part in self._top))
+        return replace(result, top=top, prompt=self._prompt_scores())
+
+    def _prompt_scores(self) -> PromptScores | None:
+        if not self._prompt:
+            return None
+        logprobs, token_ids, top_logprobs = (
+            torch.cat(parts).numpy(force=True) for parts in zip(*self._prompt, strict=True)
+        )
+        return PromptScores(logprobs, TopTokens(token_ids, top_logprobs))
+
+
+def logprobs_reader(plan: StepPlan, device: torch.device | None = None) -> LogprobsReader | None:
+    """None for a step that asks for nothing."""
+    return LogprobsReader(plan, device) if plan.has_logprobs else None
+
+
+def top_tokens(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:  # float32 [N, V] -> int32, float32 [N, num]
+    """The largest of each row, and their columns; ties by smaller column, which `torch.topk` leaves open.
+
+    Fewer, where a vocabulary has fewer tokens.
+    """
+    vocab_size = logprobs.shape[1]
+    # Integers in the order of the floats: those of negative floats fall as the bits rise. + 0.0 makes -0.0 a 0.0.
+    bits = (logprobs + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    columns = torch.arange(vocab_size, device=logprobs.device)
+    keys = (order << 32) + (vocab_size - 1 - columns)
+    best = keys.topk(min(num_top, vocab_size), dim=1).values
+    token_ids = vocab_size - 1 - (best & 0xFFFFFFFF)
+    return token_ids.int(), logprobs.gather(1, token_ids)
+
+
+def _parts(values: Tensor, device: torch.device | None) -> Sequence[Tensor]:
+    on_device = values if device is None else values.to(device, non_blocking=True)
+    return torch.split(on_device, MAX_PROMPT_ROWS)

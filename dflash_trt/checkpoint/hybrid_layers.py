@@ -1,0 +1,107 @@
+"""What the Qwen families with gated delta nets share: keys of their layers, and names of their tensors."""
+
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope, read_rotary_dim
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows, one
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.core.model.gated_delta import GatedDelta
+
+_SIZES = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "conv_size": "linear_conv_kernel_dim",
+}
+LEFT_OUT = ("model.visual.", "mtp.")  # the tower of images, and the module that drafts one token
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_PARTIAL_ROTARY_FACTOR = 0.25  # transformers' default
+
+
+def read_hybrid_mixers(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
+    """Fields of the mixer of each layer."""
+    rotary_dim = read_rotary_dim(reader, sizes.head_dim, default=_PARTIAL_ROTARY_FACTOR)
+    attention = sizes.mixer_fields(reader) | {
+        "rope": read_rope(reader, is_partial=True),
+        "rotary_dim": rotary_dim,
+        "has_qk_norm": True,
+        "has_output_gate": True,
+    }
+    delta = {"kind": "gated_delta"} | {name: reader.integer(key) for name, key in _SIZES.items()}
+    reader.require("attn_output_gate", True, hint=NOT_IMPLEMENTED)
+    reader.require("output_gate_type", "swish", "silu", hint=NOT_IMPLEMENTED)
+    reader.ignore(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"))
+    reader.require("mamba_ssm_dtype", "float32", hint="States are kept in float32.")
+    return [delta if kind == _LINEAR else attention for kind in _layer_types(reader, sizes.num_layers)]
+
+
+def read_shared_moe(reader: ConfigReader, *, normalizes: bool) -> dict[str, Any]:
+    """Fields of a Moe whose tokens all go through one more expert, multiplied by a gate."""
+    reader.ignore(TRAINING_KEYS)
+    num_experts = same_integer(reader, "num_experts", "num_local_experts")
+    return {
+        "kind": "moe",
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        "intermediate_size": reader.integer("moe_intermediate_size"),
+        "routing": "softmax_top_k",
+        "normalizes_top_k": normalizes,
+        "shared_size": reader.integer("shared_expert_intermediate_size"),
+        "has_shared_gate": True,
+    }
+
+
+def common_delta_names(canonical: str, foreign: str, mixer: GatedDelta) -> ForeignTable:
+    """Names without those of the projections."""
+    net = f"{foreign}.linear_attn"
+    sizes = (mixer.k_size, mixer.k_size, mixer.v_size)
+    shape = (mixer.num_channels, 1, mixer.conv_size)
+    return {
+        f"{canonical}.conv": stacked_rows(f"{net}.conv1d.weight", sizes, shape),
+        f"{canonical}.log_rate": one(f"{net}.A_log"),
+        f"{canonical}.dt_bias": one(f"{net}.dt_bias"),
+        f"{canonical}.gated_norm": one(f"{net}.norm.weight"),
+        f"{canonical}.o": one(f"{net}.out_proj.weight"),
+    }
+
+
+def stacked_rows(name: str, sizes: tuple[int, ...], stored_shape: tuple[int, ...]) -> ForeignNames:
+    """Segments that stand in one part, one behind the other."""
+    return ForeignNames(parts=(name,) * len(sizes), rows=part_rows(sizes, stored_shape))
+
+
+def part_rows(lengths: tuple[int, ...], stored_shape: tuple[int, ...]) -> tuple[PartRows, ...]:
+    """Rows of `lengths`, one behind the other, over and over to the end of a part."""
+    return tuple(
+        PartRows(start=sum(lengths[:i]), length=length, stride=sum(lengths), stored_shape=stored_shape)
+        for i, length in enumerate(lengths)
+    )
+
+
+def shared_names(canonical: str, foreign: str) -> ForeignTable:
+    """Names of the expert of all tokens."""
+    shared = f"{foreign}.mlp.shared_expert"
+    return {
+        f"{canonical}.shared.gate_up": ForeignNames(
+            parts=tuple(f"{shared}.{word}_proj.weight" for word in ("gate", "up"))
+        ),
+        f"{canonical}.shared.down": one(f"{shared}.down_proj.weight"),
+        f"{canonical}.shared_gate": one(f"{foreign}.mlp.shared_expert_gate.weight"),
+    }
+
+
+def _layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...]:
+    """`layer_types`, or full attention in every `full_attention_interval`-th layer."""
+    interval = reader.optional_integer("full_attention_interval") or 4
+    names = reader.optional_texts("layer_types")
+    if names is None:
+        return tuple(_LINEAR if (i + 1) % interval else _FULL for i in range(num_layers))
+    if set(names) - {_LINEAR, _FULL}:
+        reader.refuse("layer_types", expected=f"only {_LINEAR} and {_FULL}", hint=NOT_IMPLEMENTED)
+    elif len(names) != num_layers:
+        hint = f"The list has {len(names)}: one of the two is wrong."
+        reader.refuse("layer_types", expected=f"num_hidden_layers = {num_layers} entries", hint=hint)
+    return names

@@ -1,0 +1,112 @@
+"""Log probabilities beside those of the emitted tokens: the most likely tokens, and the tokens of a prompt.
+
+All are those of the target's raw distribution: before temperature, filters, penalties, bias and masks. Steps give
+arrays, of which readers make tuples in their own threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dflash_trt.core.step_plan import Array
+
+LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # of SamplingParams
+
+
+class TokenLogprob(NamedTuple):
+    """A token that the target could have given, and its log probability."""
+
+    token_id: int
+    logprob: float
+
+
+class PromptLogprob(NamedTuple):
+    """A token of a prompt, its log probability after the tokens before it, and the most likely tokens there."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class TopTokens:
+    """The N most likely tokens of each row of logits, the most likely first, ties by smaller token id.
+
+    N is smaller than the plan's where the vocabulary is.
+    """
+
+    token_ids: Array  # int32 [..., N]
+    logprobs: Array  # float32 [..., N]
+
+    @classmethod
+    def zeros(cls, *shape: int) -> TopTokens:
+        return cls(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+    def __getitem__(self, index: Any) -> TopTokens:
+        return TopTokens(self.token_ids[index], self.logprobs[index])
+
+    def put(self, index: Any, part: TopTokens) -> None:
+        """Overwrite the rows at `index`; all get the N of `part`."""
+        num_top = part.token_ids.shape[-1]
+        self.token_ids, self.logprobs = self.token_ids[..., :num_top], self.logprobs[..., :num_top]
+        self.token_ids[index], self.logprobs[index] = part.token_ids, part.logprobs
+
+    def tuples(self) -> tuple[tuple[TokenLogprob, ...], ...]:
+        """One tuple for each of the rows [M, N]."""
+        return tuple(
+            tuple(map(TokenLogprob, *row)) for row in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptRows:
+    """Tokens of a step's prompt chunks after which the prompt goes on, in their order: M of them."""
+
+    token_rows: Array  # int64 [M], indices into the tokens of the step, ascending
+    next_tokens: Array  # int64 [M], the prompt's token after each
+    num_top_logprobs: int  # the largest number that any of them wants
+
+    def between(self, start: int, stop: int) -> slice:
+        """The entries of the step's tokens `start` to `stop`."""
+        first, last = np.searchsorted(self.token_rows, (start, stop)).tolist()
+        return slice(first, last)
+
+    def part(self, start: int, stop: int) -> PromptRows | None:
+        """Those of the step's tokens `start` to `stop`, counted from `start`; None if there are none."""
+        entries = self.between(start, stop)
+        if entries.start == entries.stop:
+            return None
+        return PromptRows(
+            token_rows=self.token_rows[entries] - start,
+            next_tokens=self.next_tokens[entries],
+            num_top_logprobs=self.num_top_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """What a step gives for its PromptRows."""
+
+    logprobs: Array  # float32 [M], of next_tokens
+    top: TopTokens  # [M, N]
+
+    @classmethod
+    def zeros(cls, num_rows: int, num_top_logprobs: int) -> PromptScores:
+        return cls(np.zeros(num_rows, np.float32), TopTokens.zeros(num_rows, num_top_logprobs))
+
+    def __getitem__(self, index: Any) -> PromptScores:
+        return PromptScores(self.logprobs[index], self.top[index])
+
+    def put(self, index: Any, part: PromptScores) -> None:
+        """Overwrite the entries at `index`."""
+        self.logprobs[index] = part.logprobs
+        self.top.put(index, part.top)
+
+    def entries(self, prompt_token_ids: tuple[int, ...]) -> tuple[PromptLogprob | None, ...]:
+        """One for each token of a whole prompt; None for the first, before which there is nothing."""
+        scored = zip(prompt_token_ids[1:], self.logprobs.tolist(), self.top.tuples(), strict=True)
+        return (None, *(PromptLogprob(*entry) for entry in scored))

@@ -1,0 +1,43 @@
+"""One request of a server on its way: what it asked for, its answer so far, and the way back. Knows no Triton API."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dflash_trt.servers.triton.request_reader import Order
+from dflash_trt.servers.triton.responses import Arrays, ResponseMaker
+from dflash_trt.serving.samples import SampleStreams
+from dflash_trt.serving.stream_chunk import StreamChunk
+
+ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
+
+
+class Channel(Protocol):
+    """The way back to whoever sent a request. Any thread may call it; after the last response it does nothing."""
+
+    def send(self, arrays: Arrays, *, is_last: bool) -> None: ...
+
+    def fail(self, message: str, code: ErrorCode) -> None:
+        """The last response: an error, of this request alone."""
+        ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class OpenRequest:
+    """A request that has not had its last response; its `streams` and `makers` are there once its prompt is read.
+
+    `unread` is its answer when its prompt never is. Of its samples, `num_running` have not ended.
+    """
+
+    client_id: str
+    channel: Channel
+    order: Order
+    reading: "Future[None] | None" = None
+    is_cancelled: bool = False
+    makers: Sequence[ResponseMaker] = ()  # one for each sample
+    streams: SampleStreams | None = None
+    num_running: int = 1
+    unread: StreamChunk | None = None

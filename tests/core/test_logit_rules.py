@@ -1,0 +1,88 @@
+"""What a request's parameters become: rules, refusals, and tokens by slot."""
+
+import numpy as np
+import pytest
+
+from dflash_trt.core.errors import RequestError
+from dflash_trt.core.logit_rules import ANY_TOKEN, MAX_BAD_WORD_TOKENS, MAX_BIASES, LogitRules, RuledSlots, SlotUpdate
+from dflash_trt.core.request import Request
+from dflash_trt.core.sampling import SamplingParams
+from dflash_trt.core.sampling_limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
+
+
+def make_request(*, stop=(2,), bad=(), **sampling) -> Request:
+    return Request(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(**sampling),
+        stop_token_ids=frozenset(stop),
+        bad_word_ids=bad,
+    )
+
+
+def test_a_request_that_asks_for_nothing_has_no_rules() -> None:
+    assert LogitRules.of(make_request()) is None
+    assert LogitRules.of(make_request(logit_bias={4: 0.0}, temperature=0.5, top_p=0.5)) is None
+    assert LogitRules.of(make_request(min_tokens=5, stop=())) is None  # nothing would stop it
+
+
+def test_biases_have_a_token_an_end_and_a_prefix() -> None:
+    rules = LogitRules.of(make_request(logit_bias={9: 1.5}, bad=((4,), (5, 6, 7)), min_tokens=4))
+    assert rules is not None and not rules.has_penalties
+    assert rules.token_ids.tolist() == [9, 4, 7, 2]
+    assert rules.biases.tolist() == [1.5, -np.inf, -np.inf, -np.inf]
+    assert rules.ends[3] == 3 + 4 and (rules.ends[:3] > 1e9).all()
+    assert rules.prefixes.tolist() == [[ANY_TOKEN] * 2, [ANY_TOKEN] * 2, [5, 6], [ANY_TOKEN] * 2]
+
+
+def test_too_many_biases_and_too_long_words_are_refused_in_one_error() -> None:
+    long_word = tuple(range(MAX_BAD_WORD_TOKENS + 1))
+    with pytest.raises(RequestError, match="2 problems") as refused:
+        LogitRules.of(make_request(bad=(long_word,), min_tokens=1, stop=range(MAX_BIASES)))
+    assert f"at most {MAX_BIASES} together, found {MAX_BIASES + 1}" in str(refused.value)
+    assert f"at most {MAX_BAD_WORD_TOKENS} tokens in a word, found {len(long_word)}" in str(refused.value)
+
+
+BIASES = [
+    {5: 1, 3: -2.5}, {"5": 1.0, "3": -2.5}, ["5=1", "3=-2.5"], [(3, -2.5), (5, 1)], ((5, np.float32(1)), (3, -2.5))
+]  # fmt: skip
+NO_BIASES = [3, "3=1", {3: 101.0}, {-1: 1.0}, {3: "much"}, {"x": 1.0}, ["3"], ["3=1=2"], [(3,)], {3: True}, {3: np.nan}]
+
+
+@pytest.mark.parametrize("given", BIASES)
+def test_a_logit_bias_is_read_as_json_options_and_python_write_it(given) -> None:
+    assert SamplingParams(logit_bias=given).logit_bias == ((3, -2.5), (5, 1.0))
+
+
+@pytest.mark.parametrize("given", NO_BIASES)
+def test_another_logit_bias_is_refused(given) -> None:
+    with pytest.raises(RequestError, match="sampling logit_bias: expected biases from -100 to 100 by token id"):
+        SamplingParams(logit_bias=given)
+
+
+def test_a_token_cannot_have_two_biases() -> None:
+    with pytest.raises(RequestError, match="each token once"):
+        SamplingParams(logit_bias=["3=1", "3=2"])
+
+
+def test_sizes_and_a_minimum_above_the_maximum_are_refused_by_name() -> None:
+    words = ["x"] * (MAX_BAD_WORDS + 1)
+    with pytest.raises(RequestError, match="3 problems") as refused:
+        SamplingParams(bad_words=words, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1), min_tokens=129)
+    for said in (
+        "bad_words: expected at most 64 strings",
+        "logit_bias: expected at most 512 tokens",
+        "max_new_tokens 128",
+    ):
+        assert said in str(refused.value)
+
+
+def test_a_slot_has_the_rules_and_tokens_of_its_last_update() -> None:
+    slots = RuledSlots(8)
+    rules = LogitRules.of(make_request(repetition_penalty=2.0))
+    assert slots.rows(np.array([0, 3])) == []
+    slots.update([SlotUpdate(slot=3, rules=rules, token_ids=np.array([1, 2, 3]))])
+    ((row, found, tokens),) = slots.rows(np.array([0, 3]))
+    assert (row, found, tokens.tolist()) == (1, rules, [1, 2, 3, 0, 0, 0, 0, 0])
+    slots.update([SlotUpdate(slot=3, rules=None, token_ids=np.array([]))])
+    assert slots.rows(np.array([0, 3])) == []

@@ -1,0 +1,83 @@
+"""A step on the GPU kernels gives the log probabilities that the step on PyTorch gives, beside its graphs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt.backends.cuda.executor import TorchGpuExecutor
+from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of
+from dflash_trt.core.logprobs import PromptRows
+from dflash_trt.core.step_plan import StepExecutor, StepPlan, StepResult
+from tests.kernels.test_step_on_kernels import LOGPROB_TOLERANCE, NUM_DRAFT_TOKENS, make_executors, prefill
+from tests.kernels.test_step_on_kernels import pair as pair
+
+NUM_TOP, NUM_PROMPT_TOP = 5, 3
+LENGTHS = (4, 9, 6)
+
+
+@pytest.fixture(scope="module")
+def results(pair: tuple[Path, Path], device: torch.device) -> list[tuple[StepResult, StepResult]]:
+    """Of both executors: a step of prompts, and the verify blocks behind it."""
+    return [_two_steps(executor) for executor in make_executors(pair, device)]
+
+
+def _two_steps(executor: StepExecutor) -> tuple[StepResult, StepResult]:
+    rows = tuple(
+        prefill(f"r{i}", length, StepSampling(), first_page=8 * i) for i, length in enumerate(LENGTHS)
+    )  # padded to four requests
+    prompts = plan_of(StepBatch(requests=rows, num_draft_tokens=NUM_DRAFT_TOKENS))
+    wanted = np.array([0, 1, 2, *range(4, 12)])  # all of two prompts that a token of theirs follows
+    scored = PromptRows(
+        token_rows=wanted, next_tokens=prompts.rows.token_ids[wanted + 1], num_top_logprobs=NUM_PROMPT_TOP
+    )
+    first = executor.submit(replace(prompts, num_top_logprobs=NUM_TOP, prompt_rows=scored)).result()
+    return first, executor.submit(replace(_verifying(prompts), num_top_logprobs=NUM_TOP)).result()
+
+
+def _verifying(prompts: StepPlan) -> StepPlan:
+    rows = prompts.rows
+    count = rows.num_requests
+    blocks = replace(
+        rows,
+        num_tokens=np.full(count, NUM_DRAFT_TOKENS + 1),
+        num_candidates=np.full(count, NUM_DRAFT_TOKENS),
+        token_ids=np.zeros(count * (NUM_DRAFT_TOKENS + 1), np.int64),
+    )
+    return chained(replace(prompts, rows=blocks))
+
+
+def test_the_most_likely_tokens_are_those_of_the_reference(results: list[tuple[StepResult, StepResult]]) -> None:
+    for expected, found in zip(*results, strict=True):
+        assert expected.top is not None and found.top is not None
+        for row, num_accepted in enumerate(expected.num_accepted.tolist()):
+            np.testing.assert_array_equal(
+                found.top.token_ids[row, : num_accepted + 1], expected.top.token_ids[row, : num_accepted + 1]
+            )
+            np.testing.assert_allclose(
+                found.top.logprobs[row, : num_accepted + 1],
+                expected.top.logprobs[row, : num_accepted + 1],
+                atol=LOGPROB_TOLERANCE,
+            )
+
+
+def test_so_are_the_log_probabilities_of_prompts(results: list[tuple[StepResult, StepResult]]) -> None:
+    (expected, _), (found, _) = results
+    assert expected.prompt is not None and found.prompt is not None
+    np.testing.assert_allclose(found.prompt.logprobs, expected.prompt.logprobs, atol=LOGPROB_TOLERANCE)
+    np.testing.assert_array_equal(found.prompt.top.token_ids, expected.prompt.top.token_ids)
+    assert abs(np.roll(found.prompt.logprobs, 1) - expected.prompt.logprobs).max() > 100 * LOGPROB_TOLERANCE
+
+
+def test_a_step_that_wants_them_runs_beside_the_graphs(
+    pair: tuple[Path, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, executor = make_executors(pair, device)
+    assert isinstance(executor, TorchGpuExecutor)
+    monkeypatch.setattr(executor, "_run", lambda shape: pytest.fail("a graph keeps no logits"))
+    row = prefill("r", 3, StepSampling(), first_page=0)
+    plan = plan_of(StepBatch(requests=(row,), num_draft_tokens=0))
+    result = executor.submit(replace(plan, num_top_logprobs=1)).result()
+    assert result.top is not None and result.top.token_ids.shape == (1, 1, 1)

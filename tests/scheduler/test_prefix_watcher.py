@@ -1,0 +1,48 @@
+"""What a watcher is told of the prefix cache is all that a router needs to know its contents."""
+
+import random
+
+from dflash_trt.scheduler.page_store import PageStore
+from dflash_trt.scheduler.prefix_tree import PrefixNode
+
+
+class Mirror:
+    """The cache as a router sees it: the tokens from the start to each page."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[int, tuple[int, ...]] = {}
+
+    def stored(self, page_id: int, parent_page_id: int | None, token_ids: tuple[int, ...], salt: str) -> None:
+        assert page_id not in self.prefixes
+        before = () if parent_page_id is None else self.prefixes[parent_page_id]
+        self.prefixes[page_id] = (*before, *token_ids)
+
+    def removed(self, page_id: int) -> None:
+        del self.prefixes[page_id]
+
+
+def path_tokens(node: PrefixNode | None) -> tuple[int, ...]:
+    return () if node is None else (*path_tokens(node.parent), *node.token_ids)
+
+
+def test_a_mirror_holds_exactly_the_cached_prefixes_after_any_use() -> None:
+    dice = random.Random(3)
+    store, mirror = PageStore(12, page_size=2), Mirror()
+    store.watch(mirror)
+    for _ in range(400):
+        tokens = [dice.randrange(2) for _ in range(2 * dice.randint(1, 4))]
+        path = store.match([*tokens, 9], salt="")
+        held = store.hold(path)
+        node = path[-1] if path else None
+        for start in range(2 * len(path), len(tokens), 2):
+            (page_id,) = store.allocate(1)
+            node = store.keep(node, tokens[start : start + 2], page_id, salt="")
+            assert node is not None
+            held.append(node.page_id)
+        assert mirror.prefixes[held[-1]] == tuple(tokens) == path_tokens(node)
+        store.release(held)
+        store.check_integrity([])
+        assert len(mirror.prefixes) == store.num_kept
+    assert store.num_evicted_pages > 0, "pages were evicted, and the mirror told"
+    store.drop_idle()
+    assert mirror.prefixes == {}
