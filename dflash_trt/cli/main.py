@@ -25,6 +25,7 @@ from dflash_trt.cli.plan import plan
 from dflash_trt.cli.recipes import recipes
 from dflash_trt.cli.run import run
 from dflash_trt.cli.runtime_options import flag_of
+from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.core.omp_waiting import let_threads_sleep
@@ -79,6 +80,8 @@ cli.add_command(inspect)
 cli.add_command(plan)
 cli.add_command(recipes)
 cli.add_command(run)
+cli.add_command(serve)
+cli.add_command(worker)
 
 
 def main() -> NoReturn:

@@ -3,8 +3,10 @@
 The tests compare all arguments of that call, and fail for an option of the command that they do not set.
 """
 
+import hashlib
 import json
 import shutil
+import socket
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +22,12 @@ from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
 from dflash_trt.cli.run import run
+from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
+from dflash_trt.core.sampling import SAMPLING_FIELDS
 from dflash_trt.serving.llm import LLM
 from tests.cli.calls import RecordedError, Recorder, options_never_set
 
@@ -46,7 +50,13 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "seed": (["--seed", "7"], 7),
 }
 SAMPLING = ["--max-new-tokens", "9", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75", "--min-p", "0.125"]
+SAMPLING += ["--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5"]
+SAMPLING += ["--logit-bias", "7=-2.5", "--logit-bias", "3=1", "--bad-word", "c", "--min-tokens", "2"]
 SAMPLING += ["--seed", "6", "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--logprobs"]
+SAMPLING += ["--top-logprobs", "3", "--prompt-logprobs", "2", "--n", "5"]
+SAMPLING += ["--choice", "c", "--choice", "d"]
+# At most one of these and --choice may be given.
+GRAMMARS = {"json_schema": "{}", "regex": "a+", "grammar": "start: /a/"}
 CALLBACKS = {"before_load": None, "on_progress": None}
 LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields": {}} | CALLBACKS
 
@@ -119,17 +129,55 @@ def test_every_option_of_run_reaches_the_engine(llm, invoke, words, config) -> N
         top_k=4,
         top_p=0.75,
         min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias=((3, 1.0), (7, -2.5)),
+        bad_words=("c",),
+        min_tokens=2,
         seed=6,
         stop=("a", "b"),
         stop_token_ids=(7,),
         ignore_eos=True,
         logprobs=True,
+        top_logprobs=3,
+        prompt_logprobs=2,
+        n=5,
+        choice=("c", "d"),
     )
-    assert all(getattr(sampling, name) != getattr(SamplingParams(), name) for name in sampling.__dataclass_fields__)
+    left = {row.name for row in SAMPLING_FIELDS if getattr(sampling, row.name) == row.default}
+    assert left == set(GRAMMARS)
     arguments = llm.asked.arguments
     assert callable(arguments.pop("on_output"))
     assert arguments.pop("self") is not None
     assert arguments == {"prompts": conversations, "sampling_params": [sampling, sampling]}
+
+
+@pytest.mark.parametrize(("name", "text"), GRAMMARS.items())
+@pytest.mark.parametrize("comes_from_file", [False, True])
+def test_a_grammar_reaches_the_engine(llm, invoke, tmp_path, name, text, comes_from_file) -> None:
+    word = text
+    if comes_from_file:
+        (tmp_path / "file").write_text(text)
+        word = f"@{tmp_path / 'file'}"
+    result = invoke("run", "dir", "--prompt", "x", f"--{name.replace('_', '-')}", word, "--json")
+    if comes_from_file and name == "regex":
+        text = word  # an expression is short: the words of the command line are the expression
+    assert (result.exit_code, result.stderr) == (1, "error: recorded\n")
+    assert llm.asked.arguments["sampling_params"] == [SamplingParams(**{name: text})]
+
+
+def test_a_grammar_of_a_row_replaces_that_of_the_command_line(llm, invoke, tmp_path) -> None:
+    rows = [{"prompt": "x", "json_schema": {"type": "null"}}, {"prompt": "y"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    invoke("run", "dir", "--input-file", str(tmp_path / "rows.jsonl"), "--regex", "a+", "--json")
+    of_row = SamplingParams(json_schema='{"type": "null"}')
+    assert llm.asked.arguments["sampling_params"] == [of_row, SamplingParams(regex="a+")]
+
+
+def test_a_file_with_a_grammar_that_is_not_there_is_a_usage_error(llm, invoke) -> None:
+    result = invoke("run", "dir", "--prompt", "x", "--grammar", "@/nowhere/at/all")
+    assert result.exit_code == 2 and "'/nowhere/at/all' cannot be read" in result.stderr
 
 
 def test_a_run_says_its_settings_and_its_pages_once(llm, invoke) -> None:
@@ -151,6 +199,7 @@ def test_no_option_of_run_is_left_out_here() -> None:
     """What concerns files and the terminal is for test_run.py."""
     chat = ["--chat", "--system", "s", "--chat-template-option", "a=1"]
     cases = [["dir", "--prompt", "x", *chat, *words, *SAMPLING] for words, _ in OF_RUN]
+    cases += [["dir", "--prompt", "x", f"--{name.replace('_', '-')}", text] for name, text in GRAMMARS.items()]
     files = {"input_file", "output_file", "overwrite", "resume", "trace_file", "stream", "as_json"}
     assert options_never_set(run, ["dir"], *cases) == {"engine_dir"} | files
 
@@ -394,13 +443,116 @@ def test_verify_hashes_reaches_the_reader_and_the_report(engine_dir, tmp_path, i
     assert options_never_set(inspect, ["dir"], ["dir", "--verify-hashes", "--json"]) == {"engine_dir"}
 
 
+MODEL = ["--model-name", "m", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+OF_MODEL = {"model_name": "m", "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+def test_every_option_of_serve_reaches_the_supervisor(engine_dir, invoke, monkeypatch) -> None:
+    from dflash_trt.servers.dynamo.settings import WorkerSettings
+    from dflash_trt.servers.dynamo.supervisor import Service
+
+    supervisor = recorded(monkeypatch, "dflash_trt.servers.dynamo.supervisor", "Supervisor")
+    monkeypatch.setattr("dflash_trt.cli.serve._check_ports", lambda service: None)
+    words = ["--host", "::1", "--port", "4567", "--router-mode", "random", "--migration-limit", "2", *MODEL]
+    words += ["--metrics-port", "1234"]
+    cases = runtime_cases()
+    for runtime, config in cases:
+        assert invoke("serve", engine_dir, "--replicas", "3", *words, *runtime).stderr == "error: recorded\n"
+        expected = Service(
+            worker=WorkerSettings(engine_dir=engine_dir.resolve(), runtime=config, num_replicas=3, **OF_MODEL),
+            num_replicas=3,
+            host="::1",
+            port=4567,
+            first_metrics_port=1234,
+            frontend_arguments=("--router-mode", "random", "--migration-limit", "2"),
+        )
+        assert supervisor.arguments["service"] == expected
+    assert invoke("serve", engine_dir, "--gpus", "3,1").stderr == "error: recorded\n"
+    service = supervisor.arguments["service"]
+    assert (service.gpus, service.num_replicas, service.worker.model_name) == (((3,), (1,)), 2, engine_dir.name)
+    assert (service.port, service.first_metrics_port) == (8000, 8001)
+    assert service.frontend_arguments[:2] == ("--router-mode", "kv")
+    more = [["dir", "--replicas", "3", *words, *runtime] for runtime, _ in cases]
+    assert options_never_set(serve, ["dir"], *more, ["dir", "--gpus", "3,1"]) == {"engine_dir"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--gpus", "0,x"], "--gpus: expected distinct indices, found 0,x. Write --gpus 0,1 for example."),
+        (["--gpus", "1,1"], "--gpus: expected distinct indices, found 1,1. Write --gpus 0,1 for example."),
+        (["--gpus", "1", "--replicas", "2"], "--replicas and --gpus are mutually exclusive"),
+        (["--port", "40000"], "metrics of the replicas: expected ports up to 32767, found 40001. Pass --metrics-port."),
+        (["--num-draft-tokens", "4"], "--num-draft-tokens: expected 0 to 3, this engine's max_draft_len, found 4."),
+    ],
+)
+def test_serve_refuses_what_it_cannot_start(engine_dir, invoke, words, text) -> None:
+    refused = invoke("serve", engine_dir, *words)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: {text}")
+
+
+def test_serve_refuses_a_port_in_use(engine_dir, invoke) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        refused = invoke("serve", engine_dir, "--port", str(port), "--metrics-port", "30000")
+    assert refused.exit_code == 2
+    assert f"127.0.0.1:{port} free" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_commands_of_an_extra_name_it(engine_dir, invoke, monkeypatch, command) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused = invoke(command, engine_dir)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "pip install 'dflash-trt[serve]'" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_an_engine_without_a_model_card_is_to_be_built_again(engine_dir, invoke, tmp_path, command) -> None:
+    old = shutil.copytree(engine_dir, tmp_path / "old")
+    manifest = json.loads((old / "config.json").read_text())
+    del manifest["files"]["tokenizer/config.json"]
+    (old / "tokenizer" / "config.json").unlink()
+    (old / "config.json").write_text(json.dumps(manifest))
+    provenance = json.loads((old / "provenance.json").read_text())
+    provenance["config_sha256"] = hashlib.sha256((old / "config.json").read_bytes()).hexdigest()
+    (old / "provenance.json").write_text(json.dumps(provenance))
+    refused = invoke(command, old)
+    assert refused.exit_code == 1
+    assert "Build the engine again with this version of dflash-trt." in refused.stderr
+
+
+def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> None:
+    from dflash_trt.servers.dynamo.settings import WorkerSettings
+
+    worker_process = recorded(monkeypatch, "dflash_trt.servers.dynamo.contract", "run_worker")
+    words = ["--namespace", "n", "--discovery-backend", "kubernetes", "--request-plane", "nats", *MODEL]
+    words += ["--event-plane", "nats"]
+    cases = runtime_cases()
+    for runtime, config in cases:
+        assert invoke("worker", engine_dir, *words, *runtime).stderr == "error: recorded\n"
+        assert worker_process.arguments["settings"] == WorkerSettings(
+            engine_dir=engine_dir.resolve(),
+            runtime=config,
+            namespace="n",
+            discovery_backend="kubernetes",
+            request_plane="nats",
+            event_plane="nats",
+            **OF_MODEL,
+        )
+    more = [["dir", *words, *runtime] for runtime, _ in cases]
+    assert options_never_set(worker, ["dir"], *more) == {"engine_dir"}
+
+
 def test_every_command_with_options_is_here() -> None:
     """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py, `recipes` in
     test_recipes.py.
     """
     from dflash_trt.cli.main import cli
 
-    known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run"}
+    known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
     assert set(cli.commands) == known
     assert set(bench.commands) == {"draft-length", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)

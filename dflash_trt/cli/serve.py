@@ -1,0 +1,213 @@
+"""`dflash-trt serve` and `dflash-trt worker`: the OpenAI API, through NVIDIA Dynamo."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.servers.dynamo.settings import WorkerSettings
+    from dflash_trt.servers.dynamo.supervisor import Service
+
+_ROUTER_MODES = ("round-robin", "random", "kv", "least-loaded", "power-of-two-choices")
+
+_MAX_METRICS_PORT = 2**15 - 1  # Dynamo reads a signed 16-bit number
+
+_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+_TEXT: dict[str, Any] = {"prompt": "def fibonacci(n):"}
+_TEXT_PATHS = ("completions", "completions")
+
+_MODEL_OPTIONS = (
+    click.option("--model-name", metavar="NAME", help="Name of the model to clients (default: the directory's)."),
+    click.option("--tool-call-parser", metavar="NAME", help="Dynamo's parser of tool calls, such as hermes."),
+    click.option("--reasoning-parser", metavar="NAME", help="Dynamo's parser of reasoning, such as qwen3."),
+)
+
+
+def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(
+    short_help="Serve the OpenAI API on this machine.",
+    epilog=examples("dflash-trt serve engine --port 8000", "dflash-trt serve engine --gpus 0,1,2,3 --router-mode kv"),
+)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.option("--replicas", type=click.IntRange(min=1), help="Engines to run, a process each.  [default: 1]")
+@click.option("--gpus", metavar="0,1,...", help="One replica on each of these GPUs, or on each N for N ranks.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP server.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the HTTP server.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(1, _MAX_METRICS_PORT),
+    help="Port of the metrics of the first replica, before those of the others.  [default: --port + 1]",
+)
+@click.option(
+    "--router-mode", type=click.Choice(_ROUTER_MODES), help="Choice of a replica (default: kv for several, by prefix)."
+)
+@click.option(
+    "--migration-limit",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often a request may go on at another replica when its own dies.",
+)
+@_model_options
+@runtime_options()
+def serve(engine_dir: Path, **options: Any) -> None:
+    """Start a front end and its workers, and keep them running until Ctrl-C.
+
+    The front end is NVIDIA Dynamo's: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /metrics and
+    /health. Everything but --host listens on loopback. A worker that dies is started again; the requests that it had
+    fail, unless --migration-limit lets others take them over.
+    """
+    from dflash_trt.servers.dynamo.settings import card_source, check_package, has_chat_template
+
+    check_package()
+    service, engine = _service(engine_dir, options)
+    _check_ports(service)
+    from dflash_trt.servers.dynamo.supervisor import Supervisor
+
+    with Supervisor(service, lambda line: click.echo(line, err=True)) as supervisor:
+        supervisor.wait_until_ready()
+        _print_ready(service, has_template=has_chat_template(card_source(engine)))
+        supervisor.watch()
+
+
+@click.command(
+    short_help="Serve an engine in a larger Dynamo deployment.",
+    epilog=examples("dflash-trt worker engine --discovery-backend etcd --namespace production"),
+)
+@click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
+@click.option("--namespace", default="dynamo", show_default=True, help="Dynamo namespace of the deployment.")
+@click.option(
+    "--discovery-backend",
+    type=click.Choice(("etcd", "kubernetes", "file")),
+    default="etcd",
+    show_default=True,
+    help="Where workers register; file needs DYN_FILE_KV, a directory that the front end has, too.",
+)
+@click.option(
+    "--request-plane",
+    type=click.Choice(("tcp", "nats")),
+    default="tcp",
+    show_default=True,
+    help="How requests come; as the front end's.",
+)
+@click.option(
+    "--event-plane",
+    type=click.Choice(("zmq", "nats")),
+    default="zmq",
+    show_default=True,
+    help="How the router is told of the prefix cache; as the front end's.",
+)
+@_model_options
+@runtime_options()
+@click.pass_context
+def worker(context: click.Context, /, engine_dir: Path, **options: Any) -> None:
+    """Serve one engine behind a front end of NVIDIA Dynamo that runs elsewhere, until a signal.
+
+    Addresses and ports of its sockets are those of Dynamo's environment variables (DYN_TCP_RPC_HOST,
+    DYN_TCP_RESPONSE_STREAM_HOST, DYN_SYSTEM_PORT, ...).
+    """
+    from dflash_trt.servers.dynamo.settings import check_package
+
+    check_package()
+    settings, _ = _settings(engine_dir, options)
+    from dflash_trt.servers.dynamo.contract import run_worker
+
+    context.exit(run_worker(settings))
+
+
+def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, EngineDir]":
+    from dflash_trt.servers.dynamo.supervisor import Service
+
+    replicas, gpus = options.pop("replicas"), options.pop("gpus")
+    host, port, router_mode = options.pop("host"), options.pop("port"), options.pop("router_mode")
+    migration_limit = options.pop("migration_limit")
+    metrics_port = options.pop("metrics_port") or port + 1
+    if replicas is not None and gpus is not None:
+        raise ConfigError("--replicas and --gpus are mutually exclusive")
+    settings, engine = _settings(engine_dir, options)
+    groups = _gpu_groups(gpus, engine.manifest.pretrained_config.mapping.world_size)
+    num_replicas = len(groups) or replicas or 1
+    if metrics_port + num_replicas > _MAX_METRICS_PORT + 1:
+        expected, found = f"ports up to {_MAX_METRICS_PORT}", str(metrics_port + num_replicas - 1)
+        raise ConfigError.about("metrics of the replicas", expected=expected, found=found, hint="Pass --metrics-port.")
+    mode = router_mode or ("kv" if num_replicas > 1 else "round-robin")
+    service = Service(
+        worker=settings.model_copy(update={"num_replicas": num_replicas}),
+        num_replicas=num_replicas,
+        gpus=groups,
+        host=host,
+        port=port,
+        first_metrics_port=metrics_port,
+        frontend_arguments=("--router-mode", mode, "--migration-limit", str(migration_limit)),
+    )
+    return service, engine
+
+
+def _settings(engine_dir: Path, options: dict[str, Any]) -> "tuple[WorkerSettings, EngineDir]":
+    """Raises ConfigError or EngineDirError before anything is started."""
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import check_drafting
+    from dflash_trt.servers.dynamo.settings import WorkerSettings, card_source
+
+    runtime = runtime_from_options(options)
+    engine = EngineDir.open(engine_dir)
+    card_source(engine)
+    check_drafting(engine, runtime)
+    name = options.pop("model_name") or engine_dir.resolve().name
+    return WorkerSettings(engine_dir=engine_dir.resolve(), runtime=runtime, model_name=name, **options), engine
+
+
+def _gpu_groups(text: str | None, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """The GPUs of each replica."""
+    if text is None:
+        return ()
+    expected = f"distinct indices, {num_ranks} for each replica" if num_ranks > 1 else "distinct indices"
+    indices = [int(part) for part in text.split(",")] if all(map(str.isdecimal, text.split(","))) else []
+    if not indices or len(set(indices)) != len(indices) or len(indices) % num_ranks:
+        raise ConfigError.about("--gpus", expected=expected, found=text, hint="Write --gpus 0,1 for example.")
+    return tuple(tuple(indices[first : first + num_ranks]) for first in range(0, len(indices), num_ranks))
+
+
+def _check_ports(service: "Service") -> None:
+    """Raises ConfigError where another process listens."""
+    from dflash_trt.servers.dynamo.environment import LOOPBACK
+
+    places = [(service.host, service.port)]
+    places += [(LOOPBACK, service.metrics_port(index)) for index in range(service.num_replicas)]
+    for host, port in places:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except (OSError, OverflowError) as error:
+                hint = "Choose others with --port and --host."
+                raise ConfigError.about(
+                    "--port", expected=f"{host}:{port} free", found=str(error), hint=hint
+                ) from error
+
+
+def _print_ready(service: "Service", *, has_template: bool) -> None:
+    """Two lines to copy, and where the metrics are."""
+    name, url = service.worker.model_name, service.url
+    path, call, prompt = ("chat/completions", "chat.completions", _CHAT) if has_template else (*_TEXT_PATHS, _TEXT)
+    body = json.dumps({"model": name, **prompt, "max_tokens": 64})
+    arguments = ", ".join(f"{key}={value!r}" for key, value in {"model": name, **prompt}.items())
+    metrics = " ".join(f"http://127.0.0.1:{service.metrics_port(i)}/metrics" for i in range(service.num_replicas))
+    click.echo(f"serving {name} at {url}/v1 with {service.num_replicas} replica(s)")
+    click.echo(f"  curl {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
+    click.echo(f"  openai.OpenAI(base_url={url + '/v1'!r}, api_key='none').{call}.create({arguments})")
+    click.echo(f"  metrics: {url}/metrics {metrics}")

@@ -1,0 +1,39 @@
+"""A process of `dflash-trt serve`: the front end, or a worker. It ends with the process that started it.
+
+What it is comes through stdin, which stays open for as long as the supervisor lives.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+
+from dflash_trt.core.errors import DFlashError
+from dflash_trt.core.omp_waiting import let_threads_sleep
+from dflash_trt.servers.dynamo.settings import WorkerSettings
+
+
+def main() -> int:
+    """Return the exit code."""
+    let_threads_sleep()
+    stdin = os.fdopen(os.dup(0), "rb")
+    task: WorkerSettings | tuple[str, ...] = pickle.load(stdin)
+    threading.Thread(target=_end_with, args=(stdin.fileno(),), name="dflash-supervisor-watch", daemon=True).start()
+    from dflash_trt.servers.dynamo.contract import run_frontend, run_worker
+
+    try:
+        return run_worker(task) if isinstance(task, WorkerSettings) else run_frontend(task)
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the only output of a worker that cannot start
+        return error.exit_code
+
+
+def _end_with(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

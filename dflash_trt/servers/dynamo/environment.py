@@ -1,0 +1,57 @@
+"""Environment of Dynamo's processes on one machine: every socket on loopback, every file below one directory.
+
+The names are Dynamo's; what the user has set stays, but for the addresses.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_LOG_FILTER = (  # refusals and stops are no errors
+    "error,request_span=off,dynamo_runtime::component=off,dynamo_runtime::storage=off,"
+    "dynamo_llm::http=off,dynamo_llm::kv_router::indexer::recovery=off"
+)
+# Of the first chunk: a request that a worker refuses gets its HTTP status, streaming or not.
+_ERROR_WINDOW_MS = "60000"
+
+
+def local_environment(state: Path, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For front end and workers; `state` is theirs alone."""
+    environment = dict(os.environ if base is None else base)
+    environment.setdefault("DYN_LOG", _LOG_FILTER)
+    environment.setdefault("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0")  # all end together
+    environment.setdefault("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS", "1")
+    environment.setdefault("HF_HUB_OFFLINE", "1")  # everything is here
+    environment.setdefault("DYN_SDK_DISABLE_ANSI_LOGGING", "1")
+    environment.setdefault("DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS", _ERROR_WINDOW_MS)
+    xsub, xpub = event_addresses(state)
+    return environment | {
+        "TMPDIR": str(state),  # Dynamo leaves files of its logging there
+        "DYN_FILE_KV": str(state / "registrations"),
+        "DYN_TCP_RPC_HOST": LOOPBACK,
+        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
+        "DYN_SYSTEM_HOST": LOOPBACK,
+        "DYN_EVENT_PLANE_HOST": LOOPBACK,
+        "DYN_ZMQ_BROKER_URL": f"xsub={xsub} , xpub={xpub}",  # without a broker each publisher listens everywhere
+    }
+
+
+def event_addresses(state: Path) -> tuple[str, str]:
+    """Where events are sent, and where they are read: sockets of the file system."""
+    return f"ipc://{state}/events-in", f"ipc://{state}/events-out"
+
+
+def is_registered(state: Path, instance_id: str) -> bool:
+    """True if a worker of this id can get requests."""
+    return any(_registrations(state, instance_id))
+
+
+def forget_worker(state: Path, instance_id: str) -> None:
+    """Remove the registrations of a worker that died, which would last for its lease of ten seconds."""
+    for path in _registrations(state, instance_id):
+        path.unlink(missing_ok=True)
+
+
+def _registrations(state: Path, instance_id: str) -> list[Path]:
+    return list((state / "registrations").rglob(f"*{instance_id}*"))

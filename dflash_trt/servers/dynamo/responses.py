@@ -1,0 +1,92 @@
+"""Chunks of an answer in Dynamo's form. The last one has the usage, and what speculation did for this request."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from dflash_trt.core.logprobs import PromptLogprob, TokenLogprob
+from dflash_trt.core.request import GenerationOutput
+from dflash_trt.serving.stream_chunk import StreamChunk
+
+# What the front end knows; a queue timeout is an error like any other.
+_FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "cancelled"}
+
+
+def response(chunk: StreamChunk, *, max_draft_len: int, has_logprobs: bool) -> dict[str, Any]:
+    """One chunk of one step of one sample.
+
+    Raises:
+        RuntimeError: the request failed.
+    """
+    fields: dict[str, Any] = {"token_ids": list(chunk.token_ids), "index": chunk.sample_index}
+    if has_logprobs:
+        fields["log_probs"] = list(chunk.logprobs)
+        if chunk.top_logprobs:
+            fields["top_logprobs"] = [_ranked(tokens) for tokens in chunk.top_logprobs]
+    output = chunk.output
+    if output is None:
+        return fields
+    if output.finish_reason not in _FINISH_REASONS:
+        raise RuntimeError(output.error or f"the request ended with {output.finish_reason}")
+    fields["finish_reason"] = _FINISH_REASONS[output.finish_reason]
+    fields["completion_usage"] = _usage(output)
+    engine_data: dict[str, Any] = {}
+    if max_draft_len:
+        engine_data["metrics"] = {"speculative_decoding": speculation(output, max_draft_len)}
+    prompt = output.prompt_logprobs
+    if prompt is not None:
+        engine_data["prompt_logprobs"] = [None if token is None else _by_token(token) for token in prompt]
+    if engine_data:
+        fields["engine_data"] = engine_data
+    return fields
+
+
+def speculation(output: GenerationOutput, max_draft_len: int) -> dict[str, Any]:
+    """Per-request numbers, in the words of benchmark clients (vLLM, aiperf)."""
+    verified = [step for step in output.steps if step.num_candidates]
+    counts = Counter(step.num_accepted for step in verified)
+    return {
+        "num_spec_tokens": max_draft_len,
+        "num_spec_steps": output.num_verify_steps,
+        "num_draft_tokens": output.num_draft_tokens,
+        "num_accepted_draft_tokens": output.num_accepted_tokens,
+        "mean_acceptance_length": output.acceptance_length,
+        "draft_acceptance_rate": _ratio(output.num_accepted_tokens, output.num_draft_tokens),
+        "acceptance_histogram": [counts[length] for length in range(max_draft_len + 1)],
+        "per_step_accepted": [step.num_accepted for step in verified],
+        "per_step_drafted": [step.num_candidates for step in verified],
+    }
+
+
+def _ranked(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+    """The most likely tokens at one place, the most likely first; the front end adds their text."""
+    return [
+        {"rank": rank, "token_id": token.token_id, "token": None, "logprob": token.logprob}
+        for rank, token in enumerate(tokens, start=1)
+    ]
+
+
+def _by_token(token: PromptLogprob) -> dict[str, Any]:
+    """The log probability of a token of the prompt, and of the most likely ones there, by token id as text."""
+    ranks = {str(other["token_id"]): other for other in _ranked(token.top_logprobs)}
+    found = {name: {"logprob": other["logprob"], "rank": other["rank"]} for name, other in ranks.items()}
+    return {str(token.token_id): {"logprob": token.logprob}} | found
+
+
+def _usage(output: GenerationOutput) -> dict[str, Any]:
+    num_prompt, num_new = output.num_prompt_tokens, len(output.token_ids)
+    rejected = output.num_draft_tokens - output.num_accepted_tokens
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": output.statistics.num_prefix_hit_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": output.num_accepted_tokens,
+            "rejected_prediction_tokens": rejected,
+        },
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

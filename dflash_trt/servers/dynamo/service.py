@@ -1,0 +1,96 @@
+"""An engine of this process as a worker needs it, whatever the front end: requests in, chunks of steps out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
+from dflash_trt.servers.dynamo.request_fields import read_request
+from dflash_trt.servers.dynamo.responses import response
+from dflash_trt.servers.dynamo.settings import sampling_defaults
+
+if TYPE_CHECKING:
+    from dflash_trt.core.prefix_watcher import PrefixWatcher
+    from dflash_trt.core.step_plan import ExecutorLimits
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.serving.generator import Generator
+    from dflash_trt.serving.statistics import EngineStatistics
+    from dflash_trt.serving.stream import RequestStream
+
+_CPU_MEMORY_FRACTION = 0.5  # for the K/V pages of all replicas
+
+
+class EngineService:
+    """Owns the generator. `sampling_defaults` are for requests that do not say."""
+
+    def __init__(self, generator: Generator, *, sampling_defaults: Mapping[str, Any]) -> None:
+        self._generator = generator
+        self._defaults = sampling_defaults
+        self._streams: dict[str, RequestStream] = {}  # by the front end's id
+
+    @property
+    def failure(self) -> str | None:
+        return self._generator.failure
+
+    def statistics(self) -> EngineStatistics:
+        return self._generator.statistics
+
+    async def generate(
+        self, request: Mapping[str, Any], request_id: str, is_stopped: Callable[[], bool]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """One item per step. Closing the iterator, or `abort`, ends the request and frees its pages.
+
+        Raises:
+            RequestError: the request is refused.
+            RuntimeError: it failed.
+        """
+        limits = self._generator.limits
+        order = read_request(request, defaults=self._defaults, max_seq_len=limits.max_seq_len)
+        stream = self._generator.submit(
+            order.prompt_token_ids, order.sampling, cache_salt=order.cache_salt, priority=order.priority
+        )
+        self._streams[request_id] = stream
+        try:
+            while chunks := await stream.take_steps_async():
+                for chunk in chunks:
+                    yield response(chunk, max_draft_len=limits.max_draft_len, has_logprobs=order.sampling.logprobs)
+                if is_stopped():
+                    return
+        finally:
+            self._streams.pop(request_id, None)
+            stream.cancel()
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose client has left."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.cancel()
+
+    def close(self) -> None:
+        self._generator.close()
+
+
+def open_service(
+    engine: EngineDir, runtime: RuntimeConfig, watcher: PrefixWatcher, *, num_replicas: int = 1
+) -> tuple[EngineService, ExecutorLimits]:
+    """Open an engine; `watcher` is told of its prefix cache. On a CPU, `num_replicas` divide the memory.
+
+    Raises:
+        ConfigError, EngineDirError, CapacityError, RankError: see LLM.
+    """
+    from dflash_trt.serving.generator import Generator
+    from dflash_trt.serving.llm import open_codec
+    from dflash_trt.serving.local_engine import checked_config, open_local_engine
+
+    config = checked_config(engine, runtime)
+    if config.device == "cpu" and all(getattr(config, name) is None for name in KV_BUDGET):
+        config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
+    codec = open_codec(engine)
+    local = open_local_engine(engine, config)
+    local.watch_prefixes(watcher)
+    target = engine.manifest.target
+    generator = Generator(
+        local, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
+    )
+    return EngineService(generator, sampling_defaults=sampling_defaults(engine)), local.limits

@@ -1,0 +1,140 @@
+"""Settings of a worker, and the model card that a front end reads: tokenizer, chat template and the target's config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Any, Literal
+
+from dflash_trt.core.errors import ConfigError, EngineDirError
+from dflash_trt.core.frozen import Frozen
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir.manifest import TOKENIZER_DIR
+from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME, TEMPLATE_NAME, StoredTokenizer
+
+if TYPE_CHECKING:
+    from dflash_trt.engine_dir import EngineDir
+
+DISCOVERY_BACKENDS = ("file", "etcd", "kubernetes")
+REQUEST_PLANES = ("tcp", "nats")
+EVENT_PLANES = ("zmq", "nats")
+
+
+class WorkerSettings(Frozen):
+    """One engine behind a front end, with the front end's planes and discovery backend.
+
+    `num_replicas` share this machine. `tool_call_parser` and `reasoning_parser` are names of Dynamo's parsers, which
+    its front end runs. `card` is the directory of the model card (default: the engine's own). The worker writes its
+    instance id into `id_file`.
+    """
+
+    engine_dir: Path
+    runtime: RuntimeConfig = RuntimeConfig()
+    model_name: str
+    num_replicas: int = 1
+    namespace: str = "dynamo"
+    discovery_backend: Literal["file", "etcd", "kubernetes"] = "file"
+    request_plane: Literal["tcp", "nats"] = "tcp"
+    event_plane: Literal["zmq", "nats"] = "zmq"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    card: Path | None = None
+    id_file: Path | None = None
+
+
+def check_package() -> None:
+    """Raises ConfigError without Dynamo, which is an extra."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("dynamo", "zmq", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ConfigError.about(
+            "NVIDIA Dynamo",
+            expected="the packages of the extra 'serve'",
+            found=f"no {', '.join(missing)}",
+            hint="Install them with: pip install 'dflash-trt[serve]'",
+        )
+
+
+def card_source(engine: EngineDir) -> Path:
+    """The directory of an engine's tokenizer, with everything a model card needs.
+
+    Raises:
+        EngineDirError: the engine has no tokenizer, or was built before engines kept the target's config.json.
+    """
+    directory = engine.tokenizer_path
+    subject = f"engine {engine.path}"
+    if directory is None:
+        hint = "Build the engine from a target directory with a tokenizer."
+        raise EngineDirError.about(subject, expected="a tokenizer, to serve text", found="none", hint=hint)
+    if not (directory / CARD_NAME).is_file():
+        raise EngineDirError.about(
+            subject,
+            expected=f"the target's config.json in {directory.name}/, which the front end reads",
+            found="none",
+            hint="Build the engine again with this version of dflash-trt.",
+        )
+    return directory
+
+
+def shared_card(engine: EngineDir) -> Path:
+    """A directory with an engine's model card, at the same place for all its workers: Dynamo compares the paths.
+
+    It is the tokenizer's, unless the engine has chat template options.
+    """
+    source = card_source(engine)
+    if not engine.manifest.chat_template_options:
+        return source
+    files = sorted(engine.manifest.files[f"{TOKENIZER_DIR}/{path.name}"].sha256 for path in source.iterdir())
+    key = json.dumps([files, engine.manifest.chat_template_options], sort_keys=True)
+    directory = Path(gettempdir(), f"dflash-trt-card-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
+    directory.mkdir(exist_ok=True)
+    write_card(engine, directory)
+    return directory
+
+
+def write_card(engine: EngineDir, directory: Path) -> None:
+    """Write an engine's model card.
+
+    The engine's chat template options become defaults inside the template: a front end does not know them.
+    """
+    source = card_source(engine)
+    for path in source.iterdir():
+        shutil.copyfile(path, directory / path.name)
+    templates = StoredTokenizer.open(source).chat_templates
+    options = engine.manifest.chat_template_options
+    if options and "default" in templates:
+        (directory / TEMPLATE_NAME).write_text(_defaults(options) + templates["default"], encoding="utf-8")
+
+
+def has_chat_template(card: Path) -> bool:
+    return bool(StoredTokenizer.open(card).chat_templates)
+
+
+def sampling_defaults(engine: EngineDir) -> dict[str, Any]:
+    """Sampling of requests that do not say: the target's generation_config.json, as other servers do, else OpenAI's."""
+    path = card_source(engine) / "generation_config.json"
+    fields: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {"temperature": 1.0} | {name: fields[name] for name in names if fields.get(name) is not None}
+
+
+def _defaults(options: Mapping[str, Any]) -> str:
+    """Assignments of template variables that a request does not set."""
+    return "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif -%}}"
+        for name, value in options.items()
+    )
+
+
+def _literal(value: Any) -> str:
+    """Jinja's notation, which is JSON's but for null."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(name)}: {_literal(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

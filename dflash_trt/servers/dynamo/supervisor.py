@@ -1,0 +1,275 @@
+"""The supervisor of `dflash-trt serve`: a front end and its workers as processes of one machine.
+
+A process that dies is started again, after a pause that grows with each start that fails. One that never serves, or
+fails to start several times in a row, ends the service.
+"""
+
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+from dflash_trt.core.errors import ConfigError, DFlashError
+from dflash_trt.core.host_resources import available_cores
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.servers.dynamo.environment import (
+    LOOPBACK,
+    event_addresses,
+    forget_worker,
+    is_registered,
+    local_environment,
+)
+from dflash_trt.servers.dynamo.settings import WorkerSettings, write_card
+
+_POLL_S = 0.1
+_MAX_PAUSE_S = 30.0
+_MAX_FAILED_STARTS = 5
+_KILL_AFTER_S = 15.0
+_HTTP_TIMEOUT_S = 5.0
+_LOG = logging.getLogger(__name__)
+
+
+class ServiceError(DFlashError):
+    """A process of the service cannot be kept running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What to start. Worker i has `gpus[i]`, if there are any, and serves its metrics at `first_metrics_port` + i."""
+
+    worker: WorkerSettings
+    num_replicas: int = 1
+    gpus: tuple[tuple[int, ...], ...] = ()
+    host: str = LOOPBACK
+    port: int = 8000
+    first_metrics_port: int = 8001
+    frontend_arguments: tuple[str, ...] = ()
+
+    def metrics_port(self, index: int) -> int:
+        return self.first_metrics_port + index
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK if self.host == '0.0.0.0' else self.host}:{self.port}"
+
+
+@dataclass
+class _Child:
+    """A process, and how often it failed in a row."""
+
+    name: str
+    task: Any
+    environment: dict[str, str]
+    id_file: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    has_served: bool = False
+    num_failures: int = 0
+    due_s: float = 0.0
+    log: Callable[[str], None] = field(default=_LOG.warning, repr=False)
+
+    def start(self) -> None:
+        if self.id_file is not None:
+            self.id_file.unlink(missing_ok=True)
+        self.has_served = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_trt.servers.dynamo.child"],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,  # the supervisor decides about Ctrl-C
+        )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(pickle.dumps(self.task))
+            self.process.stdin.flush()
+
+    @property
+    def instance_id(self) -> str | None:
+        """Of a worker that serves."""
+        if self.id_file is None or not self.id_file.is_file():
+            return None
+        return self.id_file.read_text() or None
+
+    def ended(self) -> int | None:
+        """The exit code of a process that has just died."""
+        return None if self.process is None else self.process.poll()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def wait(self, deadline_s: float) -> None:
+        if self.process is None:
+            return
+        try:
+            self.process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.log(f"{self.name} did not stop: killed")
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class Supervisor:
+    """A context manager that starts the processes, and ends them all with its block. `log` is told what happens."""
+
+    def __init__(self, service: Service, log: Callable[[str], None]) -> None:
+        self._service = service
+        self._log = log
+        self._stack = ExitStack()
+        self._workers: list[_Child] = []
+        self._frontend: _Child | None = None
+        self._state = Path()
+        self._is_up = False  # until then a process that dies ends all
+
+    def __enter__(self) -> Self:
+        from dflash_trt.servers.dynamo.event_broker import EventBroker
+
+        with ExitStack() as stack:
+            self._state = Path(stack.enter_context(TemporaryDirectory(prefix="dflash-trt-serve-")))
+            (self._state / "registrations").mkdir()
+            (self._state / "home").mkdir()
+            (self._state / "card").mkdir()
+            write_card(EngineDir.open(self._service.worker.engine_dir), self._state / "card")
+            stack.enter_context(EventBroker(*event_addresses(self._state)))
+            stack.callback(self._stop)
+            self._workers = [self._worker(index) for index in range(self._service.num_replicas)]
+            self._frontend = self._new_frontend()
+            for child in self._children:
+                child.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def _children(self) -> Sequence[_Child]:
+        return [*self._workers, *([self._frontend] if self._frontend else [])]
+
+    def wait_until_ready(self) -> None:
+        """Wait until the front end knows every worker.
+
+        Raises:
+            ServiceError: a process ended.
+        """
+        while not self._is_ready():
+            self.check()
+            time.sleep(_POLL_S)
+        self._is_up = True
+
+    def watch(self) -> None:
+        """Keep the processes running, until a signal.
+
+        Raises:
+            ServiceError: one of them cannot be started any more.
+        """
+        while True:
+            self.check()
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Start processes again that have died."""
+        now = time.monotonic()
+        for child in self._children:
+            if child.process is None:
+                if now >= child.due_s:
+                    child.start()
+                continue
+            child.has_served = child.has_served or self._is_serving(child)
+            code = child.ended()
+            if code is not None:
+                self._lost(child, code, now)
+
+    def _lost(self, child: _Child, code: int, now: float) -> None:
+        instance_id = child.instance_id
+        if instance_id is not None:
+            forget_worker(self._state, instance_id)
+        how = f"{child.name} ended " + (f"by signal {-code}" if code < 0 else f"with exit code {code}")
+        if not self._is_up:
+            raise ServiceError(f"{how} before the service was up; its messages stand above")
+        child.num_failures = 0 if child.has_served else child.num_failures + 1
+        if child.num_failures == _MAX_FAILED_STARTS:
+            raise ServiceError(f"{how}, the {child.num_failures}th time in a row without serving")
+        pause_s = min(2.0**child.num_failures - 1, _MAX_PAUSE_S)
+        self._log(f"{how}: its requests failed; it starts again in {pause_s:.0f} s")
+        child.wait(now)
+        child.process, child.due_s = None, now + pause_s
+
+    def _is_ready(self) -> bool:
+        ids = {child.instance_id for child in self._workers}
+        if None in ids:
+            return False
+        return {int(str(instance_id), 16) for instance_id in ids} <= self._known_instances() and self._has_model()
+
+    def _is_serving(self, child: _Child) -> bool:
+        """True if a worker has registered, or the front end answers."""
+        if child.id_file is None:
+            return bool(self._get("/health"))
+        return child.instance_id is not None and is_registered(self._state, child.instance_id)
+
+    def _known_instances(self) -> set[int]:
+        return {int(instance["instance_id"]) for instance in self._get("/health").get("instances", [])}
+
+    def _has_model(self) -> bool:
+        return any(model["id"] == self._service.worker.model_name for model in self._get("/v1/models").get("data", []))
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with (
+            suppress(OSError, ValueError),
+            urllib.request.urlopen(self._service.url + path, timeout=_HTTP_TIMEOUT_S) as answer,
+        ):
+            found: dict[str, Any] = json.load(answer)
+            return found
+        return {}
+
+    def _worker(self, index: int) -> _Child:
+        service = self._service
+        id_file = self._state / f"replica-{index}"
+        environment = local_environment(self._state) | {"DYN_SYSTEM_PORT": str(service.metrics_port(index))}
+        threads = max(1, available_cores() // service.num_replicas)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+        if service.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus(service.gpus[index], environment))
+        task = service.worker.model_copy(update={"id_file": id_file, "card": self._state / "card"})
+        return _Child(name=f"replica {index}", task=task, environment=environment, id_file=id_file, log=self._log)
+
+    def _new_frontend(self) -> _Child:
+        worker = self._service.worker
+        arguments = ["--http-host", self._service.host, "--http-port", str(self._service.port)]
+        arguments += ["--namespace", worker.namespace, "--discovery-backend", worker.discovery_backend]
+        arguments += ["--request-plane", worker.request_plane, "--event-plane", worker.event_plane]
+        # Dynamo keeps a cache of model cards in the home directory.
+        environment = local_environment(self._state) | {"HOME": str(self._state / "home")}
+        task = (*arguments, *self._service.frontend_arguments)
+        return _Child(name="front end", task=task, environment=environment, log=self._log)
+
+    def _stop(self) -> None:
+        for child in self._children:
+            child.stop()
+        deadline_s = time.monotonic() + _KILL_AFTER_S
+        for child in self._children:
+            child.wait(deadline_s)
+
+
+def visible_gpus(indices: Sequence[int], environment: dict[str, str]) -> list[str]:
+    """GPUs counted among those that CUDA_VISIBLE_DEVICES lists, if it lists any; raises ConfigError beyond them."""
+    listed = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not listed:
+        return [*map(str, indices)]
+    beyond = [index for index in indices if index >= len(listed)]
+    if beyond:
+        expected = f"indices below {len(listed)}, the number of GPUs in CUDA_VISIBLE_DEVICES"
+        raise ConfigError.about("--gpus", expected=expected, found=", ".join(map(str, beyond)))
+    return [listed[index] for index in indices]

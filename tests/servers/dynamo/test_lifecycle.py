@@ -1,0 +1,134 @@
+"""Start, losses and end of a service: sockets, processes, files, and the requests of a replica that is killed."""
+
+import concurrent.futures
+import ipaddress
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.llm import LLM
+from tests.servers.dynamo.serving import Server, listening, serving
+
+LONG: dict[str, Any] = {"model": "demo", "max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def crowded(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas with short queues, which tests may kill."""
+    with serving(demo, tmp_path_factory.mktemp("crowded"), "--max-queue-len", "2") as running:
+        yield running
+
+
+def prompts(count: int, tag: str) -> list[str]:
+    return [f"def {tag}_{index}(x):\n" for index in range(count)]
+
+
+def test_every_socket_listens_on_loopback(crowded: Server) -> None:
+    crowded.client().completions.create(model="demo", prompt="x", max_tokens=2)
+    places = [place for process in crowded.processes() for place in listening(process)]
+    assert len(places) >= 6  # HTTP and answers of the front end; requests and metrics of two workers
+    assert [place for place in places if not ipaddress.ip_address(place.ip).is_loopback] == []
+
+
+def test_a_client_that_leaves_ends_its_request_and_frees_its_pages(crowded: Server) -> None:
+    for stream in [
+        crowded.client().completions.create(prompt=text, stream=True, **LONG) for text in prompts(4, "gone")
+    ]:
+        next(iter(stream))
+        stream.close()
+    crowded.wait_until(lambda: crowded.total("dflash_trt:requests_running") == 0)
+    assert crowded.total("dflash_trt:pages_in_use") == 0
+
+
+def test_a_full_queue_is_answered_with_429(crowded: Server) -> None:
+    codes: list[int] = []
+
+    def ask(text: str) -> None:
+        fields = {"prompt": text, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        codes.append(crowded.post("completions", **fields).status_code)
+
+    with concurrent.futures.ThreadPoolExecutor(160) as pool:  # 64 places and 2 in the queue of each replica
+        list(pool.map(ask, prompts(160, "crowd")))
+    assert set(codes) == {200, 429}
+
+
+def test_a_killed_replica_loses_only_its_requests_and_comes_back(crowded: Server, offline: LLM) -> None:
+    texts = prompts(10, "killed")
+    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    expected = [output.text for output in offline.generate(texts, sampling)]
+    outcomes: dict[int, str | None] = {}
+    # One after the other, for the queues are short.
+    streams = [begun(crowded.client(), text, LONG | {"max_tokens": 400}) for text in texts]
+
+    def read(index: int) -> None:
+        first, stream = streams[index]
+        try:
+            outcomes[index] = first + "".join(chunk.choices[0].text for chunk in stream)
+        except openai.APIError:
+            outcomes[index] = None
+
+    victim = crowded.workers()[0]
+    victim.kill()
+    with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(read, range(len(texts))))
+    lost = [index for index, text in outcomes.items() if text is None]
+    assert 0 < len(lost) < len(texts)
+    assert all(text in (None, expected[index]) for index, text in outcomes.items())
+    # The other replica answers at once, and a new process takes the place.
+    assert [crowded.post("completions", prompt="x", max_tokens=2).status_code for _ in range(10)] == [200] * 10
+    crowded.wait_until(lambda: len(crowded.workers()) == 2)
+    assert victim.pid not in {process.pid for process in crowded.workers()}
+    assert "ended by signal 9" in crowded.output
+
+
+def begun(client: openai.OpenAI, prompt: str, fields: dict[str, Any]) -> tuple[str, Any]:
+    """A stream, and the text of its first chunk."""
+    stream = client.completions.create(prompt=prompt, stream=True, **fields)
+    return next(iter(stream)).choices[0].text, stream
+
+
+def test_a_front_end_that_dies_comes_back(crowded: Server) -> None:
+    (front_end,) = (process for process in crowded.processes() if crowded.port in ports(process))
+    front_end.kill()
+    crowded.wait_until(lambda: any(crowded.port in ports(process) for process in crowded.processes()))
+    crowded.wait_until(lambda: crowded.answers() == 200)
+
+
+def ports(process: psutil.Process) -> set[int]:
+    return {place.port for place in listening(process)}
+
+
+def test_a_service_stops_without_leaving_anything(demo: Path, tmp_path: Path) -> None:
+    with serving(demo, tmp_path, num_replicas=1) as server:
+        stream = server.client().completions.create(prompt="x", stream=True, **LONG)
+        next(iter(stream))
+        processes = server.processes()
+        assert server.stop(signal.SIGINT) == 130
+    gone, alive = psutil.wait_procs(processes, timeout=5)
+    assert (len(gone), alive) == (len(processes), [])
+    assert [path for path in tmp_path.iterdir() if path != server.log and path.name != ".cache"] == []
+
+
+def test_workers_end_with_a_supervisor_that_is_killed(demo: Path, tmp_path: Path) -> None:
+    with serving(demo, tmp_path, num_replicas=1) as server:
+        children = server.processes()[1:]
+        server.process.kill()
+        server.process.wait()
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+
+
+def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(demo: Path, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with (
+        pytest.raises(AssertionError, match="found a budget of 1 bytes"),
+        serving(demo, tmp_path, "--kv-cache-bytes", "1"),
+    ):
+        raise RuntimeError("it started")
+    assert time.monotonic() - started < 60

@@ -1,0 +1,173 @@
+"""The openai client against two replicas: every text equals that of the same engine in this process."""
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.llm import LLM
+from tests.servers.dynamo.serving import Server
+
+PROMPT = "def fibonacci(n):\n"
+MESSAGES: list[Any] = [{"role": "user", "content": "import os"}]
+GREEDY: dict[str, Any] = {"model": "demo", "max_tokens": 40, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def alone(offline: LLM, prompt: Any = PROMPT, **fields: Any) -> Any:
+    return offline.generate(prompt, SamplingParams(**{"max_new_tokens": 40} | fields))
+
+
+def test_a_completion_is_the_text_of_the_engine(client, offline) -> None:
+    answer = client.completions.create(prompt=PROMPT, **GREEDY)
+    expected = alone(offline)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_a_conversation_goes_through_the_chat_template(client, offline) -> None:
+    answer = client.chat.completions.create(messages=MESSAGES, **GREEDY)
+    expected = offline.chat(MESSAGES, SamplingParams(max_new_tokens=40))
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.num_prompt_tokens
+
+
+def test_the_responses_api_answers(client, offline) -> None:
+    answer = client.responses.create(model="demo", input="import os", max_output_tokens=40, temperature=0)
+    assert answer.output_text == offline.chat(MESSAGES, SamplingParams(max_new_tokens=40)).text
+
+
+def test_the_models_are_listed(client) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_a_stream_has_one_chunk_for_each_step_and_the_usage_at_its_end(client, offline) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            messages=MESSAGES, stream=True, stream_options={"include_usage": True}, logprobs=True, **GREEDY
+        )
+    )
+    expected = offline.chat(MESSAGES, SamplingParams(max_new_tokens=40))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == expected.text
+    lengths = [len(choice.logprobs.content) for choice in choices if choice.logprobs and choice.logprobs.content]
+    assert lengths == [len(step.token_ids) for step in expected.steps]
+    assert choices[-1].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens == expected.num_accepted_tokens
+
+
+@pytest.mark.parametrize(("first", "last"), [(20, 23), (41, 42), (60, 75)])
+def test_a_stop_string_ends_the_text_before_it(client, offline, first, last) -> None:
+    fields = GREEDY | {"max_tokens": 100, "stop": [alone(offline, max_new_tokens=100).text[first:last], "never"]}
+    expected = alone(offline, stop=fields["stop"], max_new_tokens=100)
+    assert expected.finish_reason == "stop"
+    answer = client.completions.create(prompt=PROMPT, **fields)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected.text, "stop")
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    streamed = client.completions.create(prompt=PROMPT, stream=True, **fields)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected.text
+
+
+def test_log_probabilities_are_those_of_the_engine(client, offline) -> None:
+    expected = alone(offline, logprobs=True)
+    answer = client.completions.create(prompt=PROMPT, logprobs=1, **GREEDY)
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, **GREEDY)
+    expected = offline.chat(MESSAGES, SamplingParams(max_new_tokens=40, logprobs=True))
+    found = [entry.logprob for entry in chat.choices[0].logprobs.content]
+    assert found == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 5}
+
+
+def test_a_seed_gives_the_same_text_as_in_the_engine(client, offline) -> None:
+    fields = GREEDY | SAMPLED | {"extra_body": {"top_k": 20, "min_p": 0.01}}
+    texts = [client.completions.create(prompt=PROMPT, **fields).choices[0].text for _ in range(3)]
+    expected = alone(offline, **SAMPLED, top_k=20, min_p=0.01).text
+    assert texts == [expected] * 3
+
+
+def test_penalties_and_most_likely_tokens_are_those_of_the_engine(client, offline) -> None:
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    expected = alone(offline, logprobs=True, top_logprobs=2, **penalties)
+    assert expected.text != alone(offline).text
+    answer = client.completions.create(prompt=PROMPT, logprobs=2, **penalties, **GREEDY)
+    assert answer.choices[0].text == expected.text
+    found = [sorted(top.values(), reverse=True)[0] for top in answer.choices[0].logprobs.top_logprobs]
+    assert found == pytest.approx([top[0].logprob for top in expected.top_logprobs], abs=1e-5)
+
+
+def test_structured_output_is_that_of_the_engine(client, offline) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"port": {"type": "integer", "minimum": 1, "maximum": 65535}},
+        "required": ["port"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "port", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(messages=MESSAGES, response_format=form, **GREEDY | {"max_tokens": 100})
+    content = answer.choices[0].message.content
+    assert content == offline.chat(MESSAGES, SamplingParams(json_schema=schema, max_new_tokens=100)).text
+    assert 1 <= json.loads(content)["port"] <= 65535
+    regex = client.completions.create(prompt=PROMPT, extra_body={"guided_regex": "[a-c]{5}"}, **GREEDY)
+    assert regex.choices[0].text == alone(offline, regex="[a-c]{5}").text
+
+
+def test_a_request_that_does_not_say_is_sampled_at_temperature_one(client, offline) -> None:
+    answer = client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, seed=9)
+    assert answer.choices[0].text == alone(offline, temperature=1.0, seed=9).text
+
+
+def test_eos_ends_a_text_unless_it_is_ignored(client, offline) -> None:
+    eos = offline.engine.manifest.target.eos_token_ids[0]
+    prompt = {"prompt_token_ids": [*offline.codec.encode("x = 1\n"), eos]}
+    first = alone(offline, prompt, max_new_tokens=1).token_ids[0]
+    answer = client.completions.create(
+        prompt=PROMPT, extra_body={"stop_token_ids": [first], "ignore_eos": True}, **GREEDY
+    )
+    expected = alone(offline, stop_token_ids=[first], ignore_eos=True)
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_prompts_of_token_ids_are_taken_as_they_are(client, offline) -> None:
+    token_ids = [int(token) for token in offline.codec.encode(PROMPT)]
+    answer = client.completions.create(prompt=token_ids, **GREEDY)
+    assert answer.choices[0].text == alone(offline, token_ids).text
+
+
+def test_what_speculation_did_comes_with_the_answer_when_it_is_asked_for(client, offline) -> None:
+    answer = client.completions.create(prompt=PROMPT, extra_body={"nvext": {"extra_fields": ["engine_data"]}}, **GREEDY)
+    found = answer.model_extra["nvext"]["engine_data"]["metrics"]["speculative_decoding"]
+    expected = alone(offline)
+    verified = [step for step in expected.steps if step.num_candidates]
+    assert found["num_spec_steps"] == len(verified) == sum(found["acceptance_histogram"])
+    assert found["per_step_accepted"] == [step.num_accepted for step in verified]
+    assert found["num_draft_tokens"] == expected.num_draft_tokens
+    assert found["mean_acceptance_length"] == pytest.approx(expected.acceptance_length)
+
+
+def test_sixty_four_concurrent_streams_have_the_texts_of_the_engine(server, offline) -> None:
+    prompts = [f"def function_{index}(x):\n" for index in range(64)]
+
+    async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(prompt=prompt, stream=True, **GREEDY)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def texts() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(text(client, prompt) for prompt in prompts))
+
+    expected = [output.text for output in offline.generate(prompts, SamplingParams(max_new_tokens=40))]
+    assert asyncio.run(texts()) == expected
+    assert all(server.metric("dflash_trt:requests_total", replica) for replica in range(2))  # both had work
