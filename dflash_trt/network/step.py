@@ -80,19 +80,25 @@ def run_step(
     """
     rows, drafter = ops.token_rows(), network.drafter
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
-    last = ops.gather_rows(outputs[-1], inputs.logit_rows)
-    logits = logits_of(ops, network.target_weights, network.target, last)
-    if reader is not None:
-        reader.read(logits)
-        for token_rows in reader.prompt_parts:
-            hidden = ops.gather_rows(outputs[-1], token_rows)
-            reader.read_prompt(logits_of(ops, network.target_weights, network.target, hidden))
-    acceptance = ops.sample_and_accept(logits)
+    acceptance = _accept(ops, network, inputs, outputs[-1], reader)
     if drafter is None:
         return StepOutputs(acceptance=acceptance, draft_tokens=None)
     drafter.observe(ops, [outputs[i] for i in drafter.tap_layer_ids], rows, acceptance, state.draft_kv)
     tokens = drafter.propose(ops, acceptance, state.draft_kv) if num_draft_tokens else None
     return StepOutputs(acceptance=acceptance, draft_tokens=tokens)
+
+
+def _accept(
+    ops: Ops[T], network: Network[T], inputs: StepInputs[T], hidden: T, reader: LogitsReader[T] | None
+) -> Acceptance[T]:
+    """Sample after the last layer's `hidden` [N, H]. The logits end here: the drafter's memory is counted without."""
+    weights, target = network.target_weights, network.target
+    logits = logits_of(ops, weights, target, ops.gather_rows(hidden, inputs.logit_rows))
+    if reader is not None:
+        reader.read(logits)
+        for token_rows in reader.prompt_parts:
+            reader.read_prompt(logits_of(ops, weights, target, ops.gather_rows(hidden, token_rows)))
+    return ops.sample_and_accept(logits)
 
 
 def sequence_logits(ops: Ops[T], network: Network[T], inputs: StepInputs[T], state: StepState[T]) -> T:
