@@ -3,6 +3,7 @@ import torch
 
 from tests.kernels.exact_fp8 import convert_exactly
 from tests.kernels.exact_scaled_dot import scales_exactly
+from tests.kernels.rows_alike import dot_by_shape
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,13 @@ def exact_codes(exact_fp8: None, device: torch.device, monkeypatch: pytest.Monke
     from triton.runtime import interpreter
 
     monkeypatch.setattr(interpreter, "_dot_scaled_scale_to_f32", scales_exactly(interpreter._dot_scaled_scale_to_f32))
+
+
+@pytest.fixture
+def rows_alike(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See rows_alike.py; real hardware needs no help."""
+    if device.type == "cuda":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_by_shape(InterpreterBuilder.create_dot))

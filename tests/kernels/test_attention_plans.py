@@ -50,6 +50,7 @@ def in_chunks(tensors: Tensors, options: AttentionOptions) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.usefixtures("rows_alike")
 def test_with_splits_of_a_fixed_length_batch_mates_and_chunks_change_no_bit(options: AttentionOptions) -> None:
     tensors, fixed = make_tensors(BESIDE), replace(options, split_length=SPLIT_LENGTH)
     beside = attend(tensors, fixed)

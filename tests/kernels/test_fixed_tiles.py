@@ -31,6 +31,7 @@ from tests.kernels.test_device_experts import MOE, make_experts
 from tests.kernels.test_sampling_kernels import VOCAB_SIZE, make_inputs, make_logits, run_kernels
 from tests.network.test_fixed_shapes import random
 
+pytestmark = pytest.mark.usefixtures("rows_alike")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_ROWS, IN, SEGMENTS = 70, 160, (48, 32)
 ALONE = (6, 19, 37, 63, 64, 69)
