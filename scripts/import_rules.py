@@ -118,6 +118,7 @@ RULES: dict[str, Rule] = {
             "triton/*.py": _set("numpy triton_python_backend_utils"),
             "dynamo/contract.py": _set("dynamo"),
             "dynamo/event_broker.py": _set("zmq"),
+            "dynamo/gateway.py": _set("aiohttp"),
             "dynamo/metrics.py": _set("prometheus_client"),
         },
     ),

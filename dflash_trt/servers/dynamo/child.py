@@ -1,4 +1,4 @@
-"""A process of `dflash-trt serve`: the front end, or a worker. It ends with the process that started it.
+"""A process of `dflash-trt serve`: gateway, front end or worker. It ends with the process that started it.
 
 What it is comes through stdin, which stays open for as long as the supervisor lives.
 """
@@ -11,22 +11,32 @@ import threading
 
 from dflash_trt.core.errors import DFlashError
 from dflash_trt.core.omp_waiting import let_threads_sleep
-from dflash_trt.servers.dynamo.settings import WorkerSettings
+from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings
+
+Task = WorkerSettings | GatewaySettings | tuple[str, ...]  # the front end's are the words of its command line
 
 
 def main() -> int:
     """Return the exit code."""
     let_threads_sleep()
     stdin = os.fdopen(os.dup(0), "rb")
-    task: WorkerSettings | tuple[str, ...] = pickle.load(stdin)
+    task: Task = pickle.load(stdin)
     threading.Thread(target=_end_with, args=(stdin.fileno(),), name="dflash-supervisor-watch", daemon=True).start()
-    from dflash_trt.servers.dynamo.contract import run_frontend, run_worker
-
     try:
-        return run_worker(task) if isinstance(task, WorkerSettings) else run_frontend(task)
+        return _run(task)
     except DFlashError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the only output of a worker that cannot start
         return error.exit_code
+
+
+def _run(task: Task) -> int:
+    if isinstance(task, GatewaySettings):
+        from dflash_trt.servers.dynamo.gateway import run_gateway
+
+        return run_gateway(task)
+    from dflash_trt.servers.dynamo.contract import run_frontend, run_worker
+
+    return run_worker(task) if isinstance(task, WorkerSettings) else run_frontend(task)
 
 
 def _end_with(descriptor: int) -> None:

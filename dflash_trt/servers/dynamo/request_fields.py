@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
+from dflash_trt.servers.dynamo.api_fields import ANNOTATION
 
 _NAMES: Final = frozenset(row.name for row in SAMPLING_FIELDS)
-_ANNOTATION: Final = "dflash-trt:"  # nvext.annotations, a list of strings, may carry fields that the front end drops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ FIELDS: Final = (
     _field("sampling_options.top_p"),
     _field("sampling_options.min_p"),
     _field("sampling_options.seed"),
-    _refused("sampling_options.n", 1),  # the front end closes a request with the first of its samples that ends
+    _refused("sampling_options.n", 1),  # the gateway sends a request for each sample: api_fields.py
     _field("sampling_options.repetition_penalty", 1.0),
     _field("sampling_options.presence_penalty", 0.0),
     _field("sampling_options.frequency_penalty", 0.0),
@@ -177,10 +177,10 @@ def _annotated(request: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `nvext.annotations`: `dflash-trt:{"logit_bias": {"5": -100}}`, in the words of SamplingParams."""
     values: dict[str, Any] = {}
     for text in request.get("annotations") or ():
-        if not text.startswith(_ANNOTATION):
+        if not text.startswith(ANNOTATION):
             continue
         try:
-            fields = json.loads(text.removeprefix(_ANNOTATION))
+            fields = json.loads(text.removeprefix(ANNOTATION))
             unknown = set(fields) - _NAMES
         except (ValueError, TypeError):
             raise RequestError.about("nvext.annotations", expected="a JSON object", found=_shown(text)) from None

@@ -46,11 +46,19 @@ class WorkerSettings(Frozen):
     id_file: Path | None = None
 
 
+class GatewaySettings(Frozen):
+    """Where clients come, and the URL of the front end behind."""
+
+    host: str
+    port: int
+    frontend_url: str
+
+
 def check_package() -> None:
     """Raises ConfigError without Dynamo, which is an extra."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("dynamo", "zmq", "prometheus_client") if find_spec(name) is None]
+    missing = [name for name in ("dynamo", "zmq", "prometheus_client", "aiohttp") if find_spec(name) is None]
     if missing:
         raise ConfigError.about(
             "NVIDIA Dynamo",

@@ -1,4 +1,4 @@
-"""The supervisor of `dflash-trt serve`: a front end and its workers as processes of one machine.
+"""The supervisor of `dflash-trt serve`: gateway, front end and workers as processes of one machine.
 
 A process that dies is started again, after a pause that grows with each start that fails. One that never serves, or
 fails to start several times in a row, ends the service.
@@ -7,6 +7,7 @@ fails to start several times in a row, ends the service.
 import json
 import logging
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from dflash_trt.servers.dynamo.environment import (
     is_registered,
     local_environment,
 )
-from dflash_trt.servers.dynamo.settings import WorkerSettings, write_card
+from dflash_trt.servers.dynamo.settings import GatewaySettings, WorkerSettings, write_card
 
 _POLL_S = 0.1
 _MAX_PAUSE_S = 30.0
@@ -129,7 +130,8 @@ class Supervisor:
         self._log = log
         self._stack = ExitStack()
         self._workers: list[_Child] = []
-        self._frontend: _Child | None = None
+        self._doors: list[_Child] = []  # gateway and front end
+        self._frontend_port = free_port()
         self._state = Path()
         self._is_up = False  # until then a process that dies ends all
 
@@ -145,7 +147,7 @@ class Supervisor:
             stack.enter_context(EventBroker(*event_addresses(self._state)))
             stack.callback(self._stop)
             self._workers = [self._worker(index) for index in range(self._service.num_replicas)]
-            self._frontend = self._new_frontend()
+            self._doors = [self._gateway(), self._frontend()]
             for child in self._children:
                 child.start()
             self._stack = stack.pop_all()
@@ -156,7 +158,7 @@ class Supervisor:
 
     @property
     def _children(self) -> Sequence[_Child]:
-        return [*self._workers, *([self._frontend] if self._frontend else [])]
+        return [*self._workers, *self._doors]
 
     def wait_until_ready(self) -> None:
         """Wait until the front end knows every worker.
@@ -214,7 +216,7 @@ class Supervisor:
         return {int(str(instance_id), 16) for instance_id in ids} <= self._known_instances() and self._has_model()
 
     def _is_serving(self, child: _Child) -> bool:
-        """True if a worker has registered, or the front end answers."""
+        """True if a worker has registered, or gateway and front end answer."""
         if child.id_file is None:
             return bool(self._get("/health"))
         return child.instance_id is not None and is_registered(self._state, child.instance_id)
@@ -245,9 +247,15 @@ class Supervisor:
         task = service.worker.model_copy(update={"id_file": id_file, "card": self._state / "card"})
         return _Child(name=f"replica {index}", task=task, environment=environment, id_file=id_file, log=self._log)
 
-    def _new_frontend(self) -> _Child:
+    def _gateway(self) -> _Child:
+        service = self._service
+        url = f"http://{LOOPBACK}:{self._frontend_port}"
+        task = GatewaySettings(host=service.host, port=service.port, frontend_url=url)
+        return _Child(name="gateway", task=task, environment=local_environment(self._state), log=self._log)
+
+    def _frontend(self) -> _Child:
         worker = self._service.worker
-        arguments = ["--http-host", self._service.host, "--http-port", str(self._service.port)]
+        arguments = ["--http-host", LOOPBACK, "--http-port", str(self._frontend_port)]
         arguments += ["--namespace", worker.namespace, "--discovery-backend", worker.discovery_backend]
         arguments += ["--request-plane", worker.request_plane, "--event-plane", worker.event_plane]
         # Dynamo keeps a cache of model cards in the home directory.
@@ -261,6 +269,13 @@ class Supervisor:
         deadline_s = time.monotonic() + _KILL_AFTER_S
         for child in self._children:
             child.wait(deadline_s)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def visible_gpus(indices: Sequence[int], environment: dict[str, str]) -> list[str]:

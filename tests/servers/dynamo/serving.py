@@ -86,7 +86,12 @@ class Server:
 
 
 def listening(process: psutil.Process) -> list[Any]:
-    return [entry.laddr for entry in process.net_connections("tcp") if entry.status == psutil.CONN_LISTEN]
+    """Addresses; none of a process that has just ended."""
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [entry.laddr for entry in connections if entry.status == psutil.CONN_LISTEN]
 
 
 @contextlib.contextmanager

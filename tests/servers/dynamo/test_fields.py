@@ -1,4 +1,4 @@
-"""Every field of the OpenAI API, sent to a server: it is served, refused by name, or known to be dropped on the way.
+"""Every field of the OpenAI API, sent to a server: it is served, refused by name, or a label that asks for nothing.
 
 The table of docs/serving_openai.md is this one.
 """
@@ -20,7 +20,7 @@ COMPLETIONS, CHAT = PATHS
 BOTH = (COMPLETIONS, CHAT)
 
 SERVED = "served"
-DROPPED = "dropped by the front end"
+LABEL = "a label"
 REFUSED = "refused"
 
 # Field: a value that asks for something, what becomes of it, at which of the two paths. A name of SamplingParams is
@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "add_generation_prompt": (False, SERVED, (CHAT,)),
     "tools": (TOOLS, SERVED, (CHAT,)),
     "logprobs": (True, SERVED, (CHAT,)),
-    "n": (2, REFUSED, BOTH),  # the front end closes a request with the first of its samples that ends
+    "n": (2, "n", BOTH),
     "min_tokens": (2, "min_tokens", BOTH),
     "presence_penalty": (0.5, "presence_penalty", BOTH),
     "frequency_penalty": (0.5, "frequency_penalty", BOTH),
@@ -60,30 +60,35 @@ FIELDS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "allowed_token_ids": ([3], REFUSED, BOTH),
     "bad_words_token_ids": ([[3]], REFUSED, BOTH),
     "detokenize": (False, REFUSED, BOTH),
-    "bad_words": (["x"], REFUSED, BOTH),
+    "bad_words": (["x"], "bad_words", BOTH),
+    "regex": ("a+", "regex", BOTH),
+    "choice": (["a", "b"], "choice", BOTH),
+    "grammar": ('start: "a"', "grammar", BOTH),
+    "json_schema": (SCHEMA, "json_schema", BOTH),
     "use_beam_search": (True, REFUSED, BOTH),
     "length_penalty": (1.5, REFUSED, BOTH),
     "priority": (1, REFUSED, BOTH),
     "structured_outputs": ({"regex": "a"}, REFUSED, BOTH),
     "functions": ([{"name": "f", "parameters": SCHEMA}], REFUSED, (CHAT,)),
     "unknown_field": (1, REFUSED, BOTH),
-    "logit_bias": ({"5": 1}, DROPPED, BOTH),
-    "suffix": ("x", DROPPED, (COMPLETIONS,)),
-    "user": ("me", DROPPED, BOTH),
-    "metadata": ({"a": "b"}, DROPPED, BOTH),
-    "store": (True, DROPPED, (CHAT,)),
-    "service_tier": ("auto", DROPPED, (CHAT,)),
-    "parallel_tool_calls": (False, DROPPED, (CHAT,)),
-    "modalities": (["text"], DROPPED, (CHAT,)),
-    "prediction": ({"type": "content", "content": "x"}, DROPPED, (CHAT,)),
-    "web_search_options": ({}, DROPPED, (CHAT,)),
-    "prompt_cache_key": ("k", DROPPED, (CHAT,)),
+    "logit_bias": ({"5": 1}, "logit_bias", BOTH),
+    "suffix": ("x", REFUSED, (COMPLETIONS,)),
+    "user": ("me", LABEL, BOTH),
+    "metadata": ({"a": "b"}, LABEL, BOTH),
+    "store": (True, REFUSED, (CHAT,)),
+    "service_tier": ("flex", REFUSED, (CHAT,)),
+    "parallel_tool_calls": (False, REFUSED, (CHAT,)),
+    "modalities": (["audio"], REFUSED, (CHAT,)),
+    "prediction": ({"type": "content", "content": "x"}, REFUSED, (CHAT,)),
+    "web_search_options": ({}, REFUSED, (CHAT,)),
+    "prompt_cache_key": ("k", LABEL, (CHAT,)),
+    "safety_identifier": ("k", LABEL, BOTH),
 }
 NAMES = {row.name for row in SAMPLING_FIELDS}
 
 
 def is_refused(outcome: str) -> bool:
-    return outcome == REFUSED or (outcome not in (SERVED, DROPPED) and outcome not in NAMES)
+    return outcome == REFUSED or (outcome not in (SERVED, LABEL) and outcome not in NAMES)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -96,6 +101,60 @@ def test_a_field_is_served_or_refused_by_its_name(server: Server, name: str) -> 
             assert name in answer.json()["message"]
         else:
             assert answer.status_code == 200, answer.text
+
+
+NEUTRAL = {
+    "n": 1, "suffix": "", "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+    "modalities": ["text"], "logit_bias": {}, "presence_penalty": 0, "stop": None, "metadata": None,
+}  # fmt: skip
+
+
+def test_values_that_ask_for_nothing_are_taken(server: Server) -> None:
+    for path in BOTH:
+        neutral = {name: value for name, value in NEUTRAL.items() if path in FIELDS[name][2]}
+        answer = server.post(path, **PATHS[path] | {"max_tokens": 4} | neutral)
+        assert answer.status_code == 200, answer.text
+
+
+# The same for /v1/responses, whose front end takes any name.
+RESPONSES: dict[str, tuple[Any, str]] = {
+    "temperature": (0.5, SERVED),
+    "top_p": (0.5, SERVED),
+    "stream": (True, SERVED),
+    "instructions": ("be kind", SERVED),
+    "tools": ([{"type": "function", "name": "f", "parameters": SCHEMA}], SERVED),
+    "text": ({"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}, SERVED),
+    "seed": (3, "seed"),
+    "presence_penalty": (0.5, "presence_penalty"),
+    "logit_bias": ({"5": 1}, "logit_bias"),
+    "regex": ("a+", "regex"),
+    "user": ("me", LABEL),
+    "metadata": ({"a": "b"}, LABEL),
+    "store": (True, REFUSED),
+    "service_tier": ("flex", REFUSED),
+    "parallel_tool_calls": (False, REFUSED),
+    "truncation": ("auto", REFUSED),
+    "conversation": ("x", REFUSED),
+    "include": (["message.output_text.logprobs"], REFUSED),
+    "top_logprobs": (2, REFUSED),
+    "background": (True, REFUSED),
+    "previous_response_id": ("x", REFUSED),
+    "max_tool_calls": (3, REFUSED),
+    "prompt": ({"id": "x"}, REFUSED),
+    "n": (2, REFUSED),
+    "unknown_field": (1, REFUSED),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_a_field_of_a_response_is_served_or_refused_by_its_name(server: Server, name: str) -> None:
+    value, outcome = RESPONSES[name]
+    answer = server.post("responses", **{"input": "x", "max_output_tokens": 12} | {name: value})
+    if outcome == REFUSED:
+        assert answer.status_code in (400, 501), answer.text
+        assert name in answer.json()["message"]
+    else:
+        assert answer.status_code == 200, answer.text
 
 
 def test_a_refusal_of_a_stream_has_the_same_status(server: Server) -> None:
@@ -140,4 +199,4 @@ def test_the_documentation_has_every_field() -> None:
 
 
 def shown(outcome: str) -> str:
-    return outcome if outcome in (SERVED, DROPPED, REFUSED) else f"as `{outcome}`"
+    return outcome if outcome in (SERVED, LABEL, REFUSED) else f"as `{outcome}`"

@@ -61,11 +61,11 @@ def test_a_full_queue_is_answered_with_429(crowded: Server) -> None:
 
 def test_a_killed_replica_loses_only_its_requests_and_comes_back(crowded: Server, offline: LLM) -> None:
     texts = prompts(10, "killed")
-    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=600, ignore_eos=True)
     expected = [output.text for output in offline.generate(texts, sampling)]
     outcomes: dict[int, str | None] = {}
     # One after the other, for the queues are short.
-    streams = [begun(crowded.client(), text, LONG | {"max_tokens": 400}) for text in texts]
+    streams = [begun(crowded.client(), text, LONG | {"max_tokens": 600}) for text in texts]
 
     def read(index: int) -> None:
         first, stream = streams[index]
@@ -74,7 +74,8 @@ def test_a_killed_replica_loses_only_its_requests_and_comes_back(crowded: Server
         except openai.APIError:
             outcomes[index] = None
 
-    victim = crowded.workers()[0]
+    busiest = max(range(2), key=lambda replica: crowded.metric("dflash_trt:requests_running", replica) or 0.0)
+    (victim,) = (worker for worker in crowded.workers() if crowded.port + 1 + busiest in ports(worker))
     victim.kill()
     with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
         list(pool.map(read, range(len(texts))))
@@ -94,15 +95,20 @@ def begun(client: openai.OpenAI, prompt: str, fields: dict[str, Any]) -> tuple[s
     return next(iter(stream)).choices[0].text, stream
 
 
-def test_a_front_end_that_dies_comes_back(crowded: Server) -> None:
-    (front_end,) = (process for process in crowded.processes() if crowded.port in ports(process))
-    front_end.kill()
-    crowded.wait_until(lambda: any(crowded.port in ports(process) for process in crowded.processes()))
-    crowded.wait_until(lambda: crowded.answers() == 200)
-
-
 def ports(process: psutil.Process) -> set[int]:
     return {place.port for place in listening(process)}
+
+
+def test_a_gateway_and_a_front_end_that_die_come_back(crowded: Server) -> None:
+    workers = {process.pid for process in crowded.workers()}
+    doors = [process for process in crowded.processes() if listening(process) and process.pid not in workers]
+    assert len(doors) == 2
+    for door in doors:
+        door.kill()
+        crowded.wait_until(lambda: crowded.answers() == 200)
+    assert "gateway ended by signal 9" in crowded.output
+    assert "front end ended by signal 9" in crowded.output
+    assert {process.pid for process in crowded.workers()} == workers
 
 
 def test_a_service_stops_without_leaving_anything(demo: Path, tmp_path: Path) -> None:

@@ -146,15 +146,81 @@ def test_prompts_of_token_ids_are_taken_as_they_are(client, offline) -> None:
     assert answer.choices[0].text == alone(offline, token_ids).text
 
 
-def test_what_speculation_did_comes_with_the_answer_when_it_is_asked_for(client, offline) -> None:
-    answer = client.completions.create(prompt=PROMPT, extra_body={"nvext": {"extra_fields": ["engine_data"]}}, **GREEDY)
-    found = answer.model_extra["nvext"]["engine_data"]["metrics"]["speculative_decoding"]
+def test_biases_and_bad_words_are_those_of_the_engine(client, offline) -> None:
+    first = alone(offline, max_new_tokens=1)
+    banned = {"logit_bias": {str(first.token_ids[0]): -100}}
+    expected = alone(offline, logit_bias={first.token_ids[0]: -100.0}).text
+    assert expected != alone(offline).text
+    assert client.completions.create(prompt=PROMPT, **banned, **GREEDY).choices[0].text == expected
+    words = [" Check", "Check"]
+    assert "Check" in alone(offline).text
+    expected = alone(offline, bad_words=words).text
+    assert expected != alone(offline).text
+    answer = client.completions.create(prompt=PROMPT, extra_body={"bad_words": words}, **GREEDY)
+    assert answer.choices[0].text == expected
+
+
+def test_samples_of_a_prompt_are_those_of_the_engine(client, offline) -> None:
+    fields = GREEDY | SAMPLED | {"n": 3}
+    samples = alone(offline, **SAMPLED, n=3)
+    samples = [samples, *samples.other_samples]
+    expected = [output.text for output in samples]
+    assert len(set(expected)) == 3
+    answer = client.completions.create(prompt=PROMPT, **fields)
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == samples[0].num_prompt_tokens
+    assert answer.usage.completion_tokens == sum(len(output.token_ids) for output in samples)
+    found = answer.model_extra["metrics"]["speculative_decoding"]
+    assert found["num_spec_steps"] == sum(output.num_verify_steps for output in samples)
+    emitted = sum(output.num_emitted_by_verify for output in samples)
+    assert found["mean_acceptance_length"] == pytest.approx(emitted / found["num_spec_steps"])
+
+
+def test_samples_are_streamed_side_by_side(client, offline) -> None:
+    fields = GREEDY | SAMPLED | {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    first = offline.chat(MESSAGES, SamplingParams(max_new_tokens=40, n=3, **SAMPLED))
+    samples = [first, *first.other_samples]
+    chunks = list(client.chat.completions.create(messages=MESSAGES, **fields))
+    texts, ends = ["", "", ""], []
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        ends += [choice.index] if choice.finish_reason else []
+    assert texts == [output.text for output in samples]
+    assert sorted(ends) == [0, 1, 2]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == sum(len(output.token_ids) for output in samples)
+
+
+def test_a_sample_that_is_refused_refuses_the_request(client) -> None:
+    for fields, word in (({"n": 0}, "n"), ({"n": 3, "top_p": -1.0}, "top_p"), ({"n": 100_000}, "n")):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match=f"(?i){word}"):
+                client.completions.create(prompt=PROMPT, stream=stream, **GREEDY | fields)
+
+
+def test_what_speculation_did_comes_with_the_answer(client, offline) -> None:
     expected = alone(offline)
     verified = [step for step in expected.steps if step.num_candidates]
-    assert found["num_spec_steps"] == len(verified) == sum(found["acceptance_histogram"])
-    assert found["per_step_accepted"] == [step.num_accepted for step in verified]
-    assert found["num_draft_tokens"] == expected.num_draft_tokens
-    assert found["mean_acceptance_length"] == pytest.approx(expected.acceptance_length)
+    streamed = list(client.completions.create(prompt=PROMPT, stream=True, **GREEDY))
+    for answer in (client.completions.create(prompt=PROMPT, **GREEDY), streamed[-1]):
+        found = answer.model_extra["metrics"]["speculative_decoding"]
+        assert found["num_spec_steps"] == len(verified) == sum(found["acceptance_histogram"])
+        assert found["per_step_accepted"] == [step.num_accepted for step in verified]
+        assert found["num_draft_tokens"] == expected.num_draft_tokens
+        assert found["mean_acceptance_length"] == pytest.approx(expected.acceptance_length)
+        assert "nvext" not in answer.model_extra
+
+
+def test_what_the_engine_tells_stays_where_a_client_has_asked_for_it(client) -> None:
+    asked = {"nvext": {"extra_fields": ["engine_data"]}}
+    answer = client.completions.create(prompt=PROMPT, extra_body=asked | {"prompt_logprobs": 1}, **GREEDY)
+    found = answer.model_extra["nvext"]["engine_data"]
+    assert found["metrics"] == answer.model_extra["metrics"]
+    assert found["prompt_logprobs"] == answer.model_extra["prompt_logprobs"]
+    assert len(found["prompt_logprobs"]) == answer.usage.prompt_tokens
 
 
 def test_sixty_four_concurrent_streams_have_the_texts_of_the_engine(server, offline) -> None:
