@@ -17,6 +17,12 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -39,11 +45,25 @@ NUM_TEXT_TOKENS = 256  # one per byte, ids 4 .. 259
 VOCAB_SIZE = 272  # the rest is padding, as real vocabularies have
 
 Tensors = dict[str, torch.Tensor]
-Family = Literal["qwen3", "llama", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+Family = Literal[
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "phi3",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+]
 
 _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -76,6 +96,9 @@ _SHARED_EXPERTS: dict[str, Any] = {
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": 6},
+    "phi3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {
         "num_local_experts": 8,

@@ -42,6 +42,8 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
         table |= _layer_names(canonical, foreign, layer, "qkv")
         family = all_families()[spec.family]
+        if family.layer_names is not None:
+            table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
         if isinstance(layer.mixer, GatedDelta):
             assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
             table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)

@@ -239,8 +239,11 @@ class TrtOps:
         return layers.gather(layers.tensor(cos), positions), layers.gather(layers.tensor(sin), positions)
 
     def rope(self, x: ITensor, table: tuple[ITensor, ITensor]) -> ITensor:
-        cos, sin = table  # [N, 1, D], in x's dtype
+        cos, sin = table  # [N, 1, rotary_dim], in x's dtype
         layers = self._layers
+        if cos.shape[-1] < x.shape[-1]:
+            rotated, kept = self.split(x, (cos.shape[-1], x.shape[-1] - cos.shape[-1]))
+            return layers.concat((self.rope(rotated, table), kept), 2)
         half = x.shape[-1] // 2
         first, second = self.split(x, (half, half))
         turned = layers.concat((layers.unary("NEG", second), first), 2)

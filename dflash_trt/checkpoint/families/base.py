@@ -11,12 +11,15 @@ from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 
 LayerFields = dict[str, Any]  # of a LayerSpec
 ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
 ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
+LayerNames = Callable[[str, str, LayerSpec, int], ForeignTable]
+MaxPositions = Callable[[ConfigReader, int], int]
 DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
 
 
@@ -26,14 +29,19 @@ class Family:
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
-    hidden_size)` does so for one layer's gated delta net. `has_offset_norms`: see TargetSpec. Tensors whose names begin
-    with one of `left_out` are of parts that an engine has no use for.
+    hidden_size)` does so for one layer's gated delta net, and `layer_names(canonical, foreign, layer, hidden_size)` for
+    what is not named as in Llama. `has_offset_norms`: see TargetSpec. Tensors whose names begin with one of `left_out`
+    are of parts that an engine has no use for.
+
+    `max_positions(reader, trained)` are the positions that are implemented of those that the model was trained for.
     """
 
     architectures: tuple[str, ...]
     read_layers: ReadLayers
     expert_names: ExpertNames | None = None
     delta_names: DeltaNames | None = None
+    layer_names: LayerNames | None = None
+    max_positions: MaxPositions | None = None
     has_offset_norms: bool = False
     left_out: tuple[str, ...] = ()
 

@@ -126,6 +126,11 @@ class NativeOps(TorchOps):
 
     def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
         num_rows, num_heads, head_dim = x.shape
+        rotary_dim = table.cos.shape[-1]
+        if rotary_dim < head_dim:
+            x = x if norm is None else self.rms_norm(x, norm, eps)
+            x[..., :rotary_dim] = self.norm_rope(x[..., :rotary_dim].contiguous(), None, 0.0, table)
+            return x
         assert x.stride(1) == head_dim and x.stride(2) == 1
         rotation = table.rotation(norm, eps)
         self._kernels.rotate(x.data_ptr(), x.stride(0), num_rows, num_heads, head_dim, ctypes.addressof(rotation))
