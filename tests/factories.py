@@ -13,10 +13,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
@@ -51,6 +55,8 @@ Family = Literal[
     "qwen2",
     "mistral",
     "phi3",
+    "glm4_moe",
+    "minimax_m2",
     "qwen3_moe",
     "gpt_oss",
     "qwen3_next",
@@ -64,6 +70,8 @@ _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -93,12 +101,29 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "qwen2": {},
     "mistral": {"sliding_window": 6},
     "phi3": {},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": _HALF_ROTATED,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "rope_parameters": _HALF_ROTATED,
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {
         "num_local_experts": 8,
@@ -148,7 +173,12 @@ def make_target(
     fields |= _FAMILY_FIELDS[family] | overrides
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**fields))
-    randomize(dict(model.named_parameters()), seed=seed, has_offset_norms="layer_types" in _FAMILY_FIELDS[family])
+    choice_biases = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    randomize(
+        dict(model.named_parameters()) | choice_biases,
+        seed=seed,
+        has_offset_norms="layer_types" in _FAMILY_FIELDS[family],
+    )
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)

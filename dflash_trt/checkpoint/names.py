@@ -89,10 +89,16 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
     if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
         return True
     if isinstance(spec, TargetSpec):
-        is_left_out = name.startswith(all_families()[spec.family].left_out)
+        family = all_families()[spec.family]
+        is_left_out = name.startswith(family.left_out) or (family.has_drafting_layers and _is_behind_last(name, spec))
         return is_left_out or (spec.is_embedding_tied and name == LM_HEAD)
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors
+
+
+def _is_behind_last(name: str, spec: TargetSpec) -> bool:
+    layer = re.match(r"(?:[a-z_]+\.)*layers\.(\d{1,4})\.", name)
+    return layer is not None and int(layer[1]) >= spec.num_layers
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
@@ -119,7 +125,7 @@ def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal[
         table[f"{canonical}.o_bias"] = _projections(foreign, "o", "bias")
     if mixer.has_sinks:
         table[f"{canonical}.sinks"] = one(f"{foreign}.self_attn.sinks")
-    if mixer.has_qk_norm:
+    if mixer.has_qk_norm or mixer.has_joint_qk_norm:
         table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in ("q_norm", "k_norm")}
     return table
 

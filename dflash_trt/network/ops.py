@@ -43,6 +43,7 @@ class Experts(Generic[T]):
     router: Linear[T]
     num_experts: int
     first_expert: int = 0
+    choice_bias: T | None = None  # float32 [experts of the router]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +170,10 @@ class Ops(Protocol[T]):
 
     def rms_norm(self, x: T, weight: T, eps: float) -> T:
         """Over the last axis, fp32 inside, back to x's dtype."""
+        ...
+
+    def joint_rms_norm(self, x: T, weight: T, eps: float) -> T:
+        """`rms_norm` of rows [N, F] whose features all ranks hold a part of."""
         ...
 
     def add(self, a: T, b: T) -> T: ...

@@ -194,6 +194,10 @@ class TrtOps:
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
 
+    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+        assert self._collectives is None, "refused by `unsupported_problems`"
+        return self.rms_norm(x, weight, eps)
+
     def add(self, a: ITensor, b: ITensor) -> ITensor:
         return self._layers.binary("SUM", a, b)
 

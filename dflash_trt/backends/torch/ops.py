@@ -105,6 +105,13 @@ class TorchOps:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return (x * torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
+    def joint_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._ranks.num_ranks == 1:
+            return self.rms_norm(x, weight, eps)
+        wide = x.float()
+        mean_square = self.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.num_ranks
+        return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
@@ -116,7 +123,8 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
-        return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
+        choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
+        return run_chosen_experts(x, experts, moe, choice)
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.split_with_sizes(tuple(sizes), -1)

@@ -31,7 +31,8 @@ class Family:
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
     hidden_size)` does so for one layer's gated delta net, and `layer_names(canonical, foreign, layer, hidden_size)` for
     what is not named as in Llama. `has_offset_norms`: see TargetSpec. Tensors whose names begin with one of `left_out`
-    are of parts that an engine has no use for.
+    are of parts that an engine has no use for, and so are layers behind the last one, which draft
+    (`has_drafting_layers`).
 
     `max_positions(reader, trained)` are the positions that are implemented of those that the model was trained for.
     """
@@ -43,6 +44,7 @@ class Family:
     layer_names: LayerNames | None = None
     max_positions: MaxPositions | None = None
     has_offset_norms: bool = False
+    has_drafting_layers: bool = False
     left_out: tuple[str, ...] = ()
 
 
