@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -55,6 +57,7 @@ Family = Literal[
     "qwen2",
     "mistral",
     "phi3",
+    "deepseek_v3",
     "glm4_moe",
     "minimax_m2",
     "qwen3_moe",
@@ -70,6 +73,7 @@ _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -117,6 +121,21 @@ _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
         "rope_parameters": _HALF_ROTATED,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
     },
     "minimax_m2": {
         "num_local_experts": 8,

@@ -88,7 +88,9 @@ def require_plain_decoder(reader: ConfigReader) -> None:
     """Refuse features that no decoder here implements."""
     reader.require("hidden_act", "silu", default="silu", hint=NOT_IMPLEMENTED)
     reader.require("pretraining_tp", 1, hint=NOT_IMPLEMENTED)
-    reader.require("is_encoder_decoder", False, hint=NOT_IMPLEMENTED)
+    for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"):
+        reader.require(name, False, hint=NOT_IMPLEMENTED)
+    reader.require("cross_attention_hidden_size", hint=NOT_IMPLEMENTED)
     reader.require("pruned_heads", {}, hint=NOT_IMPLEMENTED)
     reader.require("rope_interleaved", False, hint=NOT_IMPLEMENTED)
     reader.require("attn_logit_softcapping", hint=NOT_IMPLEMENTED)

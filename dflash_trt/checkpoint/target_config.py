@@ -42,9 +42,9 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
 def _read_family(reader: ConfigReader) -> str | None:
     architectures = reader.value("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
-    family = family_of(name)
+    family = family_of(name, reader.value("model_type"))
     if family is None:
-        known = sorted(name for family in all_families().values() for name in family.architectures)
+        known = sorted({name for family in all_families().values() for name in family.architectures})
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
     return family

@@ -220,6 +220,12 @@ class TrtOps:
     def gated_delta(self, *_: object) -> ITensor:
         raise AssertionError("refused by `unsupported_problems`")
 
+    def attend_latent(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def pairs_to_halves(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
     def merge_heads(self, x: ITensor) -> ITensor:
         return self._layers.reshape(x, (-1, x.shape[-2] * x.shape[-1]))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import latent_problems, recurrent_problems, unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
@@ -52,6 +52,7 @@ def unsupported_problems(
 
 
 def _layer_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:
+    yield from latent_problems(target, where="in a TensorRT engine", hint=hint)
     if any(isinstance(moe := layer.feed_forward, Moe) and moe.routing == "sigmoid_top_k" for layer in target.layers):
         expected = "a router with a softmax in a TensorRT engine (the plugin takes no bias of the choice yet)"
         yield problem("experts of the target", expected=expected, found="a router with sigmoids", hint=hint)

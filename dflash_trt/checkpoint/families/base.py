@@ -57,6 +57,7 @@ def all_families() -> Mapping[str, Family]:
     return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}
 
 
-def family_of(architecture: object) -> str | None:
-    """The model_type of the family with this architecture, or None."""
-    return next((name for name, family in all_families().items() if architecture in family.architectures), None)
+def family_of(architecture: object, model_type: object) -> str | None:
+    """The family with this architecture, or None; of several the one of this model_type, or the first."""
+    names = [name for name, family in all_families().items() if architecture in family.architectures]
+    return next((name for name in names if name == model_type), next(iter(names), None))
