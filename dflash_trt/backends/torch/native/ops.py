@@ -131,7 +131,7 @@ class NativeOps(TorchOps):
         rotary_dim = table.cos.shape[-1]
         if rotary_dim < head_dim:
             x = x if norm is None else self.rms_norm(x, norm, eps)
-            x[..., :rotary_dim] = self.norm_rope(x[..., :rotary_dim].contiguous(), None, 0.0, table)
+            x[..., :rotary_dim] = self.rope(x[..., :rotary_dim], table)
             return x
         assert x.stride(1) == head_dim and x.stride(2) == 1
         rotation = table.rotation(norm, eps)
