@@ -101,7 +101,8 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
         return True
     if isinstance(spec, TargetSpec):
         family = all_families()[spec.family]
-        is_left_out = name.startswith(family.left_out) or (family.has_drafting_layers and _is_behind_last(name, spec))
+        is_left_out = name.startswith(family.left_out) or any(module in name for module in family.left_out_modules)
+        is_left_out = is_left_out or (family.has_drafting_layers and _is_behind_last(name, spec))
         return is_left_out or (spec.is_embedding_tied and name in (_LM_HEAD, f"language_model.{_LM_HEAD}"))
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors

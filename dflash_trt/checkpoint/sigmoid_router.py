@@ -21,7 +21,12 @@ def read_feed_forwards(
     reader.require("moe_layer_freq", 1, hint=NOT_IMPLEMENTED)
     moe = _read_moe(reader, scale=scale, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
     num_dense = num_dense if first is None else first
-    return [sizes.dense_fields() if i < num_dense else moe for i in range(sizes.num_layers)]
+    types = reader.optional_texts("mlp_layer_types")
+    if types is None:
+        types = tuple("dense" if i < num_dense else "sparse" for i in range(sizes.num_layers))
+    elif set(types) - {"dense", "sparse"} or len(types) != sizes.num_layers:
+        reader.refuse("mlp_layer_types", expected=f"dense or sparse for each of {sizes.num_layers} layers")
+    return [sizes.dense_fields() if name == "dense" else moe for name in types]
 
 
 def _read_moe(reader: ConfigReader, *, scale: float, num_groups: int, num_chosen_groups: int) -> dict[str, Any]:

@@ -93,6 +93,11 @@ TARGETS = {
         "kv_lora_rank": 40,
         "n_shared_experts": 2,
     },
+    "deepseek_v32, while its indexer names all": {"family": "deepseek_v32", "seed": 1},
+    "glm_moe_dsa, layers that share an indexer": {
+        "family": "glm_moe_dsa",
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "deepseek_v3, values wider than keys, experts saved as they are computed": {
         **DEEPSEEK,
         "v_head_dim": 28,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from dflash_trt import LLM
 from dflash_trt.backends.torch import latent_attention
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.quantization import LayerKvScales
@@ -95,6 +96,15 @@ def test_determinism_is_refused(root: Path) -> None:
     engine = build(root, tp_size=1, overwrite=True)
     with pytest.raises(SettingError, match="attend over K and V, found attention over latents"):
         LLM(engine.path, deterministic=True)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_contexts_that_an_indexer_would_thin_out_are_refused(tmp_path: Path, family: str) -> None:
+    make_zlab_drafter(tmp_path / "drafter", target_dir=tiny_target(tmp_path / "target", family=family, index_topk=32))
+    assert open_pair(tmp_path / "target", None).target.max_position_embeddings == 32
+    with pytest.raises(ConfigError, match=r"max_seq_len: expected .*32"):
+        build(tmp_path, tp_size=1, max_seq_len=33)
+    build(tmp_path, tp_size=1, max_seq_len=32)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.", ""])

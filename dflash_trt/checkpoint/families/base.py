@@ -31,8 +31,8 @@ class Family:
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
     hidden_size)` does so for one layer's gated delta net, and `layer_names(canonical, foreign, layer, hidden_size)` for
     what is not named as in Llama. `has_offset_norms`: see TargetSpec. Tensors whose names begin with one of `left_out`
-    are of parts that an engine has no use for, and so are layers behind the last one, which draft
-    (`has_drafting_layers`).
+    are of parts that an engine has no use for, and so are those of `left_out_modules`, and layers behind the last one,
+    which draft (`has_drafting_layers`).
 
     `max_positions(reader, trained)` are the positions that are implemented of those that the model was trained for.
     """
@@ -46,6 +46,7 @@ class Family:
     has_offset_norms: bool = False
     has_drafting_layers: bool = False
     left_out: tuple[str, ...] = ()
+    left_out_modules: tuple[str, ...] = ()
 
 
 @cache

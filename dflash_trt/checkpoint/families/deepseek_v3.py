@@ -16,7 +16,8 @@ _NUM_DENSE, _ROUTING_SCALE, _NUM_GROUPS, _NUM_CHOSEN_GROUPS = 3, 2.5, 8, 4
 
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_known_producer(reader)
-    reader.require("attention_bias", False, hint=NOT_IMPLEMENTED)
+    for name in ("attention_bias", "mlp_bias"):
+        reader.require(name, False, hint=NOT_IMPLEMENTED)
     reader.require("sliding_window", hint=NOT_IMPLEMENTED)
     reader.ignore(("qk_head_dim",))  # the sum of its parts
     mixer = _read_mixer(reader, sizes)
