@@ -13,10 +13,26 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -39,11 +55,35 @@ NUM_TEXT_TOKENS = 256  # one per byte, ids 4 .. 259
 VOCAB_SIZE = 272  # the rest is padding, as real vocabularies have
 
 Tensors = dict[str, torch.Tensor]
-Family = Literal["qwen3", "llama", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+Family = Literal[
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "phi3",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "minimax_m2",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+]
 
 _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
@@ -73,9 +113,48 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40,
 }
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+_INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2}
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": 6},
+    "phi3": {},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": _HALF_ROTATED,
+    },
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT | _INDEXER,
+    "glm_moe_dsa": _LATENT | _INDEXER,
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "rope_parameters": _HALF_ROTATED,
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "gpt_oss": {
         "num_local_experts": 8,
@@ -125,7 +204,12 @@ def make_target(
     fields |= _FAMILY_FIELDS[family] | overrides
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**fields))
-    randomize(dict(model.named_parameters()), seed=seed, has_offset_norms="layer_types" in _FAMILY_FIELDS[family])
+    choice_biases = {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    randomize(
+        dict(model.named_parameters()) | choice_biases,
+        seed=seed,
+        has_offset_norms="layer_types" in _FAMILY_FIELDS[family],
+    )
     options: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.to(dtype).save_pretrained(path, save_original_format=save_original_format, **options)

@@ -14,6 +14,8 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
@@ -112,10 +114,25 @@ def backend_of(name: BackendName) -> Backend:
 
 def recurrent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
     """A problem for a target with recurrent layers, for a back end that has only attention."""
-    num_recurrent = target.num_layers - len(target.attentions)
+    num_recurrent = sum(isinstance(layer.mixer, GatedDelta) for layer in target.layers)
     if num_recurrent:
         expected = f"attention in every layer {where} (no kernel for gated delta nets yet)"
         yield problem("target", expected=expected, found=f"{num_recurrent} gated delta nets", hint=hint)
+
+
+def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for a target with latent attention, for a back end that attends over K and V alone."""
+    if target.latents:
+        expected = f"attention over K and V in every layer {where} (no kernel for latents yet)"
+        yield problem("target", expected=expected, found=f"{len(target.latents)} layers over latents", hint=hint)
+
+
+def grouped_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for a router that chooses groups of experts first, for a back end that chooses among all."""
+    groups = {moe.num_groups for layer in target.layers if isinstance(moe := layer.feed_forward, Moe)} - {1}
+    for count in sorted(groups):
+        expected = f"a router that chooses among all experts {where} (no kernel for groups yet)"
+        yield problem("experts of the target", expected=expected, found=f"{count} groups of them", hint=hint)
 
 
 def unsupported_formats(

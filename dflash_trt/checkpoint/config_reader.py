@@ -123,6 +123,16 @@ class ConfigReader:
         self.refuse(name, expected=f"a list of integers of {minimum} or more")
         return ()
 
+    def optional_numbers(self, name: str) -> tuple[float, ...] | None:
+        """A list of positive finite numbers."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, list) and all(_is_number(x) and 0 < x <= sys.float_info.max for x in value):
+            return tuple(float(x) for x in value)
+        self.refuse(name, expected="a list of positive numbers")
+        return ()
+
     def optional_texts(self, name: str) -> tuple[str, ...] | None:
         value = self.value(name)
         if value is None or (isinstance(value, list) and all(isinstance(x, str) for x in value)):

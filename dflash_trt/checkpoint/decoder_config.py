@@ -88,7 +88,9 @@ def require_plain_decoder(reader: ConfigReader) -> None:
     """Refuse features that no decoder here implements."""
     reader.require("hidden_act", "silu", default="silu", hint=NOT_IMPLEMENTED)
     reader.require("pretraining_tp", 1, hint=NOT_IMPLEMENTED)
-    reader.require("is_encoder_decoder", False, hint=NOT_IMPLEMENTED)
+    for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"):
+        reader.require(name, False, hint=NOT_IMPLEMENTED)
+    reader.require("cross_attention_hidden_size", hint=NOT_IMPLEMENTED)
     reader.require("pruned_heads", {}, hint=NOT_IMPLEMENTED)
     reader.require("rope_interleaved", False, hint=NOT_IMPLEMENTED)
     reader.require("attn_logit_softcapping", hint=NOT_IMPLEMENTED)
@@ -114,11 +116,12 @@ def read_rope(
     default_theta: float | None = None,
     default_scaling: Mapping[str, Any] | None = None,
     is_partial: bool = False,
+    ignored: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Fields of a RopeSpec, from `rope_parameters` or from `rope_theta` and `rope_scaling`.
 
     `default_theta` applies if neither schema has a theta; None makes the key required. `default_scaling` stands for an
-    absent section. `is_partial`: `read_rotary_dim` reads the part that is rotated.
+    absent section. `is_partial`: `read_rotary_dim` reads the part that is rotated. `ignored` are keys of the section.
     """
     if not is_partial:
         reader.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
@@ -128,6 +131,7 @@ def read_rope(
         reader.refuse("rope_scaling", expected="no such key beside rope_parameters", hint=hint)
     name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
     section = reader.optional_section(name) or reader.nested(name, default_scaling or {})
+    section.ignore(ignored)
     theta = _read_theta(reader, section, default_theta)
     if is_partial:
         section.ignore(("partial_rotary_factor", *MROPE_KEYS))
@@ -138,10 +142,15 @@ def read_rope(
     return fields
 
 
+def rope_section(reader: ConfigReader) -> ConfigReader:
+    """`rope_parameters` or `rope_scaling`, empty where there is neither."""
+    name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
+    return reader.nested(name, reader.value(name) if isinstance(reader.value(name), dict) else {})
+
+
 def read_rotary_dim(reader: ConfigReader, head_dim: int, *, default: float) -> int:
     """Dimensions of a head that RoPE rotates: `partial_rotary_factor`, inside of the section or outside."""
-    name = "rope_parameters" if reader.has("rope_parameters") else "rope_scaling"
-    section = reader.nested(name, reader.value(name) if isinstance(reader.value(name), dict) else {})
+    section = rope_section(reader)
     factors = (section.optional_number("partial_rotary_factor"), reader.optional_number("partial_rotary_factor"))
     factor = next((factor for factor in factors if factor is not None), default)
     rotary_dim = int(head_dim * factor)

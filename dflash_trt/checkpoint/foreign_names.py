@@ -58,3 +58,16 @@ def plus_one(name: str) -> ForeignNames:
 
 def expert_tensors(*parts: str, layout: ExpertLayout | None = None) -> ForeignNames:
     return ForeignNames(parts=parts, recipe="experts", layout=layout or ExpertLayout())
+
+
+def stacked_rows(name: str, sizes: tuple[int, ...], stored_shape: tuple[int, ...]) -> ForeignNames:
+    """Segments that stand in one part, one behind the other."""
+    return ForeignNames(parts=(name,) * len(sizes), rows=part_rows(sizes, stored_shape))
+
+
+def part_rows(lengths: tuple[int, ...], stored_shape: tuple[int, ...]) -> tuple[PartRows, ...]:
+    """Rows of `lengths`, one behind the other, over and over to the end of a part."""
+    return tuple(
+        PartRows(start=sum(lengths[:i]), length=length, stride=sum(lengths), stored_shape=stored_shape)
+        for i, length in enumerate(lengths)
+    )

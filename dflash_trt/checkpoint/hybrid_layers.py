@@ -4,7 +4,7 @@ from typing import Any
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope, read_rotary_dim
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows, one
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, stacked_rows
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
 from dflash_trt.core.model.gated_delta import GatedDelta
 
@@ -66,19 +66,6 @@ def common_delta_names(canonical: str, foreign: str, mixer: GatedDelta) -> Forei
         f"{canonical}.gated_norm": one(f"{net}.norm.weight"),
         f"{canonical}.o": one(f"{net}.out_proj.weight"),
     }
-
-
-def stacked_rows(name: str, sizes: tuple[int, ...], stored_shape: tuple[int, ...]) -> ForeignNames:
-    """Segments that stand in one part, one behind the other."""
-    return ForeignNames(parts=(name,) * len(sizes), rows=part_rows(sizes, stored_shape))
-
-
-def part_rows(lengths: tuple[int, ...], stored_shape: tuple[int, ...]) -> tuple[PartRows, ...]:
-    """Rows of `lengths`, one behind the other, over and over to the end of a part."""
-    return tuple(
-        PartRows(start=sum(lengths[:i]), length=length, stride=sum(lengths), stored_shape=stored_shape)
-        for i, length in enumerate(lengths)
-    )
 
 
 def shared_names(canonical: str, foreign: str) -> ForeignTable:

@@ -16,16 +16,28 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 
-LM_HEAD = "lm_head.weight"  # of a target
+_LM_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
-_LANGUAGE_MODEL = "model.language_model."  # in the place of "model." in a model that also sees
+_LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")  # "model." in a model that also sees
+
+
+def model_prefix(stored_names: Collection[str]) -> str:
+    """Of a target's tensors, but for its head."""
+    found = (prefix for prefix in _LANGUAGE_MODELS if any(name.startswith(prefix) for name in stored_names))
+    return next(found, "model.")
 
 
 def embedding_name(stored_names: Collection[str]) -> str:
     """Of a target."""
-    is_part = any(name.startswith(_LANGUAGE_MODEL) for name in stored_names)
-    return f"{_LANGUAGE_MODEL if is_part else 'model.'}{_EMBEDDING}"
+    return f"{model_prefix(stored_names)}{_EMBEDDING}"
+
+
+def head_name(stored_names: Collection[str]) -> str:
+    """Of a target."""
+    outer = model_prefix(stored_names).removesuffix("model.")
+    return f"{outer if outer == 'language_model.' else ''}{_LM_HEAD}"
 
 
 def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> ForeignTable:
@@ -34,14 +46,15 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     `stored_names` decide the layout of the experts (default: the published one). Either matrix of a tied pair may be
     the stored one.
     """
-    embedding = embedding_name(stored_names)
-    model = embedding.removesuffix(_EMBEDDING)
-    has_head_only = spec.is_embedding_tied and embedding not in stored_names and LM_HEAD in stored_names
-    table: ForeignTable = {"target.embedding": one(LM_HEAD if has_head_only else embedding)}
+    embedding, head, model = embedding_name(stored_names), head_name(stored_names), model_prefix(stored_names)
+    has_head_only = spec.is_embedding_tied and embedding not in stored_names and head in stored_names
+    table: ForeignTable = {"target.embedding": one(head if has_head_only else embedding)}
+    family = all_families()[spec.family]
     for i, layer in enumerate(spec.layers):
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
         table |= _layer_names(canonical, foreign, layer, "qkv")
-        family = all_families()[spec.family]
+        if family.layer_names is not None:
+            table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
         if isinstance(layer.mixer, GatedDelta):
             assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
             table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)
@@ -50,7 +63,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
             table |= family.expert_names(canonical, foreign, layer.feed_forward, stored_names)
     table["target.norm"] = one(f"{model}norm.weight")
     if not spec.is_embedding_tied:
-        table["target.lm_head"] = one(LM_HEAD)
+        table["target.lm_head"] = one(head)
     if spec.has_offset_norms:
         table |= {name: plus_one(*names.parts) for name, names in table.items() if is_offset_norm(name)}
     return table
@@ -87,10 +100,17 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
     if re.fullmatch(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq", name):
         return True
     if isinstance(spec, TargetSpec):
-        is_left_out = name.startswith(all_families()[spec.family].left_out)
-        return is_left_out or (spec.is_embedding_tied and name == LM_HEAD)
+        family = all_families()[spec.family]
+        is_left_out = name.startswith(family.left_out) or any(module in name for module in family.left_out_modules)
+        is_left_out = is_left_out or (family.has_drafting_layers and _is_behind_last(name, spec))
+        return is_left_out or (spec.is_embedding_tied and name in (_LM_HEAD, f"language_model.{_LM_HEAD}"))
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors
+
+
+def _is_behind_last(name: str, spec: TargetSpec) -> bool:
+    layer = re.match(r"(?:[a-z_]+\.)*layers\.(\d{1,4})\.", name)
+    return layer is not None and int(layer[1]) >= spec.num_layers
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
@@ -101,6 +121,8 @@ def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Litera
     }
     if isinstance(layer.mixer, Gqa):
         table |= _attention_names(canonical, foreign, layer.mixer, letters)
+    if isinstance(layer.mixer, Mla):
+        table |= _latent_names(canonical, foreign, layer.mixer)
     if isinstance(layer.feed_forward, Dense):
         table |= _mlp_names(canonical, foreign, layer.feed_forward)
     return table
@@ -117,9 +139,19 @@ def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal[
         table[f"{canonical}.o_bias"] = _projections(foreign, "o", "bias")
     if mixer.has_sinks:
         table[f"{canonical}.sinks"] = one(f"{foreign}.self_attn.sinks")
-    if mixer.has_qk_norm:
+    if mixer.has_qk_norm or mixer.has_joint_qk_norm:
         table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in ("q_norm", "k_norm")}
     return table
+
+
+def _latent_names(canonical: str, foreign: str, mixer: Mla) -> ForeignTable:
+    """Names of DeepSeek-V3."""
+    words = {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "o": "o_proj"}
+    if mixer.q_rank is None:
+        words["q_b"] = "q_proj"
+    else:
+        words |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm", "q_b": "q_b_proj"}
+    return {f"{canonical}.{name}": one(f"{foreign}.self_attn.{word}.weight") for name, word in words.items()}
 
 
 def _mlp_names(canonical: str, foreign: str, dense: Dense) -> ForeignTable:

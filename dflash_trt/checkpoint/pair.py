@@ -187,7 +187,12 @@ def _open_drafter(
 
 
 def _stored_quantization(sides: Sequence[_Side]) -> QuantizationSpec:
-    formats = {name: source.format for side in sides for name, source in side.quantized.items()}
+    formats = {
+        name: source.format
+        for side in sides
+        for name, source in side.quantized.items()
+        if not side.table[name].is_plain
+    }
     sources = [item for side in sides for item in side.sources.items()]
     formats |= {name: "mxfp4" for name, source in sources if source.layout is not None and source.layout.is_mxfp4}
     kv_scales = sides[0].kv_scales

@@ -51,6 +51,19 @@ def read_quantized(
             yield f"{name}/{i}", plain.to(dtype)
 
 
+def read_dequantized(
+    spec: WeightSpec, source: QuantizedSource, open_slice: OpenSlice, *, dtype: torch.dtype, mapping: Mapping
+) -> Tensor:  # rank_shard(spec, mapping).shape
+    """This rank's shard of a matrix that the engine has unquantized. Raises CheckpointError, see `read_quantized`."""
+    assert source.format is not None, "a matrix of one part has one format"
+    known = weight_format(source.format)
+    fields = {
+        field: _read_field(field, spec, source.parts, open_slice, Mapping())
+        for field in known.layout(spec.shape, segments_of(spec))
+    }
+    return shard(known.dequantize(known.weight_of(segments_of(spec), fields)).to(dtype), spec, mapping)
+
+
 def read_number(stored: StoredTensor, open_slice: OpenSlice) -> float:
     """Read a scalar scale.
 

@@ -64,7 +64,8 @@ def resolve_quantized(
     finder = _Finder(stored, scheme, label, problems)
     sources: dict[str, QuantizedSource] = {}
     for canonical, spec in table.items():
-        specs = part_specs(spec, names[canonical]) if is_linear(spec, canonical) else None
+        may_be_quantized = is_linear(spec, canonical) or spec.is_plain
+        specs = part_specs(spec, names[canonical]) if may_be_quantized else None
         if specs is None:
             continue
         may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)

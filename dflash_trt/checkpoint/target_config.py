@@ -42,9 +42,9 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
 def _read_family(reader: ConfigReader) -> str | None:
     architectures = reader.value("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
-    family = family_of(name)
+    family = family_of(name, reader.value("model_type"))
     if family is None:
-        known = sorted(name for family in all_families().values() for name in family.architectures)
+        known = sorted({name for family in all_families().values() for name in family.architectures})
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
     return family
@@ -72,13 +72,16 @@ def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
     require_plain_decoder(reader)
     reader.require("final_logit_softcapping", hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
+    layers = all_families()[family].read_layers(reader, sizes)
+    most, trained = all_families()[family].max_positions, sizes.max_position_embeddings
     return {
         **sizes.spec_fields(),
+        "max_position_embeddings": trained if most is None else most(reader, trained),
         "family": family,
         "vocab_size": sizes.vocab_size,
         "has_offset_norms": all_families()[family].has_offset_norms,
         "bos_token_id": reader.optional_integer("bos_token_id", minimum=0),
-        "layers": all_families()[family].read_layers(reader, sizes),
+        "layers": layers,
     }
 
 

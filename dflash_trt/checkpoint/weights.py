@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.expert_tensors import (
 )
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
-from dflash_trt.checkpoint.quantized_reading import read_quantized
+from dflash_trt.checkpoint.quantized_reading import read_dequantized, read_quantized
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource
 from dflash_trt.checkpoint.sharding import rank_index, shard
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
@@ -98,6 +98,9 @@ def read_weights(
         opened = OpenFiles(stack)
         for name, spec in table.items():
             cut = Mapping() if name in whole_names else mapping
+            if quantized is not None and name in quantized and spec.is_plain:
+                yield name, read_dequantized(spec, quantized[name], opened.slice_of, dtype=dtype, mapping=cut)
+                continue
             if quantized is not None and name in quantized:
                 yield from read_quantized(name, spec, quantized[name], opened.slice_of, dtype=dtype, mapping=cut)
                 continue

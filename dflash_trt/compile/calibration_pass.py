@@ -15,11 +15,12 @@ from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Cache, Experts, KvDestination, Linear, Rows, StepInputs
+from dflash_trt.network.ops import Cache, Experts, KvDestination, LatentCache, Linear, PagedCache, Rows, StepInputs
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.quantize.calibrate import LinearBank
 
@@ -69,7 +70,7 @@ class CalibrationPass:
             scales.append(LayerKvScales(k=ranges[0] / E4M3_MAX, v=ranges[1] / E4M3_MAX))
         return tuple(scales)
 
-    def saw_kv(self, cache: Cache[Tensor], k: Tensor, v: Tensor) -> None:
+    def saw_kv(self, cache: PagedCache[Tensor], k: Tensor, v: Tensor) -> None:
         old = self._kv_amax.get(cache.spec.name, (0.0, 0.0))
         new = (k.abs().max().item(), v.abs().max().item())
         # `not (new <= old)` keeps a NaN where max() would drop it.
@@ -101,7 +102,7 @@ class _ObservedOps(TorchOps):
         return out if linear.bias is None else out + linear.bias
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
-        choice = chosen_experts(self.linear(x, experts.router), moe)
+        choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
         return run_chosen_experts(x, experts, moe, choice, self._expert)
 
     def _expert(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
@@ -122,6 +123,19 @@ class _ObservedOps(TorchOps):
         if rows.keeps_kv:
             self._observer.saw_kv(cache, k, v)
         return super().attend(q, k, v, rows, cache, gqa, sinks)
+
+    def attend_latent(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latents: Tensor,
+        kv_b: Tensor,
+        rows: Rows[Tensor],
+        cache: LatentCache[Tensor],
+        mla: Mla,
+    ) -> Tensor:
+        self._observer.saw_kv(cache, latents, latents)
+        return super().attend_latent(q_nope, q_rope, latents, kv_b, rows, cache, mla)
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
         for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):

@@ -39,6 +39,34 @@ class PagedKv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PagedLatent:
+    """Paged latents of one layer with multi-head latent attention, by token position: the latent, then the rotated key.
+
+    All heads read all of them, so every rank holds a copy. FP8 pages hold e4m3(row / scales.k).
+    """
+
+    bytes_per_slot: ClassVar[int] = 0
+
+    name: str  # unique in an engine
+    latent_dim: int
+    rope_dim: int
+    dtype: DType
+    scales: LayerKvScales | None = None
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """[position in the page, latent and rotated key]."""
+        return (page_size, self.latent_dim + self.rope_dim)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return math.prod(self.page_shape(1)) * num_bytes_of(self.dtype)
+
+    def shard(self, mapping: Mapping) -> "PagedLatent":
+        """The whole."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
     """Recurrent state of one layer, a gated delta net, by slot.
 
@@ -85,12 +113,13 @@ class Recurrent:
         return replace(self, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
 
 
-LayerState = PagedKv | Recurrent
+PagedState = PagedKv | PagedLatent
+LayerState = PagedState | Recurrent
 
 
-def paged(states: Iterable[LayerState]) -> tuple[PagedKv, ...]:
+def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:
     """Those by token position."""
-    return tuple(state for state in states if isinstance(state, PagedKv))
+    return tuple(state for state in states if not isinstance(state, Recurrent))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +141,11 @@ class EngineStates:
     @property
     def bytes_per_token(self) -> int:
         return sum(state.bytes_per_token for state in self)
+
+    @property
+    def replicated_bytes_per_token(self) -> int:
+        """The part of it that every rank holds whole."""
+        return sum(state.bytes_per_token for state in self if isinstance(state, PagedLatent))
 
     @property
     def bytes_per_slot(self) -> int:

@@ -32,6 +32,7 @@ class WeightSpec:
     num_experts: int = 0
     is_integer: bool = False  # token ids: never cast to the engine's dtype
     is_float32: bool = False  # whatever the engine's dtype
+    is_plain: bool = False  # a matrix that no engine has quantized: it is more than the weight of a GEMM
 
     @property
     def row_axis(self) -> int:
@@ -83,7 +84,8 @@ def rank_shard(spec: WeightSpec, mapping: Mapping) -> WeightSpec:
 
 def is_linear(spec: WeightSpec, name: str) -> bool:
     """True if a canonical tensor is the weight of a GEMM, or of one per expert: no vector, bias, embedding, filter."""
-    return len(spec.shape) == 2 + spec.row_axis and not name.endswith((".embedding", "_bias", ".conv"))
+    has_matrices = len(spec.shape) == 2 + spec.row_axis
+    return has_matrices and not spec.is_plain and not name.endswith((".embedding", "_bias", ".conv"))
 
 
 def row_sharded(shape: tuple[int, ...], segments: tuple[int, ...] = (), units: tuple[int, ...] = ()) -> WeightSpec:

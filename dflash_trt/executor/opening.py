@@ -80,6 +80,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             found="gated delta nets",
             hint="Their sums depend on how many rows a step has. Leave it out.",
         )
+    if config.deterministic and engine.manifest.target.latents:
+        raise SettingError(
+            "deterministic",
+            expected="a target whose layers attend over K and V",
+            found="attention over latents",
+            hint="It is absorbed or direct by how many rows a step has. Leave it out.",
+        )
     resolved: dict[str, object] = {
         "enable_prefix_caching": config.enable_prefix_caching and not is_recurrent,
         "device": device,

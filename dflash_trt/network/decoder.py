@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.network.feed_forward import Mlp, SharedExperts, bind_feed_forward, run_feed_forward
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights, bind_gated_delta, run_gated_delta
 from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
-from dflash_trt.network.ops import Cache, Experts, LayerCache, Linear, Ops, RecurrentCache, Rows, T
+from dflash_trt.network.mixers.mla import MlaWeights, bind_mla, run_mla
+from dflash_trt.network.ops import Cache, Experts, LatentCache, LayerCache, Linear, Ops, RecurrentCache, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
+
+LayerWeights = GqaWeights[T] | MlaWeights[T] | GatedDeltaWeights[T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +28,7 @@ class Layer(Generic[T]):
     spec: LayerSpec
     rope_index: int | None
     attention_norm: T
-    mixer: GqaWeights[T] | GatedDeltaWeights[T]
+    mixer: LayerWeights[T]
     mlp_norm: T
     feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
 
@@ -47,12 +52,19 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
     spec, prefix = decoder.layers[index], f"{decoder.role}.layers.{index}"
     return Layer(
         spec=spec.shard(tensors.mapping),
-        rope_index=decoder.rotaries.index(spec.mixer.rotary) if isinstance(spec.mixer, Gqa) else None,
+        rope_index=None if isinstance(spec.mixer, GatedDelta) else decoder.rotaries.index(spec.mixer.rotary),
         attention_norm=tensors[f"{prefix}.attention_norm"],
-        mixer=bind_gqa(tensors, prefix, kv=kv) if isinstance(spec.mixer, Gqa) else bind_gated_delta(tensors, prefix),
+        mixer=_bind_mixer(spec, tensors, prefix, kv),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
         feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
     )
+
+
+def _bind_mixer(spec: LayerSpec, tensors: RankTensors[T], prefix: str, kv: Linear[T] | None) -> LayerWeights[T]:
+    if isinstance(spec.mixer, Gqa):
+        return bind_gqa(tensors, prefix, kv=kv)
+    assert kv is None, "only K and V of attention are of several layers"
+    return bind_mla(spec.mixer, tensors, prefix) if isinstance(spec.mixer, Mla) else bind_gated_delta(tensors, prefix)
 
 
 def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
@@ -106,6 +118,9 @@ def _run_mixer(
     if isinstance(mixer, Gqa):
         assert isinstance(layer.mixer, GqaWeights) and isinstance(cache, Cache) and layer.rope_index is not None
         return run_gqa(ops, mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
+    if isinstance(mixer, Mla):
+        assert isinstance(layer.mixer, MlaWeights) and isinstance(cache, LatentCache) and layer.rope_index is not None
+        return run_mla(ops, mixer, layer.mixer, x, rows, cache, rope=ropes[layer.rope_index])
     assert isinstance(layer.mixer, GatedDeltaWeights) and isinstance(cache, RecurrentCache)
     return run_gated_delta(ops, mixer, layer.mixer, x, rows, cache, eps=eps)
 
@@ -114,7 +129,7 @@ def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[
     """One for each distinct rotary embedding, by `Layer.rope_index`."""
     tables: list[Any] = []
     for layer in layers:
-        if isinstance(layer.spec.mixer, Gqa) and layer.rope_index == len(tables):
+        if not isinstance(layer.spec.mixer, GatedDelta) and layer.rope_index == len(tables):
             tables.append(ops.rope_table(layer.spec.mixer.rotary, rows.positions))
     return tables
 

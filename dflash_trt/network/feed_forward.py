@@ -50,6 +50,7 @@ def _bind_experts(spec: Moe, tensors: RankTensors[T], prefix: str) -> Experts[T]
         down=tensors.summed_linear(f"{prefix}.experts.down", rank=mapping.moe_tp_rank),
         num_experts=num_experts,
         first_expert=num_experts * mapping.ep_rank,
+        choice_bias=tensors.find(f"{prefix}.router_choice_bias"),
     )
 
 

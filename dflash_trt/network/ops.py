@@ -12,9 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.state_spec import PagedKv, Recurrent
+from dflash_trt.core.state_spec import PagedKv, PagedLatent, Recurrent
 from dflash_trt.formats.base import QuantizedWeight
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class Experts(Generic[T]):
     router: Linear[T]
     num_experts: int
     first_expert: int = 0
+    choice_bias: T | None = None  # float32 [experts of the router]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,14 @@ class Cache(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentCache(Generic[T]):
+    """Latents of one layer, updated in place: [pages, *spec.page_shape(page_size)]."""
+
+    tensor: T
+    spec: PagedLatent
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentCache(Generic[T]):
     """The recurrent state of one layer: [slots, *shape] of each of `spec.tensors()`."""
 
@@ -85,7 +95,8 @@ class RecurrentCache(Generic[T]):
     spec: Recurrent
 
 
-LayerCache = Cache[T] | RecurrentCache[T]
+PagedCache = Cache[T] | LatentCache[T]
+LayerCache = PagedCache[T] | RecurrentCache[T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +182,10 @@ class Ops(Protocol[T]):
         """Over the last axis, fp32 inside, back to x's dtype."""
         ...
 
+    def joint_rms_norm(self, x: T, weight: T, eps: float) -> T:
+        """`rms_norm` of rows [N, F] whose features all ranks hold a part of."""
+        ...
+
     def add(self, a: T, b: T) -> T: ...
 
     def scale(self, x: T, factor: float) -> T: ...
@@ -224,6 +239,20 @@ class Ops(Protocol[T]):
         Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale`, capped by `gqa.softcap` and
         masked by `gqa.mask`.
         `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
+        """
+        ...
+
+    def pairs_to_halves(self, x: T) -> T:
+        """[N, heads, D]: (0, 1), (2, 3), ... -> the firsts of all pairs, then the seconds."""
+        ...
+
+    def attend_latent(
+        self, q_nope: T, q_rope: T, latents: T, kv_b: T, rows: Rows[T], cache: LatentCache[T], mla: Mla
+    ) -> T:
+        """Attend q [N, heads, nope_dim] and [N, heads, rope_dim] over latents, as `core/model/mla.py` defines it.
+
+        The rows' own `latents` [N, latent_dim + rope_dim] are written to their pages first. `kv_b` has the factors of
+        this rank's heads, [heads * (nope_dim + v_head_dim), latent_dim]. Returns [N, heads * v_head_dim].
         """
         ...
 

@@ -1,7 +1,7 @@
 """RoPE frequencies from a RopeSpec, in plain Python, so that every backend turns the same numbers into a table.
 
-Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference) and yarn (arXiv 2309.00071), with the same
-corner cases as `transformers.modeling_rope_utils`, against which the tests compare.
+Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference), yarn (arXiv 2309.00071) and longrope (arXiv
+2402.13753), with the same corner cases as `transformers.modeling_rope_utils`, against which the tests compare.
 """
 
 import math
@@ -26,6 +26,9 @@ def rope_frequencies(rotary: Rotary) -> RopeFrequencies:
         return RopeFrequencies(inv_freq=tuple(plain), amplitude=1.0)
     if rope.scaling == "linear":
         return RopeFrequencies(inv_freq=tuple(f / rope.factor for f in plain), amplitude=1.0)
+    if rope.scaling == "longrope":
+        divided = tuple(f / divisor for f, divisor in zip(plain, rope.divisors, strict=True))
+        return RopeFrequencies(inv_freq=divided, amplitude=rope.attention_factor or 1.0)
     original = rope.original_max_position_embeddings
     assert original is not None  # proven by the spec
     if rope.scaling == "llama3":

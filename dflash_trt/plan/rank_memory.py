@@ -13,6 +13,7 @@ from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
@@ -95,10 +96,12 @@ def buffers_bytes(limits: ExecutorLimits) -> int:
 def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multiprocessors: int) -> int:
     """Scratch memory of attention and sampling, and the results of attention, which are kept from step to step."""
     mixers = {gqa.shard(config.mapping) for decoder in _decoders(config) for gqa in decoder.attentions}
-    attention = max(_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers)
+    attention = max((_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers), default=0)
     tiles = num_tiles(config.target.vocab_size)
     per_row = sum((item.per_row + item.per_tile * tiles) * num_bytes_of(item.dtype) for item in SCRATCH)
-    features = max(gqa.shard(config.mapping).q_size for gqa in config.target.attentions)
+    sizes = [gqa.shard(config.mapping).q_size for gqa in config.target.attentions]
+    sizes += [mla.shard(config.mapping).attended_size for mla in config.target.latents]
+    features = max(sizes)
     attended = _max_tokens(limits) * features * num_bytes_of(config.dtype)
     return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + attended
 
@@ -131,6 +134,10 @@ def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     if isinstance(mixer, Gqa):
         attention = 2 * hidden_size + 2 * mixer.q_rows + 2 * mixer.kv_size
+    elif isinstance(mixer, Mla):
+        latents = 2 * (mixer.latent_dim + mixer.rope_dim)
+        absorbed = mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim)
+        attention = 2 * hidden_size + 2 * mixer.q_size + latents + absorbed + mixer.attended_size
     else:
         attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
     if isinstance(forward, Moe):

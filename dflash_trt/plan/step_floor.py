@@ -13,6 +13,7 @@ from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.state_spec import LayerState
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
@@ -184,6 +185,8 @@ def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int
             if isinstance(layer.mixer, Gqa):
                 seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
                 total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)
+            elif isinstance(layer.mixer, Mla):
+                total += state.bytes_per_token * (step.num_requests * step.context_len + step.num_rows)
             else:
                 total += 2 * state.bytes_per_slot * step.num_requests
     return total
@@ -196,6 +199,9 @@ def _attention_flops(config: PretrainedConfig, step: Step, *, has_drafter: bool)
         for gqa in decoder.attentions:
             seen = min(step.context_len, gqa.mask.window or step.context_len) + step.num_draft_tokens + 1
             total += 4 * gqa.shard(config.mapping).q_size * seen * step.num_rows
+        for mla in decoder.latents:  # absorbed: scores over latents and keys, sums over latents
+            num_products = mla.shard(config.mapping).num_heads * (2 * mla.latent_dim + mla.rope_dim)
+            total += 2 * num_products * (step.context_len + step.num_draft_tokens + 1) * step.num_rows
     return total
 
 

@@ -21,6 +21,7 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
         if not isinstance(layer.feed_forward, Moe):
             continue
         moe, name = layer.feed_forward, f"target.layers.{i}.experts"
+        assert moe.routing != "sigmoid_top_k", "refused by the backend"
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
         for of_gate_up in matrix_choices(

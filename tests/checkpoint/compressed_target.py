@@ -1,6 +1,6 @@
 """Targets that compressed-tensors' own compressors have quantized, and what its decompressors make of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,13 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def compress(source: Path, output: Path, name: str) -> Tensors:
-    """Write `source` in a published layout; the weights of its quantized modules as they are decompressed."""
+def compress(
+    source: Path, output: Path, name: str, *, part: str = "", ignored: Sequence[str] = tuple(IGNORED)
+) -> Tensors:
+    """Write `source` in a published layout; the weights of its quantized modules as they are decompressed.
+
+    Those with `part` in their names are quantized, unless they are among those of `quantized_modules` that are not.
+    """
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: scripts/test installs it")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -61,7 +66,7 @@ def compress(source: Path, output: Path, name: str) -> Tensors:
     _, file_format, config = PUBLISHED[name]
     scheme, compressor = QuantizationScheme(**config), BaseCompressor.get_value_from_registry(file_format)
     tensors, decompressed = load_file(source / "model.safetensors"), {}
-    for module in quantized_modules(tensors):
+    for module in [module for module in quantized_modules(tensors) if part in module]:
         state = {"weight": tensors.pop(f"{module}.weight")} | {}
         state |= dict(_scales(state["weight"], scheme))
         stored = compressor.compress(state, scheme)
@@ -72,7 +77,8 @@ def compress(source: Path, output: Path, name: str) -> Tensors:
         (output / file.name).write_bytes(file.read_bytes())
     save_file({key: value.contiguous() for key, value in tensors.items()}, output / "model.safetensors")
     section = {"quant_method": "compressed-tensors", "format": file_format, "quantization_status": "compressed"}
-    section |= {"config_groups": {"group_0": config}, "ignore": IGNORED, "kv_cache_scheme": None, "version": "0.20.0"}
+    section |= {"config_groups": {"group_0": config}, "ignore": list(ignored), "kv_cache_scheme": None}
+    section["version"] = "0.20.0"
     edit_json(output / "config.json", quantization_config=section)
     return decompressed
 

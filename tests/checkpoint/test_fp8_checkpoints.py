@@ -21,6 +21,7 @@ from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target
 
 DOWN = "model.layers.1.mlp.down_proj"
+LINEARS = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -35,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_blocks(source: Path, output: Path, *, scale_dtype: torch.dtype = torch.float32, **section: Any) -> Tensors:
     """Write `source` as Qwen publishes FP8; its weights as transformers dequantizes them."""
     tensors, dequantized = load_file(source / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(LINEARS)]:
         weight = tensors[name].float()
         rows, columns = (size // 128 for size in weight.shape)
         blocks = weight.view(rows, 128, columns, 128)

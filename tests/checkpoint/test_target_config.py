@@ -237,7 +237,7 @@ def test_windows_that_contradict_each_other_are_refused(copy_of: Copy, fields: d
 
 
 REFUSED: list[tuple[str, str, Any]] = [
-    ("llama", "architectures", ["MistralForCausalLM"]),
+    ("llama", "architectures", ["GPTNeoXForCausalLM"]),
     ("llama", "architectures", ["MixtralForCausalLM"]),
     ("llama", "architectures", None),
     ("llama", "architectures", ["LlamaForCausalLM", "Other"]),

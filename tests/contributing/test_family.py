@@ -6,30 +6,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import SeedOssConfig, SeedOssForCausalLM
 
 from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.families.base import all_families
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import CheckpointError, ConfigError
 from tests.checkpoint.refusals import read_target_spec
 from tests.contributing.conftest import AddModule
 from tests.contributing.engines import build, generate
 from tests.contributing.page import recipe
-from tests.factories import edit_json, make_zlab_drafter, randomize, read_json, write_json
+from tests.factories import edit_json, make_zlab_drafter, randomize
 
 RECIPE = recipe("A target family")
 PROMPT = [5, 9, 2, 3, 4, 1, 7, 8, 9, 6, 0, 11]
 NUM_NEW = 32
-WINDOW = 6  # shorter than the prompt
 
 
 @pytest.fixture
-def mistral(add_module: AddModule) -> None:
+def seed_oss(add_module: AddModule) -> None:
     add_module(RECIPE, families, all_families)
 
 
 def make_checkpoint(path: Path, **fields: Any) -> Path:
-    config = MistralConfig(
+    config = SeedOssConfig(
         vocab_size=16,
         hidden_size=64,
         intermediate_size=96,
@@ -37,16 +36,17 @@ def make_checkpoint(path: Path, **fields: Any) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        **{"sliding_window": WINDOW, "eos_token_id": None, "bos_token_id": None} | fields,
+        head_dim=16,
+        **{"eos_token_id": None, "bos_token_id": None, "pad_token_id": None} | fields,
     )
-    model = MistralForCausalLM(config)
+    model = SeedOssForCausalLM(config)
     randomize(dict(model.named_parameters()), seed=0)
     model.save_pretrained(path)
     return path
 
 
 def transformers_tokens(target: Path) -> list[int]:
-    model = MistralForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = SeedOssForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     tokens: list[int] = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_NEW, do_sample=False)[0].tolist()
     return tokens[len(PROMPT) :]
 
@@ -58,16 +58,16 @@ def engine_tokens(target: Path, output: Path) -> list[int]:
 
 
 def test_the_recipe_is_one_file() -> None:
-    assert list(RECIPE.files) == ["dflash_trt/checkpoint/families/mistral.py"]
+    assert list(RECIPE.files) == ["dflash_trt/checkpoint/families/seed_oss.py"]
     assert "1 file" in RECIPE.heading and not RECIPE.patch
 
 
 def test_without_the_file_the_family_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"architectures.*MistralForCausalLM"):
+    with pytest.raises(ConfigError, match=r"architectures.*SeedOssForCausalLM"):
         read_target_spec(make_checkpoint(tmp_path / "target"))
 
 
-@pytest.mark.usefixtures("mistral")
+@pytest.mark.usefixtures("seed_oss")
 def test_its_tokens_are_those_of_transformers_and_not_those_of_one_changed_weight(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target")
     expected = transformers_tokens(target)
@@ -79,16 +79,10 @@ def test_its_tokens_are_those_of_transformers_and_not_those_of_one_changed_weigh
     assert engine_tokens(target, tmp_path / "changed") != expected
 
 
-@pytest.mark.usefixtures("mistral")
-def test_its_window_is_that_of_transformers_in_every_layer(tmp_path: Path) -> None:
-    target = make_checkpoint(tmp_path / "target")
-    expected = transformers_tokens(target)
-    edit_json(target / "config.json", sliding_window=WINDOW + 1)
-    assert engine_tokens(target, tmp_path) != expected
-    assert engine_tokens(target, tmp_path / "again") == transformers_tokens(target)
-    edit_json(target / "config.json", sliding_window=None)
-    assert {layer.mixer.mask.window for layer in read_target_spec(target).layers} == {None}
-    fields = read_json(target / "config.json")
-    write_json(target / "config.json", {key: fields[key] for key in fields if key != "sliding_window"})
-    default = MistralConfig.from_pretrained(target).sliding_window
-    assert {layer.mixer.mask.window for layer in read_target_spec(target).layers} == {default}
+@pytest.mark.usefixtures("seed_oss")
+def test_its_biases_are_those_of_transformers(tmp_path: Path) -> None:
+    with_all = make_checkpoint(tmp_path / "target", attention_out_bias=True, mlp_bias=True)
+    assert engine_tokens(with_all, tmp_path) == transformers_tokens(with_all)
+    edit_json(with_all / "config.json", attention_out_bias=False)
+    with pytest.raises(CheckpointError, match=r"unexpected.*o_proj\.bias"):
+        engine_tokens(with_all, tmp_path / "without")

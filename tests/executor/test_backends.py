@@ -56,6 +56,19 @@ def test_tensorrt_lowers_every_target_on_several_ranks(target, tmp_path) -> None
     assert subjects("tensorrt", gpt_oss, mapping=TWO) == []
 
 
+def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> None:
+    def read(family, **options):
+        return open_pair(make_target(tmp_path / family, family=family, **options), None).target
+
+    glm = read("glm4_moe", n_group=4, topk_group=2)
+    assert subjects("cuda", glm) == ["rotary_dim of the target", "experts of the target"]
+    assert subjects("tensorrt", glm) == ["experts of the target"]
+    minimax = read("minimax_m2")
+    assert subjects("cuda", minimax) == ["rotary_dim of the target"]
+    assert subjects("tensorrt", minimax, mapping=TWO) == ["experts of the target", "q_norm of the target"]
+    assert subjects("torch", glm, mapping=TWO) == subjects("torch", minimax, mapping=TWO) == []
+
+
 def test_only_tensorrt_compiles(tmp_path) -> None:
     config = BuildConfig(target="target")
     assert backend_of("torch").compiler(config, tmp_path) is None

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from dflash_trt.core.batch import StepBatch, run_batch
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
-from tests.parity.test_transformers import NUM_NEW, PROMPT, SMALL_VOCAB, tiny_target, transformers_tokens
+from tests.parity.test_transformers import NUM_NEW, PROMPT, SMALL_VOCAB, YARN, tiny_target, transformers_tokens
 
 PROMPTS = [PROMPT, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [7], [2, 7, 1, 8, 2, 8, 1]]
 
@@ -24,6 +24,10 @@ LOGIT_TOLERANCE = 1e-4  # measured 6e-6, of logits up to 9
 # Seeds whose greedy tokens are varied, so that a wrong target would show.
 QWEN3_MOE = {"family": "qwen3_moe", "seed": 7}
 GPT_OSS = {"family": "gpt_oss", "seed": 1}
+GLM = {"family": "glm4_moe"}
+MINIMAX = {"family": "minimax_m2"}
+DEEPSEEK = {"family": "deepseek_v3"}
+MSCALE_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
 
 TARGETS = {
     "qwen3_moe": QWEN3_MOE,
@@ -38,6 +42,68 @@ TARGETS = {
         "attention_bias": False,
     },
     "gpt_oss, one K/V head, one expert for each token": {**GPT_OSS, "num_key_value_heads": 1, "num_experts_per_tok": 1},
+    "glm4_moe": GLM,
+    "glm4_moe, groups of experts, weights not normalized, two dense layers, heads of 32": {
+        **GLM,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 2,
+        "head_dim": 32,
+    },
+    "glm4_moe, no norms, no biases, two shared experts": {
+        **GLM,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "n_shared_experts": 2,
+    },
+    "glm4_moe, experts saved as they are computed, one K/V head": {
+        **GLM,
+        "save_original_format": False,
+        "num_key_value_heads": 1,
+        "first_k_dense_replace": 0,
+    },
+    "minimax_m2": MINIMAX,
+    "minimax_m2, heads of 32, one expert for each token, sharded": {
+        **MINIMAX,
+        "head_dim": 32,
+        "num_experts_per_tok": 1,
+        "max_shard_size": "60KB",
+    },
+    "minimax_m2, all of a head rotated, one K/V head": {
+        **MINIMAX,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+    "minimax_m2, experts saved as they are computed": {**MINIMAX, "save_original_format": False},
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3, q without a latent, halves rotated, one group, no dense layer": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    "deepseek_v3, yarn that scales scores": {**DEEPSEEK, "rope_parameters": MSCALE_YARN, "seed": 2},
+    "deepseek_v3, small heads, so that blocks of 8 attend directly": {
+        **DEEPSEEK,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 4,
+        "kv_lora_rank": 40,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v32, while its indexer names all": {"family": "deepseek_v32", "seed": 1},
+    "glm_moe_dsa, layers that share an indexer": {
+        "family": "glm_moe_dsa",
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+    "deepseek_v3, values wider than keys, experts saved as they are computed": {
+        **DEEPSEEK,
+        "v_head_dim": 28,
+        "seed": 3,
+        "save_original_format": False,
+    },
 }
 
 
@@ -78,7 +144,7 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_drafts(tmp_p
     assert run.num_accepted[:8] == list(range(8))
 
 
-@pytest.mark.parametrize("options", [QWEN3_MOE, GPT_OSS], ids=["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("options", [QWEN3_MOE, GPT_OSS, GLM, MINIMAX, DEEPSEEK], ids=lambda x: x["family"])
 def test_tokens_do_not_depend_on_batch_mates_that_share_experts(tmp_path, options):
     target = tiny_target(tmp_path / "target", **options)
     drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=6)
@@ -94,7 +160,7 @@ def test_tokens_do_not_depend_on_batch_mates_that_share_experts(tmp_path, option
     assert sum(sum(run.num_accepted) for run in runs) > 0
 
 
-@pytest.mark.parametrize("options", [QWEN3_MOE, GPT_OSS], ids=["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("options", [QWEN3_MOE, GPT_OSS, GLM, MINIMAX, DEEPSEEK], ids=lambda x: x["family"])
 def test_the_logits_are_those_of_transformers(tmp_path, options):
     target = tiny_target(tmp_path / "target", **options)
     tokens = PROMPTS[1] * 3
@@ -130,6 +196,13 @@ PERTURBED = [
     (GPT_OSS, "model.layers.1.mlp.router.bias", one_row),
     (GPT_OSS, "model.layers.0.self_attn.sinks", one_row),
     (GPT_OSS, "model.layers.1.self_attn.sinks", one_row),
+    (GLM, "model.layers.1.mlp.gate.e_score_correction_bias", lambda x: x.roll(1)),
+    (GLM, "model.layers.1.mlp.shared_experts.up_proj.weight", lambda x: x.roll(1, dims=0)),
+    (MINIMAX, "model.layers.1.block_sparse_moe.e_score_correction_bias", lambda x: x.roll(1)),
+    (MINIMAX, "model.layers.1.block_sparse_moe.experts.2.w3.weight", lambda x: x.roll(1, dims=0)),
+    (MINIMAX, "model.layers.1.self_attn.q_norm.weight", lambda x: x.roll(1)),
+    (DEEPSEEK, "model.layers.1.self_attn.kv_b_proj.weight", lambda x: x.roll(1, dims=0)),
+    (DEEPSEEK, "model.layers.1.self_attn.kv_a_layernorm.weight", one_row),
 ]
 
 
@@ -153,6 +226,11 @@ def test_one_changed_weight_is_noticed(tmp_path, options, name, change):
         (GPT_OSS, {"swiglu_limit": 0.5}),
         (GPT_OSS, {"sliding_window": 5}),
         (GPT_OSS, {"layer_types": ["full_attention", "sliding_attention"] * 2}),
+        (GLM, {"routed_scaling_factor": 2.5}),
+        (GLM, {"n_group": 4, "topk_group": 2}),
+        (DEEPSEEK, {"rope_interleave": False}),
+        (DEEPSEEK, {"rope_scaling": MSCALE_YARN, "rope_parameters": None}),
+        (MINIMAX, {"rotary_dim": 4, "rope_parameters": None, "rope_theta": 10000.0}),
     ],
 )
 def test_one_changed_number_of_the_config_is_noticed(tmp_path, options, changes):

@@ -59,6 +59,47 @@ TARGETS = {
     },
     "llama sharded": {"family": "llama", "max_shard_size": "60KB"},
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.25, 3.0],
+    "long_factor": [5.0, 6.0, 7.0, 8.0],
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.5,
+}
+TARGETS |= {
+    "qwen2": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen2 windows": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen2 yarn, one kv head, sharded": {
+        "family": "qwen2",
+        "rope_parameters": YARN,
+        "num_key_value_heads": 1,
+        "max_shard_size": "60KB",
+    },
+    "mistral": {"family": "mistral", "head_dim": 24},
+    "mistral, no window": {"family": "mistral", "sliding_window": None, "num_key_value_heads": 4},
+    "phi3, half of a head rotated": {
+        "family": "phi3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "phi3 longrope, tied": {
+        "family": "phi3",
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+    },
+    "phi3, window, one kv head, sharded": {
+        "family": "phi3",
+        "sliding_window": 6,
+        "num_key_value_heads": 1,
+        "max_shard_size": "60KB",
+    },
+    "phi3, half of a head of 32 rotated": {
+        "family": "phi3",
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+}
 # Heads that the CPU kernels attend with; smaller ones take only their linear layers.
 TARGETS |= {
     f"{name}, heads of 32": TARGETS[name] | {"head_dim": 32}
@@ -122,10 +163,19 @@ def test_the_logprobs_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.2.self_attn.k_norm.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+    ("family", "name"),
+    [
+        ("qwen3", "model.layers.2.self_attn.k_norm.weight"),
+        ("qwen3", "model.layers.1.mlp.down_proj.weight"),
+        ("qwen3", "model.norm.weight"),
+        ("qwen2", "model.layers.1.self_attn.v_proj.bias"),
+        ("mistral", "model.layers.1.self_attn.v_proj.weight"),
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("phi3", "model.layers.1.mlp.gate_up_proj.weight"),
+    ],
 )
-def test_one_changed_weight_is_noticed(tmp_path, name):
-    target = tiny_target(tmp_path / "target")
+def test_one_changed_weight_is_noticed(tmp_path, family, name):
+    target = tiny_target(tmp_path / "target", family=family)
     expected = transformers_tokens(target)
     tensors = load_file(target / "model.safetensors")
     tensors[name] = tensors[name].roll(1, dims=0)

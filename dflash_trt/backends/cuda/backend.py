@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import Compiler, EngineExecutor, recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import (
+    Compiler,
+    EngineExecutor,
+    grouped_problems,
+    latent_problems,
+    recurrent_problems,
+    unsupported_formats,
+)
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -38,6 +45,8 @@ class CudaBackend:
         problems = [problem for spec in (target, draft) if spec is not None for problem in _head_problems(spec)]
         hint = 'Run this engine with device "cpu".'
         problems += recurrent_problems(target, where="on a GPU", hint=hint)
+        problems += latent_problems(target, where="on a GPU", hint=hint)
+        problems += grouped_problems(target, where="on a GPU", hint=hint)
         if quantization is not None:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())
         return problems
@@ -61,13 +70,19 @@ class CudaBackend:
 
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
+    hint = 'Run this engine with device "cpu".'
+    for rotary_dim, head_dim in sorted({(gqa.rotary.head_dim, gqa.head_dim) for gqa in spec.attentions}):
+        if rotary_dim < head_dim:
+            expected = "RoPE over all of a head on a GPU (no kernel for a part of it yet)"
+            found = f"{rotary_dim} of {head_dim} dimensions"
+            yield problem(f"rotary_dim of the {spec.role}", expected=expected, found=found, hint=hint)
     for head_dim in sorted({gqa.head_dim for gqa in spec.attentions}):
         if head_dim % HEAD_DIM_GRAIN or head_dim > MAX_HEAD_DIM:
             yield problem(
                 f"head_dim of the {spec.role}",
                 expected=f"a multiple of {HEAD_DIM_GRAIN} up to {MAX_HEAD_DIM} on a GPU",
                 found=str(head_dim),
-                hint='Run this engine with device "cpu".',
+                hint=hint,
             )
 
 

@@ -33,6 +33,7 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
         router=experts.router,
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
+        choice_bias=experts.choice_bias,
         gate_up=gate_up,
         down=down,
         ticket=new_ticket(down.codes.device),
@@ -46,6 +47,8 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         kind=moe.routing,
         num_chosen=moe.num_experts_per_token,
         normalizes=moe.normalizes_top_k,
+        factor=moe.routing_scale,
+        choice_bias=experts.choice_bias,
         first_expert=experts.first_expert,
         num_here=None if experts.num_experts == moe.num_experts else experts.num_experts,
     )

@@ -156,6 +156,13 @@ class TorchGpuOps:
             return Heads(x.x, norm=(tensor_of(weight), eps))
         return Norm(x if isinstance(x, Sum) else tensor_of(x), tensor_of(weight), eps)
 
+    def joint_rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
+        if self._ranks.num_ranks == 1:
+            return self.rms_norm(x, weight, eps)
+        wide = tensor_of(x).float()
+        mean_square = self._ranks.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.num_ranks
+        return (wide * torch.rsqrt(mean_square + eps)).to(tensor_of(x).dtype) * tensor_of(weight)
+
     def add(self, a: Value, b: Value) -> Sum:
         return Sum(tensor_of(a), b if isinstance(b, RankSum) else tensor_of(b))
 

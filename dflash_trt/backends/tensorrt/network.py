@@ -145,8 +145,8 @@ def define_step_network(
         _bind(spec, tensors, quantized or {}),
         inputs,
         StepState(
-            target_kv=[cache(kv) for kv in paged(spec.states.target)],
-            draft_kv=[cache(kv) for kv in paged(spec.states.draft)],
+            target_kv=[cache(kv) for kv in paged(spec.states.target) if isinstance(kv, PagedKv)],
+            draft_kv=[cache(kv) for kv in paged(spec.states.draft) if isinstance(kv, PagedKv)],
         ),
         num_draft_tokens=spec.max_draft_len,
     )

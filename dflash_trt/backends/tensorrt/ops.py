@@ -194,6 +194,10 @@ class TrtOps:
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
 
+    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+        assert self._collectives is None, "refused by `unsupported_problems`"
+        return self.rms_norm(x, weight, eps)
+
     def add(self, a: ITensor, b: ITensor) -> ITensor:
         return self._layers.binary("SUM", a, b)
 
@@ -214,6 +218,12 @@ class TrtOps:
         return self._layers.binary("PROD", x, self._layers.sigmoid(gate))
 
     def gated_delta(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def attend_latent(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def pairs_to_halves(self, *_: object) -> ITensor:
         raise AssertionError("refused by `unsupported_problems`")
 
     def merge_heads(self, x: ITensor) -> ITensor:
@@ -239,8 +249,11 @@ class TrtOps:
         return layers.gather(layers.tensor(cos), positions), layers.gather(layers.tensor(sin), positions)
 
     def rope(self, x: ITensor, table: tuple[ITensor, ITensor]) -> ITensor:
-        cos, sin = table  # [N, 1, D], in x's dtype
+        cos, sin = table  # [N, 1, rotary_dim], in x's dtype
         layers = self._layers
+        if cos.shape[-1] < x.shape[-1]:
+            rotated, kept = self.split(x, (cos.shape[-1], x.shape[-1] - cos.shape[-1]))
+            return layers.concat((self.rope(rotated, table), kept), 2)
         half = x.shape[-1] // 2
         first, second = self.split(x, (half, half))
         turned = layers.concat((layers.unary("NEG", second), first), 2)

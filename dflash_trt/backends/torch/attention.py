@@ -243,7 +243,7 @@ def attend_rows(
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
         keys, values = read_pages(cache, group, q.dtype, plan.scratch)
-        bias = _causal_bias(group, mask, num_heads // k.shape[1], q.dtype)
+        bias = causal_bias(group, mask, num_heads // k.shape[1], q.dtype)
         attended = attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, bias, scores)
         if out is None or group.rows is None:
             return attended.reshape(len(q), num_heads * head_dim)
@@ -314,7 +314,7 @@ def _gather(pages: Tensor, group: QueryGroup, scratch: Scratch) -> Gather:
     )
 
 
-def _causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
+def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
     """None when nothing needs hiding: one request, one query, no window."""
     assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
     key = _bias_key(mask, heads_per_kv)

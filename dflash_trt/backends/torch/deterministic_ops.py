@@ -38,7 +38,7 @@ class DeterministicOps(TorchOps):
         return in_vectors(F.silu, gate).mul_(up)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
-        choice = chosen_experts(self.linear(x, experts.router), moe)
+        choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
         activate = partial(activated, pointwise=in_vectors)
         return run_chosen_experts(x, experts, moe, choice, self._expert, activate)
 

@@ -21,14 +21,14 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, Recurrent, paged
+from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedState, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Cache, Experts, Linear, RecurrentCache, StepState
+from dflash_trt.network.ops import Cache, Experts, LatentCache, Linear, PagedCache, RecurrentCache, StepState
 from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
 from dflash_trt.network.step import Network, bind_network
 
@@ -183,20 +183,22 @@ def allocate_state(
 ) -> StepState[Tensor]:
     """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written."""
 
-    def caches(specs: Sequence[PagedKv]) -> Iterator[Cache[Tensor]]:
+    def caches(specs: Sequence[PagedState]) -> Iterator[PagedCache[Tensor]]:
         shapes = [(num_pages, *spec.page_shape(page_size)) for spec in specs]
         dtypes = [torch_dtype(spec.dtype) for spec in specs]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         parts = torch.split(_zeros(sum(sizes), device), sizes) if specs else ()
         for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True):
-            yield Cache(part.view(dtype).view(shape), spec)
+            pages = part.view(dtype).view(shape)
+            yield Cache(pages, spec) if isinstance(spec, PagedKv) else LatentCache(pages, spec)
 
     pages = caches(paged(states.target))
     target_kv = [
-        next(pages) if isinstance(spec, PagedKv) else _recurrent_cache(spec, num_slots, device)
+        _recurrent_cache(spec, num_slots, device) if isinstance(spec, Recurrent) else next(pages)
         for spec in states.target
     ]
-    return StepState(target_kv=target_kv, draft_kv=list(caches(paged(states.draft))))
+    draft_kv = [cache for cache in caches(paged(states.draft)) if isinstance(cache, Cache)]
+    return StepState(target_kv=target_kv, draft_kv=draft_kv)
 
 
 def _recurrent_cache(spec: Recurrent, num_slots: int, device: torch.device | None) -> RecurrentCache[Tensor]:

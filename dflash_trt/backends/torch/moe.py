@@ -1,11 +1,12 @@
 """A mixture of experts in plain PyTorch: which experts a row goes through, and the rows of an expert in one GEMM.
 
-Definitions: `Qwen3MoeSparseMoeBlock` and `GptOssMLP` of transformers. The host looks at the choice and runs the
-experts that somebody chose; a GPU has kernels that need not ask it (`backends/cuda/experts.py`).
+Definitions: `Qwen3MoeSparseMoeBlock`, `GptOssMLP` and `DeepseekV3TopkRouter` of transformers. The host looks at the
+choice and runs the experts that somebody chose; a GPU has kernels that need not ask it (`backends/cuda/experts.py`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, expert_of
 from dflash_trt.network.feed_forward import Mlp
 from dflash_trt.network.ops import Experts, Linear, StackedExperts
+
+_NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
 
 ApplyLinear = Callable[[Tensor, Linear[Tensor]], Tensor]  # x [N, in], one expert's linear -> [N, out]
 Activate = Callable[[Tensor, Moe], Tensor]  # see `activated`
@@ -38,8 +41,14 @@ class Choice:
     weights: Tensor  # F [N, chosen]
 
 
-def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
+def chosen_experts(
+    logits: Tensor,  # [N, E]
+    moe: Moe,
+    choice_bias: Tensor | None = None,  # float32 [E]
+) -> Choice:
     """The router's decision, in the order of operations of `Moe.routing`; of equal logits the lower expert."""
+    if moe.routing == "sigmoid_top_k":
+        return _chosen_by_sigmoids(logits, moe, choice_bias)
     if moe.routing == "top_k_softmax":
         best, expert_ids = _largest(logits, moe.num_experts_per_token)
         return Choice(expert_ids, best.softmax(dim=-1))
@@ -48,6 +57,22 @@ def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
     if moe.normalizes_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return Choice(expert_ids, weights.to(logits.dtype))
+
+
+def _chosen_by_sigmoids(logits: Tensor, moe: Moe, choice_bias: Tensor | None) -> Choice:
+    scores = logits.float().sigmoid()
+    choice_scores = scores if choice_bias is None else scores + choice_bias
+    if moe.num_groups > 1:
+        groups = choice_scores.view(len(logits), moe.num_groups, -1)
+        best_two, _ = _largest(groups, 2)
+        _, group_ids = _largest(best_two.sum(-1), moe.num_chosen_groups)
+        is_open = torch.zeros(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, group_ids, True)
+        choice_scores = groups.masked_fill(~is_open[..., None], -torch.inf).flatten(1)
+    _, expert_ids = _largest(choice_scores, moe.num_experts_per_token)
+    weights = scores.gather(1, expert_ids)
+    if moe.normalizes_top_k:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _NEGLIGIBLE)
+    return Choice(expert_ids, (weights * moe.routing_scale).to(logits.dtype))
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -106,6 +131,7 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
         router=experts.router,
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
+        choice_bias=experts.choice_bias,
         mlps=tuple(_mlp(experts, i) for i in range(experts.num_experts)),
     )
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
+from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
@@ -24,6 +25,7 @@ from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.formats.base import QuantizedWeight
@@ -34,6 +36,7 @@ from dflash_trt.network.ops import (
     DeltaParameters,
     Experts,
     KvDestination,
+    LatentCache,
     Linear,
     RecurrentCache,
     Rows,
@@ -105,6 +108,13 @@ class TorchOps:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
         return (x * torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
+    def joint_rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._ranks.num_ranks == 1:
+            return self.rms_norm(x, weight, eps)
+        wide = x.float()
+        mean_square = self.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.num_ranks
+        return (wide * torch.rsqrt(mean_square + eps)).to(x.dtype) * weight
+
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
@@ -116,7 +126,8 @@ class TorchOps:
         return F.silu(gate).mul_(up)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
-        return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))
+        choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
+        return run_chosen_experts(x, experts, moe, choice)
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.split_with_sizes(tuple(sizes), -1)
@@ -180,6 +191,22 @@ class TorchOps:
         scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks, is_tiled=is_tiled)
         attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
+
+    def pairs_to_halves(self, x: Tensor) -> Tensor:
+        return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+
+    def attend_latent(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latents: Tensor,
+        kv_b: Tensor,
+        rows: Rows[Tensor],
+        cache: LatentCache[Tensor],
+        mla: Mla,
+    ) -> Tensor:
+        assert rows.keeps_kv, "a draft block has no latents"
+        return attend_latent(rows.index, q_nope, q_rope, latents, kv_b, cache, mla)
 
     def gated_delta(
         self,

@@ -11,12 +11,15 @@ from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.core.model.decoder import LayerSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 
 LayerFields = dict[str, Any]  # of a LayerSpec
 ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
 ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
+LayerNames = Callable[[str, str, LayerSpec, int], ForeignTable]
+MaxPositions = Callable[[ConfigReader, int], int]
 DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
 
 
@@ -26,16 +29,24 @@ class Family:
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
-    hidden_size)` does so for one layer's gated delta net. `has_offset_norms`: see TargetSpec. Tensors whose names begin
-    with one of `left_out` are of parts that an engine has no use for.
+    hidden_size)` does so for one layer's gated delta net, and `layer_names(canonical, foreign, layer, hidden_size)` for
+    what is not named as in Llama. `has_offset_norms`: see TargetSpec. Tensors whose names begin with one of `left_out`
+    are of parts that an engine has no use for, and so are those of `left_out_modules`, and layers behind the last one,
+    which draft (`has_drafting_layers`).
+
+    `max_positions(reader, trained)` are the positions that are implemented of those that the model was trained for.
     """
 
     architectures: tuple[str, ...]
     read_layers: ReadLayers
     expert_names: ExpertNames | None = None
     delta_names: DeltaNames | None = None
+    layer_names: LayerNames | None = None
+    max_positions: MaxPositions | None = None
     has_offset_norms: bool = False
+    has_drafting_layers: bool = False
     left_out: tuple[str, ...] = ()
+    left_out_modules: tuple[str, ...] = ()
 
 
 @cache
@@ -47,6 +58,7 @@ def all_families() -> Mapping[str, Family]:
     return {name: module.FAMILY for name, module in modules.items() if hasattr(module, "FAMILY")}
 
 
-def family_of(architecture: object) -> str | None:
-    """The model_type of the family with this architecture, or None."""
-    return next((name for name, family in all_families().items() if architecture in family.architectures), None)
+def family_of(architecture: object, model_type: object) -> str | None:
+    """The family with this architecture, or None; of several the one of this model_type, or the first."""
+    names = [name for name, family in all_families().items() if architecture in family.architectures]
+    return next((name for name in names if name == model_type), next(iter(names), None))

@@ -19,10 +19,10 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_dense(reader)
     require_known_producer(reader)
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
-    return layers_of(mixer, sizes.dense_fields(), _read_masks(reader, sizes))
+    return layers_of(mixer, sizes.dense_fields(), read_masks(reader, sizes))
 
 
-def _read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
+def read_masks(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
     """Per-layer windows: `layer_types`, else layers from max_window_layers on when use_sliding_window is true."""
     window = reader.optional_integer("sliding_window")
     layer_types = read_layer_types(reader, sizes.num_layers)

@@ -3,8 +3,8 @@
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes, require_dense
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
-from dflash_trt.checkpoint.hybrid_layers import LEFT_OUT, common_delta_names, part_rows, read_hybrid_mixers
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, part_rows
+from dflash_trt.checkpoint.hybrid_layers import LEFT_OUT, common_delta_names, read_hybrid_mixers
 from dflash_trt.core.model.gated_delta import GatedDelta
 
 

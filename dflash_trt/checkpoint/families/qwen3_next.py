@@ -7,14 +7,13 @@ from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.families.qwen3_moe import expert_layers
 from dflash_trt.checkpoint.families.qwen3_moe import expert_names as routed_names
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, stacked_rows
 from dflash_trt.checkpoint.hybrid_layers import (
     LEFT_OUT,
     common_delta_names,
     read_hybrid_mixers,
     read_shared_moe,
     shared_names,
-    stacked_rows,
 )
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta

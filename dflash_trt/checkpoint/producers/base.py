@@ -146,7 +146,10 @@ def spellings(module: str) -> tuple[str, ...]:
 
 
 def section_of(directory: Path) -> Any:
-    """The reader of the spec reports a broken or missing config.json."""
+    """That of the language model where there are several. The reader of the spec reports a broken or missing file."""
     path = directory / CONFIG_FILE
     config = read_json_object(path, label=CONFIG_FILE, problems=[]) if path.is_file() else None
-    return None if config is None else config.get(SECTION)
+    if config is None:
+        return None
+    inner = config.get("text_config")
+    return config.get(SECTION) or (inner.get(SECTION) if isinstance(inner, dict) else None)

@@ -11,6 +11,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import LayerState
@@ -24,7 +25,7 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 class LayerSpec(Frozen):
     """Norm, mixer, residual, norm, feed-forward, residual."""
 
-    mixer: Annotated[Gqa | GatedDelta, Field(discriminator="kind")]
+    mixer: Annotated[Gqa | Mla | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
@@ -76,12 +77,18 @@ class DecoderSpec(Frozen):
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """Distinct rotary embeddings, in the order of the layers."""
-        return tuple(dict.fromkeys(gqa.rotary for gqa in self.attentions))
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(dict.fromkeys(mixer.rotary for mixer in mixers if not isinstance(mixer, GatedDelta)))
 
     @property
     def attentions(self) -> tuple[Gqa, ...]:
-        """Mixers of the layers that attend, in their order: all layers of a drafter."""
+        """Mixers of the layers that attend over K and V, in their order: all layers of a drafter."""
         return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, Gqa))
+
+    @property
+    def latents(self) -> tuple[Mla, ...]:
+        """Mixers of the layers that attend over latents, in their order."""
+        return tuple(mixer for layer in self.layers if isinstance(mixer := layer.mixer, Mla))
 
     @property
     def is_recurrent(self) -> bool:
@@ -94,9 +101,9 @@ class DecoderSpec(Frozen):
         """State of each layer of the whole model; `kv_scales` are for FP8 pages, `num_records` for recurrent states."""
         scales = kv_scales or (None,) * self.num_layers
         return tuple(
-            layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
-            if isinstance(layer.mixer, Gqa)
-            else layer.mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
+            layer.mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
+            if isinstance(layer.mixer, GatedDelta)
+            else layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
             for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True))
         )
 

@@ -38,7 +38,10 @@ class Moe(Frozen):
     """A mixture of experts.
 
     `routing` "softmax_top_k": softmax over all experts in float32, then the top k, divided by their sum if
-    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those.
+    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those. "sigmoid_top_k": the top k of
+    sigmoid(logit), weighed by these, divided by their sum if `normalizes_top_k`, times `routing_scale` (DeepSeek-V3).
+    With `has_choice_bias`, a bias of each expert is added for the choice alone. Of `num_groups` of adjacent experts
+    only the `num_chosen_groups` with the largest sum of their two best scores are chosen from.
 
     `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
     gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
@@ -51,8 +54,12 @@ class Moe(Frozen):
     num_experts: NumExperts
     num_experts_per_token: NumExperts
     intermediate_size: Size  # of one expert
-    routing: Literal["softmax_top_k", "top_k_softmax"]
+    routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
     normalizes_top_k: bool = False
+    routing_scale: Scale = 1.0  # sigmoid_top_k
+    has_choice_bias: bool = False  # sigmoid_top_k
+    num_groups: NumExperts = 1  # sigmoid_top_k
+    num_chosen_groups: NumExperts = 1  # sigmoid_top_k
     activation: Literal["silu", "clamped_swiglu"] = "silu"
     limit: Scale | None = None  # clamped_swiglu
     alpha: Scale | None = None  # clamped_swiglu
@@ -72,6 +79,11 @@ class Moe(Frozen):
     def _check(self) -> Self:
         if self.activation == "clamped_swiglu" and (self.limit is None or self.alpha is None):
             raise ValueError("limit and alpha, as activation is clamped_swiglu")
+        per_group, uneven = divmod(self.num_experts, self.num_groups)
+        if uneven or (self.num_groups > 1 and per_group < 2):
+            raise ValueError(f"num_groups of equal sizes, 2 experts at least (not {self.num_groups})")
+        if self.num_chosen_groups > self.num_groups or self.num_chosen_groups * per_group < self.num_experts_per_token:
+            raise ValueError(f"num_chosen_groups that hold num_experts_per_token (not {self.num_chosen_groups})")
         return self
 
     @property
@@ -99,6 +111,8 @@ class Moe(Frozen):
                 ),
                 f"{prefix}.experts.down_bias": WeightSpec(shape=(experts, hidden_size), num_experts=experts),
             }
+        if self.has_choice_bias:
+            table[f"{prefix}.router_choice_bias"] = WeightSpec(shape=(experts,), is_float32=True)
         if self.shared_size is not None:
             table |= Dense(intermediate_size=self.shared_size).weights(f"{prefix}.shared", hidden_size)
         if self.has_shared_gate:

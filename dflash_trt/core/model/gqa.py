@@ -35,8 +35,8 @@ class Gqa(Frozen):
     with a gate of its size, whose sigmoid multiplies what the head attends (Qwen3-Next).
 
     `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then turns a score s into c * tanh(s / c)
-    (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE. `has_sinks`: the softmax of a head has
-    one more logit, without a value (gpt-oss).
+    (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE; `has_joint_qk_norm`: over all heads of
+    q and all of k (MiniMax-M2). `has_sinks`: the softmax of a head has one more logit, without a value (gpt-oss).
     """
 
     kind: Literal["gqa"] = "gqa"
@@ -49,6 +49,7 @@ class Gqa(Frozen):
     scale: Scale | None = None
     softcap: Scale | None = None
     has_qk_norm: bool = False
+    has_joint_qk_norm: bool = False
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_sinks: bool = False
@@ -130,4 +131,7 @@ class Gqa(Frozen):
             table[f"{prefix}.o_bias"] = WeightSpec(shape=(hidden_size,))
         if self.has_qk_norm:
             table |= {f"{prefix}.{norm}": WeightSpec(shape=(self.head_dim,)) for norm in ("q_norm", "k_norm")}
+        elif self.has_joint_qk_norm:
+            table[f"{prefix}.q_norm"] = row_sharded((self.q_size,))
+            table[f"{prefix}.k_norm"] = row_sharded((self.kv_size,), (self.kv_size,), (self.head_dim,))
         return table

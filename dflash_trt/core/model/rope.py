@@ -10,18 +10,20 @@ from dflash_trt.core.frozen import Frozen, Scale, Size
 class RopeSpec(Frozen):
     """Rotary embedding, rotate-half style. Formulas: `transformers.modeling_rope_utils`.
 
-    `attention_factor` multiplies cos and sin (yarn); None means yarn's own 0.1 * ln(factor) + 1.
+    `attention_factor` multiplies cos and sin (yarn, longrope); None means yarn's own 0.1 * ln(factor) + 1, and 1 in
+    longrope. `divisors` divide the frequency of each pair (longrope).
     """
 
     theta: Annotated[float, Field(ge=2.0, le=1e15)]  # yarn divides by its logarithm
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: Annotated[float, Field(ge=1.0, le=1e6)] = 1.0
     original_max_position_embeddings: Size | None = None
     low_freq_factor: Scale | None = None  # llama3
     high_freq_factor: Scale | None = None  # llama3
     beta_fast: Scale = 32.0  # yarn
     beta_slow: Scale = 1.0  # yarn
-    attention_factor: Scale | None = None  # yarn
+    attention_factor: Scale | None = None  # yarn, longrope
+    divisors: tuple[Scale, ...] = ()  # longrope
     mscale: Scale | None = None  # yarn
     mscale_all_dim: Scale | None = None  # yarn
     truncates_correction_range: bool = True  # yarn

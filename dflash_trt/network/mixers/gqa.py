@@ -14,7 +14,7 @@ class GqaWeights(Generic[T]):
     """`projections` are [q; k; v] as one matrix, or q and [k; v]. A backend may hold them in a form of its own."""
 
     projections: tuple[Linear[T], ...]
-    q_norm: T | None  # [D]
+    q_norm: T | None  # [D], or joint [heads * D]
     k_norm: T | None
     sinks: T | None  # [heads]
     o: Linear[T]
@@ -22,9 +22,14 @@ class GqaWeights(Generic[T]):
     def qkv(self, ops: Ops[T], gqa: Gqa, x: T, rope: Any, eps: float) -> tuple[T, T, T]:
         """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D]; q and k normed (where the model does) and rotated."""
         q, k, v = _projected(ops, gqa, self, x)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if gqa.has_joint_qk_norm:
+            assert q_norm is not None and k_norm is not None
+            q, k = ops.joint_rms_norm(q, q_norm, eps), ops.joint_rms_norm(k, k_norm, eps)
+            q_norm = k_norm = None
         return (
-            rotated_heads(ops, q, gqa.head_dim, self.q_norm, eps, rope),
-            rotated_heads(ops, k, gqa.head_dim, self.k_norm, eps, rope),
+            rotated_heads(ops, q, gqa.head_dim, q_norm, eps, rope),
+            rotated_heads(ops, k, gqa.head_dim, k_norm, eps, rope),
             ops.split_heads(v, gqa.head_dim),
         )
 

@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rota
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, Recurrent
 from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
@@ -30,6 +30,8 @@ def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     def is_known(spec: LayerState) -> bool:
         if isinstance(spec, Recurrent):
             return True  # PyTorch computes it
+        if isinstance(spec, PagedLatent):
+            return False  # PyTorch computes it from indices of its own
         has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
         return spec.dtype == "float32" and spec.scales is None and has_panels
 
@@ -126,6 +128,11 @@ class NativeOps(TorchOps):
 
     def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
         num_rows, num_heads, head_dim = x.shape
+        rotary_dim = table.cos.shape[-1]
+        if rotary_dim < head_dim:
+            x = x if norm is None else self.rms_norm(x, norm, eps)
+            x[..., :rotary_dim] = self.rope(x[..., :rotary_dim], table)
+            return x
         assert x.stride(1) == head_dim and x.stride(2) == 1
         rotation = table.rotation(norm, eps)
         self._kernels.rotate(x.data_ptr(), x.stride(0), num_rows, num_heads, head_dim, ctypes.addressof(rotation))

@@ -1,0 +1,103 @@
+"""Attention over latents in PyTorch: the definition that every other backend must match.
+
+Absorbed, for few rows: the key factor Bk goes into the query and the value factor Bv behind the sum, so that all heads
+attend over the latents themselves. Direct, for the long rows of a prompt: K and V of every head are computed once. The
+results are equal; which one is cheaper follows from the sizes.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch.attention import AttentionPlan, QueryGroup, causal_bias
+from dflash_trt.backends.torch.scores import Scores, attend
+from dflash_trt.core.model.gqa import AttentionMask
+from dflash_trt.core.model.mla import Mla
+from dflash_trt.formats.fp8 import e4m3
+from dflash_trt.network.ops import LatentCache
+
+_FULL = AttentionMask()
+
+
+def attend_latent(
+    plan: AttentionPlan,
+    q_nope: Tensor,  # [N, heads, nope_dim]
+    q_rope: Tensor,  # [N, heads, rope_dim]
+    latents: Tensor,  # [N, latent_dim + rope_dim]
+    kv_b: Tensor,  # [heads * (nope_dim + v_head_dim), latent_dim]
+    cache: LatentCache[Tensor],
+    mla: Mla,
+) -> Tensor:  # [N, heads * v_head_dim]
+    """See `Ops.attend_latent`."""
+    _write_pages(cache, plan, latents)
+    k_factor, v_factor = kv_b.view(-1, mla.nope_dim + mla.v_head_dim, mla.latent_dim).split_with_sizes(
+        (mla.nope_dim, mla.v_head_dim), 1
+    )  # [heads, nope_dim or v_head_dim, latent_dim]
+    out = latents.new_empty(len(q_nope), len(k_factor), mla.v_head_dim)
+    for group in plan.groups:
+        width = group.positions.shape[1]
+        rows = slice(None) if group.rows is None else group.rows
+        stored = _read_pages(cache, group, latents.dtype)
+        form = _directly if is_direct_cheaper(mla, width) else _absorbed
+        shape = (len(stored), width, len(k_factor), -1)
+        attended = form(q_nope[rows].view(shape), q_rope[rows].view(shape), stored, k_factor, v_factor, group, mla)
+        out[rows] = attended.reshape(-1, *out.shape[1:])
+    return out.flatten(1)
+
+
+def is_direct_cheaper(mla: Mla, num_rows: int) -> bool:
+    """Multiplications per key and head: of the absorbed form beyond the direct one, and of K and V themselves."""
+    beyond = 2 * mla.latent_dim - mla.nope_dim - mla.v_head_dim
+    return num_rows * beyond > mla.latent_dim * (mla.nope_dim + mla.v_head_dim)
+
+
+def _absorbed(
+    q_nope: Tensor,  # [G, Q, heads, nope_dim]
+    q_rope: Tensor,
+    stored: Tensor,  # [G, S, latent_dim + rope_dim]
+    k_factor: Tensor,
+    v_factor: Tensor,
+    group: QueryGroup,
+    mla: Mla,
+) -> Tensor:  # [G, Q, heads, v_head_dim]
+    """One key head, whose values are the keys; of their sum only the latent's part is read."""
+    q = torch.cat((torch.einsum("gqhd,hdr->gqhr", q_nope, k_factor), q_rope), -1)
+    bias = causal_bias(group, _FULL, q.shape[2], q.dtype)
+    keys = stored[:, None]
+    attended = attend(q, keys, keys, bias, Scores(scale=mla.scale))[..., : mla.latent_dim]
+    return torch.einsum("gqhr,hdr->gqhd", attended, v_factor)
+
+
+def _directly(
+    q_nope: Tensor, q_rope: Tensor, stored: Tensor, k_factor: Tensor, v_factor: Tensor, group: QueryGroup, mla: Mla
+) -> Tensor:
+    """Heads of K and V, the shorter of them filled up with zeros: the CPU's fast attention wants equal ones."""
+    latent, k_rope = stored.split_with_sizes((mla.latent_dim, mla.rope_dim), -1)
+    keys = torch.einsum("gsr,hdr->ghsd", latent, k_factor)
+    keys = torch.cat((keys, k_rope[:, None].expand(-1, keys.shape[1], -1, -1)), -1)
+    values = torch.einsum("gsr,hdr->ghsd", latent, v_factor)
+    q, size = torch.cat((q_nope, q_rope), -1), max(keys.shape[-1], mla.v_head_dim)
+    q, keys, values = (F.pad(x, (0, size - x.shape[-1])) for x in (q, keys, values))
+    bias = causal_bias(group, _FULL, 1, q.dtype)
+    return attend(q, keys, values, bias, Scores(scale=mla.scale))[..., : mla.v_head_dim]
+
+
+def _write_pages(cache: LatentCache[Tensor], plan: AttentionPlan, latents: Tensor) -> None:
+    """Into pages [pages, page_size, latent_dim + rope_dim]."""
+    pages, scales, page_size = cache.tensor, cache.spec.scales, cache.tensor.shape[1]
+    slots = plan.slots.k // (2 * page_size) * page_size + plan.slots.k % page_size  # those of K, without V between
+    if scales is not None:
+        latents, pages = e4m3(latents.float() / scales.k).view(torch.uint8), pages.view(torch.uint8)
+    pages.view(-1, pages.shape[2]).index_copy_(0, slots, latents)
+
+
+def _read_pages(cache: LatentCache[Tensor], group: QueryGroup, dtype: torch.dtype) -> Tensor:
+    """Latents of the group's requests, [G, S, latent_dim + rope_dim]; rows past a request's end are 0."""
+    pages, scales = cache.tensor, cache.spec.scales
+    num_requests, num_columns = len(group.page_ids), pages.shape[2]
+    bits = pages if scales is None else pages.view(torch.uint8)
+    rows = bits.index_select(0, group.page_ids.flatten()).view(-1, num_columns)
+    if group.foreign_rows is not None:
+        rows.index_fill_(0, group.foreign_rows, 0)
+    rows = rows.view(num_requests, -1, num_columns)[:, : group.num_keys]
+    return rows if scales is None else rows.view(torch.float8_e4m3fn).to(dtype) * scales.k

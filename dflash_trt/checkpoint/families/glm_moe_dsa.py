@@ -1,0 +1,7 @@
+"""GLM-5: latent attention with DeepSeek-V3.2's indexer, for contexts that it reads whole."""
+
+from dataclasses import replace
+
+from dflash_trt.checkpoint.families import deepseek_v32
+
+FAMILY = replace(deepseek_v32.FAMILY, architectures=("GlmMoeDsaForCausalLM",))

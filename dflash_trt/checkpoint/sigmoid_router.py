@@ -1,0 +1,62 @@
+"""Experts behind DeepSeek-V3's router, as GLM-4.5 and Kimi-K2 have them, too: keys of config.json, and names."""
+
+from collections.abc import Collection
+from typing import Any
+
+from dflash_trt.checkpoint.config_reader import ConfigReader
+from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes
+from dflash_trt.checkpoint.families.qwen3_moe import expert_names as routed_names
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one
+from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.core.model.feed_forward import Moe
+
+_UNUSED_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+
+
+def read_feed_forwards(
+    reader: ConfigReader, sizes: DecoderSizes, *, num_dense: int, scale: float, num_groups: int, num_chosen_groups: int
+) -> list[dict[str, Any]]:
+    """Fields of the feed-forward of each layer: dense in the first ones. Numbers are the defaults of a family."""
+    first = reader.optional_integer("first_k_dense_replace", minimum=0)
+    reader.require("moe_layer_freq", 1, hint=NOT_IMPLEMENTED)
+    moe = _read_moe(reader, scale=scale, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
+    num_dense = num_dense if first is None else first
+    types = reader.optional_texts("mlp_layer_types")
+    if types is None:
+        types = tuple("dense" if i < num_dense else "sparse" for i in range(sizes.num_layers))
+    elif set(types) - {"dense", "sparse"} or len(types) != sizes.num_layers:
+        reader.refuse("mlp_layer_types", expected=f"dense or sparse for each of {sizes.num_layers} layers")
+    return [sizes.dense_fields() if name == "dense" else moe for name in types]
+
+
+def _read_moe(reader: ConfigReader, *, scale: float, num_groups: int, num_chosen_groups: int) -> dict[str, Any]:
+    reader.ignore((*TRAINING_KEYS, *_UNUSED_KEYS))
+    reader.require("scoring_func", "sigmoid", hint=NOT_IMPLEMENTED)
+    reader.require("topk_method", "noaux_tc", hint=NOT_IMPLEMENTED)
+    num_experts = same_integer(reader, "n_routed_experts", "num_local_experts", "num_experts")
+    expert_size = reader.integer("moe_intermediate_size")
+    num_shared = reader.optional_integer("n_shared_experts", minimum=0)
+    return {
+        "kind": "moe",
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen(reader, num_experts, "num_experts_per_tok"),
+        "intermediate_size": expert_size,
+        "routing": "sigmoid_top_k",
+        "normalizes_top_k": reader.flag("norm_topk_prob", default=True),
+        "routing_scale": reader.optional_number("routed_scaling_factor") or scale,
+        "has_choice_bias": True,
+        "num_groups": reader.optional_integer("n_group") or num_groups,
+        "num_chosen_groups": reader.optional_integer("topk_group") or num_chosen_groups,
+        "shared_size": expert_size * num_shared if num_shared else None,
+    }
+
+
+def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
+    """Names of a router with a bias, of experts as in Qwen3-MoE, and of those that are shared."""
+    table = routed_names(canonical, foreign, moe, stored_names) | {
+        f"{canonical}.router_choice_bias": one(f"{foreign}.mlp.gate.e_score_correction_bias")
+    }
+    if moe.shared_size is not None:
+        gate, up, down = (f"{foreign}.mlp.shared_experts.{word}_proj.weight" for word in ("gate", "up", "down"))
+        table |= {f"{canonical}.shared.gate_up": ForeignNames(parts=(gate, up)), f"{canonical}.shared.down": one(down)}
+    return table

@@ -1,0 +1,105 @@
+"""What every target family owes to its drafter and its ranks: taps, drafts, and two ranks that compute what one does.
+
+transformers gives the outputs of the layers, PyPI `dflash` the drafts that follow from them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.backends.torch.ops import TorchOps
+from dflash_trt.network.decoder import run_target
+from tests.engines import PAGE_SIZE, decode, make_executor
+from tests.executor.rank_engines import build, opened
+from tests.factories import make_target, make_zlab_drafter
+from tests.parity.test_dflash import BLOCK, NUM_NEW, PROMPT, expected_blocks
+from tests.parity.test_speculators import layer_outputs
+from tests.traces import GREEDY, PROMPTS, integers, logprobs, trace
+
+TOLERANCE = 1e-4  # measured 1e-5, of numbers up to 10
+VOCAB_SIZE = 12
+TOKENS = [(7 * i + i // 5) % VOCAB_SIZE for i in range(4 * PAGE_SIZE + 1)]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "mistral": {},
+    "phi3": {},
+    "glm4_moe": {"num_key_value_heads": 1},
+    "minimax_m2": {"num_key_value_heads": 1},
+    "deepseek_v3": {},
+}
+# A matrix that only this family has, or has in its own way.
+CHANGED = {
+    "qwen2": "self_attn.v_proj.bias",
+    "mistral": "mlp.up_proj.weight",
+    "phi3": "self_attn.qkv_proj.weight",
+    "glm4_moe": "mlp.shared_experts.up_proj.weight",
+    "minimax_m2": "self_attn.k_norm.weight",
+    "deepseek_v3": "self_attn.kv_a_proj_with_mqa.weight",
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("pair") / str(request.param)
+    options = FAMILIES[request.param]
+    target = make_target(root / "target", family=request.param, vocab_size=VOCAB_SIZE, tokenizer=False, **options)
+    make_zlab_drafter(
+        root / "drafter", target_dir=target, block_size=BLOCK, attention_bias=True, target_layer_ids=(0, 2)
+    )
+    return target
+
+
+@torch.inference_mode()
+def our_outputs(executor: TorchExecutor) -> list[torch.Tensor]:
+    """Of all layers, after TOKENS."""
+    inputs = step_inputs(sequence_batch(TOKENS, page_size=PAGE_SIZE))
+    ops, network = executor._ops(inputs, num_draft_tokens=0), executor.network
+    weights, state = network.target_weights, executor._state
+    return run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv)
+
+
+def test_the_outputs_of_all_layers_are_those_of_transformers(target: Path, tmp_path: Path) -> None:
+    """What a drafter taps. The negative control is one changed tensor."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    expected = [output[0] for output in layer_outputs(model, torch.tensor([TOKENS]))[1:]]
+    for ours, theirs in zip(our_outputs(make_executor(target)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+    tensors = load_file(target / "model.safetensors")
+    name = f"model.layers.1.{CHANGED[target.parent.name]}"
+    tensors[name] = tensors[name].roll(1, dims=0)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "config.json").write_bytes((target / "config.json").read_bytes())
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    found = our_outputs(make_executor(changed))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=TOLERANCE)
+    assert (found[1] - expected[1]).abs().max() > 100 * TOLERANCE
+
+
+def test_drafts_are_those_of_dflash(target: Path) -> None:
+    drafter = target.parent / "drafter"
+    run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert run.blocks == expected_blocks(target, drafter, run.tokens, run.blocks)
+
+
+def test_two_ranks_compute_what_one_does(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One K/V head, where a family can have so few, is held by both."""
+    root = target.parent
+    with opened(build(root, tp_size=1)) as one, opened(build(root, tp_size=2)) as two:
+        expected, _ = trace(one, GREEDY, num_draft_tokens=(3, 0))
+        found, _ = trace(two, GREEDY, num_draft_tokens=(3, 0))
+        assert integers(found) == integers(expected)
+        torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=TOLERANCE)
+        expected_logits = one.target_logits(PROMPTS[1])
+        torch.testing.assert_close(two.target_logits(PROMPTS[1]), expected_logits, rtol=0, atol=TOLERANCE)
+        if any(gqa.has_joint_qk_norm for gqa in one.network.target.attentions):  # the negative control
+            mean = TorchOps.joint_rms_norm
+            monkeypatch.setattr(TorchOps, "joint_rms_norm", lambda *x: (mean(*x), TorchOps.rms_norm(*x))[1])
+            assert (two.target_logits(PROMPTS[1]) - expected_logits).abs().max() > 100 * TOLERANCE
