@@ -182,9 +182,10 @@ def _check_rows(q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, rotat
     check_tensor("v", v, dtype=k.dtype, shape=k.shape, row_stride_is_free=True)
     check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
     if q is not None:
-        whole = q.as_strided((*q.shape[:2], q.stride(1)), q.stride()) if q.stride(2) == 1 else q  # with what is between
-        check_tensor("q", whole, dtype=k.dtype, shape=[num_rows, None, None], row_stride_is_free=True)
-        check(q.shape[2] == head_dim, "q", expected=f"heads of {head_dim}", found=q.shape[2], hint="As in k.")
+        if q.shape[1] == 1 or q.stride(1) == head_dim:
+            check_tensor("q", q, dtype=k.dtype, shape=[num_rows, None, head_dim], row_stride_is_free=True)
+        else:  # the heads are further apart
+            check_tensor("q", q[:, 0], dtype=k.dtype, shape=[num_rows, head_dim], row_stride_is_free=True)
     if rotation.inv_freq is not None:
         check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[None])
         num_pairs = len(rotation.inv_freq)

@@ -14,8 +14,8 @@ from tests.kernels.gated_delta_steps import NUM_SLOTS, Layer, Row
 RECORDS = 5
 # Sums in another order, of results of up to 4; measured in the interpreter: 7e-6.
 TOLERANCE = 5e-5
-# Half a place of bfloat16 in the convolution and in two more roundings; measured in the interpreter: 0.03.
-BFLOAT16_TOLERANCE = 0.1
+# Two places of bfloat16 of the largest results, which are 8; measured in the interpreter, which truncates: 0.0625.
+BFLOAT16_TOLERANCE = 0.125
 
 
 def make_spec(**changes: int) -> GatedDelta:
