@@ -1,9 +1,13 @@
 """Sizes that kernels are compiled for: one of a few for what is smaller."""
 
+from typing import Final
+
 from dflash_trt.kernels.tensor_checks import check
 
 _CAPACITIES = (16, 64, 256, 1024, 4096)
 MAX_REQUESTS = _CAPACITIES[-1]
+MAX_DELTA_HEAD_DIM: Final = 128  # of gated delta nets
+MAX_DELTA_RECORDS: Final = 64
 
 
 def next_power_of_2(n: int) -> int:

@@ -1,4 +1,4 @@
-"""RMS norm, with or without the residual addition before it, and SiLU-times-up, fused: one read, one write.
+"""RMS norm, with or without the residual addition before it, SiLU-times-up and gates, fused: one read, one write.
 
 `reference_norm.py` is the same in PyTorch. fp32 inside, rounded once per output. RESULT: the result may go on to codes
 for the GEMM that reads it, rounded on the way as if it had been stored (`row_codes.py`).
@@ -79,6 +79,28 @@ def silu_mul_kernel(
     silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)  # rounded here too: the network's silu is an op of its own
     result = (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
     store_row(gated, block_scale, scale, result, row, first, ffn_size, BLOCK, RESULT)
+
+
+@triton.jit
+def sigmoid_mul_kernel(
+    x,  # F [N, num_columns], contiguous
+    gate,  # F [N, num_columns], or [N] with IS_SCALAR
+    gated,  # F [N, num_columns]
+    num_columns,
+    BLOCK: tl.constexpr,
+    IS_SCALAR: tl.constexpr,
+):
+    """x * sigmoid(gate). Grid: (N, ceil(num_columns / BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in, at = columns < num_columns, row * num_columns + columns
+    if IS_SCALAR:
+        value = tl.load(gate + row + tl.zeros_like(columns)).to(tl.float32)
+    else:
+        value = tl.load(gate + at, mask=is_in, other=0.0).to(tl.float32)
+    sigmoid = (1.0 / (1.0 + tl.exp(-value))).to(gated.dtype.element_ty)  # rounded here too, as ops of their own would
+    product = tl.load(x + at, mask=is_in, other=0.0).to(tl.float32) * sigmoid.to(tl.float32)
+    tl.store(gated + at, product.to(gated.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
+from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, sigmoid_mul_kernel, silu_mul_kernel
 from dflash_trt.kernels.row_codes import AS_THEY_ARE
 from dflash_trt.kernels.row_codes_launch import RowCodes
 
@@ -74,6 +74,25 @@ def silu_mul(gate_up: Tensor, *, codes: RowCodes | None = None) -> Tensor:  # [N
         ffn_size,
         BLOCK=block,
         RESULT=result_form(codes),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return gated
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate): x [N, F], and gate [N, F] or [N, 1], contiguous both."""
+    num_rows, num_columns = x.shape
+    assert x.is_contiguous() and gate.is_contiguous() and gate.shape in {x.shape, (num_rows, 1)}
+    gated = torch.empty_like(x)
+    block = min(SILU_BLOCK, next_power_of_2(num_columns))
+    sigmoid_mul_kernel[(num_rows, -(-num_columns // block))](
+        x,
+        gate,
+        gated,
+        num_columns,
+        BLOCK=block,
+        IS_SCALAR=gate.shape[1] == 1 and num_columns > 1,
         num_warps=4,
         enable_fp_fusion=True,
     )

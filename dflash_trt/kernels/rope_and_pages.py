@@ -34,14 +34,24 @@ E4M3_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def cos_and_sin(position, inv_freq, amplitude, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+def pair_places(HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr):
+    """Where the two of each pair stand in a head, [HALF] each: the first ROTARY / 2 pairs are rotated."""
+    pair = tl.arange(0, HALF)
+    if ROTARY == HEAD_DIM:
+        return pair, pair + HEAD_DIM // 2
+    is_rotated = pair < ROTARY // 2
+    return pair + tl.where(is_rotated, 0, ROTARY // 2), pair + tl.where(is_rotated, ROTARY // 2, HEAD_DIM // 2)
+
+
+@triton.jit
+def cos_and_sin(position, inv_freq, amplitude, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr):
     """float32 [HALF] each, to 1e-7 for positions below `rope_and_pages_launch.MAX_POSITIONS`.
 
     The angle is rounded to float32, as in the tables of the networks. CUDA's own functions would bring a slow path
     for large angles along with every element.
     """
     pair = tl.arange(0, HALF)
-    frequency = tl.load(inv_freq + pair, mask=pair < HEAD_DIM // 2, other=0.0)
+    frequency = tl.load(inv_freq + pair, mask=pair < ROTARY // 2, other=0.0)
     angle = position.to(tl.float32) * frequency
     quarters = tl.floor(angle * HALF_PI_INVERSE + 0.5)
     x = tl.fma(-quarters, HALF_PI_HIGH, angle)
@@ -55,48 +65,55 @@ def cos_and_sin(position, inv_freq, amplitude, HEAD_DIM: tl.constexpr, HALF: tl.
     turned_cos = tl.where(is_odd, sin, cos) * amplitude
     turned_sin = tl.where(is_odd, cos, sin) * amplitude
     cos_is_negative = (quadrant == 1) | (quadrant == 2)
-    return tl.where(cos_is_negative, -turned_cos, turned_cos), tl.where(quadrant >= 2, -turned_sin, turned_sin)
+    turned_cos = tl.where(cos_is_negative, -turned_cos, turned_cos)
+    if ROTARY < HEAD_DIM:
+        turned_cos = tl.where(pair < ROTARY // 2, turned_cos, 1.0)
+    return turned_cos, tl.where(quadrant >= 2, -turned_sin, turned_sin)
 
 
 @triton.jit
-def load_heads(x, head, num_heads, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """First and second halves of some heads of one row, float32 [HEADS, HALF]."""
-    pair = tl.arange(0, HALF)[None, :]
-    mask = (head < num_heads)[:, None] & (pair < HEAD_DIM // 2)
-    offset = head[:, None] * HEAD_DIM + pair
-    first = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + offset + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+def load_heads(
+    x, head, num_heads, PITCH: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr
+):
+    """The pairs of some heads of one row, PITCH apart: first ones and second ones, float32 [HEADS, HALF]."""
+    mask = (head < num_heads)[:, None] & (tl.arange(0, HALF)[None, :] < HEAD_DIM // 2)
+    at_first, at_second = pair_places(HEAD_DIM, ROTARY, HALF)
+    offset = head[:, None] * PITCH
+    first = tl.load(x + offset + at_first[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x + offset + at_second[None, :], mask=mask, other=0.0).to(tl.float32)
     return first, second
 
 
 @triton.jit
-def store_heads(out, first, second, head, num_heads, scale, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """The reverse; into FP8 as e4m3(x / scale), rounded to nearest and saturated."""
-    pair = tl.arange(0, HALF)[None, :]
-    mask = (head < num_heads)[:, None] & (pair < HEAD_DIM // 2)
+def store_heads(
+    out, first, second, head, num_heads, scale, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr
+):
+    """The reverse, dense; into FP8 as e4m3(x / scale), rounded to nearest and saturated."""
+    mask = (head < num_heads)[:, None] & (tl.arange(0, HALF)[None, :] < HEAD_DIM // 2)
     if out.dtype.element_ty == tl.float8e4nv:
         first = tl.clamp(tl.div_rn(first, scale + tl.zeros_like(first)), -E4M3_MAX, E4M3_MAX)
         second = tl.clamp(tl.div_rn(second, scale + tl.zeros_like(second)), -E4M3_MAX, E4M3_MAX)
-    offset = head[:, None] * HEAD_DIM + pair
-    tl.store(out + offset, first.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + offset + HEAD_DIM // 2, second.to(out.dtype.element_ty), mask=mask)
+    at_first, at_second = pair_places(HEAD_DIM, ROTARY, HALF)
+    offset = head[:, None] * HEAD_DIM
+    tl.store(out + offset + at_first[None, :], first.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset + at_second[None, :], second.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def normed(first, second, weight, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
+def normed(first, second, weight, eps, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr):
     """RMSNorm of each head."""
-    pair = tl.arange(0, HALF)
-    mask = pair < HEAD_DIM // 2
+    mask = tl.arange(0, HALF) < HEAD_DIM // 2
+    at_first, at_second = pair_places(HEAD_DIM, ROTARY, HALF)
     mean = tl.sum(first * first + second * second, 1) / HEAD_DIM
     inverse = 1.0 / tl.sqrt(mean + eps)
-    first_weight = tl.load(weight + pair, mask=mask, other=0.0).to(tl.float32)
-    second_weight = tl.load(weight + HEAD_DIM // 2 + pair, mask=mask, other=0.0).to(tl.float32)
+    first_weight = tl.load(weight + at_first, mask=mask, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + at_second, mask=mask, other=0.0).to(tl.float32)
     return first * inverse[:, None] * first_weight[None, :], second * inverse[:, None] * second_weight[None, :]
 
 
 @triton.jit
 def rotated(first, second, cos, sin):
-    """Rotate-half: the pair (i, i + D / 2) turns by its angle."""
+    """Rotate-half: the pair (i, i + ROTARY / 2) turns by its angle."""
     return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
 
 
@@ -119,16 +136,16 @@ def page_slot(request, position, page_table, pages_per_request, page_shift):
 # As in attention.py: one build serves steps and models of all sizes.
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_requests", "pages_per_request", "page_shift", "state_index"])
 def rotate_and_store_kernel(
-    q,  # F, N rows of [q_heads, D], q_stride apart
+    q,  # F, N rows of q_heads, Q_PITCH apart, the rows q_stride
     k,  # F, N rows of [kv_heads, D], k_stride apart
     v,  # likewise; read only with STORES_PAGES
     q_out,  # F [N, q_heads, D]
     k_out,  # F [N, kv_heads, D]; written only without STORES_PAGES
     pages,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D]; written only with STORES_PAGES
     state_pools,  # int64 [states]; with POOLED, pages are at its `state_index`, and only the type of `pages` is read
-    q_norm,  # F [D]; read only with HAS_NORM
+    q_norm,  # F or float32 [D]; read only with HAS_NORM
     k_norm,
-    inv_freq,  # float32 [D / 2]; read only with HAS_ROPE
+    inv_freq,  # float32 [ROTARY / 2]; read only with HAS_ROPE
     positions,  # int32 [N]
     token_offsets,  # int32 [R + 1]; this and the next two are read only with STORES_PAGES
     page_table,  # int32 [R, pages_per_request]
@@ -147,6 +164,8 @@ def rotate_and_store_kernel(
     page_shift,
     state_index,
     HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,  # the first dimensions of a head, which are rotated
+    Q_PITCH: tl.constexpr,  # from a head of q to the next
     HALF: tl.constexpr,  # HEAD_DIM / 2 padded to a power of two
     HEADS: tl.constexpr,  # of one program
     REQUESTS: tl.constexpr,
@@ -169,13 +188,13 @@ def rotate_and_store_kernel(
     long_row = row.to(tl.int64)
     if block < q_blocks:
         head = block * HEADS + tl.arange(0, HEADS)
-        first, second = load_heads(q + long_row * q_stride, head, q_heads, HEAD_DIM, HALF)
+        first, second = load_heads(q + long_row * q_stride, head, q_heads, Q_PITCH, HEAD_DIM, ROTARY, HALF)
         if HAS_NORM:
-            first, second = normed(first, second, q_norm, eps, HEAD_DIM, HALF)
+            first, second = normed(first, second, q_norm, eps, HEAD_DIM, ROTARY, HALF)
         if HAS_ROPE:
-            cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, HALF)
+            cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, ROTARY, HALF)
             first, second = rotated(first, second, cos, sin)
-        store_heads(q_out + long_row * q_heads * HEAD_DIM, first, second, head, q_heads, 1.0, HEAD_DIM, HALF)
+        store_heads(q_out + long_row * q_heads * HEAD_DIM, first, second, head, q_heads, 1.0, HEAD_DIM, ROTARY, HALF)
         return
     row_size = kv_heads * HEAD_DIM
     slot = long_row
@@ -189,21 +208,21 @@ def rotate_and_store_kernel(
         slot = page_slot(request, position, page_table, pages_per_request, page_shift)
     if block < q_blocks + kv_blocks:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
-        first, second = load_heads(k + long_row * k_stride, head, kv_heads, HEAD_DIM, HALF)
+        first, second = load_heads(k + long_row * k_stride, head, kv_heads, HEAD_DIM, HEAD_DIM, ROTARY, HALF)
         if HAS_NORM:
-            first, second = normed(first, second, k_norm, eps, HEAD_DIM, HALF)
+            first, second = normed(first, second, k_norm, eps, HEAD_DIM, ROTARY, HALF)
         if HAS_ROPE:
-            cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, HALF)
+            cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, ROTARY, HALF)
             first, second = rotated(first, second, cos, sin)
         if STORES_PAGES:
-            store_heads(pages + slot * row_size, first, second, head, kv_heads, k_scale, HEAD_DIM, HALF)
+            store_heads(pages + slot * row_size, first, second, head, kv_heads, k_scale, HEAD_DIM, ROTARY, HALF)
         else:
-            store_heads(k_out + slot * row_size, first, second, head, kv_heads, 1.0, HEAD_DIM, HALF)
+            store_heads(k_out + slot * row_size, first, second, head, kv_heads, 1.0, HEAD_DIM, ROTARY, HALF)
     elif STORES_PAGES:
         head = (block - q_blocks - kv_blocks) * HEADS + tl.arange(0, HEADS)
-        first, second = load_heads(v + long_row * v_stride, head, kv_heads, HEAD_DIM, HALF)
+        first, second = load_heads(v + long_row * v_stride, head, kv_heads, HEAD_DIM, HEAD_DIM, ROTARY, HALF)
         v_rows = pages + (slot + (1 << page_shift)) * row_size
-        store_heads(v_rows, first, second, head, kv_heads, v_scale, HEAD_DIM, HALF)
+        store_heads(v_rows, first, second, head, kv_heads, v_scale, HEAD_DIM, ROTARY, HALF)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "num_requests", "pages_per_request", "page_shift"])
@@ -243,15 +262,15 @@ def draft_context_kernel(
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     row_size = kv_heads * HEAD_DIM
     k = kv + (row.to(tl.int64) * tl.num_programs(1) + layer) * (2 * row_size)
-    first, second = load_heads(k, head, kv_heads, HEAD_DIM, HALF)
-    v_first, v_second = load_heads(k + row_size, head, kv_heads, HEAD_DIM, HALF)
+    first, second = load_heads(k, head, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM, HALF)
+    v_first, v_second = load_heads(k + row_size, head, kv_heads, HEAD_DIM, HEAD_DIM, HEAD_DIM, HALF)
     if HAS_NORM:
-        first, second = normed(first, second, k_norms + layer * HEAD_DIM, eps, HEAD_DIM, HALF)
-    cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, HALF)
+        first, second = normed(first, second, k_norms + layer * HEAD_DIM, eps, HEAD_DIM, HEAD_DIM, HALF)
+    cos, sin = cos_and_sin(position, inv_freq, amplitude, HEAD_DIM, HEAD_DIM, HALF)
     first, second = rotated(first, second, cos, sin)
     slot = page_slot(request, position, page_table, pages_per_request, page_shift)
     layer_pages = pages + tl.multiple_of(tl.load(layer_offsets + layer), 16)
     k_rows = layer_pages + slot * row_size
     v_rows = k_rows + (1 << page_shift) * row_size
-    store_heads(k_rows, first, second, head, kv_heads, tl.load(k_scales + layer), HEAD_DIM, HALF)
-    store_heads(v_rows, v_first, v_second, head, kv_heads, tl.load(v_scales + layer), HEAD_DIM, HALF)
+    store_heads(k_rows, first, second, head, kv_heads, tl.load(k_scales + layer), HEAD_DIM, HEAD_DIM, HALF)
+    store_heads(v_rows, v_first, v_second, head, kv_heads, tl.load(v_scales + layer), HEAD_DIM, HEAD_DIM, HALF)

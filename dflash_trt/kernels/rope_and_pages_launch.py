@@ -25,9 +25,11 @@ MAX_POSITIONS = 1 << 22  # beyond, the cosines of `cos_and_sin` lose accuracy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
-    """`inv_freq` float32 [D / 2] and `amplitude` are those of `network.rope.RopeFrequencies`; None: no rotation.
+    """`inv_freq` and `amplitude` are those of `network.rope.RopeFrequencies`; None: no rotation.
 
-    `q_norm` and `k_norm` F [D] are RMSNorm weights over each head, applied before the rotation; both or neither.
+    `inv_freq` float32 [D / 2], or less where only the first dimensions of a head are rotated, two for each frequency.
+    `q_norm` and `k_norm` F or float32 [D] are RMSNorm weights over each head, applied before the rotation; both or
+    neither.
     """
 
     inv_freq: Tensor | None
@@ -75,8 +77,8 @@ def stack_draft_layers(
 
 
 def rotate_and_store(
-    q: Tensor | None,  # F [T, heads, D]; rows may be further apart, as in a slice of the projection's output
-    k: Tensor,  # F [T, kv_heads, D], likewise
+    q: Tensor | None,  # F [T, heads, D]; rows and heads may be further apart, as in slices of the projection's output
+    k: Tensor,  # F [T, kv_heads, D], rows likewise
     v: Tensor,
     pages: Tensor,  # F or float8_e4m3fn [pages, 2, page_size, kv_heads, D], written
     requests: RequestTensors,  # context_lens are not read
@@ -180,12 +182,19 @@ def _check_rows(q: Tensor | None, k: Tensor, v: Tensor, positions: Tensor, rotat
     check_tensor("v", v, dtype=k.dtype, shape=k.shape, row_stride_is_free=True)
     check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
     if q is not None:
-        check_tensor("q", q, dtype=k.dtype, shape=[num_rows, None, head_dim], row_stride_is_free=True)
+        if q.shape[1] == 1 or q.stride(1) == head_dim:
+            check_tensor("q", q, dtype=k.dtype, shape=[num_rows, None, head_dim], row_stride_is_free=True)
+        else:  # the heads are further apart
+            check_tensor("q", q[:, 0], dtype=k.dtype, shape=[num_rows, head_dim], row_stride_is_free=True)
     if rotation.inv_freq is not None:
-        check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[head_dim // 2])
+        check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[None])
+        num_pairs = len(rotation.inv_freq)
+        check(
+            num_pairs <= head_dim // 2, "inv_freq", expected=f"at most {head_dim // 2}", found=num_pairs, hint="As D."
+        )
     for name, weight in (("q_norm", rotation.q_norm), ("k_norm", rotation.k_norm)):
         if weight is not None:
-            check_tensor(name, weight, dtype=k.dtype, shape=[head_dim])
+            check_tensor(name, weight, dtype=(k.dtype, torch.float32), shape=[head_dim])
     has_both = (rotation.q_norm is None) == (rotation.k_norm is None)
     check(has_both, "rotation", expected="both norms or neither", found="one", hint="No model norms only one.")
 
@@ -201,6 +210,11 @@ def rotation_constants(head_dim: int, num_requests: int) -> dict[str, int | bool
         "HEADS": HEADS_PER_PROGRAM,
         "REQUESTS": request_capacity(num_requests),
     }
+
+
+def head_constants(head_dim: int, *, rotary_dim: int | None = None, q_pitch: int | None = None) -> dict[str, int]:
+    """Of the kernel that rotates queries, too; None: all of a head, and heads side by side."""
+    return {"ROTARY": rotary_dim or head_dim, "Q_PITCH": q_pitch or head_dim}
 
 
 def _launch(
@@ -249,6 +263,11 @@ def _launch(
         0 if placement is None else _page_shift(pages),
         0,
         **rotation_constants(head_dim, num_requests),
+        **head_constants(
+            head_dim,
+            rotary_dim=None if rotation.inv_freq is None else 2 * len(rotation.inv_freq),
+            q_pitch=q.stride(1) if q_heads else None,
+        ),
         **flags,
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,

@@ -3,7 +3,7 @@
 import torch
 
 from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel
-from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS, rotation_constants
+from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS, head_constants, rotation_constants
 from plugins.aot.variant import KernelVariant, pointer
 
 
@@ -38,6 +38,7 @@ def rotate_and_store_variant(
         kernel=rotate_and_store_kernel,
         signature=tensors | scalars,
         constexprs=constants
+        | head_constants(head_dim)
         | {"HAS_NORM": has_norm, "HAS_ROPE": has_rope, "STORES_PAGES": stores_pages, "HAS_LIMITS": has_limits}
         | {"POOLED": stores_pages},
         num_warps=NUM_WARPS,

@@ -65,10 +65,11 @@ def rotate(x: Tensor, positions: Tensor, norm: Tensor | None, rotation: Rotation
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + rotation.eps) * norm.float()
     if rotation.inv_freq is None:
         return x
-    angles = (positions.float()[:, None] * rotation.inv_freq)[:, None]  # [N, 1, D/2]
+    x, kept = x.tensor_split((2 * len(rotation.inv_freq),), dim=-1)
+    angles = (positions.float()[:, None] * rotation.inv_freq)[:, None]  # [N, 1, pairs]
     cos, sin = angles.cos() * rotation.amplitude, angles.sin() * rotation.amplitude
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, kept), dim=-1)
 
 
 def store_rows(

@@ -56,6 +56,17 @@ def test_the_residual_sum_and_its_norm_come_from_one_launch(hidden_size, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_columns", [1, 80, 2500])
+def test_a_sigmoid_gates_columns_or_whole_rows(num_columns, dtype):
+    x = random(3, num_columns, dtype=dtype)
+    for gate in (random(3, num_columns, dtype=dtype, seed=1), random(3, 1, dtype=dtype, seed=2)):
+        expected = x * gate.sigmoid()
+        torch.testing.assert_close(norm_launch.sigmoid_mul(x, gate), expected, **tolerance(dtype))
+        with pytest.raises(AssertionError):  # the negative control
+            torch.testing.assert_close(norm_launch.sigmoid_mul(x, -gate), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("ffn_size", [1, 80, 257, 5000])
 def test_the_gated_activation_is_the_network_s(ffn_size, dtype):
     gate_up = random(3, 2 * ffn_size, dtype=dtype)

@@ -34,6 +34,9 @@ class Case:
     has_norm: bool = True
     has_rope: bool = True
     scales: tuple[float, float] = (1.0, 1.0)
+    rotary_dim: int | None = None
+    has_gates: bool = False  # behind the query of each head
+    norm_dtype: torch.dtype | None = None
 
 
 CASES = {
@@ -42,6 +45,10 @@ CASES = {
     "the plain write": Case(q_heads=0, has_norm=False, has_rope=False),
     "head_dim 128, float16": Case(head_dim=128, dtype=torch.float16),
     "head_dim 80, 9 heads": Case(head_dim=80, q_heads=9, kv_heads=3),
+    "a part of a head, gates, float32 norms": Case(
+        dtype=torch.float16, rotary_dim=16, has_gates=True, norm_dtype=torch.float32
+    ),
+    "most of a head": Case(head_dim=80, rotary_dim=60),
     "FP8 pages": Case(dtype=torch.float16, page_dtype=FP8, scales=(0.02, 0.05)),
 }
 # Rows of four requests: a new one, one that crosses a page, one far out, and one without rows; two rows behind them.
@@ -105,15 +112,18 @@ def make_rows(case: Case, *, seed: int = 0) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     requests, positions = make_requests()
     dim = case.head_dim
-    sizes = [case.q_heads * dim, case.kv_heads * dim, case.kv_heads * dim]
+    sizes = [case.q_heads * dim * (1 + case.has_gates), case.kv_heads * dim, case.kv_heads * dim]
     projected = (2 * torch.randn(len(positions), sum(sizes), generator=generator)).to(case.dtype)
     q, k, v = (x.unflatten(1, (-1, dim)) if x.shape[1] else None for x in projected.split(sizes, dim=1))
     assert k is not None and v is not None
+    if case.has_gates:
+        q = projected[:, : sizes[0]].unflatten(1, (-1, 2 * dim))[..., :dim]
     num_pages = int(requests.page_table.max()) + 2
     pages = torch.ones(num_pages, 2, PAGE_SIZE, case.kv_heads, dim).to(case.page_dtype or case.dtype)
-    q_norm, k_norm = ((0.5 + torch.rand(dim, generator=generator)).to(case.dtype) for _ in range(2))
+    norm_dtype, rotary_dim = case.norm_dtype or case.dtype, case.rotary_dim or dim
+    q_norm, k_norm = ((0.5 + torch.rand(dim, generator=generator)).to(norm_dtype) for _ in range(2))
     rotation = Rotation(
-        inv_freq=torch.tensor([1e6 ** (-2 * i / dim) for i in range(dim // 2)]) if case.has_rope else None,
+        inv_freq=torch.tensor([1e6 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]) if case.has_rope else None,
         amplitude=1.25 if case.has_rope else 1.0,
         q_norm=q_norm if case.has_norm else None,
         k_norm=k_norm if case.has_norm else None,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dflash_trt.backends.cuda.deterministic_ops import DeterministicGpuOps
 from dflash_trt.backends.cuda.experts import prepare_device_experts
+from dflash_trt.backends.cuda.gated_delta import StepSlots
 from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
@@ -99,7 +100,11 @@ class TorchGpuExecutor:
         )
         states = states_of(network, quantization)
         self._state = allocate_state(
-            states, num_pages=page_plan.num_pages, page_size=page_plan.page_size, device=device
+            states,
+            num_pages=page_plan.num_pages,
+            page_size=page_plan.page_size,
+            num_slots=max_batch_size + 1,
+            device=device,
         )
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
@@ -246,7 +251,8 @@ class TorchGpuExecutor:
             self._staging.upload()
             self._staging.assemble(shape)
             inputs = self._staging.inputs(shape)
-            ops: Any = self._make_ops(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks)
+            slots = StepSlots(slot_ids=self._staging.plan_inputs(shape).slot_ids)
+            ops: Any = self._make_ops(inputs, self._resources, num_draft_tokens=0, ranks=self._ranks, slots=slots)
             logits: Tensor = sequence_logits(ops, self.network, inputs, self._state)
             return logits.cpu()
 
@@ -260,13 +266,15 @@ class TorchGpuExecutor:
         """The launches of a step; what a CUDA graph holds, without `reader` and if no request has logit rules."""
         self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
+        plan = self._staging.plan_inputs(shape)
         ops: Any = self._make_ops(
             inputs,
             self._resources,
             num_draft_tokens=shape.num_draft_tokens,
             outputs=outputs,
             ranks=self._ranks,
-            rules=StepRules(self._rules, self._staging.plan_inputs(shape), inputs) if has_rules else None,
+            rules=StepRules(self._rules, plan, inputs) if has_rules else None,
+            slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
         )
         result = run_step(
             ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens, reader=reader

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
+from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
 from dflash_trt.backends.cuda.handles import (
     Attended,
     Gated,
@@ -33,6 +34,7 @@ from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
@@ -41,6 +43,7 @@ from dflash_trt.kernels.argmax_launch import draft_tokens
 from dflash_trt.kernels.attention_fixed import FixedSplits, Piece
 from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.kernels.attention_plan import RequestTensors
+from dflash_trt.kernels.norm_launch import sigmoid_mul
 from dflash_trt.kernels.one_shot_launch import PeerBuffers
 from dflash_trt.kernels.rope_and_pages_launch import (
     DraftLayers,
@@ -51,7 +54,18 @@ from dflash_trt.kernels.rope_and_pages_launch import (
 )
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import Acceptance, Cache, Experts, KvDestination, Linear, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    Experts,
+    KvDestination,
+    Linear,
+    RecurrentCache,
+    Rows,
+    StepInputs,
+    TokenBlocks,
+)
 from dflash_trt.network.rope import rope_frequencies
 
 
@@ -134,9 +148,11 @@ class TorchGpuOps:
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
         rules: StepRules | None = None,
+        slots: StepSlots | None = None,
     ) -> None:
+        """`outputs`: where sampling writes, when the caller wants a fixed place. Recurrent layers need `slots`."""
         self._rules = rules
-        """`outputs` is where sampling writes, when the caller wants it at a fixed place."""
+        self._slots = slots
         self._inputs = inputs
         self._resources = resources
         self._num_draft_tokens = num_draft_tokens
@@ -172,11 +188,17 @@ class TorchGpuOps:
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(tensor_of(gate_up))
 
+    def sigmoid_mul(self, x: Value, gate: Value) -> Tensor:
+        return sigmoid_mul(tensor_of(x), tensor_of(gate))
+
     def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
         assert isinstance(experts, DeviceExperts)
         return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
 
-    def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:
+    def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Value]:
+        if isinstance(x, Heads):
+            assert x.norm is None and x.rope is None
+            return [Heads(part) for part in torch.split(x.x, list(sizes), dim=-1)]
         return torch.split(tensor_of(x), list(sizes), dim=-1)
 
     def concat(self, xs: Sequence[Value]) -> Tensor:
@@ -185,6 +207,10 @@ class TorchGpuOps:
     def split_heads(self, x: Value, head_dim: int) -> Heads:
         x = tensor_of(x)
         return Heads(x.view(len(x), -1, head_dim))
+
+    def merge_heads(self, x: Value) -> Tensor:
+        assert isinstance(x, Heads) and x.norm is None and x.rope is None
+        return x.x.flatten(1)
 
     def gather_rows(self, x: Value, rows: Value) -> Tensor:
         return tensor_of(x).index_select(0, tensor_of(rows).flatten())
@@ -271,6 +297,19 @@ class TorchGpuOps:
             return attended.flatten(1)
 
         return run
+
+    def gated_delta(
+        self,
+        qkvz: Value,
+        ba: Value,
+        parameters: DeltaParameters[Any],
+        rows: Rows[Any],
+        cache: RecurrentCache[Any],
+        spec: GatedDelta,
+        eps: float,
+    ) -> Tensor:
+        assert self._slots is not None
+        return apply_gated_delta(tensor_of(qkvz), tensor_of(ba), parameters, rows, self._slots, cache, eps)
 
     def store_kv(self, kv: Value, layers: Sequence[KvDestination[Any]], rows: Rows[Any], limits: Value) -> None:
         """All layers in one launch, from what `GpuResources.draft_layers` has stacked of them."""
