@@ -8,8 +8,9 @@ import numpy as np
 
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.constraint import ConstraintError, MaskedBlock
+from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import Request
-from dflash_trt.executor.fake import ToyTarget, fold, next_allowed
+from dflash_trt.executor.fake import ToyTarget, fold, fold_rules, next_allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +85,13 @@ def constrained_tokens(target: ToyTarget, request: Request, num_tokens: int, sam
     """What a request with a ToyConstraint emits alone, one token at a time."""
     assert isinstance(request.constraint, ToyConstraint)
     matcher, history = request.constraint.start(request.stop_token_ids), 0
+    rules = LogitRules.of(request)
     for token in request.prompt_token_ids:
         history = fold(history, target.key_value(history, token))
     while len(matcher.tokens) < num_tokens and not matcher.is_finished:
-        position = len(request.prompt_token_ids) + len(matcher.tokens)
-        token = next_allowed(target.next_token(history, position, sampling), np.array(matcher.allowed(matcher.tokens)))
+        known = [*request.prompt_token_ids, *matcher.tokens]
+        token = target.next_token(history, len(known), sampling, fold_rules(rules, known))
+        token = next_allowed(token, np.array(matcher.allowed(matcher.tokens)))
         matcher.tokens.append(token)
         history = fold(history, target.key_value(history, token))
         if token in request.stop_token_ids:
