@@ -34,7 +34,7 @@ def make_executor(
     is_deterministic: bool = False,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages."""
-    kernels = cpu_kernels()
+    kernels = cpu_kernels() if has_kernels else None
     pair = open_pair(target, drafter)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
@@ -55,7 +55,7 @@ def make_executor(
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
         quantization=quantization,
         is_deterministic=is_deterministic,
-        kernels=kernels if has_kernels and isinstance(kernels, CpuKernels) else None,
+        kernels=kernels if isinstance(kernels, CpuKernels) else None,
     )
 
 
