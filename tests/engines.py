@@ -30,9 +30,11 @@ def make_executor(
     max_batch_size: int = 8,
     quantization: QuantizationSpec | None = None,
     has_kernels: bool = True,
+    num_snapshots: int = 0,
+    is_deterministic: bool = False,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages."""
-    kernels = cpu_kernels()
+    kernels = cpu_kernels() if has_kernels else None
     pair = open_pair(target, drafter)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
@@ -43,6 +45,7 @@ def make_executor(
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
         budget_bytes=1 << 28,
+        num_snapshots=num_snapshots,
     )
     return TorchExecutor(
         bind_tensors(pair.target, pair.draft, plain, quantized),
@@ -51,7 +54,8 @@ def make_executor(
         max_num_tokens=1024,
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
         quantization=quantization,
-        kernels=kernels if has_kernels and isinstance(kernels, CpuKernels) else None,
+        is_deterministic=is_deterministic,
+        kernels=kernels if isinstance(kernels, CpuKernels) else None,
     )
 
 

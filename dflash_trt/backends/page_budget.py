@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_FREE_MEMORY_FRACTION: Final = 0.5  # of a CPU's free memory; other programs live there too
 GPU_FREE_MEMORY_FRACTION: Final = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 TENSORRT_FREE_MEMORY_FRACTION: Final = 0.9  # of what is free beside the plan and its contexts with their activations
+SNAPSHOT_FRACTION: Final = 0.25  # of what slots and one sequence leave
 
 
 class PagedEngine(Protocol):
@@ -43,6 +44,8 @@ class PagePlan:
     max_seq_len: int
     num_ranks: int = 1  # each with pages like these
     slot_bytes: int = 0  # of recurrent states, of all slots
+    num_snapshots: int = 0  # of recurrent states, for prefixes
+    snapshot_bytes: int = 0  # of all of them
 
     @property
     def bytes_per_token(self) -> int:
@@ -54,7 +57,7 @@ class PagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Of the pages, without `slot_bytes`."""
+        """Of the pages, without `slot_bytes` and `snapshot_bytes`."""
         return self.num_tokens * self.bytes_per_token
 
     @property
@@ -65,7 +68,10 @@ class PagePlan:
     def __str__(self) -> str:
         draft = f" + {self.draft_bytes_per_token} (drafter)" if self.draft_bytes_per_token else ""
         ranks = f"on each of {self.num_ranks} ranks " if self.num_ranks > 1 else ""
-        slots = f", {self.slot_bytes / 2**20:.1f} MiB of recurrent state" if self.slot_bytes else ""
+        slots = ""
+        if self.slot_bytes:
+            snapshots = f"{self.snapshot_bytes / 2**20:.1f} MiB of {self.num_snapshots} snapshots for prefixes"
+            slots = f", {self.slot_bytes / 2**20:.1f} MiB of recurrent state, {snapshots}"
         return (
             f"{ranks}{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
             f"{self.target_bytes_per_token} (target){draft} bytes per token, "
@@ -105,6 +111,7 @@ def plan_engine_pages(
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
         budget_bytes=budget_bytes // num_pools,
+        num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
     )
 
 
@@ -116,16 +123,25 @@ def plan_pages(
     max_batch_size: int,
     max_seq_len: int,
     budget_bytes: int,
+    num_snapshots: int | None = 0,
 ) -> PagePlan:
-    """Raises CapacityError when the budget does not hold one sequence of max_seq_len."""
+    """`num_snapshots` None: of recurrent states as many as requests, in at most a share of what pages leave.
+
+    Raises CapacityError when the budget does not hold one sequence of max_seq_len.
+    """
     pages_per_sequence = -(-max_seq_len // page_size)
     page_bytes = page_size * states.bytes_per_token
+    needed_bytes = pages_per_sequence * page_bytes
     slot_bytes = states.bytes_per_slot * (max_batch_size + 1)  # a slot for padding, too
-    num_pages = min((budget_bytes - slot_bytes) // page_bytes, max_batch_size * pages_per_sequence)
+    if num_snapshots is None or not states.is_recurrent:
+        spare_bytes = max(0, budget_bytes - slot_bytes - needed_bytes)
+        most = int(spare_bytes * SNAPSHOT_FRACTION) // states.bytes_per_slot if states.is_recurrent else 0
+        num_snapshots = min(max_batch_size, most)
+    snapshot_bytes = states.bytes_per_slot * num_snapshots
+    num_pages = min((budget_bytes - slot_bytes - snapshot_bytes) // page_bytes, max_batch_size * pages_per_sequence)
     if num_pages < pages_per_sequence:
-        needed_bytes = pages_per_sequence * page_bytes
         smaller = "max_batch_size or max_seq_len" if slot_bytes else "max_seq_len"
-        beside = f" beside {slot_bytes} bytes of recurrent state" if slot_bytes else ""
+        beside = f" beside {slot_bytes + snapshot_bytes} bytes of recurrent state" if slot_bytes else ""
         raise CapacityError.about(
             "K/V pages",
             expected=f"room for one sequence of max_seq_len {max_seq_len} ({needed_bytes} bytes){beside}",
@@ -140,4 +156,6 @@ def plan_pages(
         max_seq_len=max_seq_len,
         num_ranks=num_ranks,
         slot_bytes=slot_bytes,
+        num_snapshots=num_snapshots,
+        snapshot_bytes=snapshot_bytes,
     )

@@ -21,6 +21,16 @@ class PartRows:
     stride: int
     stored_shape: tuple[int, ...]
 
+    def has_whole_blocks(self, block: int, num_rows: int) -> bool:
+        """True if none of the `num_rows` chosen rows shares a block of so many stored rows with another row."""
+        is_last = self.start + self.length == self.stored_shape[0]
+        is_one = num_rows == self.length
+        return (
+            self.start % block == 0
+            and (self.length % block == 0 or (is_one and is_last))
+            and (is_one or self.stride % block == 0)
+        )
+
     def spans(self, first: int, last: int) -> Iterator[slice]:
         """Where the chosen rows [first, last) are stored."""
         while first < last:

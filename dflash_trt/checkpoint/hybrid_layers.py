@@ -6,6 +6,7 @@ from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, read_rope, read_rotary_dim
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, one, stacked_rows
 from dflash_trt.checkpoint.moe_config import TRAINING_KEYS, num_chosen, same_integer
+from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.gated_delta import GatedDelta
 
 _SIZES = {
@@ -23,6 +24,7 @@ _PARTIAL_ROTARY_FACTOR = 0.25  # transformers' default
 
 def read_hybrid_mixers(reader: ConfigReader, sizes: DecoderSizes) -> list[dict[str, Any]]:
     """Fields of the mixer of each layer."""
+    require_known_producer(reader)
     rotary_dim = read_rotary_dim(reader, sizes.head_dim, default=_PARTIAL_ROTARY_FACTOR)
     attention = sizes.mixer_fields(reader) | {
         "rope": read_rope(reader, is_partial=True),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.checkpoint.producers.base import WORDS
-from dflash_trt.checkpoint.quantized_weights import QuantizedPart, QuantizedSource
+from dflash_trt.checkpoint.quantized_weights import QuantizedPart, QuantizedSource, rows_per_block
 from dflash_trt.checkpoint.sharding import expert_ranks, rank_experts, rank_index, shard
 from dflash_trt.checkpoint.tensors import StoredTensor
 from dflash_trt.core.dtype import torch_dtype
@@ -47,7 +47,7 @@ def read_quantized(
         if part.stored is not None:
             yield from _read_parts(f"{name}/{i}", part_spec, (part,), open_slice, mapping)
         else:
-            plain: Tensor = open_slice(part.tensors["codes"])[rank_index(part_spec, mapping)]
+            plain: Tensor = _rows_of(part, open_slice)(part.tensors["codes"])[rank_index(part_spec, mapping)]
             yield f"{name}/{i}", plain.to(dtype)
 
 
@@ -101,6 +101,23 @@ def _read_experts(
         yield tensor_name(name, field), tensor
 
 
+def _rows_of(part: QuantizedPart, open_slice: OpenSlice) -> OpenSlice:
+    """Opens tensors of a part, of which only its `rows` are given."""
+    if part.rows is None:
+        return open_slice
+    rows, num_rows = part.rows, part.tensors["codes"].shape[0]
+    blocks = {tensor.name: rows_per_block(part, field) for field, tensor in part.tensors.items()}
+
+    def gathered(stored: StoredTensor) -> Tensor:
+        whole, block = _whole(stored, open_slice), blocks[stored.name]
+        if block is None:
+            return whole
+        spans = [slice(span.start // block, -(-span.stop // block)) for span in rows.spans(0, num_rows)]
+        return torch.cat([whole[span].view(torch.uint8) for span in spans]).view(whole.dtype)
+
+    return gathered
+
+
 def _of_expert(open_slice: OpenSlice, index: int) -> OpenSlice:
     return lambda stored: open_slice(stored)[index : index + 1][0]
 
@@ -119,7 +136,7 @@ def _read_field(
     read = _read_codes if field == "codes" else _read_scales
     specs = (spec,) if len(parts) == 1 else segment_specs(spec)
     pairs = zip(parts, specs, strict=True)
-    pieces = [read(part, field, part_spec, open_slice, mapping) for part, part_spec in pairs]
+    pieces = [read(part, field, part_spec, _rows_of(part, open_slice), mapping) for part, part_spec in pairs]
     joined = torch.cat([piece.view(torch.uint8) for piece in pieces])  # no torch.cat for float8 on a CPU
     return joined.view(pieces[0].dtype)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows
 from dflash_trt.checkpoint.producers.base import FLOATS, WORDS, Scheme, StoredFormat
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
@@ -19,15 +19,19 @@ from dflash_trt.formats.base import TensorLayout
 from dflash_trt.formats.registry import weight_format
 
 _EXPORT_AGAIN = "Export the checkpoint again."
-_OFTEN_UNQUANTIZED = (".lm_head", ".router")  # which producers leave out without a word
+_OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which producers leave out without a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedPart:
-    """One of the linear layers fused in a canonical one. If `stored` is None, its `codes` are an unquantized weight."""
+    """One of the linear layers fused in a canonical one. If `stored` is None, its `codes` are an unquantized weight.
+
+    With `rows` it is those rows of the stored layer, and the shapes of `tensors` are those of its share.
+    """
 
     stored: StoredFormat | None
     tensors: Mapping[str, StoredTensor]  # by field
+    rows: PartRows | None = None
 
     @property
     def format(self) -> str | None:
@@ -69,8 +73,9 @@ def resolve_quantized(
         if specs is None:
             continue
         may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)
-        found = zip(names[canonical].parts, specs, strict=True)
-        parts = [finder.part(name, part_spec, may_be_plain=may_be_plain) for name, part_spec in found]
+        rows = names[canonical].rows or (None,) * len(specs)
+        found = zip(names[canonical].parts, specs, rows, strict=True)
+        parts = [finder.part(*part, may_be_plain=may_be_plain) for part in found]
         whole = tuple(part for part in parts if part is not None)
         # A layer without one of its parts is left to `resolve_sources`, which reports missing tensors.
         if len(whole) == len(parts) and any(part.stored is not None for part in whole):
@@ -115,13 +120,13 @@ class _Finder:
     label: str
     problems: list[str]
 
-    def part(self, name: str, spec: WeightSpec, *, may_be_plain: bool) -> QuantizedPart | None:
-        """The weight `name`, of whichever format the scheme says; None if it is missing."""
+    def part(self, name: str, spec: WeightSpec, rows: PartRows | None, *, may_be_plain: bool) -> QuantizedPart | None:
+        """The weight `name`, or some of its rows, of whichever format the scheme says; None if it is missing."""
         module = name.removesuffix(".weight")
         claimed, plain = self.scheme.format_of(module), self.stored.tensors.get(name)
         codes = None if claimed is None else self.stored.tensors.get(_beside(name, claimed.fields["codes"].suffix))
         if claimed is not None and codes is not None and codes.dtype not in FLOATS:
-            return self._quantized(name, claimed, codes, spec)
+            return self._quantized(name, claimed, codes, spec, rows)
         if plain is None:
             return None
         if plain.dtype not in FLOATS:
@@ -130,15 +135,22 @@ class _Finder:
         elif claimed is not None and not may_be_plain:
             expected = f"a weight in {claimed.format} with its scales, as in {self.scheme.source}"
             self._refuse(plain, expected=expected, found=f"an unquantized weight in {plain.dtype}")
-        return QuantizedPart(stored=None, tensors={"codes": plain})
+        return share_of(QuantizedPart(stored=None, tensors={"codes": plain}, rows=rows), spec)
 
     def refuse_mixed(self, foreign: ForeignNames, source: QuantizedSource) -> None:
         found = " and ".join(sorted({part.format or "unquantized" for part in source.parts}))
         subject = f"{self.label} tensors '{foreign.parts[0]}' to '{foreign.parts[-1]}'"
         self.problems.append(problem(subject, expected="experts of one format", found=found, hint=_EXPORT_AGAIN))
 
-    def _quantized(self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec) -> QuantizedPart:
-        layout = weight_format(claimed.format).layout(spec.shape, segments_of(spec))
+    def _quantized(
+        self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec, rows: PartRows | None
+    ) -> QuantizedPart:
+        whole = spec if rows is None else replace(spec, shape=rows.stored_shape, segments=rows.stored_shape[:1])
+        layout = weight_format(claimed.format).layout(whole.shape, segments_of(whole))
+        if rows is not None and not rows.has_whole_blocks(weight_format(claimed.format).rows_per_block, spec.shape[0]):
+            block = weight_format(claimed.format).rows_per_block
+            expected = f"heads of a multiple of {block} rows, for {claimed.format} has blocks of {block}"
+            self._refuse(codes, expected=expected, found=f"{rows.length} rows from row {rows.start} on")
         names = {field: _beside(name, stored_field.suffix) for field, stored_field in claimed.fields.items()}
         tensors = {field: self.stored.tensors[name] for field, name in names.items() if name in self.stored.tensors}
         for field, tensor in tensors.items():
@@ -147,7 +159,8 @@ class _Finder:
         if missing:
             self._refuse(codes, expected=f"the scales of {claimed.format}", found=f"no {listed(missing)}")
         extra = {suffix: self.stored.tensors.get(_beside(name, suffix)) for suffix in claimed.ignored}
-        return QuantizedPart(stored=claimed, tensors=tensors | {k: v for k, v in extra.items() if v is not None})
+        tensors |= {suffix: tensor for suffix, tensor in extra.items() if tensor is not None}
+        return share_of(QuantizedPart(stored=claimed, tensors=tensors, rows=rows), spec)
 
     def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, layout: TensorLayout) -> None:
         dtypes, shapes = stored_layout(field, claimed, layout)
@@ -163,6 +176,27 @@ class _Finder:
     def _refuse(self, tensor: StoredTensor, *, expected: str, found: str) -> None:
         subject = f"{self.label} tensor '{tensor.name}'"
         self.problems.append(problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN))
+
+
+def share_of(part: QuantizedPart, spec: WeightSpec) -> QuantizedPart:
+    """The part with the shapes of its `rows`; `spec` is that of these alone."""
+    if part.rows is None:
+        return part
+    shapes = {
+        field: tensor.shape if block is None else (-(-spec.shape[0] // block), *tensor.shape[1:])
+        for field, tensor in part.tensors.items()
+        for block in (rows_per_block(part, field),)
+    }
+    return replace(part, tensors={field: replace(part.tensors[field], shape=shapes[field]) for field in shapes})
+
+
+def rows_per_block(part: QuantizedPart, field: str) -> int | None:
+    """Rows of a weight that share one of a field's; None for a field that is the same for all rows."""
+    if part.stored is None:
+        return 1
+    known = weight_format(part.stored.format).weight_type
+    is_of_all = field not in part.stored.fields or field in known.per_segment or part.tensors[field].num_elements == 1
+    return None if is_of_all else known.rows_per_block.get(field, 1)
 
 
 def stored_layout(

@@ -10,6 +10,7 @@ from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.families.base import all_families, family_of
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
+from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.frozen import checked
 from dflash_trt.core.model.decoder import TargetSpec
 
@@ -56,6 +57,7 @@ def _language_model(reader: ConfigReader) -> ConfigReader:
     if section is None:
         return reader
     reader.ignore(("model_type", *VISION_KEYS))
+    require_known_producer(reader)  # its section stands outside of `text_config`
     reader.note("text_config", "the language model alone: images and videos are left out")
     section.ignore(("architectures",))
     return section

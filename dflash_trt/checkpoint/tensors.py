@@ -37,6 +37,10 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Size in bytes; 0 for an unknown dtype."""
         dtype = stored_dtype(self.dtype)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dflash_trt.serving.prompts import Prompt
 
 # Rounds are greedy, under a closed load, and must not profit from the ones before.
-_FIXED_BY_ROUNDS = ("enable_prefix_caching", "max_queue_len", "seed")
+_FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 _FIXED_BY_COMPARISONS = (
     *_FIXED_BY_ROUNDS,
     "use_drafter",

@@ -204,6 +204,7 @@ def _memory(made: "EnginePlan") -> dict[str, int]:
         "activations_bytes": memory.activations_bytes,
         "graph_pool_bytes": memory.graph_pool_bytes,
         "kv_bytes": 0 if made.pages is None else made.pages.total_bytes,
+        "state_bytes": 0 if made.pages is None else made.pages.slot_bytes + made.pages.snapshot_bytes,
         "left_bytes": made.left_bytes,
     }
 
@@ -266,6 +267,7 @@ _PARTS = {
     "activations_bytes": "activations of the largest step",
     "graph_pool_bytes": "activations of CUDA graphs",
     "kv_bytes": "K/V pages",
+    "state_bytes": "recurrent state",
     "left_bytes": "left over",
 }
 

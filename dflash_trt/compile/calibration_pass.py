@@ -20,7 +20,17 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import Cache, Experts, KvDestination, LatentCache, Linear, PagedCache, Rows, StepInputs
+from dflash_trt.network.ops import (
+    Cache,
+    Experts,
+    KvDestination,
+    LatentCache,
+    Linear,
+    PagedCache,
+    RecurrentCache,
+    Rows,
+    StepInputs,
+)
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.quantize.calibrate import LinearBank
 
@@ -56,12 +66,16 @@ class CalibrationPass:
             )
             ops = _ObservedOps(inputs, self._rope, num_draft_tokens=self._num_draft_tokens, observer=self, bank=bank)
             run_step(ops, self._network, inputs, self._state, num_draft_tokens=self._num_draft_tokens)
+            ops.store_states()
 
     def kv_scales(self, part: str) -> tuple[LayerKvScales, ...]:
-        """Per layer: amax / 448, as ModelOpt exports them."""
+        """Per layer: amax / 448, as ModelOpt exports them; 1 for a layer that has no K and V."""
         pools = self._state.target_kv if part == "target" else self._state.draft_kv
         scales = []
         for i, cache in enumerate(pools):
+            if isinstance(cache, RecurrentCache):
+                scales.append(LayerKvScales())
+                continue
             ranges = self._kv_amax[cache.spec.name]
             if not all(0.0 < amax < float("inf") for amax in ranges):
                 subject, found = f"calibration: K and V of {part} layer {i}", f"{ranges[0]:g} and {ranges[1]:g}"

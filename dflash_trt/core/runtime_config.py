@@ -107,6 +107,14 @@ class RuntimeConfig(Frozen):
     enable_prefix_caching: Annotated[bool, Option(flag="--no-prefix-caching", help="Compute every prompt in full.")] = (
         True
     )
+    num_state_snapshots: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_INT32),
+        Option(
+            help="Snapshots of recurrent state for prefix caching, inside the K/V memory "
+            "(default: as many as max_batch_size, in at most a quarter of it)."
+        ),
+    ] = None
     overlap_scheduling: Annotated[
         bool | None,
         Option(
@@ -183,6 +191,7 @@ class RuntimeConfig(Frozen):
 KV_BUDGET = ("kv_cache_bytes", "kv_cache_free_memory_fraction")
 _EXCLUSIVE = (  # at most one of a pair may differ from its default
     KV_BUDGET,
+    ("enable_prefix_caching", "num_state_snapshots"),
     ("use_drafter", "num_draft_tokens"),
     ("use_drafter", "adaptive_draft_length"),
     ("use_drafter", "draft_length"),

@@ -31,6 +31,8 @@ CHAINED: Final = -1  # as a row's context length: the slot has it
 class ExecutorLimits:
     """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter.
 
+    A target with recurrent layers shares prefixes through `num_snapshots` copies of slots, or none with 0.
+
     `unsupported_sampling` names the fields of SamplingParams that the executor's steps do not know.
     """
 
@@ -41,6 +43,7 @@ class ExecutorLimits:
     page_size: int  # token positions per page
     num_pages: int
     unsupported_sampling: frozenset[str] = frozenset()
+    num_snapshots: int | None = None  # of recurrent states; None: a prefix of a sequence is its pages alone
 
     @property
     def max_positions(self) -> int:
@@ -60,6 +63,22 @@ class PageUpdates:
     slots: Array
     columns: Array
     page_ids: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCopies:
+    """Recurrent states that are copied between slots and snapshots, int64 [C] each."""
+
+    slots: Array
+    snapshots: Array
+
+    def of_slots(self, slot_ids: Array) -> StateCopies:
+        """Those of some slots."""
+        is_in = np.isin(self.slots, slot_ids)
+        return StateCopies(self.slots[is_in], self.snapshots[is_in])
+
+
+NO_COPIES: Final = StateCopies(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,7 +151,9 @@ class StepPlan:
     """The rows of a step, what changes in the page table and in other state of slots before it, the tokens that rows
     may give, and the log probabilities that the step is to give.
 
-    `num_top_logprobs` is the largest number that any row wants; a step that wants none computes none.
+    Slots of `restores` are filled from snapshots before the step, those of `saves` are copied to snapshots when it has
+    succeeded; all of them have a row. `num_top_logprobs` is the largest number that any row wants; a step that wants
+    none computes none.
     """
 
     rows: StepRows
@@ -142,6 +163,8 @@ class StepPlan:
     masks: TokenMasks | None = None
     num_top_logprobs: int = 0
     prompt_rows: PromptRows | None = None
+    restores: StateCopies = NO_COPIES
+    saves: StateCopies = NO_COPIES
 
     @property
     def has_logprobs(self) -> bool:
@@ -153,7 +176,15 @@ class StepPlan:
         first, last = self.rows.token_offsets[[part.start, part.stop]].tolist()
         masks = self.masks and self.masks.part(part, width=self.rows.num_draft_tokens + 1)
         prompt_rows = self.prompt_rows and self.prompt_rows.part(first, last)
-        return replace(self, rows=self.rows.part(part), masks=masks, prompt_rows=prompt_rows)
+        rows = self.rows.part(part)
+        return replace(
+            self,
+            rows=rows,
+            masks=masks,
+            prompt_rows=prompt_rows,
+            restores=self.restores.of_slots(rows.slot_ids),
+            saves=self.saves.of_slots(rows.slot_ids),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

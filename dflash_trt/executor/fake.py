@@ -85,6 +85,46 @@ def fold_rules(rules: LogitRules | None, known: Iterable[int]) -> int:
     return _mix(1, rules.num_prompt_tokens, int(1000 * rules.repetition_penalty), *known)
 
 
+class ToyStates:
+    """Recurrent states by slot and by snapshot: the folded tokens behind each position that a next row may begin at.
+
+    Those are all positions of a row of at most `num_records` tokens, and the end of a longer one.
+    """
+
+    def __init__(self, num_records: int) -> None:
+        self._num_records = num_records
+        self._slots: dict[int, dict[int, int]] = {}
+        self._snapshots: dict[int, dict[int, int]] = {}
+        self._plan: StepPlan | None = None
+        self._left: dict[int, dict[int, int]] = {}  # by the running step
+
+    def begin(self, plan: StepPlan) -> None:
+        """Fill slots from snapshots."""
+        self._plan, self._left = plan, {}
+        for slot, snapshot_id in zip(plan.restores.slots.tolist(), plan.restores.snapshots.tolist(), strict=True):
+            self._slots[slot] = self._snapshots.get(snapshot_id, {})
+
+    def history(self, row: int, context_len: int, of_pages: int) -> int:
+        """The folded tokens before a row: a wrong state spoils what its pages say."""
+        of_slot = self._slots.get(self._slot(row), {}).get(context_len, -1) if context_len else 0
+        return of_pages if of_slot == of_pages else _mix(of_pages, of_slot)
+
+    def leave(self, row: int, context_len: int, histories: list[int]) -> None:
+        is_short = len(histories) - 1 <= self._num_records
+        first = 0 if is_short else len(histories) - 1
+        self._left[self._slot(row)] = {context_len + i: histories[i] for i in range(first, len(histories))}
+
+    def end(self, plan: StepPlan) -> None:
+        """Store what the rows of a step that succeeded leave, and the snapshots."""
+        self._slots |= self._left
+        for slot, snapshot_id in zip(plan.saves.slots.tolist(), plan.saves.snapshots.tolist(), strict=True):
+            self._snapshots[snapshot_id] = self._slots[slot]
+
+    def _slot(self, row: int) -> int:
+        assert self._plan is not None
+        return int(self._plan.rows.slot_ids[row])
+
+
 class FakeExecutor:
     """Implements StepExecutor over a ToyTarget, and asserts that every batch keeps the limits and the contract.
 
@@ -110,6 +150,7 @@ class FakeExecutor:
         self._target_kv: dict[_Slot, int] = {}
         self._draft_kv: dict[_Slot, int] = {}
         self._slots = SlotMirror(limits.max_positions)
+        self._states = None if limits.num_snapshots is None else ToyStates(limits.max_draft_len + 1)
         self._allowed: dict[int, Array] = {}  # tokens by row of logits, of the running step
 
     @property
@@ -124,11 +165,15 @@ class FakeExecutor:
         batch = self._slots.assemble(plan, page_size=self._limits.page_size)
         self.batches.append(batch)
         self._check(batch)
+        if self._states is not None:
+            self._states.begin(plan)
         self._allowed = {} if plan.masks is None else _allowed_tokens(plan.masks, self.target.vocab_size)
         results = self.run_rows(batch)
         if self.fails_on is not None and self.fails_on(batch):
             raise RuntimeError("the device failed on command")
         self._slots.store(plan, results)
+        if self._states is not None:
+            self._states.end(plan)
         return result_of(results, num_draft_tokens=plan.rows.num_draft_tokens)
 
     def run_rows(self, batch: StepBatch) -> tuple[RequestResult, ...]:
@@ -138,16 +183,22 @@ class FakeExecutor:
     def _run(self, row: ScheduledRequest, first_logits: int, num_draft_tokens: int) -> RequestResult:
         first = len(row.token_ids) - row.num_candidates - 1  # the row whose sample is compared with the first draft
         history = self._read(self._target_kv, row, row.context_len)
+        if self._states is not None:
+            history = self._states.history(first_logits // (num_draft_tokens + 1), row.context_len, history)
+        histories = [history]
         sampled: list[int] = []  # the target's token after each row
         for index, token in enumerate(row.token_ids):
             position = row.context_len + index
             key_value = self.target.key_value(history, token)
             self._target_kv[self._slot(row, position)] = key_value
             history = fold(history, key_value)
+            histories.append(history)
             rules = fold_rules(row.logit_rules, (*row.known_tokens, *row.token_ids[: index + 1]))
             sampled.append(self.target.next_token(history, position + 1, row.sampling, rules))
             if index >= first and (allowed := self._allowed.get(first_logits + index - first)) is not None:
                 sampled[-1] = next_allowed(sampled[-1], allowed)
+        if self._states is not None:
+            self._states.leave(first_logits // (num_draft_tokens + 1), row.context_len, histories)
         candidates = row.token_ids[first + 1 :]
         num_accepted = 0
         while num_accepted < len(candidates) and candidates[num_accepted] == sampled[first + num_accepted]:

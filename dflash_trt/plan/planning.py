@@ -55,7 +55,8 @@ class EnginePlan:
     @property
     def left_bytes(self) -> int:
         """Memory that nothing takes; negative where something has no room."""
-        pages_bytes = 0 if self.pages is None else self.pages.total_bytes
+        pages = self.pages
+        pages_bytes = 0 if pages is None else pages.total_bytes + pages.slot_bytes + pages.snapshot_bytes
         return self.free_bytes - pages_bytes - self.memory.after_pages_bytes
 
     @property
@@ -64,12 +65,18 @@ class EnginePlan:
 
     @property
     def missing_bytes(self) -> int:
-        """Memory that each GPU lacks: for the pages of one sequence of max_seq_len, or for the largest step beside the
-        pages, which take their fraction of what is free, and no more than full batches need.
+        """Memory that each GPU lacks: for the pages of one sequence of max_seq_len beside all slots, or for the largest
+        step beside the pages, which take their fraction of what is free, and no more than full batches need.
         """
         after = self.memory.after_pages_bytes
-        beside_pages = min(after / (1 - self.free_fraction), after + self.full_batch_bytes)
-        return max(0, math.ceil(max(self.sequence_bytes / self.free_fraction, beside_pages)) - self.free_bytes)
+        beside_pages = min(after / (1 - self.free_fraction), after + self.full_batch_bytes + self.slot_bytes)
+        needed_bytes = (self.sequence_bytes + self.slot_bytes) / self.free_fraction
+        return max(0, math.ceil(max(needed_bytes, beside_pages)) - self.free_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Recurrent states of all slots, that of padding included, on each rank."""
+        return self.pretrained_config.states().bytes_per_slot * (self.build_config.max_batch_size + 1)
 
     @property
     def sequence_bytes(self) -> int:
@@ -132,7 +139,8 @@ def _weights_bytes(engine: EngineDescription) -> int:
 
 
 def _pages(engine: EngineDescription, free_bytes: int, fraction: float) -> PagePlan | None:
+    config = RuntimeConfig(num_state_snapshots=0)  # no GPU copies recurrent states yet
     try:
-        return plan_engine_pages(engine, RuntimeConfig(), free_bytes=lambda: free_bytes, default_fraction=fraction)
+        return plan_engine_pages(engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction)
     except CapacityError:
         return None

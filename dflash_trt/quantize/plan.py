@@ -1,6 +1,6 @@
 """The format of each linear layer, decided and checked before any work.
 
-Embeddings, norms and biases are never quantized; routers only if an override names them.
+Embeddings, norms and biases are never quantized; routers and gates only if an override names them.
 """
 
 import math
@@ -19,7 +19,9 @@ from dflash_trt.core.quantization import FormatChoice, LayerKvScales, Quantizati
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard, segments_of
 from dflash_trt.formats.registry import quantized_tensors, weight_format, weight_formats
 
-Component = Literal["target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "experts", "embeddings and norms"]
+Component = Literal[
+    "target", "drafter", "fc", "lm_head", "draft_lm_head", "router", "gates", "experts", "embeddings and norms"
+]
 
 _KV_FORMATS = {"none": False, "fp8": True}
 
@@ -174,6 +176,8 @@ def component_of(name: str, spec: WeightSpec) -> Component:
         return "draft_lm_head"
     if name.endswith(".router"):
         return "router"
+    if name.endswith((".ba", ".shared_gate")):  # a few rows each, on which a whole head or expert depends
+        return "gates"
     if name == "draft.fc":
         return "fc"
     return "target" if name.startswith("target.") else "drafter"

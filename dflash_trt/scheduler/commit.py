@@ -115,6 +115,7 @@ class Committer:
         advances[list(faults)] = False
         table.never_share(slots[is_live & ~is_finite])
         moved = slots[advances]
+        self._request_pool.states.land(moved)
         table.context_len[moved] = np.minimum(result.next_context_lens[advances], table.num_tokens[moved])
         has_bonus = is_finite | is_stopped | (num_emitted == num_remaining)
         num_candidates = np.where(emits & has_bonus, np.minimum(plan.rows.num_candidates, num_remaining - 1), 0)

@@ -9,16 +9,24 @@ from collections.abc import Iterable, Sequence
 from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
+from dflash_trt.scheduler.snapshots import SnapshotStore
 
 
 class PageStore:
-    """`keeps_prefixes` False disables prefix caching: a page is free as soon as its request releases it."""
+    """`keeps_prefixes` False disables prefix caching: a page is free as soon as its request releases it.
 
-    def __init__(self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True) -> None:
+    With `num_snapshots` a prefix is its pages and a snapshot of recurrent state; None: its pages alone.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True, num_snapshots: int | None = None
+    ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._tree = PrefixTree(page_size)
-        self.keeps_prefixes = keeps_prefixes
+        self.keeps_prefixes = keeps_prefixes and num_snapshots != 0
+        self._needs_state = num_snapshots is not None
+        self.snapshots = SnapshotStore((num_snapshots or 0) if keeps_prefixes else 0)
         self.num_evicted_pages = 0
 
     @property
@@ -56,6 +64,13 @@ class PageStore:
             return []
         return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
 
+    def with_state(self, path: list[PrefixNode]) -> list[PrefixNode]:
+        """The part of a match that a request can begin behind: up to the last node that has the recurrent state."""
+        if self._needs_state:
+            while path and path[-1].snapshot_id is None:
+                path = path[:-1]
+        return path
+
     def num_idle_among(self, path: Sequence[PrefixNode]) -> int:
         """Number of idle pages in `path`, which are available until they are held."""
         return sum(self._pool.num_owners(node.page_id) == 1 for node in path)
@@ -81,7 +96,7 @@ class PageStore:
             CapacityError: `num_available` is smaller.
         """
         while self._pool.num_free < count and self._tree.num_idle_pages:
-            self._pool.release(self._tree.evict_oldest())
+            self._evict_oldest()
             self.num_evicted_pages += 1
         return self._pool.allocate(count)
 
@@ -115,12 +130,18 @@ class PageStore:
         """Evict all idle pages; return their number."""
         count = self._tree.num_idle_pages
         for _ in range(count):
-            self._pool.release(self._tree.evict_oldest())
+            self._evict_oldest()
         return count
+
+    def _evict_oldest(self) -> None:
+        node = self._tree.evict_oldest()
+        self.snapshots.detach(node)
+        self._pool.release(node.page_id)
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
         """Assert that exactly the requests of `holdings` and the tree hold pages."""
         self._tree.check_integrity()
+        self.snapshots.check_integrity(self._tree.snapshot_ids())
         self._pool.check_integrity([*holdings, self._tree.page_ids()])
         idle = sum(self._pool.num_owners(page_id) == 1 for page_id in self._tree.page_ids())
         assert idle == self._tree.num_idle_pages, "cached pages that nobody uses are not exactly the idle ones"

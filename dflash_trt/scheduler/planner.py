@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dflash_trt.core.logprobs import PromptRows
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepRows, TokenMasks
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StateCopies, StepPlan, StepRows, TokenMasks
 from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks
 from dflash_trt.scheduler.draft_length import ContextLimit, DraftLengthPolicy
+from dflash_trt.scheduler.prompt_chunks import prompt_chunks
 from dflash_trt.scheduler.prompt_scores import prompt_rows
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
-from dflash_trt.scheduler.slots import NO_TOKEN
+from dflash_trt.scheduler.slots import NO_TOKEN, NO_UPDATES
 
 # Part of max_num_tokens that drafts leave to waiting prompts. Otherwise a full batch of verify blocks could keep new
 # requests from starting.
@@ -38,6 +39,7 @@ class PlannedRows:
     wants_logprobs: bool  # any row
     num_top_logprobs: int  # the largest number that a row wants
     prompt_rows: PromptRows | None  # never of a step that repeats
+    copies: tuple[StateCopies, StateCopies]  # restores and saves; of a step that repeats none
     version: int  # of the request pool
     steady: "SteadyState | None"
 
@@ -102,7 +104,7 @@ class StepPlanner:
         is_emitting = np.ones(len(slots), bool)
         token_ids = np.zeros(int(num_tokens.sum()), np.int64)
         scored: PromptRows | None = None
-        prompts = self._prompt_rows(self._limits.max_num_tokens - len(token_ids))
+        prompts = self._prompt_chunks(self._limits.max_num_tokens - len(token_ids))
         if prompts:
             chunks = np.array(prompts)
             starts = self._table.max_context_len(chunks[:, 0])
@@ -150,6 +152,7 @@ class StepPlanner:
             for name, before in step.undo.items():
                 getattr(table, name)[slots[live]] = before[live]
         table.take_back_updates(step.plan)
+        self._request_pool.states.abandon(slots[live], step=step.number)
         self._last = None
 
     def _planned(
@@ -183,6 +186,9 @@ class StepPlanner:
             wants_logprobs=bool(table.wants_logprobs[slots].any()),
             num_top_logprobs=int(table.num_top_logprobs[slots].max(initial=0)),
             prompt_rows=prompt_rows,
+            copies=self._request_pool.states.copies(
+                slots, context_lens, num_tokens, is_first=table.flight_tokens[slots] == 0, step=self._num_steps
+            ),
             version=self._request_pool.version,
             steady=self._steady_state(rows),
         )
@@ -206,14 +212,16 @@ class StepPlanner:
         return step
 
     def _step_plan(self, planned: PlannedRows, num_pages: int, masks: TokenMasks | None = None) -> StepPlan:
+        restores, saves = planned.copies
         return StepPlan(
             planned.rows,
             num_pages,
-            self._table.take_updates(),
-            self._table.take_slot_updates(),
+            *(self._table.take_updates() if planned.sequences else NO_UPDATES),
             masks,
             num_top_logprobs=planned.num_top_logprobs,
             prompt_rows=planned.prompt_rows,
+            restores=restores,
+            saves=saves,
         )
 
     def _sequences(self, slots: Array) -> list[Sequence]:
@@ -382,17 +390,7 @@ class StepPlanner:
             return num_candidates
         return min(num_candidates, int(self._table.num_pages[slot]) * self._limits.page_size - start)
 
-    def _prompt_rows(self, budget: int) -> list[tuple[int, int]]:
-        """(slot, tokens) of chunks."""
-        slots = self._prompting()
-        if not len(slots):
-            return []
+    def _prompt_chunks(self, budget: int) -> list[tuple[int, int]]:
         if self._config.max_prefill_tokens is not None:
             budget = min(budget, self._config.max_prefill_tokens)
-        rows = []
-        for slot, num_pending in zip(slots.tolist(), self._table.num_pending(slots).tolist(), strict=True):
-            if budget <= 0:
-                break
-            rows.append((slot, min(num_pending, budget)))
-            budget -= rows[-1][1]
-        return rows
+        return prompt_chunks(self._request_pool, self._prompting(), budget)

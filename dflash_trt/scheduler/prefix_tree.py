@@ -10,9 +10,12 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 
 
 class PrefixNode:
-    """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`."""
+    """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`.
 
-    __slots__ = ("children", "page_id", "parent", "salt", "token_ids")
+    `snapshot_id`: the recurrent state behind its last token, if kept.
+    """
+
+    __slots__ = ("children", "page_id", "parent", "salt", "snapshot_id", "token_ids")
 
     def __init__(self, token_ids: tuple[int, ...], page_id: int, *, parent: "PrefixNode | None", salt: str) -> None:
         self.token_ids = token_ids
@@ -20,6 +23,7 @@ class PrefixNode:
         self.parent = parent
         self.salt = salt
         self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.snapshot_id: int | None = None
 
 
 class PrefixTree:
@@ -83,8 +87,8 @@ class PrefixTree:
         assert page_id in self._nodes and page_id not in self._idle
         self._idle[page_id] = None
 
-    def evict_oldest(self) -> int:
-        """Evict the least recently used idle page; return its id."""
+    def evict_oldest(self) -> PrefixNode:
+        """Evict the least recently used idle page; return its node."""
         page_id, _ = self._idle.popitem(last=False)
         node = self._nodes.pop(page_id)
         assert not node.children, f"page {page_id} is evicted before its continuations"
@@ -94,10 +98,14 @@ class PrefixTree:
             del self._roots[node.salt]
         if self.watcher is not None:
             self.watcher.removed(page_id)
-        return page_id
+        return node
 
     def page_ids(self) -> list[int]:
         return list(self._nodes)
+
+    def snapshot_ids(self) -> list[int]:
+        """Of all nodes that have one."""
+        return [node.snapshot_id for node in self._nodes.values() if node.snapshot_id is not None]
 
     def check_integrity(self) -> None:
         """Assert that the nodes are exactly those reachable, and that no idle node has a child in use."""

@@ -8,6 +8,7 @@ from dflash_trt.core.step_plan import Array
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.sequence import Sequence
+from dflash_trt.scheduler.slot_states import SlotStates
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.waiting_queue import WaitingQueue
 
@@ -21,6 +22,7 @@ class RequestPool:
     def __init__(self, store: PageStore, table: SlotTable, *, max_queue_len: int | None = None) -> None:
         self.store = store
         self.table = table
+        self.states = SlotStates(store.snapshots, num_slots=len(table.sequences), page_size=store.page_size)
         self.waiting = WaitingQueue(max_queue_len)
         self.running: list[Sequence] = []
         self.paused: dict[str, Sequence] = {}
@@ -54,7 +56,7 @@ class RequestPool:
 
     def num_missing_pages(self, sequence: Sequence) -> int:
         """Number of available pages that admitting `sequence` would take."""
-        path = self._cached_prefix(sequence)
+        path, _ = self._cached_prefix(sequence)
         num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(path)
         return num_new + self.store.num_idle_among(path)
 
@@ -79,17 +81,19 @@ class RequestPool:
     def admit(self, sequence: Sequence, now: float) -> None:
         """Run a waiting request, with the cached pages of its prefix and new ones for its other tokens."""
         self.waiting.remove(sequence)
-        path = self._cached_prefix(sequence)
+        path, num_cached_pages = self._cached_prefix(sequence)
         held = self.store.hold(path)
-        num_new = self.store.num_pages_for(len(sequence.token_ids)) - len(held)
-        self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
+        num_tokens = len(sequence.token_ids)
+        num_new = self.store.num_pages_for(num_tokens) - len(held)
+        slot = self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
+        self.states.take(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
         sequence.prefix_path = path
         context_len = len(path) * self.store.page_size
-        self.table.context_len[sequence.slot] = context_len
+        self.table.context_len[slot] = context_len
         if sequence.admitted_s is None:
             sequence.admitted_s = now
             sequence.num_prefix_hit_tokens = context_len
-            self.num_admitted_prompt_tokens += len(sequence.token_ids)
+            self.num_admitted_prompt_tokens += num_tokens
             self.num_prefix_hit_tokens += context_len
         insort(self.running, sequence, key=lambda running: running.priority_key)
         self._running_slots, self.version = None, self.version + 1
@@ -140,6 +144,7 @@ class RequestPool:
                 table.note_pages(np.array([slot]), np.array([index]))
             sequence.prefix_path.append(node)
             table.set_kept(slot, index + 1)
+            self.states.keep(slot, (index + 1) * page_size, node)
 
     def page_ids(self, sequence: Sequence) -> list[int]:
         """Pages of a running request."""
@@ -172,6 +177,7 @@ class RequestPool:
         """Assert that each request is in exactly one place and that pages cover what it has computed."""
         table, page_size = self.table, self.store.page_size
         self.store.check_integrity([self.page_ids(sequence) for sequence in self.running])
+        self.states.check_integrity(np.flatnonzero(table.epoch < 0))
         places = [*self.running, *self.waiting, *self.paused.values()]
         assert len(places) == len(self._by_id), "a request is in two places, or in none"
         for sequence in places:
@@ -194,16 +200,21 @@ class RequestPool:
             assert context_len < num_tokens <= sequence.max_len, f"{sequence.request_id} has nothing to compute"
             assert table.num_kept[slot] == len(sequence.prefix_path)
 
-    def _cached_prefix(self, sequence: Sequence) -> list[PrefixNode]:
-        """The cached pages that `sequence` may take: none while it needs the logits of its prompt."""
+    def _cached_prefix(self, sequence: Sequence) -> tuple[list[PrefixNode], int]:
+        """The prefix that `sequence` may take, and how many of its pages are cached: none while it needs the logits of
+        its prompt.
+        """
         if sequence.prompt_book is not None and not sequence.prompt_book.is_complete:
-            return []
-        return self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
+            return [], 0
+        path = self.store.match(sequence.token_ids, salt=sequence.request.cache_salt)
+        return self.store.with_state(path), len(path)
 
     def _take_out(self, sequence: Sequence) -> None:
         if sequence.is_running:
             self.running.remove(sequence)
             self._running_slots, self.version = None, self.version + 1
+            assert sequence.slot is not None
+            self.states.give_back(sequence.slot)
             self.store.release(self.table.give_back(sequence))
             sequence.prefix_path = []
         elif sequence.request_id in self.paused:

@@ -48,7 +48,12 @@ class Scheduler:
         self.limits = limits
         self.config = config or SchedulerConfig()
         self._policy = policy or FixedDraftLength(limits.max_draft_len)
-        store = PageStore(limits.num_pages, limits.page_size, keeps_prefixes=self.config.enable_prefix_caching)
+        store = PageStore(
+            limits.num_pages,
+            limits.page_size,
+            keeps_prefixes=self.config.enable_prefix_caching,
+            num_snapshots=limits.num_snapshots,
+        )
         self._request_pool = RequestPool(store, SlotTable(limits), max_queue_len=self.config.max_queue_len)
         self._planner = StepPlanner(self._request_pool, limits, self.config, self._policy)
         self._planned: deque[PlannedStep] = deque()  # and uncommitted, the running one first
@@ -138,6 +143,11 @@ class Scheduler:
     def num_pages_in_use(self) -> int:
         """Pages that requests hold, without idle cached ones."""
         return self._request_pool.store.num_in_use
+
+    @property
+    def num_snapshots_in_use(self) -> int:
+        """Snapshots of recurrent state that steps save or requests begin with, without idle ones."""
+        return self._request_pool.store.snapshots.num_in_use
 
     @property
     def has_work(self) -> bool:

@@ -56,8 +56,11 @@ class SlotTable:
         self._has_rules = [True] * size
         self._slot_updates: tuple[SlotUpdate, ...] = ()
 
-    def take(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> None:
-        """Give a request a slot and its pages, of which the first `num_kept` are those of its cached prefix."""
+    def take(self, sequence: Sequence, page_ids: Items[int], *, num_kept: int) -> int:
+        """Give a request a slot and its pages, of which the first `num_kept` are those of its cached prefix.
+
+        Returns the slot.
+        """
         slot = self._free.pop()
         sequence.slot, self.sequences[slot] = slot, sequence
         num_tokens = len(sequence.token_ids)
@@ -78,6 +81,7 @@ class SlotTable:
             column[slot] = getattr(sequence.sampling, name)
         self.add_pages(slot, page_ids)
         self._note_rules(slot, sequence)
+        return slot
 
     def give_back(self, sequence: Sequence) -> list[int]:
         """Free a request's slot; its tokens go back to it. Returns its pages."""
@@ -111,10 +115,14 @@ class SlotTable:
         """The device has to learn of these entries of `page_ids`."""
         self._updates.append((slots, columns, self.page_ids[slots, columns]))
 
-    def take_updates(self) -> PageUpdates:
-        """Entries that changed since the last call."""
+    def take_updates(self) -> tuple[PageUpdates, tuple[SlotUpdate, ...]]:
+        """Entries of `page_ids` that changed, and slots whose rules did, since the last call."""
+        slot_updates, self._slot_updates = self._slot_updates, ()
+        return self._take_page_updates(), slot_updates
+
+    def _take_page_updates(self) -> PageUpdates:
         if not self._updates:
-            return _NO_UPDATES
+            return _NO_PAGES
         parts, self._updates = self._updates, []
         if sum(len(slots) for slots, _, _ in parts) > self.page_ids.size:  # more than there are
             return self._all_pages()
@@ -140,11 +148,6 @@ class SlotTable:
             token_ids = np.array(sequence.token_ids if rules else (), np.int64)
             self._slot_updates += (SlotUpdate(slot=slot, rules=rules, token_ids=token_ids),)
             self._has_rules[slot] = rules is not None
-
-    def take_slot_updates(self) -> tuple[SlotUpdate, ...]:
-        """Updates since the last call."""
-        updates, self._slot_updates = self._slot_updates, ()
-        return updates
 
     def land(self, slots: Array, number: int) -> None:
         """The rows of a step are committed; a later one may be in flight already."""
@@ -191,4 +194,5 @@ class SlotTable:
 
 
 _NONE = np.zeros(0, np.int64)
-_NO_UPDATES = PageUpdates(slots=_NONE, columns=_NONE, page_ids=_NONE)
+_NO_PAGES = PageUpdates(slots=_NONE, columns=_NONE, page_ids=_NONE)
+NO_UPDATES: tuple[PageUpdates, tuple[SlotUpdate, ...]] = (_NO_PAGES, ())  # of a step without rows, which does not run

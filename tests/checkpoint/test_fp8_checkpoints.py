@@ -33,10 +33,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(directory, head_dim=64, dtype=torch.bfloat16, num_hidden_layers=2, **sizes)
 
 
-def write_blocks(source: Path, output: Path, *, scale_dtype: torch.dtype = torch.float32, **section: Any) -> Tensors:
+def write_blocks(
+    source: Path,
+    output: Path,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    endings: tuple[str, ...] = LINEARS,
+    **section: Any,
+) -> Tensors:
     """Write `source` as Qwen publishes FP8; its weights as transformers dequantizes them."""
     tensors, dequantized = load_file(source / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(LINEARS)]:
+    for name in [name for name in tensors if name.endswith(endings)]:
         weight = tensors[name].float()
         rows, columns = (size // 128 for size in weight.shape)
         blocks = weight.view(rows, 128, columns, 128)

@@ -40,6 +40,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "draft_length": (["--draft-length", "1:3,4:2"], {1: 3, 4: 2}),
     "draft_length_by_context": (["--draft-length-by-context", "64:1"], {64: 1}),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "num_state_snapshots": (["--num-state-snapshots", "5"], 5),
     "overlap_scheduling": (["--overlap"], True),
     "deterministic": (["--deterministic"], True),
     "kv_cache_bytes": (["--kv-cache-bytes", "4096"], 4096),
@@ -64,7 +65,11 @@ LLM_DEFAULTS = {"scheduler_config": None, "draft_length_policy": None, "fields":
 def runtime_cases(*without: str) -> list[tuple[list[str], RuntimeConfig]]:
     """Options of every field but those, and what they make: as many command lines as options exclude each other."""
     assert set(RUNTIME) == set(RuntimeConfig.model_fields)
-    apart = ({"use_drafter"}, {"kv_cache_free_memory_fraction"}, {"draft_length", "draft_length_by_context"})
+    apart = (
+        {"use_drafter", "num_state_snapshots"},
+        {"kv_cache_free_memory_fraction"},
+        {"draft_length", "draft_length_by_context"},
+    )
     cases = []
     for part in (set(RUNTIME).difference(*apart), *apart):
         names = [name for name in RUNTIME if name in part and name not in without]
@@ -224,7 +229,14 @@ def recorded(monkeypatch, module: str, name: str) -> Recorder:
 LOAD = ["--concurrency", "2", "--concurrency", "3", "--max-new-tokens", "9", "--requests-per-client", "5"]
 LOAD += ["--rounds", "7"]
 LOAD_ARGUMENTS = {"concurrencies": (2, 3), "max_new_tokens": 9, "requests_per_client": 5, "num_rounds": 7}
-DECIDED = ("enable_prefix_caching", "max_queue_len", "seed", "use_drafter", "adaptive_draft_length")
+DECIDED = (
+    "enable_prefix_caching",
+    "num_state_snapshots",
+    "max_queue_len",
+    "seed",
+    "use_drafter",
+    "adaptive_draft_length",
+)
 COMPARED = (*DECIDED, "num_draft_tokens", "draft_length", "draft_length_by_context", "overlap_scheduling")
 MEASUREMENTS = [
     (
@@ -268,6 +280,7 @@ def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> N
 
     soak = recorded(monkeypatch, "dflash_trt.bench.soak", "soak")
     monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
+    monkeypatch.setattr("dflash_trt.executor.opening._check_snapshots", lambda config, **_: None)
     cases = runtime_cases(*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
     words = ["--duration", "2.5", "--seed", "7"]
     for runtime, config in cases:
@@ -412,6 +425,7 @@ def test_every_option_of_eval_reaches_the_comparison(engine_dir, rows, invoke, m
     assert [job.sampling.max_new_tokens for job in measurement.arguments["jobs"]] == [5]
     cases = runtime_cases("seed")  # texts are greedy
     monkeypatch.setattr("dflash_trt.executor.opening._check_plugin_library", lambda engine, library: None)
+    monkeypatch.setattr("dflash_trt.executor.opening._check_snapshots", lambda config, **_: None)
     for runtime, config in cases:
         assert invoke("eval", *words, *runtime).stderr == "error: recorded\n"
         assert measurement.arguments["config"] == config

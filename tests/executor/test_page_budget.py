@@ -10,6 +10,7 @@ from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
+from dflash_trt.core.state_spec import EngineStates, Recurrent
 from dflash_trt.engine_dir.manifest import EngineManifest
 from tests.executor.rank_engines import build, make_zlab_pair
 from tests.specs import layered
@@ -84,6 +85,31 @@ def test_a_budget_below_one_sequence_is_refused_with_the_bytes_it_needs():
     assert plan(budget_bytes=needed).num_pages == 128
     with pytest.raises(CapacityError, match=f"{needed} bytes"):
         plan(budget_bytes=needed - 1)
+
+
+def test_snapshots_take_at_most_a_quarter_of_what_slots_and_a_sequence_leave():
+    recurrent = Recurrent(
+        name="target_state.0",
+        num_key_heads=2,
+        num_value_heads=4,
+        key_head_dim=8,
+        value_head_dim=8,
+        conv_size=4,
+        num_records=4,
+        dtype="float32",
+    )
+    states = EngineStates(target=(*engine_states(QWEN3_8B, None, dtype="bfloat16").target, recurrent))
+    of_slot = recurrent.bytes_per_slot
+    options = {"page_size": 32, "max_batch_size": 8, "max_seq_len": 64}
+    needed = 2 * 32 * states.bytes_per_token + 9 * of_slot
+    for spare, num_snapshots in ((0, 0), (4 * of_slot - 1, 0), (4 * of_slot, 1), (23 * of_slot, 5), (99 * of_slot, 8)):
+        found = plan_pages(states, **options, budget_bytes=needed + spare, num_snapshots=None)
+        assert (found.num_snapshots, found.snapshot_bytes) == (num_snapshots, num_snapshots * of_slot)
+        assert found.total_bytes + found.slot_bytes + found.snapshot_bytes <= needed + spare
+    given = plan_pages(states, **options, budget_bytes=needed + 2 * of_slot, num_snapshots=2)
+    assert given.num_snapshots == 2
+    with pytest.raises(CapacityError, match=f"beside {12 * of_slot} bytes of recurrent state"):
+        plan_pages(states, **options, budget_bytes=needed + 2 * of_slot, num_snapshots=3)
 
 
 # The pages of an engine

@@ -26,7 +26,8 @@ if isinstance(found := cpu_kernels(), NoKernels):
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, MAX_LEN, K = 6, 2, 64, 16, 512, 3
 ROTARY = Rotary(RopeSpec(theta=10000.0), HEAD_DIM)
-TABLES = {ROTARY: make_rope_table(ROTARY, num_positions=MAX_LEN, dtype=torch.float32)}
+PARTIAL = Rotary(ROTARY.rope, HEAD_DIM // 4)  # the first features of a head alone
+TABLES = {rotary: make_rope_table(rotary, num_positions=MAX_LEN, dtype=torch.float32) for rotary in (ROTARY, PARTIAL)}
 # (tokens of the step, positions before them): blocks, a request of one token, prompts of more rows than a tile has.
 STEP = [(4, 200), (1, 0), (1, 37), (70, 0), (33, 95), (4, 15)]
 MASKS = {  # the causal ones also of blocks
@@ -171,12 +172,13 @@ def test_norm_and_activation_are_those_of_pytorch(kernels: CpuKernels, width: in
     torch.testing.assert_close(ops.silu_mul(both), plain.silu_mul(both), equal_nan=True)
 
 
+@pytest.mark.parametrize("rotary", [ROTARY, PARTIAL], ids=["heads", "parts of heads"])
 @pytest.mark.parametrize("norm", [None, torch.randn(HEADS, HEAD_DIM)], ids=["no norm", "norm"])
-def test_heads_are_normed_and_rotated_as_in_pytorch(kernels: CpuKernels, norm: Tensor | None) -> None:
+def test_heads_are_normed_and_rotated_as_in_pytorch(kernels: CpuKernels, norm: Tensor | None, rotary: Rotary) -> None:
     x, positions = torch.randn(4, HEADS + 1, HEAD_DIM), torch.tensor([3, 500, 0, 77], dtype=torch.int32)
 
     def heads(ops: Any, at: Tensor) -> Tensor:
-        table = ops.rope_table(ROTARY, at)
+        table = ops.rope_table(rotary, at)
         given = x.clone()[:, :HEADS]  # a view
         rotated: Tensor = ops.norm_rope(given, norm, 1e-6, table)
         return rotated

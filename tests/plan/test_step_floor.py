@@ -135,6 +135,30 @@ def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> N
     assert floor.kv_bytes == windows * 2 * 8 * 64 * 2
 
 
+def test_recurrent_states_of_all_slots_are_counted(tmp_path: Path) -> None:
+    """Sizes of Qwen3.5-27B: 48 layers of 48 heads, whose states take 144 MiB a request."""
+    delta = {"num_key_heads": 16, "num_value_heads": 48, "key_head_dim": 128, "value_head_dim": 128}
+    fields = QWEN3_8B | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    }
+    fields |= {f"linear_{name}": size for name, size in delta.items()}
+    pair = read_specs(write(tmp_path, "target", fields), None)
+    made = plan_engine(BuildConfig(target="t", max_batch_size=63), pair, gpu_of("h200"))
+    assert made.pages is not None and made.fits
+    state_bytes = 48 * 48 * 128 * 128 * 4
+    assert 64 * state_bytes < made.slot_bytes == made.pages.slot_bytes < 1.05 * 64 * state_bytes
+    taken = made.pages.total_bytes + made.slot_bytes + made.memory.after_pages_bytes
+    assert made.left_bytes == made.free_bytes - taken
+    crowded = plan_engine(BuildConfig(target="t", max_batch_size=1023), pair, gpu_of("h200"))
+    assert crowded.pages is None and not crowded.fits
+    assert crowded.missing_bytes > 1024 * state_bytes - crowded.free_bytes
+
+
 def test_gpus_have_ascending_memory_and_every_peak() -> None:
     assert [gpu.name for gpu in sorted(GPUS, key=lambda gpu: gpu.memory_bytes)] == ["h100", "h200", "b200", "b300"]
     for gpu in GPUS:

@@ -1,4 +1,4 @@
-"""Any order of arrivals, steps, cancellations, preemptions and prefix hits: same tokens, no page leaked."""
+"""Any order of arrivals, steps, cancellations, preemptions and prefix hits: same tokens, no page or snapshot leaked."""
 
 from typing import Any
 
@@ -39,6 +39,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_num_tokens=st.integers(4, 20),
         max_draft_len=st.integers(0, 5),
         enable_prefix_caching=st.booleans(),
+        num_snapshots=st.sampled_from([None, 0, 1, 3]),
         preempts_for_priority=st.booleans(),
         max_queue_len=st.sampled_from([None, 3]),
         is_ahead=st.booleans(),
@@ -51,6 +52,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_num_tokens: int,
         max_draft_len: int,
         enable_prefix_caching: bool,
+        num_snapshots: int | None,
         preempts_for_priority: bool,
         max_queue_len: int | None,
         is_ahead: bool,
@@ -62,6 +64,7 @@ class ServingMachine(RuleBasedStateMachine):
             page_size=page_size,
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
+            num_snapshots=num_snapshots,
         )
         self.policy = AnyK()
         config = SchedulerConfig(
@@ -167,6 +170,7 @@ class ServingMachine(RuleBasedStateMachine):
             else:
                 assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
         assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"
+        assert self.driver.scheduler.num_snapshots_in_use == 0, "snapshots leaked"
 
 
 TestServing = ServingMachine.TestCase

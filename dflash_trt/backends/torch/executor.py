@@ -31,6 +31,7 @@ from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_
 from dflash_trt.backends.torch.native.ops import NativeOps, fits
 from dflash_trt.backends.torch.ops import TorchOps, make_rope_table
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
+from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.logit_rules import RuledSlots
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import FinishedStep, StepPlan, StepResult, TokenMasks
@@ -90,8 +91,12 @@ class TorchExecutor:
         if kernels is not None and fits(dtype, states):
             self._make_ops = partial(DeterministicNativeOps if is_deterministic else NativeOps, kernels=kernels)
         self._state = allocate_state(
-            states, num_pages=page_plan.num_pages, page_size=page_plan.page_size, num_slots=max_batch_size + 1
+            states,
+            num_pages=page_plan.num_pages,
+            page_size=page_plan.page_size,
+            num_slots=max_batch_size + 1 + page_plan.num_snapshots,
         )
+        self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
 
     @classmethod
     def open(
@@ -115,7 +120,11 @@ class TorchExecutor:
             page_plan = plan_engine_pages(manifest, config)
             return cls(
                 network,
-                page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+                page_plan=replace(
+                    page_plan,
+                    num_pages=ranks.smallest(page_plan.num_pages),
+                    num_snapshots=ranks.smallest(page_plan.num_snapshots),
+                ),
                 max_batch_size=build.max_batch_size,
                 max_num_tokens=build.max_num_tokens,
                 max_draft_len=build.max_draft_len,
@@ -134,6 +143,7 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         check_plan(plan, self.limits)
         inputs = self._inputs.assemble(plan, exact_shape(plan), self._slots)
+        self._snapshots.restore(plan.restores)
         adjust, reader = adjustment(self._ruled_slots, plan, inputs), logprobs_reader(plan)
         slot_ids = torch.from_numpy(plan.rows.slot_ids)
         ops = self._ops(
@@ -144,6 +154,7 @@ class TorchExecutor:
         )
         acceptance = outputs.acceptance
         ops.store_states()
+        self._snapshots.save(plan.saves)
         self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.draft_tokens, acceptance.next_context_lens)
         result = step_result(outputs)
         return result if reader is None else reader.added_to(result)
@@ -157,7 +168,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Give weights and pages back at once, whoever still holds the executor. Closing again does nothing."""
-        for name in ("network", "_state"):
+        for name in ("network", "_state", "_snapshots"):
             vars(self).pop(name, None)
 
     def _ops(

@@ -170,6 +170,7 @@ def limits_of(
         page_size=plan.page_size,
         num_pages=plan.num_pages,
         unsupported_sampling=unsupported_sampling,
+        num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
     )
 
 

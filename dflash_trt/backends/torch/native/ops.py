@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -128,14 +128,14 @@ class NativeOps(TorchOps):
 
     def norm_rope(self, x: Tensor, norm: Tensor | None, eps: float, table: Any) -> Tensor:
         num_rows, num_heads, head_dim = x.shape
-        rotary_dim = table.cos.shape[-1]
-        if rotary_dim < head_dim:
-            x = x if norm is None else self.rms_norm(x, norm, eps)
-            x[..., :rotary_dim] = self.rope(x[..., :rotary_dim], table)
-            return x
+        width, row_stride = table.cos.shape[-1], x.stride(0)
+        if width < head_dim:  # the first features of each head alone: a head is a row of the kernel's
+            x = x.contiguous() if norm is None else self.rms_norm(x, norm, eps)
+            table = replace(table, positions=table.positions.repeat_interleave(num_heads))
+            norm, num_rows, num_heads, row_stride = None, num_rows * num_heads, 1, head_dim
         assert x.stride(1) == head_dim and x.stride(2) == 1
         rotation = table.rotation(norm, eps)
-        self._kernels.rotate(x.data_ptr(), x.stride(0), num_rows, num_heads, head_dim, ctypes.addressof(rotation))
+        self._kernels.rotate(x.data_ptr(), row_stride, num_rows, num_heads, width, ctypes.addressof(rotation))
         return x
 
     def attend(
@@ -178,6 +178,7 @@ class NativeOps(TorchOps):
         kv, limits, start = kv.contiguous(), limits.contiguous(), 0
         for layer in layers:
             spec, rotation = layer.cache.spec, layer.rope.rotation(layer.k_norm, layer.eps)
+            assert layer.rope.cos.shape[-1] == spec.head_dim, "a drafter rotates whole heads"
             self._kernels.store_kv(
                 rows.index.address,
                 ctypes.addressof(rotation),

@@ -1,0 +1,19 @@
+"""Chunks of prompts that a step computes."""
+
+from dflash_trt.core.step_plan import Array
+from dflash_trt.scheduler.request_pool import RequestPool
+
+
+def prompt_chunks(request_pool: RequestPool, slots: Array, budget: int) -> list[tuple[int, int]]:
+    """(slot, tokens) of each chunk: of `slots` in their order, while `budget` tokens last.
+
+    A chunk ends where the recurrent state of its slot is to be saved, though more would fit.
+    """
+    table, chunks = request_pool.table, []
+    starts, num_pending = table.max_context_len(slots).tolist(), table.num_pending(slots).tolist()
+    for slot, start, pending in zip(slots.tolist(), starts, num_pending, strict=True):
+        if budget <= 0:
+            break
+        chunks.append((slot, request_pool.states.chunk_len(slot, start, min(pending, budget))))
+        budget -= chunks[-1][1]
+    return chunks
