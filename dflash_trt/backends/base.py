@@ -118,6 +118,14 @@ def recurrent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
         yield problem("target", expected=expected, found=f"{num_recurrent} gated delta nets", hint=hint)
 
 
+def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for a drafting algorithm of which a back end lacks the ops."""
+    if draft is not None and draft.algorithm != "dflash":
+        yield problem(
+            "drafter", expected=f"dflash {where} (no kernels for others yet)", found=draft.algorithm, hint=hint
+        )
+
+
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

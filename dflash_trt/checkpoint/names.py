@@ -21,6 +21,12 @@ LM_HEAD = "lm_head.weight"  # of a target
 _EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "model.language_model."  # in the place of "model." in a model that also sees
 
+_SELECTOR_NAMES: ForeignTable = {
+    "draft.selector.predecessor.embedding": one("candidate_selector.predecessor_codebook"),
+    "draft.selector.successor.embedding": one("candidate_selector.successor_codebook"),
+    "draft.selector.hidden": one("candidate_selector.hidden_projection.weight"),
+}
+
 
 def embedding_name(stored_names: Collection[str]) -> str:
     """Of a target."""
@@ -71,7 +77,11 @@ def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
         table["draft.kv_bias"] = _all_kv(prefixes, "bias")
     for foreign, layer in zip(prefixes, spec.layers, strict=True):
         table |= _layer_names(f"draft.{foreign}", foreign, layer, "q")
+        if spec.conv is not None:
+            table |= _conv_names(foreign)
     table["draft.norm"] = one("norm.weight")
+    if spec.selector is not None:
+        table |= _SELECTOR_NAMES
     if spec.has_own_embedding:
         table["draft.embedding"] = one("embed_tokens.weight")
     if spec.draft_vocab_size is not None:
@@ -91,6 +101,15 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
         return is_left_out or (spec.is_embedding_tied and name == LM_HEAD)
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors
+
+
+def _conv_names(foreign: str) -> ForeignTable:
+    """Of both sublayers of a DFlash2 layer."""
+    table: ForeignTable = {}
+    for name in (f"{foreign}.attention_conv", f"{foreign}.mlp_conv"):
+        table[f"draft.{name}.base"] = one(f"{name}.base_kernel")
+        table[f"draft.{name}.filter"] = one(f"{name}.kernel_projection.weight")
+    return table
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:

@@ -143,6 +143,18 @@ class TokenBlocks(Generic[T]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Codebooks(Generic[T]):
+    """How well token b follows token a where the hidden state is h [r]: the sum of predecessor[a] * h * successor[b].
+
+    A slot has a choice of its `top_k` most likely tokens.
+    """
+
+    predecessor: T  # [V, r]
+    successor: T  # [V, r]
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KvDestination(Generic[T]):
     """Where a layer's K and V go, and what is done to K before: normed where there is a norm, and rotated."""
 
@@ -174,6 +186,10 @@ class Ops(Protocol[T]):
     def add(self, a: T, b: T) -> T: ...
 
     def scale(self, x: T, factor: float) -> T: ...
+
+    def softcap(self, x: T, cap: float) -> T:
+        """cap * tanh(x / cap)."""
+        ...
 
     def sigmoid_mul(self, x: T, gate: T) -> T:
         """x * sigmoid(gate): [N, F], and gate [N, F] or [N, 1]."""
@@ -271,6 +287,22 @@ class Ops(Protocol[T]):
 
         The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
         position (`backends/torch/philox.py`). `draft_to_target` [V] are the target's ids of a draft vocabulary.
+        """
+        ...
+
+    def block_conv(self, x: T, filters: T, base: T) -> T:
+        """Causal convolution over the slots of each block, whose first has none before it: [R*S, H] -> [R*S, H].
+
+        Channel c of slot p is the sum over j < J of (base[j, c] + filters[p, j, group of c]) * x[p - j, c]; base
+        [1, J, H], filters [R*S, J * groups].
+        """
+        ...
+
+    def select_tokens(self, logits: T, hidden: T, codebooks: Codebooks[T], acceptance: Acceptance[T]) -> T:
+        """As `draft_tokens`, one slot after the other: the scores of a slot depend on the token of the slot before.
+
+        logits [R*K, V], hidden [R*K, r]. A score is a token's logit and what the codebooks add behind the token before
+        it, for slot 1 the bonus token. Noise is that of `draft_tokens`, on the scores.
         """
         ...
 

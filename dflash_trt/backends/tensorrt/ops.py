@@ -216,6 +216,15 @@ class TrtOps:
     def gated_delta(self, *_: object) -> ITensor:
         raise AssertionError("refused by `unsupported_problems`")
 
+    def softcap(self, x: ITensor, cap: float) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def block_conv(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def select_tokens(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
     def merge_heads(self, x: ITensor) -> ITensor:
         return self._layers.reshape(x, (-1, x.shape[-2] * x.shape[-1]))
 

@@ -1,18 +1,19 @@
 """Conversion of an engine directory's config to the spec of the step network; refuses features without a lowering."""
 
-from dflash_trt.backends.base import recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import drafter_problems, recurrent_problems, unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import BuildError, problem, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
     """Raises BuildError for what the backend does not support."""
-    problems = unsupported_problems(config.target, config.quantization, config.dtype)
+    problems = unsupported_problems(config.target, config.draft, config.quantization, config.dtype)
     raise_all(BuildError, "backend tensorrt", problems)
     return network_spec(config, limits)
 
@@ -31,13 +32,17 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
 
 
 def unsupported_problems(
-    target: TargetSpec, quantization: QuantizationSpec | None, dtype: FloatDType | None = None
+    target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, dtype: FloatDType | None = None
 ) -> list[str]:
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
-    recurrent = recurrent_problems(target, where="in a TensorRT engine", hint="Build with --backend torch.")
+    torch = "Build with --backend torch."
+    models = [
+        *recurrent_problems(target, where="in a TensorRT engine", hint=torch),
+        *drafter_problems(draft, where="in a TensorRT engine", hint=torch),
+    ]
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
     if dtype == "float16" and quantization is not None and "mxfp4" in quantization.linears.values():
         hint = "Its scales are powers of two that float16 does not reach: build with --dtype bfloat16."
         problems.append(problem("dtype of weights in mxfp4", expected="bfloat16 or float32", found=dtype, hint=hint))
-    return [*recurrent, *problems]
+    return [*models, *problems]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import dflash2 as torch_dflash2
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.linear import apply_linear
@@ -31,6 +32,7 @@ from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
     Cache,
+    Codebooks,
     DeltaParameters,
     Experts,
     KvDestination,
@@ -110,6 +112,9 @@ class TorchOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else x * factor
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return (x / cap).tanh_().mul_(cap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -238,6 +243,14 @@ class TorchOps:
 
     def draft_tokens(self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None) -> Tensor:
         return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target)
+
+    def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
+        return torch_dflash2.block_conv(x, filters, base, num_slots=self._num_draft_tokens + 1)
+
+    def select_tokens(
+        self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
+    ) -> Tensor:
+        return torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
 
     def _index_tokens(self) -> Any:
         return torch_attention.plan_attention(

@@ -19,6 +19,7 @@ from dflash_trt.checkpoint.decoder_config import (
 )
 from dflash_trt.checkpoint.drafters.attention import speculators_masks
 from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
+from dflash_trt.checkpoint.drafters.dflash2 import read_dflash2
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 
 SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
@@ -26,6 +27,7 @@ SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
 # The format's own defaults.
 _DEFAULT_DRAFT_VOCAB_SIZE = 32000
 _DEFAULT_BLOCK_SIZE = 8
+_DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 _HARMLESS = ("speculators_version", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
@@ -37,17 +39,18 @@ def read(
     """Read the fields of a DraftSpec. Only the tensors show if the drafter has its own embedding."""
     reader = ConfigReader(file_fields, label=LABEL, problems=problems, notes=notes)
     reader.ignore(("architectures", "model_type"))
-    if reader.value(SPECULATORS_KEY) != "dflash":
-        reader.refuse(SPECULATORS_KEY, expected='"dflash"', hint=NOT_IMPLEMENTED)
+    algorithm = reader.value(SPECULATORS_KEY)
+    if algorithm not in ("dflash", "dflash2"):
+        reader.refuse(SPECULATORS_KEY, expected='"dflash" or "dflash2"', hint=NOT_IMPLEMENTED)
     reader.require("quantization_config", hint="Quantized drafters cannot be read yet: use the unquantized drafter.")
     hint = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
     reader.require("sample_from_anchor", False, hint=hint)
-    _read_algorithm(reader)
+    _read_algorithm(reader, algorithm)
     layer = reader.optional_section("transformer_layer_config")
     if layer is None:
         reader.refuse("transformer_layer_config", expected="a JSON object", hint="Use a complete checkpoint.")
         return {}
-    is_non_causal = reader.flag("sliding_window_non_causal", default=False)
+    is_non_causal = reader.flag("sliding_window_non_causal", default=algorithm == "dflash2")
     layer_fields, sizes = _read_layer(layer, is_non_causal=is_non_causal)
     spec_fields = {
         **layer_fields,
@@ -60,6 +63,9 @@ def read(
         "draft_vocab_size": _read_draft_vocab_size(reader, sizes.vocab_size, tensor_names),
         "has_own_embedding": "embed_tokens.weight" in tensor_names,
     }
+    if algorithm == "dflash2":
+        reader.require("draft_vocab_size", sizes.vocab_size, hint="DFlash2 has codebooks of the whole vocabulary.")
+        spec_fields |= read_dflash2(reader, sizes, defaults=_DFLASH2_DEFAULTS)
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
     reader.finish()
     return spec_fields
@@ -80,10 +86,10 @@ def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, 
     return fields, sizes
 
 
-def _read_algorithm(reader: ConfigReader) -> None:
+def _read_algorithm(reader: ConfigReader, algorithm: Any) -> None:
     section = reader.optional_section("speculators_config")
     if section is not None:
-        section.require("algorithm", "dflash", hint=NOT_IMPLEMENTED)
+        section.require("algorithm", algorithm, hint=NOT_IMPLEMENTED)
         section.ignore(_HARMLESS_SECTION)
         section.finish()
 

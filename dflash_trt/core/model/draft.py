@@ -1,12 +1,13 @@
-"""The DFlash drafter, and a target and its drafter together."""
+"""A drafter, and a target and its drafter together."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
 from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec
+from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
@@ -15,17 +16,18 @@ _MAX_BLOCK_SIZE = 1024
 
 
 class DraftSpec(DecoderSpec):
-    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum
-    after it, which for the last layer is the input of the final norm.
+    """A drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum after it,
+    which for the last layer is the input of the final norm.
 
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
-    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it.
+    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
+    are what DFlash2 adds.
     """
 
     role: ClassVar[str] = "draft"
 
-    algorithm: Literal["dflash"] = "dflash"
+    algorithm: Literal["dflash", "dflash2"] = "dflash"
     source_format: str
     target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=MAX_LAYERS)]
     target_hidden_size: Size
@@ -36,6 +38,8 @@ class DraftSpec(DecoderSpec):
     draft_vocab_size: Size | None = None
     has_own_embedding: bool = False
     input_embedding_scale: Scale = 1.0
+    conv: BlockConv | None = None
+    selector: CandidateSelector | None = None
 
     @field_validator("mask_token_id")
     @classmethod
@@ -52,6 +56,17 @@ class DraftSpec(DecoderSpec):
         if (draft_vocab_size or 0) > vocab_size:
             raise ValueError(f"at most the target's vocab_size {vocab_size}")
         return draft_vocab_size
+
+    @model_validator(mode="after")
+    def _has_the_parts_of_its_algorithm(self) -> Self:
+        is_second = self.algorithm == "dflash2"
+        if is_second != (self.conv is not None) or is_second != (self.selector is not None):
+            raise ValueError("conv and selector for algorithm dflash2, and for no other")
+        if self.conv is not None and self.hidden_size % self.conv.group_size:
+            raise ValueError(f"a conv.group_size that divides hidden_size {self.hidden_size}")
+        if self.selector is not None and self.selector.top_k > (self.draft_vocab_size or self.target_vocab_size):
+            raise ValueError("a selector.top_k of at most the vocabulary")
+        return self
 
     @property
     def max_draft_len(self) -> int:
@@ -80,7 +95,12 @@ class DraftSpec(DecoderSpec):
             table["draft.kv_bias"] = row_sharded((sum(kv_sizes),), kv_sizes, units)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
+            if self.conv is not None:
+                for sublayer in ("attention", "mlp"):
+                    table |= self.conv.weights(f"draft.layers.{i}.{sublayer}_conv", hidden)
         table["draft.norm"] = WeightSpec(shape=(hidden,))
+        if self.selector is not None:
+            table |= self.selector.weights("draft.selector", hidden, self.target_vocab_size)
         if self.has_own_embedding:
             table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
         if self.draft_vocab_size is not None:
