@@ -70,7 +70,8 @@ LOADED: dict[str, dict[str, Any]] = {
         "algorithm": "dflash2",
         "max_draft_len": 15,
         "masks": (AttentionMask(window=2048, is_causal=False),) * 5,
-        "selector": CandidateSelector(rank=256, top_k=16, output_multiplier=0.19611613513818404, final_softcap=20.0),
+        "selector": CandidateSelector(rank=256, top_k=16, output_multiplier=0.19611613513818404),
+        "logit_softcap": 20.0,
     },
 }
 

@@ -15,7 +15,7 @@ def read_dflash2(
     *,
     defaults: dict[str, int] | None = None,  # of KEYS; None: every key is required
     output_multiplier: float = 1.0,
-    final_softcap: float | None = None,
+    logit_softcap: float | None = None,
 ) -> dict[str, Any]:
     """Fields of a DraftSpec; sizes that do not fit the decoder's are refused here, by the file's names."""
     limits = {"conv_kernel_size": MAX_TAPS, "selector_top_k": sizes.vocab_size}
@@ -28,11 +28,11 @@ def read_dflash2(
         reader.refuse("conv_group_size", expected=f"a divisor of hidden_size {sizes.hidden_size}")
     return {
         "algorithm": "dflash2",
+        "logit_softcap": logit_softcap,
         "conv": {"kernel_size": values["conv_kernel_size"], "group_size": values["conv_group_size"]},
         "selector": {
             "rank": values["selector_rank"],
             "top_k": values["selector_top_k"],
             "output_multiplier": output_multiplier,
-            "final_softcap": final_softcap,
         },
     }

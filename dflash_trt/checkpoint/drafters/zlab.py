@@ -90,7 +90,7 @@ def read(
         "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
     }
     if is_second:
-        spec_fields |= read_dflash2(reader, sizes, output_multiplier=multiplier or 1.0, final_softcap=softcap)
+        spec_fields |= read_dflash2(reader, sizes, output_multiplier=multiplier or 1.0, logit_softcap=softcap)
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
     reader.finish()
     return spec_fields

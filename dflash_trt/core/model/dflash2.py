@@ -36,13 +36,12 @@ class CandidateSelector(Frozen):
     """Chooses one of the `top_k` most likely tokens of every slot, walking from the anchor.
 
     The score of token b after token a in a slot with hidden state h is logit(b) + <P[a] * W h, S[b]>, with codebooks P
-    and S of `rank`. So the scale of the logits matters: they are multiplied by `output_multiplier`, then capped.
+    and S of `rank`. So the scale of the logits matters: they are multiplied by `output_multiplier`.
     """
 
     rank: Size
     top_k: Size
     output_multiplier: Scale = 1.0
-    final_softcap: Scale | None = None
 
     def weights(self, prefix: str, hidden_size: int, vocab_size: int) -> WeightTable:
         codebook = WeightSpec(shape=(vocab_size, self.rank))

@@ -22,7 +22,7 @@ class DraftSpec(DecoderSpec):
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
     `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
-    are what DFlash2 adds.
+    are what DFlash2 adds. `logit_softcap` c turns a logit x into c * tanh(x / c).
     """
 
     role: ClassVar[str] = "draft"
@@ -38,6 +38,7 @@ class DraftSpec(DecoderSpec):
     draft_vocab_size: Size | None = None
     has_own_embedding: bool = False
     input_embedding_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
     conv: BlockConv | None = None
     selector: CandidateSelector | None = None
 

@@ -70,8 +70,8 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
         selector = self.selector
         logits = ops.scale(ops.all_gather_vocab(ops.linear(hidden, self.lm_head)), selector.spec.output_multiplier)
-        if selector.spec.final_softcap is not None:
-            logits = ops.softcap(logits, selector.spec.final_softcap)
+        if self.spec.logit_softcap is not None:
+            logits = ops.softcap(logits, self.spec.logit_softcap)
         codebooks = Codebooks(predecessor=selector.predecessor, successor=selector.successor, top_k=selector.spec.top_k)
         return ops.select_tokens(logits, ops.linear(hidden, selector.hidden), codebooks, acceptance)
 
