@@ -48,7 +48,7 @@ def save_speculators_drafter(
     layer = create_transformer_layer_config(
         str(target_dir), NUM_LAYERS, architecture, "silu", sliding_window, list(full_layers)
     )
-    maps = {} if draft_tokens is None else _vocabulary_maps(vocab_size, sorted(draft_tokens))
+    maps = {} if draft_tokens is None else vocabulary_maps(vocab_size, sorted(draft_tokens))
     model = (DFlash2DraftModel if is_second else reference.DFlashDraftModel).from_training_args(
         layer,
         **maps,
@@ -80,7 +80,7 @@ def open_speculators_drafter(path: Path) -> Any:
     return model_class.from_pretrained(path, config=config).eval()
 
 
-def _vocabulary_maps(vocab_size: int, draft_tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+def vocabulary_maps(vocab_size: int, draft_tokens: Sequence[int]) -> dict[str, torch.Tensor]:
     target_to_draft = torch.zeros(vocab_size, dtype=torch.bool)
     target_to_draft[list(draft_tokens)] = True
     return {"t2d": target_to_draft, "d2t": torch.tensor(draft_tokens) - torch.arange(len(draft_tokens))}

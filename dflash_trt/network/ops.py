@@ -14,7 +14,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.state_spec import PagedKv, Recurrent
+from dflash_trt.core.state_spec import PagedKv, PagedRows, Recurrent
 from dflash_trt.formats.base import QuantizedWeight
 
 T = TypeVar("T")
@@ -98,12 +98,21 @@ class DeltaParameters(Generic[T]):
     norm: T  # [value_head_dim]
 
 
+@dataclass(frozen=True, slots=True)
+class RowCache(Generic[T]):
+    """Rows by token position: [pages, *spec.page_shape(page_size)]."""
+
+    tensor: T
+    spec: PagedRows
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState(Generic[T]):
-    """State per layer: K/V pages, and recurrent states in a target."""
+    """State per layer: K/V pages, and recurrent states in a target. A chain has features, too."""
 
     target_kv: Sequence[LayerCache[T]]
     draft_kv: Sequence[Cache[T]]
+    draft_features: RowCache[T] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +145,7 @@ class Rows(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBlocks(Generic[T]):
-    """R blocks of S tokens, [first, fill x K] each, from the position after the accepted tokens on."""
+    """R blocks of S tokens, from the position after the accepted tokens on."""
 
     token_ids: T  # int32 [R*S]
     rows: Rows[T]
@@ -278,12 +287,37 @@ class Ops(Protocol[T]):
         """A block [bonus token, fill x K] behind the accepted tokens of every request; its K/V are not kept."""
         ...
 
+    def chain_blocks(self, acceptance: Acceptance[T], drafts: Sequence[T]) -> TokenBlocks[T]:
+        """As `token_blocks`, a block [bonus token, *drafts]: int32 [R, 1] each."""
+        ...
+
+    def previous_rows(self, x: T, rows: Rows[T], cache: RowCache[T]) -> T:
+        """The row of x [T, H] at the position before, of the step's own tokens; zeros at position 0.
+
+        The rows of x become those of their positions in the pages, which a request's first row of a later step reads.
+        """
+        ...
+
+    def context_rows(self, cache: RowCache[T], acceptance: Acceptance[T]) -> T:
+        """The rows [R, H] that the pages have at the last positions before the bonus tokens."""
+        ...
+
+    def stack_slots(self, slots: Sequence[T]) -> T:
+        """A row per request of each slot, [R, H], as rows of blocks: [R*S, H]."""
+        ...
+
+    def last_slot(self, x: T, num_slots: int) -> T:
+        """[R*S, H] -> [R, H]."""
+        ...
+
     def without_first(self, hidden: T) -> T:
         """Drop slot 0 of each block: [R*S, H] -> [R*K, H]."""
         ...
 
-    def draft_tokens(self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None) -> T:
-        """The token of every slot of the blocks but the first, [R*K, V] -> int32 [R, K]: ids of the target.
+    def draft_tokens(
+        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, first_slot: int = 1
+    ) -> T:
+        """The token of every slot of the blocks from `first_slot` on, [R*K, V] -> int32 [R, K]: ids of the target.
 
         The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
         position (`backends/torch/philox.py`). `draft_to_target` [V] are the target's ids of a draft vocabulary.

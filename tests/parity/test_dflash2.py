@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_trt.backends.base import backend_of, drafter_problems
-from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
-from dflash_trt.core.mapping import Mapping
 from tests.dflash2_files import make_dflash2_drafter
 from tests.engines import Decoding, decode, make_executor
 from tests.factories import make_target
@@ -179,12 +176,3 @@ def reference_pairs(model: Any, draft: Any, anchor: int, num_slots: int) -> torc
         expected[path[0]] = torch.zeros(12).index_add(0, candidates[1], first * q[0, 1])
     assert abs(expected.sum() - 1) < 1e-4, "a first draft has not come"
     return expected
-
-
-def test_a_gpu_and_tensorrt_refuse_the_algorithm_by_name(tmp_path: Path, target: Path) -> None:
-    pair = open_pair(target, make_dflash2_drafter(tmp_path / "drafter", target_dir=target))
-    assert pair.draft is not None
-    [refusal] = backend_of("tensorrt").unsupported(pair.target, pair.draft, None, Mapping())
-    [on_a_gpu] = drafter_problems(pair.draft, where="on a GPU", hint="")
-    for text in (refusal, on_a_gpu):
-        assert text.startswith("drafter: expected dflash") and "found dflash2" in text

@@ -21,14 +21,14 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, Recurrent, paged
+from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedRows, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Cache, Experts, Linear, RecurrentCache, StepState
+from dflash_trt.network.ops import Cache, Experts, Linear, RecurrentCache, RowCache, StepState
 from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
 from dflash_trt.network.step import Network, bind_network
 
@@ -193,10 +193,22 @@ def allocate_state(
 
     pages = caches(paged(states.target))
     target_kv = [
-        next(pages) if isinstance(spec, PagedKv) else _recurrent_cache(spec, num_slots, device)
+        _recurrent_cache(spec, num_slots, device) if isinstance(spec, Recurrent) else next(pages)
         for spec in states.target
     ]
-    return StepState(target_kv=target_kv, draft_kv=list(caches(paged(states.draft))))
+    features = [
+        _row_cache(spec, (num_pages, *spec.page_shape(page_size)), device)
+        for spec in states.draft
+        if isinstance(spec, PagedRows)
+    ]
+    return StepState(
+        target_kv=target_kv, draft_kv=list(caches(paged(states.draft))), draft_features=next(iter(features), None)
+    )
+
+
+def _row_cache(spec: PagedRows, shape: tuple[int, ...], device: torch.device | None) -> RowCache[Tensor]:
+    dtype = torch_dtype(spec.dtype)
+    return RowCache(_zeros(math.prod(shape) * dtype.itemsize, device).view(dtype).view(shape), spec)
 
 
 def _recurrent_cache(spec: Recurrent, num_slots: int, device: torch.device | None) -> RecurrentCache[Tensor]:

@@ -15,7 +15,7 @@ from dflash_trt.network.decoder import Layer, TargetWeights, rope_tables
 from dflash_trt.network.drafters import dflash
 from dflash_trt.network.feed_forward import run_feed_forward
 from dflash_trt.network.mixers.gqa import run_gqa
-from dflash_trt.network.ops import Acceptance, Cache, Codebooks, Linear, Ops, Rows, T
+from dflash_trt.network.ops import Acceptance, Cache, Codebooks, Linear, Ops, Rows, StepState, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
@@ -60,12 +60,12 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
 
     selector: SelectorWeights[T]
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]) -> T:
+    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
-        blocks = ops.token_blocks(acceptance, fill=self.spec.mask_token_id)
+        blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
         hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
         ropes = rope_tables(ops, self.layers, blocks.rows)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, state.draft_kv, strict=True):
             hidden = self._run_layer(ops, layer, hidden, blocks.rows, cache, ropes)
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
         selector = self.selector

@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rota
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows, Recurrent
 from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
@@ -28,7 +28,7 @@ def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     """Engines of activations in `dtype` with these pages run on `NativeOps`."""
 
     def is_known(spec: LayerState) -> bool:
-        if isinstance(spec, Recurrent):
+        if isinstance(spec, Recurrent | PagedRows):
             return True  # PyTorch computes it
         has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
         return spec.dtype == "float32" and spec.scales is None and has_panels
@@ -162,6 +162,7 @@ class NativeOps(TorchOps):
             gqa.softcap or 0.0,
             gqa.mask.is_causal,
             gqa.mask.is_window_anchored,
+            gqa.mask.first_key,
             self._num_threads,
         )
         self._kernels.attend(rows.index.address, ctypes.addressof(attention))
