@@ -19,6 +19,7 @@ with warnings.catch_warnings():
         "speculators.models.dflash", reason="PyPI speculators is not installed: scripts/test installs it"
     )
     from speculators.convert import convert_model
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
     from speculators.train.cli import create_transformer_layer_config
 
 NUM_LAYERS = 2
@@ -36,9 +37,10 @@ def save_speculators_drafter(
     sliding_window: int = 2048,
     architecture: str = "qwen3",
     seed: int = 2,
+    is_second: bool = False,
     **training_args: Any,
 ) -> Path:
-    """What `speculators` saves at the start of a training, with random weights; two layers.
+    """What `speculators` saves at the start of a training, with random weights; two layers. `is_second`: DFlash2.
 
     `draft_tokens` are the target tokens of a reduced vocabulary; None: all, with the target's head.
     """
@@ -46,8 +48,8 @@ def save_speculators_drafter(
     layer = create_transformer_layer_config(
         str(target_dir), NUM_LAYERS, architecture, "silu", sliding_window, list(full_layers)
     )
-    maps = {} if draft_tokens is None else _vocabulary_maps(vocab_size, sorted(draft_tokens))
-    model = reference.DFlashDraftModel.from_training_args(
+    maps = {} if draft_tokens is None else vocabulary_maps(vocab_size, sorted(draft_tokens))
+    model = (DFlash2DraftModel if is_second else reference.DFlashDraftModel).from_training_args(
         layer,
         **maps,
         draft_vocab_size=vocab_size if draft_tokens is None else len(draft_tokens),
@@ -71,12 +73,14 @@ def convert_zlab_drafter(drafter: Path, path: Path, *, target_dir: Path) -> Path
 
 def open_speculators_drafter(path: Path) -> Any:
     """The drafter as `speculators` loads it, the target's weights included, in its eager attention."""
-    config = reference.DFlashSpeculatorConfig.from_pretrained(path)
+    is_second = read_json(path / "config.json")["speculators_model_type"] == "dflash2"
+    config = (DFlash2SpeculatorConfig if is_second else reference.DFlashSpeculatorConfig).from_pretrained(path)
     config.transformer_layer_config._attn_implementation = "eager"
-    return reference.DFlashDraftModel.from_pretrained(path, config=config).eval()
+    model_class = DFlash2DraftModel if is_second else reference.DFlashDraftModel
+    return model_class.from_pretrained(path, config=config).eval()
 
 
-def _vocabulary_maps(vocab_size: int, draft_tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+def vocabulary_maps(vocab_size: int, draft_tokens: Sequence[int]) -> dict[str, torch.Tensor]:
     target_to_draft = torch.zeros(vocab_size, dtype=torch.bool)
     target_to_draft[list(draft_tokens)] = True
     return {"t2d": target_to_draft, "d2t": torch.tensor(draft_tokens) - torch.arange(len(draft_tokens))}

@@ -135,6 +135,14 @@ def grouped_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[s
         yield problem("experts of the target", expected=expected, found=f"{count} groups of them", hint=hint)
 
 
+def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for a drafting algorithm of which a back end lacks the ops."""
+    if draft is not None and draft.algorithm != "dflash":
+        yield problem(
+            "drafter", expected=f"dflash {where} (no kernels for others yet)", found=draft.algorithm, hint=hint
+        )
+
+
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

@@ -61,10 +61,10 @@ def compare(
     speeds: list[tuple[float, float]] = []
     for round_index in range(num_rounds + 1):
         with LLM(engine_dir, undrafted) as plain:
-            expected, plain_speed = _run(plain, prompts, sampling, concurrency)
+            expected, plain_speed = run_prompts(plain, prompts, sampling, concurrency)
         with LLM(engine_dir, drafted) as speculative:
             num_drafts = speculative.config.max_draft_tokens
-            outputs, speculative_speed = _run(speculative, prompts, sampling, concurrency)
+            outputs, speculative_speed = run_prompts(speculative, prompts, sampling, concurrency)
         progress(f"round {round_index}: {plain_speed:.0f} tok/s plain, {speculative_speed:.0f} tok/s speculative")
         if round_index:
             speeds.append((plain_speed, speculative_speed))
@@ -88,7 +88,7 @@ def compare(
     )
 
 
-def _run(
+def run_prompts(
     llm: LLM, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int
 ) -> tuple[list[GenerationOutput], float]:
     """All prompts, `concurrency` at a time; output tokens per second, prefill included. A warm-up goes first."""

@@ -7,6 +7,7 @@ from typing import Any
 from dflash_trt.checkpoint.config_overrides import with_overrides
 from dflash_trt.checkpoint.config_reader import read_json_object, shown
 from dflash_trt.checkpoint.drafters.base import LABEL, draft_formats
+from dflash_trt.checkpoint.drafters.eagle3 import ARCHITECTURES as EAGLE3_ARCHITECTURES
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.drafters.zlab import ARCHITECTURE
 from dflash_trt.core.errors import problem
@@ -21,11 +22,12 @@ def parse_draft(
     *,
     notes: list[str],
     overrides: Mapping[str, Any] | None = None,
+    num_target_layers: int | None = None,
 ) -> DraftSpec | None:
     """Read the spec of the drafter in `directory`; None if `problems` has grown.
 
     `tensor_names` are those of its checkpoint: Speculators' config does not say if the drafter has its own embedding.
-    `notes` get the resolved ambiguities and the `overrides`.
+    `notes` get the resolved ambiguities and the `overrides`. `num_target_layers` is that of the target at hand.
     """
     num_problems = len(problems)
     _refuse_extra_files(directory, problems)
@@ -35,11 +37,13 @@ def parse_draft(
     fields = with_overrides(fields, overrides or {}, label=LABEL, notes=notes, problems=problems)
     found_format = next((known for known in draft_formats().values() if known.recognizes(fields)), None)
     if found_format is None:
-        expected = f"{ARCHITECTURE}, or a key '{SPECULATORS_KEY}'"
-        hint = "Use a DFlash drafter; other methods are not implemented."
+        expected = f"{ARCHITECTURE}, {EAGLE3_ARCHITECTURES[0]}, or a key '{SPECULATORS_KEY}'"
+        hint = "Use a DFlash or EAGLE-3 drafter; other methods are not implemented."
         subject, found = f"{LABEL} key 'architectures'", shown(fields.get("architectures"))
         problems.append(problem(subject, expected=expected, found=found, hint=hint))
         return None
+    if num_target_layers is not None and found_format.asks_for_target_layers(fields):
+        fields = {"num_target_layers": num_target_layers} | fields
     spec_fields = found_format.read(fields, tensor_names, problems, notes)
     if len(problems) > num_problems:
         return None

@@ -29,6 +29,13 @@ def model_prefix(stored_names: Collection[str]) -> str:
     return next(found, "model.")
 
 
+_SELECTOR_NAMES: ForeignTable = {
+    "draft.selector.predecessor.embedding": one("candidate_selector.predecessor_codebook"),
+    "draft.selector.successor.embedding": one("candidate_selector.successor_codebook"),
+    "draft.selector.hidden": one("candidate_selector.hidden_projection.weight"),
+}
+
+
 def embedding_name(stored_names: Collection[str]) -> str:
     """Of a target."""
     return f"{model_prefix(stored_names)}{_EMBEDDING}"
@@ -70,26 +77,38 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
 
 
 def draft_names(spec: DraftSpec, stored_names: Iterable[str]) -> ForeignTable:
-    """Canonical `draft.*` -> tensors of a z-lab or Speculators checkpoint.
+    """Canonical `draft.*` -> tensors of a z-lab, Speculators or SafeAILab checkpoint.
 
     A drafter with its own head and the target's full vocabulary may come without `d2t`.
     """
+    stored_names = set(stored_names)
     prefixes = [f"layers.{i}" for i in range(spec.num_layers)]
+    if spec.chain is not None:
+        prefixes = [_chain_layer(spec, stored_names)]
+    of_context = "" if spec.chain is None else f"{prefixes[0]}."
     table: ForeignTable = {
         "draft.fc": one("fc.weight"),
-        "draft.context_norm": one("hidden_norm.weight"),
+        "draft.context_norm": one(f"{of_context}hidden_norm.weight"),
         "draft.kv": _all_kv(prefixes, "weight"),
     }
     if any(gqa.has_qkv_bias for gqa in spec.attentions):
         table["draft.kv_bias"] = _all_kv(prefixes, "bias")
-    for foreign, layer in zip(prefixes, spec.layers, strict=True):
-        table |= _layer_names(f"draft.{foreign}", foreign, layer, "q")
+    for i, (foreign, layer) in enumerate(zip(prefixes, spec.layers, strict=True)):
+        table |= _layer_names(f"draft.layers.{i}", foreign, layer, "q")
+        if spec.conv is not None:
+            table |= _conv_names(foreign)
+    if spec.chain is not None:
+        norms = spec.chain.fc_norms(len(spec.target_layer_ids), spec.target_hidden_size)
+        joint = spec.chain.fc_norm == "joint"
+        table |= {name: one("input_norm.weight" if joint else f"fc_norm.{i}.weight") for i, name in enumerate(norms)}
     table["draft.norm"] = one("norm.weight")
+    if spec.selector is not None:
+        table |= _SELECTOR_NAMES
     if spec.has_own_embedding:
         table["draft.embedding"] = one("embed_tokens.weight")
     if spec.draft_vocab_size is not None:
         table["draft.lm_head"] = one("lm_head.weight")
-        is_full = spec.draft_vocab_size == spec.target_vocab_size and "d2t" not in set(stored_names)
+        is_full = spec.draft_vocab_size == spec.target_vocab_size and "d2t" not in stored_names
         parts: tuple[str, ...] = () if is_full else ("d2t",)
         table["draft.draft_to_target"] = ForeignNames(parts=parts, recipe="identity" if is_full else "offsets")
     return table
@@ -111,6 +130,22 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
 def _is_behind_last(name: str, spec: TargetSpec) -> bool:
     layer = re.match(r"(?:[a-z_]+\.)*layers\.(\d{1,4})\.", name)
     return layer is not None and int(layer[1]) >= spec.num_layers
+
+
+def _chain_layer(spec: DraftSpec, stored_names: Collection[str]) -> str:
+    """The prefix of an EAGLE-3 layer: SafeAILab's, or that of Speculators and vLLM."""
+    if stored_names:
+        return "midlayer" if any(name.startswith("midlayer.") for name in stored_names) else "layers.0"
+    return "layers.0" if spec.source_format == "speculators" else "midlayer"
+
+
+def _conv_names(foreign: str) -> ForeignTable:
+    """Of both sublayers of a DFlash2 layer."""
+    table: ForeignTable = {}
+    for name in (f"{foreign}.attention_conv", f"{foreign}.mlp_conv"):
+        table[f"draft.{name}.base"] = one(f"{name}.base_kernel")
+        table[f"draft.{name}.filter"] = one(f"{name}.kernel_projection.weight")
+    return table
 
 
 def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:

@@ -80,7 +80,8 @@ def open_pair(
     notes: list[str] = []
     sides = [_open_target(target, config_problems, tensor_problems, notes)]
     if drafter is not None:
-        sides.append(_open_drafter(drafter, drafter_overrides or {}, config_problems, tensor_problems, notes))
+        overrides = drafter_overrides or {}
+        sides.append(_open_drafter(drafter, overrides, sides[0].spec, config_problems, tensor_problems, notes))
         if target.is_dir() and drafter.is_dir():
             check_tokenizers(target, drafter, tensor_problems)
     specs = [side.spec for side in sides]
@@ -163,6 +164,7 @@ def _open_target(directory: Path, config_problems: list[str], tensor_problems: l
 def _open_drafter(
     directory: Path,
     overrides: AbcMapping[str, Any],
+    target: TargetSpec | DraftSpec | None,
     config_problems: list[str],
     tensor_problems: list[str],
     notes: list[str],
@@ -171,7 +173,14 @@ def _open_drafter(
         return _ABSENT
     stored = scan_tensors(directory, label="drafter", problems=tensor_problems)
     scheme = read_scheme(directory, label="drafter", problems=config_problems)
-    spec = parse_draft(directory, _all_names(stored), config_problems, notes=notes, overrides=overrides)
+    spec = parse_draft(
+        directory,
+        _all_names(stored),
+        config_problems,
+        notes=notes,
+        overrides=overrides,
+        num_target_layers=None if target is None else target.num_layers,
+    )
     if spec is None:
         return _ABSENT
     table = spec.weights()

@@ -53,7 +53,14 @@ def read_specs(
     target_spec = parse_target(target, problems, notes=notes)
     draft_spec = None
     if drafter is not None:
-        draft_spec = parse_draft(drafter, (), problems, notes=notes, overrides=drafter_overrides or {})
+        draft_spec = parse_draft(
+            drafter,
+            (),
+            problems,
+            notes=notes,
+            overrides=drafter_overrides or {},
+            num_target_layers=None if target_spec is None else target_spec.num_layers,
+        )
     if target_spec is not None and draft_spec is not None:
         problems += compatibility_problems(target_spec, draft_spec)
         notes += compatibility_notes(target_spec, draft_spec)

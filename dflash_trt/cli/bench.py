@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from dflash_trt.cli.bench_drafters import drafters
+from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.prompts import Defaults, read_jobs
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
 from dflash_trt.core.request import SamplingParams
@@ -20,12 +21,9 @@ if TYPE_CHECKING:
     from dflash_trt.bench.lockstep import PolicyReport
     from dflash_trt.bench.serving_sweep import ConcurrencyReport
     from dflash_trt.bench.speculation import SpeculationReport
-    from dflash_trt.serving.prompts import Prompt
 
-# Rounds are greedy, under a closed load, and must not profit from the ones before.
-_FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 _FIXED_BY_COMPARISONS = (
-    *_FIXED_BY_ROUNDS,
+    *FIXED_BY_ROUNDS,
     "use_drafter",
     "num_draft_tokens",
     "adaptive_draft_length",
@@ -39,10 +37,6 @@ _SOAK_QUEUE_LEN = 64
 R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
 _ENGINE = click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
-_INPUT = click.option(
-    "--input-file", type=click.Path(path_type=Path), required=True, help="JSONL rows as for `run`; their prompts count."
-)
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 
 @click.group(
@@ -53,17 +47,20 @@ def bench() -> None:
     """Measurements that anybody can repeat."""
 
 
+bench.add_command(drafters)
+
+
 @bench.command(
     short_help="Speculative against autoregressive decoding.",
     epilog=examples("dflash-trt bench speedup engine --input-file prompts.jsonl --concurrency 4"),
 )
 @_ENGINE
-@_INPUT
-@click.option("--max-new-tokens", default=128, show_default=True, help="Of every text.")
-@click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
-@click.option("--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up.")
-@runtime_options(without=[*_FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
-@_JSON
+@INPUT
+@LENGTH
+@CONCURRENCY
+@ROUNDS
+@runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
+@JSON
 def speedup(
     engine_dir: Path,
     input_file: Path,
@@ -83,7 +80,7 @@ def speedup(
     config = runtime_from_options(runtime)
     report = compare(
         engine_dir,
-        _prompts(input_file),
+        read_prompts(input_file),
         SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
         config=config,
         concurrency=concurrency,
@@ -123,13 +120,13 @@ _ROUNDS = click.option(
     epilog=examples("dflash-trt bench serving engine --input-file prompts.jsonl --concurrency 1 --concurrency 16"),
 )
 @_ENGINE
-@_INPUT
+@INPUT
 @_CLIENTS
 @_LONGEST
 @_PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
-@_JSON
+@JSON
 def serving(
     engine_dir: Path,
     input_file: Path,
@@ -148,7 +145,7 @@ def serving(
 
     reports = sweep(
         engine_dir,
-        _prompts(input_file),
+        read_prompts(input_file),
         config=runtime_from_options(runtime),
         concurrencies=concurrencies,
         num_rounds=rounds,
@@ -165,7 +162,7 @@ def serving(
     epilog=examples("dflash-trt bench draft-length engine --input-file prompts.jsonl --fixed-lengths 3"),
 )
 @_ENGINE
-@_INPUT
+@INPUT
 @_CLIENTS
 @click.option(
     "--fixed-lengths",
@@ -178,7 +175,7 @@ def serving(
 @_PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
-@_JSON
+@JSON
 def draft_length(
     engine_dir: Path,
     input_file: Path,
@@ -199,7 +196,7 @@ def draft_length(
 
     reports = compare_policies(
         engine_dir,
-        _prompts(input_file),
+        read_prompts(input_file),
         concurrencies=concurrencies,
         fixed_lengths=fixed_lengths,
         num_rounds=rounds,
@@ -231,7 +228,7 @@ def draft_length(
     "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
 )
 @click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
-@_JSON
+@JSON
 def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
     """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
 
@@ -263,7 +260,7 @@ def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_t
 )
 @click.option("--seed", default=0, show_default=True, help="Of the traffic.")
 @runtime_options(without=_FIXED_BY_SOAK)
-@_JSON
+@JSON
 def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtime: Any) -> None:
     """Random arrivals, cancellations, slow and dead readers. Fails when a page or a request is lost.
 
@@ -331,10 +328,6 @@ def _policies_line(report: "PolicyReport") -> str:
 
 def _listed(ratios: Sequence[float]) -> str:
     return " ".join(f"{ratio:.2f}" for ratio in ratios)
-
-
-def _prompts(input_file: Path) -> "Sequence[Prompt]":
-    return [job.prompt for job in read_jobs(input_file, Defaults(sampling=SamplingParams()))]
 
 
 def _lines(report: "SpeculationReport", config: RuntimeConfig) -> list[str]:

@@ -67,7 +67,7 @@ def check_config(
         config,
         pair,
         unsupported=lambda target, draft, quantization, mapping: unsupported_problems(
-            target, quantization, config.dtype
+            target, draft, quantization, config.dtype
         ),
         subject="backend tensorrt",
         capability=local_capability(),

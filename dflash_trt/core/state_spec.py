@@ -113,18 +113,40 @@ class Recurrent:
         return replace(self, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedRows:
+    """One row of activations by token position, whole on every rank: the features of a chain's context."""
+
+    bytes_per_slot: ClassVar[int] = 0
+
+    name: str  # unique in an engine
+    width: int
+    dtype: DType
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """[position in the page, width]."""
+        return (page_size, self.width)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.width * num_bytes_of(self.dtype)
+
+    def shard(self, mapping: Mapping) -> "PagedRows":
+        return self
+
+
 PagedState = PagedKv | PagedLatent
-LayerState = PagedState | Recurrent
+LayerState = PagedState | Recurrent | PagedRows
 
 
 def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:
-    """Those by token position."""
-    return tuple(state for state in states if not isinstance(state, Recurrent))
+    """Keys and values by token position."""
+    return tuple(state for state in states if isinstance(state, PagedKv | PagedLatent))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStates:
-    """States of a target and of its drafter, one per layer."""
+    """States of a target and of its drafter: one per layer, and behind those of a chain its features."""
 
     target: tuple[LayerState, ...]
     draft: tuple[LayerState, ...] = ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -24,6 +24,8 @@ class Layer(Generic[T]):
 
     `rope_index` counts distinct rotary embeddings; None in a layer without one.
     """
+
+    feeds_norms_to_linears: ClassVar[bool] = True  # a factor of the one may move to the other
 
     spec: LayerSpec
     rope_index: int | None

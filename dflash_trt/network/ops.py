@@ -15,7 +15,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.state_spec import PagedKv, PagedLatent, Recurrent
+from dflash_trt.core.state_spec import PagedKv, PagedLatent, PagedRows, Recurrent
 from dflash_trt.formats.base import QuantizedWeight
 
 T = TypeVar("T")
@@ -109,12 +109,21 @@ class DeltaParameters(Generic[T]):
     norm: T  # [value_head_dim]
 
 
+@dataclass(frozen=True, slots=True)
+class RowCache(Generic[T]):
+    """Rows by token position: [pages, *spec.page_shape(page_size)]."""
+
+    tensor: T
+    spec: PagedRows
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState(Generic[T]):
-    """State per layer: K/V pages, and recurrent states in a target."""
+    """State per layer: K/V pages, and recurrent states in a target. A chain has features, too."""
 
     target_kv: Sequence[LayerCache[T]]
     draft_kv: Sequence[Cache[T]]
+    draft_features: RowCache[T] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +156,22 @@ class Rows(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBlocks(Generic[T]):
-    """R blocks of S tokens, [first, fill x K] each, from the position after the accepted tokens on."""
+    """R blocks of S tokens, from the position after the accepted tokens on."""
 
     token_ids: T  # int32 [R*S]
     rows: Rows[T]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codebooks(Generic[T]):
+    """How well token b follows token a where the hidden state is h [r]: the sum of predecessor[a] * h * successor[b].
+
+    A slot has a choice of its `top_k` most likely tokens.
+    """
+
+    predecessor: T  # [V, r]
+    successor: T  # [V, r]
+    top_k: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +210,10 @@ class Ops(Protocol[T]):
     def add(self, a: T, b: T) -> T: ...
 
     def scale(self, x: T, factor: float) -> T: ...
+
+    def softcap(self, x: T, cap: float) -> T:
+        """cap * tanh(x / cap)."""
+        ...
 
     def sigmoid_mul(self, x: T, gate: T) -> T:
         """x * sigmoid(gate): [N, F], and gate [N, F] or [N, 1]."""
@@ -291,15 +316,56 @@ class Ops(Protocol[T]):
         """A block [bonus token, fill x K] behind the accepted tokens of every request; its K/V are not kept."""
         ...
 
+    def chain_blocks(self, acceptance: Acceptance[T], drafts: Sequence[T]) -> TokenBlocks[T]:
+        """As `token_blocks`, a block [bonus token, *drafts]: int32 [R, 1] each."""
+        ...
+
+    def previous_rows(self, x: T, rows: Rows[T], cache: RowCache[T]) -> T:
+        """The row of x [T, H] at the position before, of the step's own tokens; zeros at position 0.
+
+        The rows of x become those of their positions in the pages, which a request's first row of a later step reads.
+        """
+        ...
+
+    def context_rows(self, cache: RowCache[T], acceptance: Acceptance[T]) -> T:
+        """The rows [R, H] that the pages have at the last positions before the bonus tokens."""
+        ...
+
+    def stack_slots(self, slots: Sequence[T]) -> T:
+        """A row per request of each slot, [R, H], as rows of blocks: [R*S, H]."""
+        ...
+
+    def last_slot(self, x: T, num_slots: int) -> T:
+        """[R*S, H] -> [R, H]."""
+        ...
+
     def without_first(self, hidden: T) -> T:
         """Drop slot 0 of each block: [R*S, H] -> [R*K, H]."""
         ...
 
-    def draft_tokens(self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None) -> T:
-        """The token of every slot of the blocks but the first, [R*K, V] -> int32 [R, K]: ids of the target.
+    def draft_tokens(
+        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, first_slot: int = 1
+    ) -> T:
+        """The token of every slot of the blocks from `first_slot` on, [R*K, V] -> int32 [R, K]: ids of the target.
 
         The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
         position (`backends/torch/philox.py`). `draft_to_target` [V] are the target's ids of a draft vocabulary.
+        """
+        ...
+
+    def block_conv(self, x: T, filters: T, base: T) -> T:
+        """Causal convolution over the slots of each block, whose first has none before it: [R*S, H] -> [R*S, H].
+
+        Channel c of slot p is the sum over j < J of (base[j, c] + filters[p, j, group of c]) * x[p - j, c]; base
+        [1, J, H], filters [R*S, J * groups].
+        """
+        ...
+
+    def select_tokens(self, logits: T, hidden: T, codebooks: Codebooks[T], acceptance: Acceptance[T]) -> T:
+        """As `draft_tokens`, one slot after the other: the scores of a slot depend on the token of the slot before.
+
+        logits [R*K, V], hidden [R*K, r]. A score is a token's logit and what the codebooks add behind the token before
+        it, for slot 1 the bonus token. Noise is that of `draft_tokens`, on the scores.
         """
         ...
 

@@ -83,8 +83,9 @@ def run_step(
     acceptance = _accept(ops, network, inputs, outputs[-1], reader)
     if drafter is None:
         return StepOutputs(acceptance=acceptance, draft_tokens=None)
-    drafter.observe(ops, [outputs[i] for i in drafter.tap_layer_ids], rows, acceptance, state.draft_kv)
-    tokens = drafter.propose(ops, acceptance, state.draft_kv) if num_draft_tokens else None
+    taps = [outputs[i] for i in drafter.tap_layer_ids]
+    drafter.observe(ops, inputs.token_ids, taps, rows, acceptance, state)
+    tokens = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
     return StepOutputs(acceptance=acceptance, draft_tokens=tokens)
 
 

@@ -181,7 +181,9 @@ def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int
     """K and V that the layers' windows reach, read, and those of the step's rows, written; recurrent states, both."""
     total = 0
     for decoder, states in _models(config, has_drafter=has_drafter):
-        for layer, state in zip(decoder.layers, states, strict=True):
+        for features in states[decoder.num_layers :]:  # of a chain: a row is written, one of a request read
+            total += features.bytes_per_token * (step.num_rows + step.num_requests)
+        for layer, state in zip(decoder.layers, states, strict=False):
             if isinstance(layer.mixer, Gqa):
                 seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
                 total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, Qwen3Config
 from dflash_trt.checkpoint.draft_config import parse_draft
 from dflash_trt.checkpoint.drafters.zlab import default_target_layer_ids
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
@@ -58,6 +59,20 @@ LOADED: dict[str, dict[str, Any]] = {
         "masks": (AttentionMask(window=2048, is_causal=True),) * 4 + (FULL,),
         "target_layer_ids": (1, 12, 23, 35, 46, 57),
     },
+    "z-lab__Qwen3.8-27B-DFlash2": {
+        "algorithm": "dflash2",
+        "max_draft_len": 7,
+        "masks": (AttentionMask(window=2048, is_causal=False),) * 5,
+        "conv": BlockConv(kernel_size=2, group_size=16),
+        "selector": CandidateSelector(rank=256, top_k=16),
+    },
+    "z-lab__Muse-Glimmer-30B-DFlash2": {
+        "algorithm": "dflash2",
+        "max_draft_len": 15,
+        "masks": (AttentionMask(window=2048, is_causal=False),) * 5,
+        "selector": CandidateSelector(rank=256, top_k=16, output_multiplier=0.19611613513818404),
+        "logit_softcap": 20.0,
+    },
 }
 
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -66,21 +81,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "attention_value_scale",
         "backbone_rotary_base",
         "partial_rotary_factor",
-    ),
-    "z-lab__Qwen3.8-27B-DFlash2": (
-        "architectures",
-        "conv_group_size",
-        "conv_kernel_size",
-        "selector_rank",
-        "selector_top_k",
-    ),
-    "z-lab__Muse-Glimmer-30B-DFlash2": (
-        "architectures",
-        "conv_group_size",
-        "conv_kernel_size",
-        "selector_rank",
-        "selector_top_k",
-    ),
+    )
 }
 
 
@@ -370,10 +371,24 @@ def test_a_gpt_oss_drafter_that_transformers_has_saved_keeps_its_windows(tmp_pat
     assert len(notes) == 1 and "key 'use_sliding_window' is absent: sliding layers have their window of 128" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("conv_kernel_size", 5, "an integer in 1..4"),
+        ("conv_group_size", 7, "a divisor of hidden_size 5120"),
+        ("selector_top_k", 248321, "an integer in 1..248320"),
+        ("selector_rank", None, "a value"),
+    ],
+)
+def test_a_dflash2_key_out_of_range_is_refused_by_name(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+    drafter = published("z-lab__Qwen3.8-27B-DFlash2", tmp_path)
+    edit_dflash(drafter, **{key: value})
+    assert f"drafter config.json key '{key}': expected {expected}" in draft_refusal(drafter)
+
+
 # What changes the algorithm
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("architectures", ["DFlash2DraftModel"]),
     ("architectures", ["DSparkDraftModel"]),
     ("model_type", "deepseek_v3"),
     ("attention_sink_bias", True),

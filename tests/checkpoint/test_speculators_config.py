@@ -63,7 +63,7 @@ def test_a_full_vocabulary_uses_the_target_s_head_unless_the_drafter_ships_one(
     [
         ("sample_from_anchor", True),
         ("speculators_model_type", "dspark"),
-        ("speculators_model_type", "dflash2"),
+        ("speculators_model_type", "xpress"),
         ("speculators_model_type", None),
         ("quantization_config", {}),
         ("aux_hidden_state_layer_ids", [0, 2]),

@@ -245,6 +245,12 @@ MEASUREMENTS = [
         {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
         DECIDED,
     ),
+    (
+        ("drafters", "dflash_trt.bench.drafters", "compare_drafters"),
+        ["--max-new-tokens", "9", "--concurrency", "3", "--rounds", "7"],
+        {"sampling": SamplingParams(max_new_tokens=9, ignore_eos=True), "concurrency": 3, "num_rounds": 7},
+        DECIDED,
+    ),
     (("serving", "dflash_trt.bench.serving_sweep", "sweep"), LOAD, LOAD_ARGUMENTS, COMPARED),
     (
         ("draft-length", "dflash_trt.bench.lockstep", "compare_policies"),
@@ -266,13 +272,13 @@ def test_every_option_of_a_measurement_reaches_it(names, words, expected, decide
         ran = invoke("bench", subcommand, "dir", "--input-file", rows, *words, *runtime)
         assert ran.stderr == "error: recorded\n"
         assert callable(measurement.arguments.pop("progress"))
-        fixed = {"engine_dir": Path("dir"), "prompts": PROMPTS, "config": config}
-        assert measurement.arguments == expected | fixed
+        given = {"engine_dirs": (Path("dir"),)} if subcommand == "drafters" else {"engine_dir": Path("dir")}
+        assert measurement.arguments == expected | given | {"prompts": PROMPTS, "config": config}
     minimal = ["dir", "--input-file", "rows"]
     never_set = options_never_set(
         bench.commands[subcommand], minimal, *([*minimal, *words, *runtime] for runtime, _ in cases)
     )
-    assert never_set == {"engine_dir", "input_file", "as_json"}
+    assert never_set == {*given, "input_file", "as_json"}
 
 
 def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> None:
@@ -568,7 +574,7 @@ def test_every_command_with_options_is_here() -> None:
 
     known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
     assert set(cli.commands) == known
-    assert set(bench.commands) == {"draft-length", "host", "serving", "soak", "speedup"}
+    assert set(bench.commands) == {"draft-length", "drafters", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"triton"}
 

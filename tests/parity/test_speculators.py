@@ -25,6 +25,14 @@ SOME = (0, 1, 2, 4, 5, 7, 8, 10, 11)  # of twelve tokens
 
 CAUSAL: dict[str, Any] = {"full_layers": (1,), "sliding_window": 3}
 NON_CAUSAL: dict[str, Any] = {"full_layers": (), "sliding_window": 3, "sliding_window_non_causal": True}
+SECOND: dict[str, Any] = {
+    "is_second": True,
+    "full_layers": (),
+    "sliding_window": 4,
+    "conv_group_size": 8,
+    "selector_rank": 6,
+    "selector_top_k": 3,
+}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "full vocabulary, the target's head": {},
     "reduced vocabulary": {"draft_tokens": SOME},
@@ -34,6 +42,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "causal sliding and full layers": CAUSAL | {"draft_tokens": SOME},
     "causal sliding layers": {"full_layers": (), "sliding_window": 7},
     "non-causal sliding layers": NON_CAUSAL,
+    "DFlash2": SECOND,
+    "DFlash2, causal sliding layers": SECOND | {"sliding_window_non_causal": False},
 }
 
 
@@ -60,11 +70,23 @@ def reference_drafts(model: Any, states: list[torch.Tensor], token_ids: torch.Te
     taps = torch.cat([states[i] for i in model.target_layer_ids], dim=-1)
     is_anchor = torch.zeros(token_ids.shape)
     is_anchor[0, anchor] = 1
-    _, logits, *_ = model._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         taps, token_ids, is_anchor, states[-1], torch.zeros_like(token_ids), max_anchors=1
     )
+    if hasattr(model, "candidate_selector"):
+        return _selected(model.candidate_selector, hidden[0, 1:], logits[0, 1:], int(token_ids[0, anchor]))
     tokens = logits[0, 1:].argmax(-1)
     return (tokens if model.d2t is None else tokens + model.d2t[tokens]).tolist()
+
+
+def _selected(selector: Any, hidden: torch.Tensor, logits: torch.Tensor, token: int) -> list[int]:
+    """A greedy walk of DFlash2's selector."""
+    path = []
+    for h, row in zip(hidden, logits, strict=True):
+        candidates, scores = selector.select(row[None], h[None], torch.tensor([token]))
+        token = int(candidates[0, scores[0].argmax()])
+        path.append(token)
+    return path
 
 
 def run_and_expected(target: Path, drafter: Path, reference_dir: Path | None = None, *, norms_last: bool = False):

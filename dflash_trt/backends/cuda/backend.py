@@ -11,6 +11,7 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
+    drafter_problems,
     grouped_problems,
     latent_problems,
     unsupported_formats,
@@ -47,6 +48,7 @@ class CudaBackend:
         hint = 'Run this engine with device "cpu".'
         problems += latent_problems(target, where="on a GPU", hint=hint)
         problems += grouped_problems(target, where="on a GPU", hint=hint)
+        problems += drafter_problems(draft, where="on a GPU", hint=hint)
         problems += _recurrent_problems(target, draft)
         if quantization is not None:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())

@@ -28,7 +28,7 @@ class TensorRTBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        return unsupported_problems(target, quantization, mapping=mapping)
+        return unsupported_problems(target, draft, quantization, mapping=mapping)
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
         from dflash_trt.backends.tensorrt.build_rank import PlanCompiler, plan_options

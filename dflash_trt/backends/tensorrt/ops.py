@@ -226,6 +226,30 @@ class TrtOps:
     def pairs_to_halves(self, *_: object) -> ITensor:
         raise AssertionError("refused by `unsupported_problems`")
 
+    def softcap(self, x: ITensor, cap: float) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def block_conv(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def select_tokens(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def chain_blocks(self, *_: object) -> TokenBlocks[ITensor]:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def previous_rows(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def context_rows(self, *_: object) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def stack_slots(self, slots: Sequence[ITensor]) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
+    def last_slot(self, x: ITensor, num_slots: int) -> ITensor:
+        raise AssertionError("refused by `unsupported_problems`")
+
     def merge_heads(self, x: ITensor) -> ITensor:
         return self._layers.reshape(x, (-1, x.shape[-2] * x.shape[-1]))
 
@@ -328,7 +352,10 @@ class TrtOps:
         blocks = layers.reshape(hidden, (-1, width, size))
         return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
 
-    def draft_tokens(self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None) -> ITensor:
+    def draft_tokens(
+        self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None, *, first_slot: int = 1
+    ) -> ITensor:
+        assert first_slot == 1, "chains are refused by `unsupported_problems`"
         targets = None if draft_to_target is None else self._layers.tensor(draft_to_target)
         return self._lowering.draft_tokens(logits, acceptance.next_context_lens, targets)
 

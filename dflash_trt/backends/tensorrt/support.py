@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import latent_problems, recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import drafter_problems, latent_problems, recurrent_problems, unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.errors import BuildError, problem, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
@@ -16,7 +17,7 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
     """Raises BuildError for what the backend does not support."""
-    problems = unsupported_problems(config.target, config.quantization, config.dtype, config.mapping)
+    problems = unsupported_problems(config.target, config.draft, config.quantization, config.dtype, config.mapping)
     raise_all(BuildError, "backend tensorrt", problems)
     return network_spec(config, limits)
 
@@ -36,19 +37,24 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
 
 def unsupported_problems(
     target: TargetSpec,
+    draft: DraftSpec | None,
     quantization: QuantizationSpec | None,
     dtype: FloatDType | None = None,
     mapping: Mapping = Mapping(),  # noqa: B008  (frozen)
 ) -> list[str]:
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
-    recurrent = recurrent_problems(target, where="in a TensorRT engine", hint="Build with --backend torch.")
-    unknown = _layer_problems(target, mapping, hint="Build with --backend torch.")
+    torch = "Build with --backend torch."
+    models = [
+        *recurrent_problems(target, where="in a TensorRT engine", hint=torch),
+        *drafter_problems(draft, where="in a TensorRT engine", hint=torch),
+        *_layer_problems(target, mapping, hint=torch),
+    ]
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
     if dtype == "float16" and quantization is not None and "mxfp4" in quantization.linears.values():
         hint = "Its scales are powers of two that float16 does not reach: build with --dtype bfloat16."
         problems.append(problem("dtype of weights in mxfp4", expected="bfloat16 or float32", found=dtype, hint=hint))
-    return [*recurrent, *unknown, *problems]
+    return [*models, *problems]
 
 
 def _layer_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:

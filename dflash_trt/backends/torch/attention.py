@@ -32,7 +32,7 @@ class QueryGroup:
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    biases: dict[tuple[int | None, bool, bool, int], Tensor | None] = field(default_factory=dict)
+    biases: dict[tuple[int | None, bool, bool, int, int], Tensor | None] = field(default_factory=dict)
     gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
 
 
@@ -316,7 +316,9 @@ def _gather(pages: Tensor, group: QueryGroup, scratch: Scratch) -> Gather:
 
 def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
     """None when nothing needs hiding: one request, one query, no window."""
-    assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
+    assert (
+        mask.is_causal and not mask.is_window_anchored and not mask.first_key
+    )  # targets are; other configs are refused
     key = _bias_key(mask, heads_per_kv)
     if key not in group.biases:
         num_requests, width = group.positions.shape
@@ -332,9 +334,9 @@ def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype
     return group.biases[key]
 
 
-def _bias_key(mask: AttentionMask, heads_per_kv: int) -> tuple[int | None, bool, bool, int]:
+def _bias_key(mask: AttentionMask, heads_per_kv: int) -> tuple[int | None, bool, bool, int, int]:
     """The mask's fields, whose hash costs a tenth of the model's own."""
-    return mask.window, mask.is_causal, mask.is_window_anchored, heads_per_kv
+    return mask.window, mask.is_causal, mask.is_window_anchored, mask.first_key, heads_per_kv
 
 
 def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
@@ -351,7 +353,7 @@ def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: 
     stored = torch.arange(group.num_keys).expand(num_requests, 1, -1)
     key_positions = torch.cat((stored, group.positions[:, None]), dim=2)  # [R, 1, keys + S]
     is_stored = torch.arange(group.num_keys + width) < group.num_keys
-    visible = ~is_stored | (key_positions < context_lens)
+    visible = ~is_stored | ((key_positions < context_lens) & (key_positions >= mask.first_key))
     distance = query - key_positions
     if mask.is_causal:
         visible = visible & (distance >= 0)

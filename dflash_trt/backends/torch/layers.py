@@ -82,6 +82,8 @@ def _joined_rows(linears: tuple[Linear[Tensor], ...]) -> Linear[Tensor] | None:
 
 
 def _with_scaled_norms(layer: Layer[Tensor]) -> Layer[Tensor]:
+    if not layer.feeds_norms_to_linears:
+        return layer
     if isinstance(layer.mixer, JoinedGqa):
         norm, qkv = _scaled(layer.attention_norm, layer.mixer.projections[0])
         layer = replace(layer, attention_norm=norm, mixer=replace(layer.mixer, projections=(qkv,)))

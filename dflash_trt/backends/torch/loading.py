@@ -21,14 +21,14 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedState, Recurrent, paged
+from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedRows, PagedState, Recurrent, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Cache, Experts, LatentCache, Linear, PagedCache, RecurrentCache, StepState
+from dflash_trt.network.ops import Cache, Experts, LatentCache, Linear, PagedCache, RecurrentCache, RowCache, StepState
 from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
 from dflash_trt.network.step import Network, bind_network
 
@@ -199,7 +199,17 @@ def allocate_state(
         for spec in states.target
     ]
     draft_kv = [cache for cache in caches(paged(states.draft)) if isinstance(cache, Cache)]
-    return StepState(target_kv=target_kv, draft_kv=draft_kv)
+    features = [
+        _row_cache(spec, (num_pages, *spec.page_shape(page_size)), device)
+        for spec in states.draft
+        if isinstance(spec, PagedRows)
+    ]
+    return StepState(target_kv=target_kv, draft_kv=draft_kv, draft_features=next(iter(features), None))
+
+
+def _row_cache(spec: PagedRows, shape: tuple[int, ...], device: torch.device | None) -> RowCache[Tensor]:
+    dtype = torch_dtype(spec.dtype)
+    return RowCache(_zeros(math.prod(shape) * dtype.itemsize, device).view(dtype).view(shape), spec)
 
 
 def _recurrent_cache(spec: Recurrent, num_slots: int, device: torch.device | None) -> RecurrentCache[Tensor]:

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import dflash2 as torch_dflash2
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.logit_rules import AdjustScores
 from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
+from dflash_trt.backends.torch.paged_rows import previous_rows, read_rows
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
 from dflash_trt.backends.torch.scores import Scores
@@ -33,12 +35,14 @@ from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
     Cache,
+    Codebooks,
     DeltaParameters,
     Experts,
     KvDestination,
     LatentCache,
     Linear,
     RecurrentCache,
+    RowCache,
     Rows,
     StepInputs,
     TokenBlocks,
@@ -120,6 +124,9 @@ class TorchOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else x * factor
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return (x / cap).tanh_().mul_(cap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -244,10 +251,15 @@ class TorchOps:
         return torch_sampling.sample_and_accept(logits, self._inputs, self._adjust, self._masks)
 
     def token_blocks(self, acceptance: Acceptance[Tensor], *, fill: int) -> TokenBlocks[Tensor]:
-        page_table, starts = self._inputs.page_table, acceptance.next_context_lens
-        width = self._num_draft_tokens + 1
-        token_ids = torch.full((len(starts), width), fill, dtype=torch.int32)
+        token_ids = torch.full((len(acceptance.bonus_tokens), self._num_draft_tokens + 1), fill, dtype=torch.int32)
         token_ids[:, 0] = acceptance.bonus_tokens
+        return self._blocks(token_ids, acceptance)
+
+    def chain_blocks(self, acceptance: Acceptance[Tensor], drafts: Sequence[Tensor]) -> TokenBlocks[Tensor]:
+        return self._blocks(torch.cat((acceptance.bonus_tokens[:, None], *drafts), dim=1), acceptance)
+
+    def _blocks(self, token_ids: Tensor, acceptance: Acceptance[Tensor]) -> TokenBlocks[Tensor]:
+        page_table, starts, width = self._inputs.page_table, acceptance.next_context_lens, token_ids.shape[1]
         positions = (starts[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
         rows = Rows(
             positions=positions,
@@ -259,12 +271,35 @@ class TorchOps:
         )
         return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
+    def previous_rows(self, x: Tensor, rows: Rows[Tensor], cache: RowCache[Tensor]) -> Tensor:
+        assert rows.keeps_kv, "only the step's own tokens have rows in pages"
+        return previous_rows(x, self._inputs, cache)
+
+    def context_rows(self, cache: RowCache[Tensor], acceptance: Acceptance[Tensor]) -> Tensor:
+        return read_rows(cache, self._inputs.page_table, acceptance.next_context_lens.long() - 1)
+
+    def stack_slots(self, slots: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(slots), dim=1).flatten(0, 1)
+
+    def last_slot(self, x: Tensor, num_slots: int) -> Tensor:
+        return x.view(-1, num_slots, x.shape[-1])[:, -1].contiguous()
+
     def without_first(self, hidden: Tensor) -> Tensor:
         blocks = hidden.view(-1, self._num_draft_tokens + 1, hidden.shape[-1])
         return blocks[:, 1:].reshape(-1, hidden.shape[-1])
 
-    def draft_tokens(self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None) -> Tensor:
-        return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target)
+    def draft_tokens(
+        self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None, *, first_slot: int = 1
+    ) -> Tensor:
+        return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target, first_slot=first_slot)
+
+    def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
+        return torch_dflash2.block_conv(x, filters, base, num_slots=self._num_draft_tokens + 1)
+
+    def select_tokens(
+        self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
+    ) -> Tensor:
+        return torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
 
     def _index_tokens(self) -> Any:
         return torch_attention.plan_attention(
@@ -283,7 +318,7 @@ class TorchOps:
             self._inputs.page_table,
             starts,
             page_size=self._page_size,
-            num_slots=self._num_draft_tokens + 1,
+            num_slots=len(positions) // len(starts),
             scratch=self._index.scratch,
         )
 

@@ -54,5 +54,17 @@ def token_words(
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """float32 [N, vocab_size]; arguments as for `token_words`."""
-    v = ((token_words(seed, position, vocab_size).float() + 0.5) * 2.0**-32).clamp_(max=LARGEST)
+    return _gumbel(token_words(seed, position, vocab_size))
+
+
+def gumbel_noise_of(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
+    """The columns `token_ids` [N, M] of `gumbel_noise`, row by row."""
+    seed, position, token_ids = seed[:, None], position[:, None], token_ids.long()
+    zero = torch.zeros_like(position)
+    words = philox((seed & WORD, seed >> 32), (position, token_ids // 4, zero, zero))
+    return _gumbel(torch.stack(words, dim=2).gather(2, token_ids[:, :, None] % 4)[:, :, 0])
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    v = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST)
     return v.neg_().log1p_().neg_().log_().neg_()

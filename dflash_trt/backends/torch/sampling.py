@@ -100,6 +100,8 @@ def draft_tokens(
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
     draft_to_target: Tensor | None,
+    *,
+    first_slot: int = 1,
 ) -> Tensor:
     """See `Ops.draft_tokens`."""
     num_requests = len(inputs.temperature)
@@ -107,8 +109,9 @@ def draft_tokens(
     tokens = logits.argmax(dim=1)
     rows = _random_rows(inputs, width)
     if len(rows):
-        # slot j of a block, from 1 on, is at j behind the bonus token
-        position = acceptance.next_context_lens[:, None].long() + torch.arange(1, width + 1, device=logits.device)
+        # the token of slot j of a block, from 1 on, is at j behind the bonus token
+        slots = torch.arange(first_slot, first_slot + width, device=logits.device)
+        position = acceptance.next_context_lens[:, None].long() + slots
         seed, temperature = (x.repeat_interleave(width)[rows] for x in (inputs.seed, inputs.temperature))
         vocab_size = logits.shape[1] if draft_to_target is None else int(draft_to_target.max()) + 1
         noise = gumbel_noise(seed, position.flatten()[rows], vocab_size)

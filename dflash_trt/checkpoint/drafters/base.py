@@ -18,13 +18,15 @@ ReadDraft = Callable[[Mapping[str, Any], Collection[str], list[str], list[str]],
 @dataclass(frozen=True, kw_only=True)
 class DraftFormat:
     """`recognizes` looks at config.json. `read(fields, tensor_names, problems, notes)` gives the fields of a DraftSpec,
-    not to be used if `problems` has grown. `ignorable_tensors` are stored but not needed.
+    not to be used if `problems` has grown. `ignorable_tensors` are stored but not needed. A file that
+    `asks_for_target_layers` gets the target's number as `num_target_layers`, where it does not say it.
     """
 
     name: str
     recognizes: Callable[[Mapping[str, Any]], bool]
     read: ReadDraft
     ignorable_tensors: tuple[str, ...] = ()
+    asks_for_target_layers: Callable[[Mapping[str, Any]], bool] = lambda fields: False
 
 
 @cache

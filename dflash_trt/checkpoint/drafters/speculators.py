@@ -19,6 +19,8 @@ from dflash_trt.checkpoint.decoder_config import (
 )
 from dflash_trt.checkpoint.drafters.attention import speculators_masks
 from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
+from dflash_trt.checkpoint.drafters.chain import read_chain, read_chain_layer, read_taps
+from dflash_trt.checkpoint.drafters.dflash2 import read_dflash2
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
 
 SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
@@ -26,6 +28,7 @@ SPECULATORS_KEY = "speculators_model_type"  # in every file of the format
 # The format's own defaults.
 _DEFAULT_DRAFT_VOCAB_SIZE = 32000
 _DEFAULT_BLOCK_SIZE = 8
+_DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 
 _HARMLESS = ("speculators_version", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _HARMLESS_SECTION = ("proposal_methods", "default_proposal_method", "verifier")
@@ -37,17 +40,20 @@ def read(
     """Read the fields of a DraftSpec. Only the tensors show if the drafter has its own embedding."""
     reader = ConfigReader(file_fields, label=LABEL, problems=problems, notes=notes)
     reader.ignore(("architectures", "model_type"))
-    if reader.value(SPECULATORS_KEY) != "dflash":
-        reader.refuse(SPECULATORS_KEY, expected='"dflash"', hint=NOT_IMPLEMENTED)
+    algorithm = reader.value(SPECULATORS_KEY)
+    if algorithm not in ("dflash", "dflash2", "eagle3"):
+        reader.refuse(SPECULATORS_KEY, expected='"dflash", "dflash2" or "eagle3"', hint=NOT_IMPLEMENTED)
     reader.require("quantization_config", hint="Quantized drafters cannot be read yet: use the unquantized drafter.")
+    if algorithm == "eagle3":
+        return _read_chain(reader, tensor_names)
     hint = "Drafting from the anchor slot is not implemented: use a drafter that drafts from mask slots."
     reader.require("sample_from_anchor", False, hint=hint)
-    _read_algorithm(reader)
+    _read_algorithm(reader, algorithm)
     layer = reader.optional_section("transformer_layer_config")
     if layer is None:
         reader.refuse("transformer_layer_config", expected="a JSON object", hint="Use a complete checkpoint.")
         return {}
-    is_non_causal = reader.flag("sliding_window_non_causal", default=False)
+    is_non_causal = reader.flag("sliding_window_non_causal", default=algorithm == "dflash2")
     layer_fields, sizes = _read_layer(layer, is_non_causal=is_non_causal)
     spec_fields = {
         **layer_fields,
@@ -60,7 +66,40 @@ def read(
         "draft_vocab_size": _read_draft_vocab_size(reader, sizes.vocab_size, tensor_names),
         "has_own_embedding": "embed_tokens.weight" in tensor_names,
     }
+    if algorithm == "dflash2":
+        reader.require("draft_vocab_size", sizes.vocab_size, hint="DFlash2 has codebooks of the whole vocabulary.")
+        spec_fields |= read_dflash2(reader, sizes, defaults=_DFLASH2_DEFAULTS)
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
+    reader.finish()
+    return spec_fields
+
+
+def _read_chain(reader: ConfigReader, tensor_names: Collection[str]) -> dict[str, Any]:
+    """EAGLE-3: one layer, Llama's or Qwen3's."""
+    speculative_tokens = _read_algorithm(reader, "eagle3")
+    num_target_layers = reader.optional_integer("num_target_layers")
+    layer = reader.optional_section("transformer_layer_config")
+    if layer is None:
+        reader.refuse("transformer_layer_config", expected="a JSON object", hint="Use a complete checkpoint.")
+        return {}
+    layer.require("model_type", "qwen3", "llama", default="qwen3", hint=NOT_IMPLEMENTED)
+    require_plain_decoder(layer)
+    require_dense(layer)
+    sizes = read_sizes(layer)
+    spec_fields = {
+        **sizes.spec_fields(),
+        **read_chain(reader, speculative_tokens=speculative_tokens),
+        "source_format": "speculators",
+        "layers": read_chain_layer(layer, sizes, tensor_names),
+        "target_layer_ids": read_taps(reader, num_target_layers),
+        "target_hidden_size": reader.optional_integer("target_hidden_size") or sizes.hidden_size,
+        "target_vocab_size": sizes.vocab_size,
+        "draft_vocab_size": _read_draft_vocab_size(reader, sizes.vocab_size, tensor_names),
+        "has_own_embedding": "embed_tokens.weight" in tensor_names,
+    }
+    layer.ignore((*HARMLESS_KEYS, *_HARMLESS, "architectures"))
+    layer.finish()
+    reader.ignore((*HARMLESS_KEYS, *_HARMLESS, "embed_requires_grad"))
     reader.finish()
     return spec_fields
 
@@ -80,12 +119,17 @@ def _read_layer(layer: ConfigReader, *, is_non_causal: bool) -> tuple[dict[str, 
     return fields, sizes
 
 
-def _read_algorithm(reader: ConfigReader) -> None:
+def _read_algorithm(reader: ConfigReader, algorithm: Any) -> int | None:
+    """The largest number of drafts that the file's proposal methods name, if any."""
     section = reader.optional_section("speculators_config")
-    if section is not None:
-        section.require("algorithm", "dflash", hint=NOT_IMPLEMENTED)
-        section.ignore(_HARMLESS_SECTION)
-        section.finish()
+    if section is None:
+        return None
+    section.require("algorithm", algorithm, hint=NOT_IMPLEMENTED)
+    methods = section.value("proposal_methods")
+    section.ignore(_HARMLESS_SECTION)
+    section.finish()
+    lengths = [method.get("speculative_tokens") for method in methods or () if isinstance(method, dict)]
+    return max((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def _read_target_layer_ids(reader: ConfigReader) -> tuple[int, ...]:
@@ -116,4 +160,5 @@ FORMAT = DraftFormat(
     recognizes=lambda fields: SPECULATORS_KEY in fields,
     read=read,
     ignorable_tensors=("t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
+    asks_for_target_layers=lambda fields: fields[SPECULATORS_KEY] == "eagle3",
 )

@@ -1,4 +1,4 @@
-"""z-lab's drafters, in both their schemas. Refuses keys that change the algorithm and are not implemented."""
+"""z-lab's drafters: DFlash in both schemas, and DFlash2. Refuses keys that change the algorithm and are not known."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,6 +14,7 @@ from dflash_trt.checkpoint.decoder_config import (
 )
 from dflash_trt.checkpoint.drafters.attention import zlab_masks
 from dflash_trt.checkpoint.drafters.base import LABEL, DraftFormat
+from dflash_trt.checkpoint.drafters.dflash2 import KEYS, read_dflash2
 from dflash_trt.checkpoint.drafters.gpt_oss_defaults import with_gpt_oss_defaults
 from dflash_trt.checkpoint.drafters.speculators import SPECULATORS_KEY
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS
@@ -29,8 +30,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_sink_bias": (False,),
     "attention_value_scale": (1,),
     "backbone_rotary_base": (),
-    "conv_group_size": (),
-    "conv_kernel_size": (),
     "has_embed_tokens": (False,),
     "has_lm_head": (False,),
     "is_neox_style": (True,),
@@ -42,8 +41,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "projector_type": (),
     "pure_draft_prefix_len": (),
     "sample_from_anchor": (False,),
-    "selector_rank": (),
-    "selector_top_k": (),
     "shift_label": (False,),
     "use_gemma_norm": (False,),
     "use_qk_norm": (True,),
@@ -65,11 +62,11 @@ def read(
     """Read the fields of a DraftSpec, in either schema."""
     stated = with_gpt_oss_defaults(_merged(fields, problems), notes)
     reader = ConfigReader(stated, label=LABEL, problems=problems, notes=notes)
-    reader.require("architectures", [ARCHITECTURE], hint="DFlash2 is not implemented: use a DFlash drafter.")
+    is_second = reader.value("architectures") == [_SECOND]
     require_known_producer(reader)
     require_plain_decoder(reader)
     require_dense(reader)
-    for name, allowed in _NEUTRAL_VALUES.items():
+    for name, allowed in (_NEUTRAL_VALUES | ({} if is_second else dict.fromkeys(KEYS, ()))).items():
         reader.require(name, *allowed, hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
     reader.require("v_head_dim", sizes.head_dim, hint=NOT_IMPLEMENTED)
@@ -78,9 +75,8 @@ def read(
         reader.ignore(("initial_context_length",))
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     num_target_layers = reader.optional_integer("num_target_layers")
-    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to check that.
-    reader.optional_number("output_multiplier")
-    reader.optional_number("final_logit_softcapping")
+    # Both are monotonic in the logits, so they cannot change a greedy draft of DFlash; read to check that.
+    multiplier, softcap = (reader.optional_number(name) for name in ("output_multiplier", "final_logit_softcapping"))
     spec_fields = {
         **sizes.spec_fields(),
         "source_format": "z-lab",
@@ -93,6 +89,8 @@ def read(
         "mask_token_id": reader.integer("mask_token_id", minimum=0),
         "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
     }
+    if is_second:
+        spec_fields |= read_dflash2(reader, sizes, output_multiplier=multiplier or 1.0, logit_softcap=softcap)
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
     reader.finish()
     return spec_fields

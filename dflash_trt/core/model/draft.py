@@ -1,47 +1,56 @@
-"""The DFlash drafter, and a target and its drafter together."""
+"""A drafter, and a target and its drafter together."""
 
-from typing import Annotated, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
 from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec
-from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
+from dflash_trt.core.model.eagle3 import EagleChain
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
 
 _MAX_BLOCK_SIZE = 1024
 
 
 class DraftSpec(DecoderSpec):
-    """The DFlash drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum
-    after it, which for the last layer is the input of the final norm.
+    """A drafter. `target_layer_ids` are 0-based and name the *output* of a target layer: the residual sum after it,
+    which for the last layer is the input of the final norm.
 
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
-    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it.
+    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. `conv` and `selector`
+    are what DFlash2 adds; EAGLE-3 is a `chain`, which has no mask token. `logit_softcap` c turns a logit x into
+    c * tanh(x / c).
     """
 
     role: ClassVar[str] = "draft"
 
-    algorithm: Literal["dflash"] = "dflash"
+    algorithm: Literal["dflash", "dflash2", "eagle3"] = "dflash"
     source_format: str
     target_layer_ids: Annotated[tuple[LayerId, ...], Field(min_length=1, max_length=MAX_LAYERS)]
     target_hidden_size: Size
     target_vocab_size: Size
     num_target_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     draft_block_size: Annotated[int, Field(ge=2, le=_MAX_BLOCK_SIZE)]
-    mask_token_id: Index
+    mask_token_id: Index | None = None
     draft_vocab_size: Size | None = None
     has_own_embedding: bool = False
     input_embedding_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
+    conv: BlockConv | None = None
+    selector: CandidateSelector | None = None
+    chain: EagleChain | None = None
 
     @field_validator("mask_token_id")
     @classmethod
-    def _in_vocabulary(cls, token_id: int, info: ValidationInfo) -> int:
+    def _in_vocabulary(cls, token_id: int | None, info: ValidationInfo) -> int | None:
         vocab_size = info.data.get("target_vocab_size", MAX_INT32)
-        if token_id >= vocab_size:
+        if (token_id or 0) >= vocab_size:
             raise ValueError(f"an id below the target's vocab_size {vocab_size}")
         return token_id
 
@@ -53,10 +62,41 @@ class DraftSpec(DecoderSpec):
             raise ValueError(f"at most the target's vocab_size {vocab_size}")
         return draft_vocab_size
 
+    @model_validator(mode="after")
+    def _has_the_parts_of_its_algorithm(self) -> Self:
+        is_second = self.algorithm == "dflash2"
+        if is_second != (self.conv is not None) or is_second != (self.selector is not None):
+            raise ValueError("conv and selector for algorithm dflash2, and for no other")
+        is_chain = self.algorithm == "eagle3"
+        if is_chain != (self.chain is not None) or is_chain != (self.mask_token_id is None):
+            raise ValueError("chain and no mask_token_id for algorithm eagle3, mask_token_id alone for others")
+        if is_chain and self.num_layers > 1:
+            raise ValueError("one layer for algorithm eagle3")
+        if self.conv is not None and self.hidden_size % self.conv.group_size:
+            raise ValueError(f"a conv.group_size that divides hidden_size {self.hidden_size}")
+        if self.selector is not None and self.selector.top_k > (self.draft_vocab_size or self.target_vocab_size):
+            raise ValueError("a selector.top_k of at most the vocabulary")
+        return self
+
+    @property
+    def block_filler(self) -> int:
+        """The mask token, of algorithms that have one."""
+        assert self.mask_token_id is not None
+        return self.mask_token_id
+
     @property
     def max_draft_len(self) -> int:
         """K = draft_block_size - 1: slot 0 is the anchor."""
         return self.draft_block_size - 1
+
+    def states(
+        self, *, dtype: FloatDType, kv_scales: tuple[LayerKvScales, ...] | None = None, num_records: int = 1
+    ) -> tuple[LayerState, ...]:
+        """As of any decoder; a chain's features are behind those of its layer."""
+        states = super().states(dtype=dtype, kv_scales=kv_scales, num_records=num_records)
+        if self.chain is None:
+            return states
+        return (*states, PagedRows(name="draft_features", width=self.hidden_size, dtype=dtype))
 
     @property
     def kv_sizes(self) -> tuple[int, ...]:
@@ -67,20 +107,31 @@ class DraftSpec(DecoderSpec):
         """Canonical names of the drafter: `draft.*`.
 
         `draft.kv` stacks K and V of all layers, so that the context of every layer is one GEMM; the block's own K and
-        V use slices of the same tensor.
+        V use slices of the same tensor. The attention of a chain reads the normed embedding and the normed feature.
         """
         hidden, kv_sizes = self.hidden_size, self.kv_sizes
+        attended = hidden if self.chain is None else 2 * hidden
         units = tuple(gqa.head_dim for gqa in self.attentions for _ in "kv")
         table: WeightTable = {
             "draft.fc": WeightSpec(shape=(hidden, len(self.target_layer_ids) * self.target_hidden_size)),
             "draft.context_norm": WeightSpec(shape=(hidden,)),
-            "draft.kv": row_sharded((sum(kv_sizes), hidden), kv_sizes, units),
+            "draft.kv": row_sharded((sum(kv_sizes), attended), kv_sizes, units),
         }
         if any(gqa.has_qkv_bias for gqa in self.attentions):
             table["draft.kv_bias"] = row_sharded((sum(kv_sizes),), kv_sizes, units)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"draft.layers.{i}", hidden, owns_kv=False)
+            if self.conv is not None:
+                for sublayer in ("attention", "mlp"):
+                    table |= self.conv.weights(f"draft.layers.{i}.{sublayer}_conv", hidden)
+            if self.chain is not None:
+                q = table[f"draft.layers.{i}.q"]
+                table[f"draft.layers.{i}.q"] = replace(q, shape=(q.shape[0], attended))
+        if self.chain is not None:
+            table |= self.chain.fc_norms(len(self.target_layer_ids), self.target_hidden_size)
         table["draft.norm"] = WeightSpec(shape=(hidden,))
+        if self.selector is not None:
+            table |= self.selector.weights("draft.selector", hidden, self.target_vocab_size)
         if self.has_own_embedding:
             table["draft.embedding"] = WeightSpec(shape=(self.target_vocab_size, hidden))
         if self.draft_vocab_size is not None:

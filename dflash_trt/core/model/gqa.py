@@ -20,12 +20,14 @@ class AttentionMask(Frozen):
     not causal also asks key_position - query_position < window (Hugging Face's convention).
 
     `is_window_anchored`, in a drafter: every slot of a block sees the last `window` tokens before the anchor and the
-    whole block (Speculators' convention).
+    whole block (Speculators' convention). Positions before `first_key` are hidden from a drafter's slots: the first
+    token of a chain's context has no row.
     """
 
     window: Size | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
+    first_key: Annotated[int, Field(ge=0, le=1)] = 0
 
 
 class Gqa(Frozen):

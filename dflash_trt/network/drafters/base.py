@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network import drafters
 from dflash_trt.network.decoder import TargetWeights
-from dflash_trt.network.ops import Acceptance, Cache, Ops, Rows, T
+from dflash_trt.network.ops import Acceptance, Ops, Rows, StepState, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
@@ -21,12 +21,18 @@ class Drafter(Protocol[T]):
         ...
 
     def observe(
-        self, ops: Ops[T], taps: Sequence[T], rows: Rows[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]
+        self,
+        ops: Ops[T],
+        token_ids: T,
+        taps: Sequence[T],
+        rows: Rows[T],
+        acceptance: Acceptance[T],
+        state: StepState[T],
     ) -> None:
-        """Take the taps [T, H] of the step's tokens into the state, as far as they were accepted."""
+        """Take the ids [T] and the taps [T, H] of the step's tokens into the state, as far as they were accepted."""
         ...
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]) -> T:
+    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
         """Draft tokens behind the bonus token of every request, int32 [R, K]."""
         ...
 

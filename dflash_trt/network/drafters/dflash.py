@@ -11,7 +11,7 @@ from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables, run_layers
-from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Ops, Rows, T
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, StepState, T
 from dflash_trt.network.rank_tensors import RankTensors
 
 
@@ -34,7 +34,13 @@ class DFlashDrafter(Generic[T]):
         return self.spec.target_layer_ids
 
     def observe(
-        self, ops: Ops[T], taps: Sequence[T], rows: Rows[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]
+        self,
+        ops: Ops[T],
+        token_ids: T,
+        taps: Sequence[T],
+        rows: Rows[T],
+        acceptance: Acceptance[T],
+        state: StepState[T],
     ) -> None:
         """Write the context K/V of the accepted tokens, of all layers. No input layernorm."""
         eps = self.spec.rms_norm_eps
@@ -42,20 +48,20 @@ class DFlashDrafter(Generic[T]):
         ropes = rope_tables(ops, self.layers, rows)
         destinations = [
             KvDestination(cache=cache, k_norm=layer.attention.k_norm, eps=eps, rope=ropes[layer.rope_index or 0])
-            for layer, cache in zip(self.layers, caches, strict=True)
+            for layer, cache in zip(self.layers, state.draft_kv, strict=True)
         ]
         ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], caches: Sequence[Cache[T]]) -> T:
+    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
         """Run the block [bonus, MASK x K] and take its tokens.
 
         Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
         A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits: a
         greedy draft does not need them. They are left out of sampled drafts, too, which costs acceptance and no token.
         """
-        blocks = ops.token_blocks(acceptance, fill=self.spec.mask_token_id)
+        blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
         hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
-        *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, caches)
+        *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, state.draft_kv)
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
         logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
         return ops.draft_tokens(logits, acceptance, self.draft_to_target)

@@ -79,6 +79,7 @@ class Attention(ctypes.Structure):
         ("softcap", c_float),
         ("is_causal", c_int32),
         ("is_window_anchored", c_int32),
+        ("first_key", c_int32),
         ("num_threads", c_int32),
     ]
 

@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rota
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent
 from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
@@ -28,7 +28,7 @@ def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     """Engines of activations in `dtype` with these pages run on `NativeOps`."""
 
     def is_known(spec: LayerState) -> bool:
-        if isinstance(spec, Recurrent):
+        if isinstance(spec, Recurrent | PagedRows):
             return True  # PyTorch computes it
         if isinstance(spec, PagedLatent):
             return False  # PyTorch computes it from indices of its own
@@ -169,6 +169,7 @@ class NativeOps(TorchOps):
             gqa.softcap or 0.0,
             gqa.mask.is_causal,
             gqa.mask.is_window_anchored,
+            gqa.mask.first_key,
             self._num_threads,
         )
         self._kernels.attend(rows.index.address, ctypes.addressof(attention))

@@ -68,7 +68,7 @@ struct Request
             own_start = row - window + 1 > start ? row - window + 1 : start;
             own_stop = row + window < own_stop ? row + window : own_stop;
         }
-        int64_t const stored_start = first > 0 ? first : 0;
+        int64_t const stored_start = std::max<int64_t>(first, attention.first_key);
         return {{stored_start < context ? stored_start : context, context}, {own_start, own_stop}};
     }
 };

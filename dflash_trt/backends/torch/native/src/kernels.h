@@ -71,6 +71,7 @@ struct DflashTrtAttention
     float softcap; // 0: none
     int32_t is_causal;
     int32_t is_window_anchored;
+    int32_t first_key; // of the stored ones, for rows whose own are not stored
     int32_t num_threads;
 };
 

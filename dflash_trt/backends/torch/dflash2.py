@@ -1,0 +1,53 @@
+"""The ops of DFlash2 in PyTorch: the convolution over a draft block, and the walk that selects its tokens."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
+
+from dflash_trt.backends.torch.philox import gumbel_noise_of
+from dflash_trt.network.ops import Acceptance, Codebooks, StepInputs
+
+
+def block_conv(
+    x: Tensor,  # [R*S, H]
+    filters: Tensor,  # [R*S, J * groups]
+    base: Tensor,  # [1, J, H]
+    *,
+    num_slots: int,  # S
+) -> Tensor:
+    """See `Ops.block_conv`."""
+    _, num_taps, hidden_size = base.shape
+    blocks = x.view(-1, num_slots, hidden_size)
+    dynamic = filters.view(*blocks.shape[:2], num_taps, -1)
+    group_size = hidden_size // dynamic.shape[-1]
+    out = torch.zeros_like(blocks)
+    for tap in range(min(num_taps, num_slots)):
+        filter_of_tap = base[0, tap] + dynamic[:, :, tap].repeat_interleave(group_size, dim=-1)
+        out += filter_of_tap * F.pad(blocks[:, : num_slots - tap], (0, 0, tap, 0))  # zeros before slot 0
+    return out.view_as(x)
+
+
+def select_tokens(
+    logits: Tensor,  # [R*K, V], any float dtype
+    hidden: Tensor,  # [R*K, r]
+    codebooks: Codebooks[Tensor],
+    inputs: StepInputs[Tensor],
+    acceptance: Acceptance[Tensor],
+) -> Tensor:
+    """See `Ops.select_tokens`; fp32 from the logits on."""
+    num_requests = len(inputs.temperature)
+    top = logits.float().topk(codebooks.top_k, dim=1)
+    scores, candidates = (x.view(num_requests, -1, codebooks.top_k).unbind(1) for x in top)
+    rows = (inputs.temperature > 0).nonzero()[:, 0]
+    seed, temperature, start = (x[rows] for x in (inputs.seed, inputs.temperature, acceptance.next_context_lens))
+    token, path = acceptance.bonus_tokens.long(), []
+    for slot, h in enumerate(hidden.float().view(num_requests, -1, hidden.shape[1]).unbind(1)):
+        ids = candidates[slot]
+        query = codebooks.predecessor[token].float() * h
+        score = scores[slot] + torch.einsum("rh,rch->rc", query, codebooks.successor[ids].float())
+        if len(rows):
+            # slot j of a block, from 1 on, is at j behind the bonus token
+            score[rows] += temperature[:, None] * gumbel_noise_of(seed, start.long() + slot + 1, ids[rows])
+        token = ids.gather(1, score.argmax(dim=1, keepdim=True))[:, 0]
+        path.append(token)
+    return torch.stack(path, dim=1).int()

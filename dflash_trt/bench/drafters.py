@@ -1,0 +1,121 @@
+"""Drafting algorithms against one another and against none: engines of one target, alternating runs in one process.
+
+Ratios are taken within a round, so that a machine that slows down for a while slows all sides of it.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_trt.bench.speculation import run_prompts
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
+from dflash_trt.core.errors import ConfigError, problem, raise_all
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.prompts import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterReport:
+    """One side. `algorithm` None is autoregressive decoding, which is the measure of speed and of texts.
+
+    Medians over rounds; `speedup` is the median of the rounds' ratios of tokens per second. `acceptance_length` counts
+    the bonus.
+    """
+
+    algorithm: str | None
+    engine_dir: str
+    num_draft_tokens: int
+    num_prompts: int
+    output_tok_per_s: float
+    speedup: float
+    speedup_by_round: tuple[float, ...]
+    acceptance_length: float | None
+    accepted_fraction_by_position: tuple[float, ...]
+    num_equal_texts: int
+
+
+def compare_drafters(
+    engine_dirs: Sequence[Path],
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    config: RuntimeConfig,
+    concurrency: int,
+    num_rounds: int,
+    progress: Callable[[str], None],
+) -> list[DrafterReport]:
+    """Run every prompt on every side, `num_rounds` times each, after one round that is not counted.
+
+    A side is opened for its turn alone. Prefix caching is off: nothing may be cheaper for having been asked before.
+
+    Raises:
+        ConfigError: an engine has no drafter, or another target than the first.
+    """
+    engines = [EngineDir.open(path) for path in engine_dirs]
+    raise_all(ConfigError, "bench drafters", _problems(engines))
+    drafted = config.replaced(enable_prefix_caching=False)
+    sides = [_Side(engines[0], drafted.without_drafter(), algorithm=None)]
+    sides += [
+        _Side(engine, drafted, algorithm=engine.manifest.draft.algorithm)
+        for engine in engines
+        if engine.manifest.draft is not None
+    ]
+    for round_index in range(num_rounds + 1):
+        for side in sides:
+            side.run(prompts, sampling, concurrency, is_counted=round_index > 0)
+            progress(f"round {round_index}: {side.algorithm or 'autoregressive'} {side.last_tok_per_s:.0f} tok/s")
+    return [side.report(sides[0]) for side in sides]
+
+
+class _Side:
+    """An engine under one config, and what came of its runs."""
+
+    def __init__(self, engine: EngineDir, config: RuntimeConfig, *, algorithm: str | None) -> None:
+        self.algorithm = algorithm
+        self.last_tok_per_s = 0.0
+        self._path, self._config = engine.path, config
+        self._num_draft_tokens = 0
+        self._outputs: list[GenerationOutput] = []
+        self._tok_per_s: list[float] = []
+
+    def run(self, prompts: Sequence[Prompt], sampling: SamplingParams, concurrency: int, *, is_counted: bool) -> None:
+        with LLM(self._path, self._config) as llm:
+            self._num_draft_tokens = llm.config.max_draft_tokens
+            self._outputs, self.last_tok_per_s = run_prompts(llm, prompts, sampling, concurrency)
+        if is_counted:
+            self._tok_per_s.append(self.last_tok_per_s)
+
+    def report(self, first: "_Side") -> DrafterReport:
+        ratios = tuple(ours / theirs for ours, theirs in zip(self._tok_per_s, first._tok_per_s, strict=True))
+        pairs = zip(self._outputs, first._outputs, strict=True)
+        is_drafted = self.algorithm is not None
+        return DrafterReport(
+            algorithm=self.algorithm,
+            engine_dir=str(self._path),
+            num_draft_tokens=self._num_draft_tokens if is_drafted else 0,
+            num_prompts=len(self._outputs),
+            output_tok_per_s=statistics.median(self._tok_per_s),
+            speedup=statistics.median(ratios),
+            speedup_by_round=ratios,
+            acceptance_length=acceptance_length(self._outputs) if is_drafted else None,
+            accepted_fraction_by_position=accepted_fractions(self._outputs) if is_drafted else (),
+            num_equal_texts=sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
+        )
+
+
+def _problems(engines: Sequence[EngineDir]) -> list[str]:
+    first, found = engines[0].manifest, []
+    for engine in engines:
+        manifest = engine.manifest
+        if manifest.draft is None:
+            hint = "Leave it out: the first engine also runs without its drafter."
+            found.append(problem(str(engine.path), expected="an engine with a drafter", found="none", hint=hint))
+        same = (manifest.target, manifest.pretrained_config.dtype, manifest.backend)
+        if same != (first.target, first.pretrained_config.dtype, first.backend):
+            expected = f"the target, dtype and backend of {engines[0].path}"
+            found.append(problem(str(engine.path), expected=expected, found="others", hint="Build both alike."))
+    return found

@@ -1,0 +1,77 @@
+"""`dflash-trt bench drafters`: drafting algorithms side by side."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
+from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.drafters import DrafterReport
+
+
+@click.command(
+    short_help="Engines of one target with other drafters, side by side.",
+    epilog=examples("dflash-trt bench drafters engine_dflash engine_eagle3 --input-file prompts.jsonl"),
+)
+@click.argument("engine_dirs", metavar="ENGINE_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@INPUT
+@LENGTH
+@CONCURRENCY
+@ROUNDS
+@runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
+@JSON
+def drafters(
+    engine_dirs: tuple[Path, ...],
+    input_file: Path,
+    max_new_tokens: int,
+    concurrency: int,
+    rounds: int,
+    as_json: bool,
+    **runtime: Any,
+) -> None:
+    """Run the same prompts without a drafter and with each engine's, in alternating rounds of one process, greedily.
+
+    All sides are one scheduler and one set of kernels over the same target; only the drafter differs. The
+    autoregressive side is the first engine with its drafter left unused. K is each engine's max_draft_len, or
+    --num-draft-tokens for all.
+    """
+    from dflash_trt.bench.drafters import compare_drafters
+
+    reports = compare_drafters(
+        engine_dirs,
+        read_prompts(input_file),
+        SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
+        config=runtime_from_options(runtime),
+        concurrency=concurrency,
+        num_rounds=rounds,
+        progress=lambda line: click.echo(line, err=True),
+    )
+    if as_json:
+        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
+        return
+    width = max(len(_name(report)) for report in reports)
+    click.echo(f"{'':{width}}     tok/s  speedup  acceptance length  equal texts  accepted by draft position")
+    for report in reports:
+        click.echo(_line(report, width))
+
+
+def _name(report: "DrafterReport") -> str:
+    if report.algorithm is None:
+        return "autoregressive"
+    return f"{report.algorithm}, K = {report.num_draft_tokens} ({Path(report.engine_dir).name})"
+
+
+def _line(report: "DrafterReport", width: int) -> str:
+    length = "" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    rates = " ".join(f"{rate:.2f}" for rate in report.accepted_fraction_by_position)
+    return (
+        f"{_name(report):{width}}  {report.output_tok_per_s:8.1f}  {report.speedup:6.2f}x  {length:>17}"
+        f"  {f'{report.num_equal_texts} of {report.num_prompts}':>11}  {rates}"
+    ).rstrip()

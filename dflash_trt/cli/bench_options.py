@@ -1,0 +1,31 @@
+"""Options that the commands of `dflash-trt bench` share."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dflash_trt.cli.prompts import Defaults, read_jobs
+from dflash_trt.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dflash_trt.serving.prompts import Prompt
+
+# Rounds are greedy, under a closed load, and must not profit from the ones before.
+FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
+
+INPUT = click.option(
+    "--input-file", type=click.Path(path_type=Path), required=True, help="JSONL rows as for `run`; their prompts count."
+)
+LENGTH = click.option("--max-new-tokens", default=128, show_default=True, help="Of every text.")
+CONCURRENCY = click.option("--concurrency", default=1, show_default=True, help="Requests running at the same time.")
+ROUNDS = click.option(
+    "--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+
+
+def read_prompts(input_file: Path) -> "Sequence[Prompt]":
+    return [job.prompt for job in read_jobs(input_file, Defaults(sampling=SamplingParams()))]

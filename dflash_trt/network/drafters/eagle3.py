@@ -1,0 +1,143 @@
+"""EAGLE-3 and 3.1: a chain of passes of one decoder layer, each from the token and the feature that the last one made.
+
+Definition: arXiv 2503.01840, SafeAILab's implementation and that of PyPI `speculators`. The row of a token joins its
+embedding and the feature of the token before it, so that K/V of a position depend on the tokens up to it alone, and
+pages can be shared; the first token has no row. A request's first row of a step needs a feature of the step before,
+which pages keep.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Generic
+
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.eagle3 import EagleChain
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables
+from dflash_trt.network.feed_forward import run_feed_forward
+from dflash_trt.network.mixers.gqa import run_gqa
+from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Ops, Rows, StepState, T, TokenBlocks
+from dflash_trt.network.rank_tensors import RankTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainLayer(Layer[T]):
+    """`attention_norm` is that of the embedding."""
+
+    feeds_norms_to_linears: ClassVar[bool] = False
+
+    feature_norm: T
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Drafter(Generic[T]):
+    """`embedding` and `lm_head` are the target's unless the drafter brings its own."""
+
+    spec: DraftSpec
+    chain: EagleChain
+    embedding: T
+    fc_norms: tuple[T, ...]  # none, one for all taps, or one for each
+    fc: Linear[T]
+    kv: Linear[T]  # [k; v]: the layer's, for the context
+    layer: ChainLayer[T]
+    norm: T
+    lm_head: Linear[T]
+    draft_to_target: T | None
+
+    @property
+    def tap_layer_ids(self) -> Sequence[int]:
+        return self.spec.target_layer_ids
+
+    def observe(
+        self,
+        ops: Ops[T],
+        token_ids: T,
+        taps: Sequence[T],
+        rows: Rows[T],
+        acceptance: Acceptance[T],
+        state: StepState[T],
+    ) -> None:
+        """Write the features of the step's tokens, and K/V of the accepted ones."""
+        assert state.draft_features is not None
+        before = ops.previous_rows(self._fused(ops, taps), rows, state.draft_features)
+        _, x = self._joined(ops, token_ids, before)
+        [cache], [rope] = state.draft_kv, rope_tables(ops, (self.layer,), rows)
+        k_norm = self.layer.attention.k_norm
+        destination = KvDestination(cache=cache, k_norm=k_norm, eps=self.spec.rms_norm_eps, rope=rope)
+        ops.store_kv(ops.linear(x, self.kv), [destination], rows, acceptance.next_context_lens)
+
+    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
+        """K passes over the block [bonus, drafts so far], whose last slot gives the next draft.
+
+        A pass computes K and V of all slots again: they live for one call, and a row more costs a GEMM of a few rows
+        next to nothing. The MLP and the head see one row of a request.
+        """
+        assert state.draft_features is not None
+        eps, drafts = self.spec.rms_norm_eps, list[T]()
+        features = [ops.context_rows(state.draft_features, acceptance)]
+        for slot in range(num_draft_tokens):
+            blocks = ops.chain_blocks(acceptance, drafts)
+            hidden = self._run_layer(ops, blocks, ops.stack_slots(features), state.draft_kv[0], num_slots=slot + 1)
+            normed = ops.rms_norm(hidden, self.norm, eps)
+            features.append(normed if self.chain.has_normed_features else hidden)
+            logits = ops.all_gather_vocab(ops.linear(normed, self.lm_head))
+            drafts.append(ops.draft_tokens(logits, acceptance, self.draft_to_target, first_slot=slot + 1))
+        return ops.concat(drafts)
+
+    def _fused(self, ops: Ops[T], taps: Sequence[T]) -> T:
+        """Features [T, H] of the taps [T, H of the target]."""
+        eps = self.spec.rms_norm_eps
+        if self.chain.fc_norm == "per_tap":
+            taps = [ops.rms_norm(tap, norm, eps) for tap, norm in zip(taps, self.fc_norms, strict=True)]
+        joined = ops.concat(taps)
+        if self.chain.fc_norm == "joint":
+            joined = ops.rms_norm(joined, self.fc_norms[0], eps)
+        return ops.linear(joined, self.fc)
+
+    def _joined(self, ops: Ops[T], token_ids: T, features: T) -> tuple[T, T]:
+        """The normed features [N, H], and behind the normed embeddings what attention reads [N, 2H]."""
+        eps = self.spec.rms_norm_eps
+        embedded = ops.rms_norm(ops.embedding(self.embedding, token_ids), self.layer.attention_norm, eps)
+        normed = ops.rms_norm(features, self.layer.feature_norm, eps)
+        return normed, ops.concat([embedded, normed])
+
+    def _run_layer(self, ops: Ops[T], blocks: TokenBlocks[T], features: T, cache: Cache[T], *, num_slots: int) -> T:
+        """The output [R, H] of the last slots."""
+        layer, gqa, eps = self.layer, self.layer.spec.mixer, self.spec.rms_norm_eps
+        assert isinstance(gqa, Gqa)
+        normed, x = self._joined(ops, blocks.token_ids, features)
+        [rope] = rope_tables(ops, (layer,), blocks.rows)
+        mixed = ops.all_reduce(run_gqa(ops, gqa, layer.attention, x, blocks.rows, cache, rope=rope, eps=eps))
+        hidden = ops.add(normed if self.chain.has_normed_residual else features, mixed)
+        hidden = ops.last_slot(hidden, num_slots)
+        fed = run_feed_forward(
+            ops, layer.spec.feed_forward, layer.feed_forward, ops.rms_norm(hidden, layer.mlp_norm, eps)
+        )
+        return ops.add(hidden, ops.all_reduce(fed))
+
+
+def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> Eagle3Drafter[T]:
+    """Raises KeyError on a missing tensor."""
+    assert spec.chain is not None
+    kv = tensors.linear("draft.kv")
+    layer = bind_layer(tensors, spec, 0, kv=kv)
+    has_own_vocabulary = spec.draft_vocab_size is not None
+    return Eagle3Drafter(
+        spec=spec,
+        chain=spec.chain,
+        embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
+        fc_norms=tuple(
+            tensors[name] for name in spec.chain.fc_norms(len(spec.target_layer_ids), spec.target_hidden_size)
+        ),
+        fc=tensors.linear("draft.fc"),
+        kv=kv,
+        layer=ChainLayer(
+            **{item.name: getattr(layer, item.name) for item in fields(layer)},
+            feature_norm=tensors["draft.context_norm"],
+        ),
+        norm=tensors["draft.norm"],
+        lm_head=tensors.linear("draft.lm_head")
+        if has_own_vocabulary or "draft.lm_head" in tensors.quantized
+        else target.lm_head,
+        draft_to_target=tensors["draft.draft_to_target"] if has_own_vocabulary else None,
+    )
