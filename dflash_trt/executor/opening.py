@@ -61,6 +61,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     """
     from dflash_trt.executor.threads import default_num_threads
 
+    if engine.manifest.backend == "tensorrt_llm":
+        backend_of("tensorrt_llm").open(engine, config)  # refuses: it runs requests, not steps
     check_drafting(engine, config)
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)
