@@ -85,8 +85,10 @@ class EngineDir:
     def reporting(self, progress: Callable[[int, int], None]) -> Self:
         """A copy that tells `progress` how many bytes of a rank's weights are read, of how many.
 
-        Nothing is counted while TensorRT reads its plan.
+        Nothing is counted while TensorRT reads its plan, or TensorRT-LLM its checkpoints.
         """
+        if self.manifest.backend == "tensorrt_llm":
+            return self
         name = weights_name(0) if self.manifest.tensorrt is None else plan_name(0)
         num_read, num_bytes = 0, self.manifest.files[name].size_bytes
         progress(0, num_bytes)

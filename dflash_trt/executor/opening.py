@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
+from dflash_trt.backends.page_budget import PagePlan as PagePlan
 from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
