@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     ),
     "scheduler": Rule(knows="which requests, which pages, which K", packages=_set("core"), libraries=_set("numpy")),
     "serving": Rule(
-        knows="the engine loop, streams, text, LLM",
+        knows="the engine loop, streams, text, LLM; TensorRT-LLM in its own process or server",
         packages=_set("scheduler executor engine_dir core"),
         file_libraries={"text.py": _set("transformers"), "grammar.py": _set("llguidance numpy")},
     ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
     from dflash_trt.formats.base import WeightFormat
 
-BackendName = Literal["torch", "cuda", "tensorrt"]  # engines of "torch" run on either of the first two
+BackendName = Literal["torch", "cuda", "tensorrt", "tensorrt_llm"]  # engines of "torch" run on the first two
 
 
 class EngineExecutor(StepExecutor, Protocol):
@@ -102,8 +102,8 @@ class Backend(Protocol):
 
 def backend_name(engine: EngineDir, device: Device) -> BackendName:
     """The backend that runs an engine on a resolved device."""
-    if engine.manifest.backend == "tensorrt":
-        return "tensorrt"
+    if engine.manifest.backend != "torch":
+        return engine.manifest.backend
     return "cuda" if device == "cuda" else "torch"
 
 

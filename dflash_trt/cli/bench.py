@@ -13,6 +13,7 @@ from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JS
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
@@ -275,6 +276,9 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtim
     with LLM(engine_dir, config) as probe:
         vocab_size, plan = probe.engine.manifest.target.vocab_size, probe.page_plan
         has_drafter = config.use_drafter and probe.engine.manifest.build_config.max_draft_len > 0
+    if plan is None:
+        hint = "Soak an engine of backend torch or tensorrt."
+        raise ConfigError.about("bench soak", expected="an engine with pages", found="TensorRT-LLM's", hint=hint)
     small = config.replaced(
         kv_cache_bytes=plan.bytes_per_token * plan.max_seq_len * 2,
         adaptive_draft_length=has_drafter and not (config.draft_length or config.draft_length_by_context),

@@ -79,7 +79,7 @@ class _BuildCommand(click.Command):
     "--dtype",
     type=_choice(FloatDType),
     help=with_default(
-        "Of activations, and of weights that are not quantized; float16 with backend tensorrt only. With float32 on a "
+        "Of activations, and of weights that are not quantized; float16 not with backend torch. With float32 on a "
         "CPU, K and batch mates change practically no text.",
         "dtype",
     ),

@@ -61,6 +61,7 @@ def describe(engine: "EngineDir", *, verifies_hashes: bool) -> dict[str, Any]:
         "dtype": config.dtype,
         "quantization": None if config.quantization is None else config.quantization.model_dump(mode="json"),
         "tensorrt": None if manifest.tensorrt is None else manifest.tensorrt.model_dump(mode="json"),
+        "tensorrt_llm": None if manifest.tensorrt_llm is None else manifest.tensorrt_llm.model_dump(mode="json"),
         "mapping": config.mapping.model_dump(exclude={"rank"}),
         **describe_models(config),
         "build_config": manifest.build_config.model_dump(),
@@ -102,6 +103,8 @@ def _page_plan(engine: "EngineDir") -> str:
     from dflash_trt.core.errors import CapacityError
     from dflash_trt.core.runtime_config import RuntimeConfig
 
+    if engine.manifest.backend == "tensorrt_llm":
+        return "TensorRT-LLM's own"
     try:
         return str(plan_engine_pages(engine.manifest, RuntimeConfig()))
     except CapacityError as error:
@@ -150,6 +153,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"chat template: {shown_options(report['chat_template_options'])}", soft_wrap=True)
     if report["tensorrt"]:
         _print_tensorrt(console, report["tensorrt"])
+    if report["tensorrt_llm"]:
+        console.print(
+            f"TensorRT-LLM {report['tensorrt_llm']['versions']}, opened as llm_args.yaml says", soft_wrap=True
+        )
     console.print(f"K/V on this machine: {report['kv_pages_here']}", soft_wrap=True)
     console.print(_files_table(report["files"]))
     _print_provenance(report["provenance"])

@@ -35,7 +35,8 @@ def open_engine(
         template_options = {**llm.chat_template_options, **options.template_kwargs}
         if has_conversations and template_options:
             click.echo(f"chat template: {shown_options(template_options)}", err=True)
-        click.echo(f"K/V: {llm.page_plan}", err=True)
+        if llm.page_plan is not None:
+            click.echo(f"K/V: {llm.page_plan}", err=True)
     if sys.stderr.isatty():
         click.echo(f"ready in {time.monotonic() - started:.1f} s", err=True)
     return llm

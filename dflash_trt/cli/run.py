@@ -129,7 +129,8 @@ def _run(options: RunOptions, rows: Sequence[InputRow]) -> tuple[RunSummary, lis
             max_draft_tokens=llm.config.max_draft_tokens,
         )
     if options.as_json:
-        document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": asdict(llm.page_plan)}
+        pages = None if llm.page_plan is None else asdict(llm.page_plan)
+        document: dict[str, Any] = {"summary": asdict(summary), "kv_pages": pages}
         document["settings"] = llm.config.model_dump()
         document["chat_template_options"] = {**llm.chat_template_options, **options.template_kwargs}
         if options.resume:

@@ -11,16 +11,25 @@ from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
 import dflash_trt
-from dflash_trt.backends.base import Backend, Compiler, backend_of
+from dflash_trt.backends.base import Compiler, backend_of
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
 from dflash_trt.compile.chat_template import ChatTemplateSettings, chat_template_settings
+from dflash_trt.compile.checkpoint_export import (
+    ExportPlan,
+    context_arena_note,
+    normalized,
+    plan_export,
+    with_defaults,
+    with_whole_prompts,
+    write_export,
+)
 from dflash_trt.compile.limits import resolve_limits
 from dflash_trt.compile.quantized import (
     PlanCallback,
@@ -34,7 +43,6 @@ from dflash_trt.compile.quantized import (
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import BuildError, CheckpointError, ConfigError, ErrorCollector, raise_all
-from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import Calibration
 from dflash_trt.engine_dir import (
     BuildRecord,
@@ -50,8 +58,10 @@ from dflash_trt.engine_dir import (
     write_engine_dir,
 )
 from dflash_trt.engine_dir.stored_tokenizer import CARD_NAME
+from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord
 from dflash_trt.engine_dir.tokenizer_dir import resolve_tokenizer
+from dflash_trt.engine_dir.writing import SLACK_BYTES
 from dflash_trt.quantize.plan import QuantizationPlan
 
 BuildStage = Literal[
@@ -128,55 +138,44 @@ def _build(
     on_plan: PlanCallback | None,
 ) -> None:
     """Everything between finding the checkpoints and opening the output."""
-    config, paths = sources.config, sources.paths
     started = time.monotonic()
     progress(BuildProgress(stage="checking"))
-    backend = backend_of(config.backend)
-    mapping = config.mapping
-    compiler, pair, limits, plan, tokenizer, chat_template, notes = _check(config, backend, mapping, paths, base_dir)
+    checked = _check(sources, base_dir)
+    config, pair, chat_template = checked.config, checked.pair, checked.chat_template
     if on_plan is not None:
-        on_plan(plan)
+        on_plan(checked.plan)
     inputs = _hash_inputs(pair, progress)
-    calibration, note = _calibration(config, pair, plan, base_dir, chat_template.options, inputs, progress)
-    notes = [*sources.notes, *notes, *pair.notes, *chat_template.notes, *([note] if note else [])]
+    calibration, note = _calibration(config, pair, checked.plan, base_dir, chat_template.options, inputs, progress)
+    notes = [*sources.notes, *checked.notes, *pair.notes, *chat_template.notes, *([note] if note else [])]
     pretrained = PretrainedConfig(
         target=pair.target,
-        draft=pair.draft,
+        draft=pair.draft if checked.export is None or pair.draft is None else normalized(pair.draft),
         dtype=config.dtype,
-        mapping=mapping,
-        quantization=engine_quantization(plan, calibration),
+        mapping=config.mapping,
+        quantization=engine_quantization(checked.plan, calibration),
     )
-    library = None if compiler is None else compiler.plugin_library
-    num_bytes = needed_bytes_for(pretrained, tokenizer, has_plans=compiler is not None, plugin_library=library)
-    weights = _RankWeights(pair, plan, calibration, pretrained, progress)
-    with write_engine_dir(output, needed_bytes=num_bytes) as writer:
-        for name, content in tokenizer.items():
+    with write_engine_dir(output, needed_bytes=_needed_bytes(checked, pretrained)) as writer:
+        for name, content in checked.tokenizer.items():
             writer.add_tokenizer_file(name, content)
-        if library is not None:
-            writer.add_plugin_library(library)
-        plans = []
-        for rank in range(mapping.world_size):
-            if compiler is None:
-                writer.add_weights(rank, pretrained, weights.of_rank(rank))
-            else:
-                plans.append(_add_plan(writer, compiler, weights, rank, limits))
+        records = _write_models(writer, checked, pretrained, calibration, progress)
         record = BuildRecord(
             command=tuple(command),
             working_dir=str(Path.cwd()),
             config=config.model_dump(mode="json"),
-            checkpoints={role: str(path.resolve()) for role, path in paths.items()},
+            checkpoints={role: str(path.resolve()) for role, path in sources.paths.items()},
             hub=dict(sources.hub),
             inputs=inputs,
             versions=_versions(),
             notes=tuple(notes),
-            component_bytes=component_sizes(plan, config),
+            component_bytes=component_sizes(checked.plan, config),
             build_time_s=round(time.monotonic() - started, 3),
         )
-        tensorrt = plans[0] if plans else None
-        writer.finish(pretrained, limits, record, tensorrt=tensorrt, chat_template_options=chat_template.options)
+        options = chat_template.options
+        writer.finish(pretrained, checked.limits, record, chat_template_options=options, **records)
 
 
 class _Checked(NamedTuple):
+    config: BuildConfig  # with what the backend makes of options that are left open
     compiler: Compiler | None
     pair: CheckpointPair
     limits: EngineLimits
@@ -184,12 +183,23 @@ class _Checked(NamedTuple):
     tokenizer: AbcMapping[str, bytes]  # contents by file name
     chat_template: ChatTemplateSettings
     notes: Sequence[str]
+    export: ExportPlan | None  # for backend tensorrt_llm
 
 
-def _check(
-    config: BuildConfig, backend: Backend, mapping: Mapping, paths: AbcMapping[str, Path], base_dir: Path
-) -> _Checked:
+class _Records(TypedDict, total=False):
+    """What `EngineDirWriter.finish` is told of the models."""
+
+    tensorrt: TensorRTRecord
+    tensorrt_llm: TensorRTLLMRecord
+
+
+def _check(sources: CheckpointSources, base_dir: Path) -> _Checked:
     """Check a build before any work, and raise all problems in one error."""
+    config, paths, own_notes = sources.config, sources.paths, list[str]()
+    has_export = config.backend == "tensorrt_llm"
+    if has_export:
+        config, own_notes = with_defaults(config)
+    backend, mapping = backend_of(config.backend), config.mapping
     errors = ErrorCollector()
     compiler = errors.run(lambda: backend.compiler(config, base_dir))
     overrides = config.drafter_overrides
@@ -209,10 +219,64 @@ def _check(
     plan = errors.run(lambda: plan_quantization(config, pair, capability=local_capability()))
     unsupported = backend.unsupported(pair.target, pair.draft, None if plan is None else plan.spec(), mapping)
     errors.run(lambda: raise_all(BuildError, backend.subject, unsupported))
+    export = None
+    if has_export and resolved is not None and plan is not None:
+        limits, more_notes = with_whole_prompts(config, resolved[0])
+        resolved = limits, [*resolved[1], *more_notes]
+        export = errors.run(lambda: plan_export(config, pair, plan, limits, paths))
+        own_notes += [context_arena_note(pair.draft, limits)] if pair.draft is not None else []
     errors.raise_all("build")
     assert resolved is not None and plan is not None and tokenizer is not None
     limits, notes = resolved
-    return _Checked(compiler, pair, limits, plan, tokenizer, chat_template, notes)
+    return _Checked(config, compiler, pair, limits, plan, tokenizer, chat_template, [*notes, *own_notes], export)
+
+
+def _needed_bytes(checked: _Checked, pretrained: PretrainedConfig) -> int:
+    if checked.export is not None:
+        return checked.export.num_bytes + sum(map(len, checked.tokenizer.values())) + SLACK_BYTES
+    compiler = checked.compiler
+    library = None if compiler is None else compiler.plugin_library
+    return needed_bytes_for(pretrained, checked.tokenizer, has_plans=compiler is not None, plugin_library=library)
+
+
+def _write_models(
+    writer: EngineDirWriter,
+    checked: _Checked,
+    pretrained: PretrainedConfig,
+    calibration: Calibration,
+    progress: ProgressCallback,
+) -> _Records:
+    """Weights of every rank, or plans, or both checkpoints."""
+    if checked.export is not None:
+        return {"tensorrt_llm": _write_checkpoints(writer, checked, checked.export, pretrained, calibration, progress)}
+    weights = _RankWeights(checked.pair, checked.plan, calibration, pretrained, progress)
+    compiler, ranks = checked.compiler, range(pretrained.mapping.world_size)
+    if compiler is None:
+        for rank in ranks:
+            writer.add_weights(rank, pretrained, weights.of_rank(rank))
+        return {}
+    if compiler.plugin_library is not None:
+        writer.add_plugin_library(compiler.plugin_library)
+    plans = [_add_plan(writer, compiler, weights, rank, checked.limits) for rank in ranks]
+    return {"tensorrt": plans[0]}
+
+
+def _write_checkpoints(
+    writer: EngineDirWriter,
+    checked: _Checked,
+    export: ExportPlan,
+    pretrained: PretrainedConfig,
+    calibration: Calibration,
+    progress: ProgressCallback,
+) -> TensorRTLLMRecord:
+    total_bytes, done_bytes = export.num_bytes, 0
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes = min(total_bytes, done_bytes + num_bytes)
+        progress(BuildProgress(stage="writing weights", done_bytes=done_bytes, total_bytes=total_bytes))
+
+    return write_export(writer, export, calibration, checked.config, pretrained, checked.limits, on_bytes=on_bytes)
 
 
 def _resolve_tokenizer(directory: Path, pair: CheckpointPair) -> dict[str, bytes]:

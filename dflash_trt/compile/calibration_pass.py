@@ -6,6 +6,7 @@ the target as it is.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
@@ -69,7 +70,7 @@ class CalibrationPass:
             ops.store_states()
 
     def kv_scales(self, part: str) -> tuple[LayerKvScales, ...]:
-        """Per layer: amax / 448, as ModelOpt exports them; 1 for a layer that has no K and V."""
+        """Per layer: amax / 448 in float32, as ModelOpt exports them; 1 for a layer that has no K and V."""
         pools = self._state.target_kv if part == "target" else self._state.draft_kv
         scales = []
         for i, cache in enumerate(pools):
@@ -81,7 +82,8 @@ class CalibrationPass:
                 subject, found = f"calibration: K and V of {part} layer {i}", f"{ranges[0]:g} and {ranges[1]:g}"
                 hint = "Check the checkpoint, or keep K/V pages in the engine's dtype."
                 raise ConfigError.about(subject, expected="finite, positive ranges", found=found, hint=hint)
-            scales.append(LayerKvScales(k=ranges[0] / E4M3_MAX, v=ranges[1] / E4M3_MAX))
+            k, v = (torch.tensor(ranges) / E4M3_MAX).tolist()
+            scales.append(LayerKvScales(k=k, v=v))
         return tuple(scales)
 
     def saw_kv(self, cache: PagedCache[Tensor], k: Tensor, v: Tensor) -> None:

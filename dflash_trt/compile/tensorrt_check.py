@@ -20,6 +20,7 @@ from dflash_trt.compile.description import describe_engine
 from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
 from dflash_trt.compile.quantized import local_capability
 from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard
@@ -60,6 +61,9 @@ def check_config(
         CheckpointError: the tensors or tokenizers are, where they are there.
         BuildError: TensorRT-RTX is missing, or TensorRT refuses the network.
     """
+    if config.backend == "tensorrt_llm":
+        hint = "Leave --check out: its checkpoints are checked before they are written."
+        raise ConfigError.about("--check", expected="backend torch or tensorrt", found=config.backend, hint=hint)
     sources = find_checkpoints(config, base_dir, needs_tensors=False)
     config, paths = sources.config, sources.paths
     pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)

@@ -12,7 +12,7 @@ from dflash_trt.core.frozen import MAX_INT32, Frozen, nearest_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import CalibrationConfig, QuantizationConfig
 
-Backend = Literal["torch", "tensorrt"]
+Backend = Literal["torch", "tensorrt", "tensorrt_llm"]
 PluginMode = Literal["plugin", "layers"]
 CollectiveMode = Literal["native", "plugin"]
 
@@ -55,8 +55,8 @@ class BuildConfig(Frozen):
             raise ValueError("drafter_overrides need a drafter")
         for reason in reserved_problems(self.chat_template_options, "chat_template_options"):
             raise ValueError(reason)
-        if self.dtype == "float16" and self.backend != "tensorrt":
-            raise ValueError("dtype float16 needs backend tensorrt; backend torch has float32 and bfloat16")
+        if self.dtype == "float16" and self.backend == "torch":
+            raise ValueError("dtype float16 needs backend tensorrt or tensorrt_llm; torch has float32 and bfloat16")
         if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):
             raise ValueError("collectives plugin needs backend tensorrt and plugins plugin")
         if self.tp_size % self.ep_size:

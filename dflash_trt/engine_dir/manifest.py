@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, model_validator
 
+from dflash_trt.core.config import Backend
 from dflash_trt.core.dtype import FloatDType, safetensors_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.frozen import Frozen, Index, Size, nearest_name
@@ -17,6 +18,7 @@ from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.core.weight_spec import WeightTable, rank_shard
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
+from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
 from dflash_trt.engine_dir.tensorrt_record import TensorRTRecord, plan_name
 
 ENGINE_VERSION: Final = 3
@@ -95,11 +97,12 @@ class EngineManifest(Frozen):
     """All of config.json. `files` names every other file but provenance.json, which holds the hash of this one."""
 
     version: Literal[3]  # ENGINE_VERSION
-    backend: Literal["torch", "tensorrt"]
+    backend: Backend
     pretrained_config: PretrainedConfig
     build_config: EngineLimits
     step: StepTables
     tensorrt: TensorRTRecord | None = None  # of the plans, for backend tensorrt
+    tensorrt_llm: TensorRTLLMRecord | None = None  # for backend tensorrt_llm
     chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)  # of every conversation, if not its own
     files: dict[Annotated[str, AfterValidator(_inside)], EngineFile]
 
@@ -112,15 +115,18 @@ class EngineManifest(Frozen):
         most_positions = min(model.max_position_embeddings for model in models)
         if self.build_config.max_seq_len > most_positions:
             raise ValueError(f"max_seq_len of at most {most_positions}, the minimum of max_position_embeddings")
-        if (self.tensorrt is not None) != (self.backend == "tensorrt"):
-            raise ValueError("a 'tensorrt' record for backend tensorrt, and for no other")
+        for name, record in (("tensorrt", self.tensorrt), ("tensorrt_llm", self.tensorrt_llm)):
+            if (record is not None) != (self.backend == name):
+                raise ValueError(f"a '{name}' record for backend {name}, and for no other")
         if self.pretrained_config.mapping.rank != 0:
             raise ValueError("mapping.rank 0, since the directory holds all ranks")
         return self
 
     @property
     def required_files(self) -> tuple[str, ...]:
-        """Names that `files` must have: weights, or plans, which hold them, and their plugin library."""
+        """Names that `files` must have: weights, plans, which hold them, and their plugin library, or checkpoints."""
+        if self.tensorrt_llm is not None:
+            return self.tensorrt_llm.required_files(has_drafter=self.draft is not None)
         ranks = range(self.pretrained_config.mapping.world_size)
         if self.tensorrt is None:
             return tuple(map(weights_name, ranks))

@@ -79,14 +79,16 @@ class EngineDir:
 
     def weights_path(self, rank: int) -> Path:
         """The weights of one rank of an engine of backend torch."""
-        assert self.manifest.tensorrt is None and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
+        assert self.manifest.backend == "torch" and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
 
     def reporting(self, progress: Callable[[int, int], None]) -> Self:
         """A copy that tells `progress` how many bytes of a rank's weights are read, of how many.
 
-        Nothing is counted while TensorRT reads its plan.
+        Nothing is counted while TensorRT reads its plan, or TensorRT-LLM its checkpoints.
         """
+        if self.manifest.backend == "tensorrt_llm":
+            return self
         name = weights_name(0) if self.manifest.tensorrt is None else plan_name(0)
         num_read, num_bytes = 0, self.manifest.files[name].size_bytes
         progress(0, num_bytes)
@@ -227,8 +229,8 @@ def _one_file_problems(file: Path, name: str, entry: EngineFile, hint: str, *, v
 
 
 def _header_problems(path: Path, manifest: EngineManifest, hint: str) -> Iterator[str]:
-    if manifest.tensorrt is not None:
-        return  # its plans hold the weights, without headers
+    if manifest.backend != "torch":
+        return  # plans hold the weights, without headers; checkpoints are read by whoever loads them
     expected = tensor_headers(manifest.pretrained_config)
     for rank in range(manifest.pretrained_config.mapping.world_size):
         name = weights_name(rank)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.core.chat_template_options import ChatTemplateOptions
+from dflash_trt.core.config import Backend
 from dflash_trt.core.errors import BuildError, problem
 from dflash_trt.engine_dir.manifest import (
     ENGINE_VERSION,
@@ -31,7 +32,8 @@ from dflash_trt.engine_dir.manifest import (
 from dflash_trt.engine_dir.opening import is_engine_dir
 from dflash_trt.engine_dir.output_lock import clear_leftovers, output_lock, sibling
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, BuildRecord, EngineFile, Provenance
-from dflash_trt.engine_dir.tensor_file import ByteSink, tensor_file_num_bytes, write_tensor_file
+from dflash_trt.engine_dir.tensor_file import ByteSink, TensorHeader, tensor_file_num_bytes, write_tensor_file
+from dflash_trt.engine_dir.tensorrt_llm_record import TensorRTLLMRecord
 from dflash_trt.engine_dir.tensorrt_record import PLUGIN_LIBRARY_NAME, TensorRTRecord, plan_name
 
 SLACK_BYTES = 2**20  # config.json, provenance.json, directory entries
@@ -107,8 +109,18 @@ class EngineDirWriter:
             write_tensor_file(sink, tensor_headers(config), tensors)
 
     def add_tokenizer_file(self, name: str, content: bytes) -> None:
-        with self._new_file(f"{TOKENIZER_DIR}/{name}") as sink:
+        self.add_file(f"{TOKENIZER_DIR}/{name}", content)
+
+    def add_file(self, name: str, content: bytes) -> None:
+        with self._new_file(name) as sink:
             sink.write(content)
+
+    def add_tensors(
+        self, name: str, headers: Mapping[str, TensorHeader], tensors: Iterable[tuple[str, memoryview]]
+    ) -> None:
+        """Stream a safetensors file; `tensors` come in the order of `headers`."""
+        with self._new_file(name) as sink:
+            write_tensor_file(sink, headers, tensors)
 
     @contextmanager
     def temporary_weights(
@@ -142,16 +154,22 @@ class EngineDirWriter:
         record: BuildRecord,
         *,
         tensorrt: TensorRTRecord | None = None,
+        tensorrt_llm: TensorRTLLMRecord | None = None,
         chat_template_options: ChatTemplateOptions | None = None,
     ) -> None:
-        """Write config.json, and provenance.json with its hash; `tensorrt` describes the plans, if there are any."""
+        """Write config.json, and provenance.json with its hash.
+
+        `tensorrt` describes the plans, `tensorrt_llm` the arguments of TensorRT-LLM, if there are any.
+        """
+        backend: Backend = "torch" if tensorrt is None else "tensorrt"
         manifest = EngineManifest(
             version=ENGINE_VERSION,
-            backend="torch" if tensorrt is None else "tensorrt",
+            backend=backend if tensorrt_llm is None else "tensorrt_llm",
             pretrained_config=config,
             build_config=limits,
             step=StepTables.current(),
             tensorrt=tensorrt,
+            tensorrt_llm=tensorrt_llm,
             chat_template_options=dict(chat_template_options or {}),
             files=dict(self._files),
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dflash_trt.backends.base import EngineExecutor as EngineExecutor
 from dflash_trt.backends.base import backend_name, backend_of
+from dflash_trt.backends.page_budget import PagePlan as PagePlan
 from dflash_trt.backends.page_budget import plan_engine_pages
 from dflash_trt.core.errors import EngineDirError, raise_all
 from dflash_trt.core.runtime_config import Device, RuntimeConfig, SettingError
@@ -61,6 +62,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     """
     from dflash_trt.executor.threads import default_num_threads
 
+    if engine.manifest.backend == "tensorrt_llm":
+        backend_of("tensorrt_llm").open(engine, config)  # refuses: it runs requests, not steps
     check_drafting(engine, config)
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)

@@ -19,7 +19,7 @@ from dflash_trt.backends.tensorrt.sizes import rank_sizes
 from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.compile.description import EngineDescription, describe_engine
 from dflash_trt.core.config import BuildConfig
-from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.errors import CapacityError, ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
@@ -110,6 +110,9 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         ConfigError: a limit, a format or the number of ranks is wrong, or the GPU does not compute in a format.
         BuildError: the back end cannot run the pair.
     """
+    if config.backend == "tensorrt_llm":
+        hint = "Plan the engine of backend torch or tensorrt; TensorRT-LLM takes its memory by rules of its own."
+        raise ConfigError.about("plan", expected="backend torch or tensorrt", found=config.backend, hint=hint)
     backend, is_torch = backend_of(config.backend), config.backend == "torch"
     described = describe_engine(
         config, pair, unsupported=backend.unsupported, subject=backend.subject, capability=gpu.capability

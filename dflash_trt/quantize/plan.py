@@ -41,6 +41,11 @@ class PlannedLinear:
         return self.format is not None and not self.is_stored
 
     @property
+    def shares_weight_scale(self) -> bool:
+        """True if all segments have the largest of their scales; gate and up of an expert do, as ModelOpt has them."""
+        return weight_format(self.format or "").shares_weight_scale or self.spec.num_experts > 0
+
+    @property
     def needs_activations(self) -> bool:
         return self.is_to_be_quantized and weight_format(self.format or "").has_input_scale
 

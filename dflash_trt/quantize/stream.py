@@ -87,12 +87,13 @@ def quantize_linear(linear: PlannedLinear, weight: Tensor, calibration: Calibrat
     """One weight in its planned format, with one activation scale and, for NVFP4, one global scale for all segments.
 
     One scale each lets a fused GEMM quantize its input once; the ranges of q, k and v, or of gate and up, are close,
-    and E4M3 block scales absorb the rest. FP8 keeps a weight scale per segment, which costs nothing.
+    and E4M3 block scales absorb the rest. FP8 keeps a weight scale per segment, which costs nothing, except
+    in experts: ModelOpt gives gate and up one, and what it exports and an engine hold are the same codes.
     """
     assert linear.format is not None
     known, segments = weight_format(linear.format), segments_of(linear.spec)
     weight_amax = segment_amax(weight, segments)
-    if known.shares_weight_scale:
+    if linear.shares_weight_scale:
         weight_amax = weight_amax.amax(dim=-1, keepdim=True).expand_as(weight_amax).clone()
     input_amax = None
     if known.has_input_scale:

@@ -15,7 +15,7 @@ from dflash_trt.core.chat_template_options import ChatTemplateOptions
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.generator import Generator
-from dflash_trt.serving.local_engine import checked_config, open_local_engine
+from dflash_trt.serving.opening import checked_settings, open_engine
 from dflash_trt.serving.prompts import PromptReader
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class _Policies(TypedDict):
 class LLM(Generator):
     """An engine directory, loaded and serving. Close it, or use it as a context manager.
 
-    `config` is what it was opened with, resolved; `page_plan` says what the K/V budget came to.
+    `config` is what it was opened with, resolved; `page_plan` says what the K/V budget came to; None
+    for an engine that TensorRT-LLM runs, whose pages are its own.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class LLM(Generator):
         and those of all (of rank 0), in a thread of the engine.
 
         Raises:
-            EngineDirError: the directory is not an engine this version can run.
+            EngineDirError: the directory is not an engine this version can run, or TensorRT-LLM is missing, which runs
+                engines of backend tensorrt_llm.
             CapacityError: the engine does not fit into memory.
             RankError: a rank's process did not start.
             ConfigError: see RuntimeConfig; or K is beyond what the engine can draft, or the device is
@@ -80,20 +82,20 @@ class LLM(Generator):
         config = (RuntimeConfig() if config is None else config).replaced(**fields)
         self.engine = EngineDir.open(engine_dir)
         policies: _Policies = {"scheduler_config": scheduler_config, "draft_length_policy": draft_length_policy}
-        config = checked_config(self.engine, config, **policies)
+        config = checked_settings(self.engine, config, **policies)
         codec = open_codec(self.engine)
         if before_load is not None:
             before_load(open_prompt_reader(self.engine, codec))
         engine = self.engine if on_progress is None else self.engine.reporting(on_progress)
-        local = open_local_engine(engine, config, **policies)
+        opened = open_engine(engine, config, **policies)
         with ExitStack() as stack:  # until everything is well
-            stack.callback(local.close)
+            stack.callback(opened.close)
             target = self.engine.manifest.target
             super().__init__(
-                local, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
+                opened, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
             )
             stack.pop_all()
-        self.config, self.page_plan = local.config, local.page_plan
+        self.config, self.page_plan = opened.config, opened.page_plan
 
     @property
     def chat_template_options(self) -> ChatTemplateOptions:

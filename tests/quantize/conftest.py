@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Exports:
-    """`directory` holds target-fp8, drafter-nvfp4, ...: what `modelopt_export` made of `target` and `drafter`."""
+    """`directory` holds target-fp8, drafter-nvfp4, ...: what `modelopt_export` made of the three checkpoints."""
 
     target: Path
     drafter: Path
+    experts: Path
     directory: Path
 
 
@@ -47,10 +48,11 @@ def exports(dtype_name: str, tmp_path_factory: pytest.TempPathFactory) -> Export
     dtype = getattr(torch, dtype_name)
     target = make_target(directory / "target", dtype=dtype)
     drafter = make_zlab_drafter(directory / "drafter", target_dir=target, dtype=dtype)
-    words = [sys.executable, "-m", "tests.quantize.modelopt_export", target, drafter, directory]
+    experts = make_target(directory / "experts", family="qwen3_moe", dtype=dtype)
+    words = [sys.executable, "-m", "tests.quantize.modelopt_export", target, drafter, experts, directory]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return Exports(target=target, drafter=drafter, directory=directory)
+    return Exports(target=target, drafter=drafter, experts=experts, directory=directory)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """ModelOpt's own exports of a tiny pair, for the parity tests: run as a script, in a process of its own.
 
 ModelOpt patches classes for the whole process, so it never runs inside pytest. Everything here is ModelOpt's or the
-reference implementations' code, used as it is: `python -m tests.quantize.modelopt_export TARGET DRAFTER OUTPUT`.
+reference implementations' code, used as it is:
+`python -m tests.quantize.modelopt_export TARGET DRAFTER EXPERTS OUTPUT`.
 """
 
 import copy
@@ -73,8 +74,10 @@ def _export(model: Any, output: Path, config: dict[str, Any], run: Callable[[Any
         export_hf_checkpoint(model, export_dir=output)
 
 
-def main(target: Path, drafter: Path, output: Path) -> None:
+def main(target: Path, drafter: Path, experts: Path, output: Path) -> None:
     torch.set_num_threads(1)
+    export_target(experts, output / "experts-fp8", mtq.FP8_DEFAULT_CFG)
+    export_target(experts, output / "experts-nvfp4", mtq.NVFP4_DEFAULT_CFG)
     export_target(target, output / "target-fp8", mtq.FP8_DEFAULT_CFG)
     export_target(target, output / "target-nvfp4", mtq.NVFP4_DEFAULT_CFG)
     export_target(target, output / "target-nvfp4_w4a16", mtq.W4A16_NVFP4_CFG)
@@ -87,4 +90,4 @@ def main(target: Path, drafter: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    main(*map(Path, sys.argv[1:5]))

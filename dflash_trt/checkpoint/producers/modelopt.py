@@ -30,6 +30,11 @@ _MIXED = "MIXED_PRECISION"
 _OTHER_EXPORT = f"Export it from ModelOpt with one of {', '.join(_ALGORITHMS)}, or use the unquantized checkpoint."
 
 
+def stored_as(format_name: str) -> tuple[str, StoredFormat]:
+    """The algorithm and the tensors that ModelOpt has for a format; it must have one."""
+    return next((name, stored) for name, stored in _ALGORITHMS.items() if stored.format == format_name)
+
+
 def recognizes(section: Mapping[str, Any]) -> bool:
     producer = section.get("producer")
     return section.get("quant_method") == "modelopt" or (

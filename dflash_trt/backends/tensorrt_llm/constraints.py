@@ -1,0 +1,99 @@
+"""Constraints of TensorRT-LLM's DFlash, which it does not report itself: a drafter that breaks one drafts badly.
+
+Sources: `_torch/models/modeling_dflash.py`, `_torch/speculative/dflash.py` and `llmapi/llm_args.py` of TensorRT-LLM
+1.4.0rc1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Final
+
+from dflash_trt.backends.base import unsupported_formats
+from dflash_trt.core.errors import problem
+from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.quantization import QuantizationSpec
+
+if TYPE_CHECKING:
+    from dflash_trt.core.config import BuildConfig
+    from dflash_trt.engine_dir import EngineLimits
+
+FORMATS: Final = ("fp8", "fp8_block", "mxfp4", "nvfp4")  # of checkpoints
+OUR_FORMATS: Final = ("fp8", "nvfp4")  # that a build writes; the others are passed on as published
+_OTHER = "Use another drafter, or build with --backend torch or tensorrt."
+_RAW = ("draft.fc", "draft.kv", "draft.layers.*.q")  # TensorRT-LLM concatenates these weights as they are
+
+
+def drafter_problems(draft: DraftSpec) -> Iterator[str]:
+    """Problems of a drafter that TensorRT-LLM would load, and draft badly with."""
+    if draft.source_format != "z-lab":
+        yield problem("drafter format", expected="z-lab's", found=draft.source_format, hint=_OTHER)
+    if draft.has_own_embedding or draft.draft_vocab_size is not None:
+        found = "its own embedding" if draft.has_own_embedding else f"its own head of {draft.draft_vocab_size} tokens"
+        yield problem("drafter vocabulary", expected="the target's embedding and head", found=found, hint=_OTHER)
+    if draft.input_embedding_scale != 1.0:
+        found = f"{draft.input_embedding_scale:g}"
+        yield problem("drafter input_embedding_scale", expected="1", found=found, hint=_OTHER)
+    ids = draft.target_layer_ids
+    if len(set(ids)) < len(ids):
+        found = ", ".join(map(str, ids))
+        yield problem("drafter target_layer_ids", expected="layers that are named once", found=found, hint=_OTHER)
+    layers = draft.attentions
+    kinds = {(gqa.num_heads, gqa.num_kv_heads, gqa.head_dim, gqa.rope, gqa.has_qk_norm) for gqa in layers}
+    if len(kinds) > 1:
+        expected = "the same heads, RoPE and norms in every layer"
+        yield problem("drafter attention", expected=expected, found=f"{len(kinds)} kinds", hint=_OTHER)
+    for i, gqa in enumerate(layers):
+        mask = gqa.mask
+        if mask.is_causal != (mask.window is not None) or mask.is_window_anchored:
+            kind = "a causal" if mask.is_causal else "a non-causal"
+            window = "no window" if mask.window is None else f"a window of {mask.window}"
+            found = f"{kind} one with {window}{' before the anchor' if mask.is_window_anchored else ''}"
+            expected = "a non-causal mask without a window, or a causal one with a window"
+            yield problem(f"drafter layer {i} mask", expected=expected, found=found, hint=_OTHER)
+
+
+def quantization_problems(quantization: QuantizationSpec) -> Iterator[str]:
+    """Problems of formats that TensorRT-LLM does not read, or not in this place."""
+    yield from unsupported_formats(
+        quantization, lambda known: known.name in FORMATS, hint="Build with fp8, nvfp4 or none."
+    )
+    drafter = [name for name in quantization.linears if any(fnmatchcase(name, pattern) for pattern in _RAW)]
+    if drafter:
+        expected = "unquantized weights of the drafter's q, k, v and fc (TensorRT-LLM fuses them as they are)"
+        found = f"{quantization.linears[drafter[0]]} in {drafter[0]} and {len(drafter) - 1} more"
+        hint = f"Add the overrides {', '.join(repr(f'{pattern}: none') for pattern in _RAW)}, or leave drafter out."
+        yield problem("quantization", expected=expected, found=found, hint=hint)
+    if quantization.draft_kv is not None:
+        hint = "Leave draft_kv_cache out."
+        yield problem("draft_kv_cache", expected="none (its context has the dtype of fc)", found="fp8", hint=hint)
+    if "draft.lm_head" in quantization.linears:
+        found, hint = quantization.linears["draft.lm_head"], "Leave draft_lm_head out."
+        yield problem("draft_lm_head", expected="none (the drafter takes the target's head)", found=found, hint=hint)
+
+
+def config_problems(config: BuildConfig) -> Iterator[str]:
+    """Problems of a build's options, before any checkpoint is looked at."""
+    if config.dtype == "float32":
+        hint = "Pass --dtype bfloat16."
+        expected = "bfloat16 or float16 (the drafter's attention is FlashAttention)"
+        yield problem("dtype", expected=expected, found="float32", hint=hint)
+    if config.page_size & (config.page_size - 1):
+        yield problem("page_size", expected="a power of two", found=str(config.page_size), hint="32 is the default.")
+    for name in ("plugins", "plugin_library", "collectives"):
+        if getattr(config, name) != type(config).model_fields[name].default:
+            found, hint = repr(getattr(config, name)), "Leave it out: it is for backend tensorrt."
+            yield problem(name, expected="nothing with backend tensorrt_llm", found=found, hint=hint)
+
+
+def limits_problems(limits: EngineLimits, *, has_drafter: bool) -> Iterator[str]:
+    if has_drafter and limits.max_draft_len == 0:
+        hint = "Pass --drafter none for autoregressive decoding."
+        yield problem("max_draft_len", expected="1 or more with a drafter", found="0", hint=hint)
+    if limits.max_num_tokens < limits.max_seq_len:
+        expected = (
+            f"at least max_seq_len {limits.max_seq_len} (with DFlash, TensorRT-LLM computes a prompt in one step)"
+        )
+        hint = "Raise it or leave it out, or lower max_seq_len."
+        yield problem("max_num_tokens", expected=expected, found=str(limits.max_num_tokens), hint=hint)

@@ -1,0 +1,84 @@
+"""Arguments of tensorrt_llm.LLM for an engine, and the files that have them.
+
+Names, types and literals are those of TensorRT-LLM 1.4.0rc1: `tests/data/tensorrt_llm_1.4.0rc1.json` has them, with
+their sources.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.engine_dir.tensorrt_llm_record import DRAFTER_DIR, TARGET_DIR
+
+_FREE_GPU_MEMORY_FRACTION: Final = 0.8
+_CANCELLATION_CHECK_PERIOD_MS: Final = 100
+
+
+def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
+    """Keyword arguments of LLM; paths are relative to the engine directory.
+
+    Block reuse and chunked prefill are off, since the drafter's context is made of the hidden states of a prompt that
+    is computed as a whole, in one step.
+    """
+    has_fp8_kv = config.quantization is not None and config.quantization.target_kv is not None
+    args: dict[str, Any] = {
+        "model": TARGET_DIR,
+        "backend": "pytorch",
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.mapping.tp_size,
+        "max_batch_size": limits.max_batch_size,
+        "max_seq_len": limits.max_seq_len,
+        "max_num_tokens": limits.max_num_tokens,
+        "attn_backend": "TRTLLM",
+        "enable_chunked_prefill": False,
+        "kv_cache_config": {
+            "dtype": "fp8" if has_fp8_kv else "auto",
+            "tokens_per_block": limits.page_size,
+            "enable_block_reuse": False,
+            "free_gpu_memory_fraction": _FREE_GPU_MEMORY_FRACTION,
+        },
+        "cuda_graph_config": {"batch_sizes": list(_graph_sizes(limits.max_batch_size)), "enable_padding": True},
+    }
+    if any(isinstance(layer.feed_forward, Moe) for layer in config.target.layers):
+        args["moe_expert_parallel_size"] = config.mapping.ep_size
+        args["moe_tensor_parallel_size"] = config.mapping.moe_tp_size
+    if config.draft is not None:
+        args["speculative_config"] = {
+            "decoding_type": "DFlash",
+            "max_draft_len": limits.max_draft_len,
+            "speculative_model": DRAFTER_DIR,
+            "attention_backend": "VANILLA",  # the only one that every GPU has
+        }
+    return args
+
+
+def triton_model(args: Mapping[str, Any]) -> dict[str, Any]:
+    """model.yaml of the llmapi model of TensorRT-LLM's Triton back end."""
+    triton_config = {
+        "max_batch_size": 0,
+        "decoupled": True,
+        "cancellation_check_period_ms": _CANCELLATION_CHECK_PERIOD_MS,
+    }
+    return {**args, "triton_config": triton_config}
+
+
+def yaml_text(fields: Mapping[str, Any], *, indent: str = "") -> str:
+    """Nested mappings as blocks, everything else as JSON, which is YAML too."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name}:\n{yaml_text(value, indent=f'{indent}  ')}")
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}\n")
+    return "".join(lines)
+
+
+def _graph_sizes(max_batch_size: int) -> Iterator[int]:
+    """Powers of two, and the largest batch."""
+    size = 1
+    while size < max_batch_size:
+        yield size
+        size *= 2
+    yield max_batch_size

@@ -1,0 +1,213 @@
+"""A target or a drafter as a Hugging Face checkpoint in ModelOpt's unified format.
+
+The files are those of the source, tensor by tensor: linear layers that the plan quantizes become codes and scales, in
+the bytes that ModelOpt 0.47's exporter writes for the same ranges; everything else is passed on as it is stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
+from dflash_trt.checkpoint.producers.modelopt import stored_as
+from dflash_trt.checkpoint.tensors import INDEX_FILE, StoredTensor, StoredTensors
+from dflash_trt.checkpoint.weights import OpenFiles
+from dflash_trt.core.dtype import safetensors_dtype, stored_dtype
+from dflash_trt.core.errors import problem
+from dflash_trt.core.quantization import Calibration, LayerKvScales
+from dflash_trt.core.weight_spec import segments_of
+from dflash_trt.engine_dir import TensorHeader
+from dflash_trt.formats.base import QuantizedWeight, TensorLayout, WeightFormat, segment_amax
+from dflash_trt.formats.registry import weight_format
+from dflash_trt.quantize.plan import PlannedLinear
+
+_KEEP = "Keep it unquantized with an override, or quantize with --backend torch or tensorrt."
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedPart:
+    """A stored weight that becomes codes and scales. `group` are the parts that share a scale, this one included."""
+
+    linear: PlannedLinear
+    part: StoredTensor
+    group: tuple[StoredTensor, ...]
+
+    @property
+    def module(self) -> str:
+        return self.part.name.removesuffix(".weight")
+
+    @property
+    def format(self) -> WeightFormat:
+        return weight_format(self.linear.format or "")
+
+    def layout(self) -> dict[str, TensorLayout]:
+        """By the name of each stored tensor; what is one number for a segment is a scalar."""
+        layout = self.format.layout(self.part.shape, (self.part.shape[0],))
+        scalars = self.format.weight_type.per_segment
+        _, stored = stored_as(self.format.name)
+        return {
+            f"{self.module}.{place.suffix}": replace(layout[name], shape=()) if name in scalars else layout[name]
+            for name, place in stored.fields.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What stands in the place of a stored tensor: other tensors, by name."""
+
+    layout: dict[str, TensorLayout]
+    make: Callable[[OpenFiles], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A checkpoint to be written: its source, and the changes by the name of the stored tensor."""
+
+    stored: StoredTensors
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+    def headers(self) -> dict[str, dict[str, TensorHeader]]:
+        """Of each file of tensors, in the order of the source."""
+        files: dict[str, dict[str, TensorHeader]] = {}
+        for name, tensor in self.stored.tensors.items():
+            change = self.changes.get(name)
+            found = {name: TensorHeader(dtype=tensor.dtype, shape=tensor.shape)}
+            if change is not None:
+                found = {
+                    key: TensorHeader(dtype=safetensors_dtype(layout.dtype), shape=layout.shape)
+                    for key, layout in change.layout.items()
+                }
+            files.setdefault(tensor.path.name, {}).update(found)
+        return files
+
+    def index(self) -> dict[str, Any] | None:
+        """The fields of model.safetensors.index.json; None for a checkpoint of one file without one."""
+        if not any(path.name == INDEX_FILE for path in self.stored.files):
+            return None
+        headers = self.headers()
+        total = sum(header.num_bytes for tensors in headers.values() for header in tensors.values())
+        weight_map = {name: file for file, tensors in headers.items() for name in tensors}
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+    def contents(self, file_name: str) -> Iterator[tuple[str, memoryview]]:
+        """Names and bytes of one file's tensors, one in memory at a time."""
+        with ExitStack() as stack:
+            opened = OpenFiles(stack)
+            for name, tensor in self.stored.tensors.items():
+                if tensor.path.name != file_name:
+                    continue
+                change = self.changes.get(name)
+                made = {name: opened.slice_of(tensor)[...]} if change is None else change.make(opened)
+                for key in (name,) if change is None else change.layout:
+                    yield key, made[key].contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def quantized_parts(
+    linears: Sequence[PlannedLinear], names: ForeignTable, stored: StoredTensors, problems: list[str]
+) -> list[QuantizedPart]:
+    """The stored weights of the linear layers that the plan quantizes; problems of those with another layout."""
+    parts: list[QuantizedPart] = []
+    for linear in linears:
+        if not linear.is_to_be_quantized:
+            continue
+        foreign = names.get(linear.name)
+        num_segments = len(segments_of(linear.spec))
+        if foreign is None or not _is_a_matrix_each(foreign, linear, num_segments):
+            found = "a copy that only an engine has" if foreign is None else f"'{foreign.parts[0]}'"
+            expected = "a matrix for each projection and expert, as ModelOpt exports them"
+            problems.append(problem(f"{linear.name} in {linear.format}", expected=expected, found=found, hint=_KEEP))
+            continue
+        tensors = [stored.tensors[name] for name in foreign.parts]
+        for first in range(0, len(tensors), num_segments):
+            group = tuple(tensors[first : first + num_segments])
+            parts += [QuantizedPart(linear=linear, part=part, group=group) for part in group]
+    return parts
+
+
+def quantized_changes(
+    parts: Sequence[QuantizedPart], calibration: Calibration, *, dtype: torch.dtype
+) -> dict[str, Change]:
+    """`dtype` is that of the weights before they are quantized."""
+    return {
+        part.part.name: Change(layout=part.layout(), make=_quantizer(part, calibration, dtype=dtype)) for part in parts
+    }
+
+
+def kv_changes(
+    changes: Mapping[str, Change], stored: StoredTensors, scales: Sequence[LayerKvScales]
+) -> dict[str, Change]:
+    """`changes`, with the scales of each layer's K and V behind k_proj and v_proj."""
+    changed = dict(changes)
+    for i, layer in enumerate(scales):
+        for x, value in (("k", layer.k), ("v", layer.v)):
+            module = f"model.layers.{i}.self_attn.{x}_proj"
+            before = changed.get(f"{module}.weight") or _as_stored(stored.tensors[f"{module}.weight"])
+            changed[f"{module}.weight"] = _with_scalar(before, f"{module}.{x}_scale", value)
+    return changed
+
+
+def permuted_columns(tensor: StoredTensor, order: Sequence[int]) -> Change:
+    """The blocks of columns of a matrix in another order: block j is block order[j] of the stored one."""
+
+    def make(opened: OpenFiles) -> Mapping[str, Tensor]:
+        blocks = opened.slice_of(tensor)[...].chunk(len(order), dim=1)
+        return {tensor.name: torch.cat([blocks[j] for j in order], dim=1)}
+
+    return replace(_as_stored(tensor), make=make)
+
+
+def _is_a_matrix_each(foreign: ForeignNames, linear: PlannedLinear, num_segments: int) -> bool:
+    if foreign.rows or not all(name.endswith(".weight") for name in foreign.parts):
+        return False
+    if linear.spec.num_experts:
+        return foreign.layout is not None and foreign.layout.is_one_by_one
+    return foreign.recipe == "stacked" and len(foreign.parts) == num_segments
+
+
+def _quantizer(
+    part: QuantizedPart, calibration: Calibration, *, dtype: torch.dtype
+) -> Callable[[OpenFiles], Mapping[str, Tensor]]:
+    def make(opened: OpenFiles) -> Mapping[str, Tensor]:
+        weight = _read(opened, part.part, dtype)
+        amax = segment_amax(weight, (len(weight),))
+        if part.linear.shares_weight_scale:
+            others = [_read(opened, other, dtype) for other in part.group if other is not part.part]
+            amax = torch.stack([amax, *(segment_amax(other, (len(other),)) for other in others)]).amax(dim=0)
+        input_amax = None
+        if part.format.has_input_scale:
+            input_amax = torch.full_like(amax, calibration.input_amax[part.linear.name])
+        quantized = part.format.quantize(weight, segments=(len(weight),), weight_amax=amax, input_amax=input_amax)
+        return _by_stored_name(part, quantized)
+
+    return make
+
+
+def _by_stored_name(part: QuantizedPart, quantized: QuantizedWeight[Tensor]) -> dict[str, Tensor]:
+    _, stored = stored_as(part.format.name)
+    tensors, layout = quantized.tensors(), part.layout()
+    named = {f"{part.module}.{place.suffix}": tensors[name] for name, place in stored.fields.items()}
+    return {name: tensor.reshape(layout[name].shape) for name, tensor in named.items()}
+
+
+def _read(opened: OpenFiles, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+    whole: Tensor = opened.slice_of(stored)[...]
+    return whole.to(dtype, copy=True)  # slices must not outlive the next call
+
+
+def _as_stored(tensor: StoredTensor) -> Change:
+    dtype: Any = stored_dtype(tensor.dtype)
+    return Change(
+        layout={tensor.name: TensorLayout(dtype, tensor.shape)},
+        make=lambda opened: {tensor.name: opened.slice_of(tensor)[...]},
+    )
+
+
+def _with_scalar(change: Change, name: str, value: float) -> Change:
+    def make(opened: OpenFiles) -> Mapping[str, Tensor]:
+        return {**change.make(opened), name: torch.tensor(value, dtype=torch.float32)}
+
+    return Change(layout=change.layout | {name: TensorLayout("float32", ())}, make=make)

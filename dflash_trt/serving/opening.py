@@ -1,0 +1,69 @@
+"""Opening of an engine directory as an Engine: one whose steps run here, or one that TensorRT-LLM runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.serving.engine import Engine
+
+if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.executor.opening import PagePlan
+    from dflash_trt.scheduler.config import SchedulerConfig
+    from dflash_trt.scheduler.draft_length import DraftLengthPolicy
+
+
+class OpenedEngine(Engine, Protocol):
+    """An engine ready to start. `config` is what it was opened with, resolved; no `page_plan`: pages are its own."""
+
+    @property
+    def config(self) -> RuntimeConfig: ...
+
+    @property
+    def page_plan(self) -> PagePlan | None: ...
+
+
+def checked_settings(
+    engine: EngineDir,
+    config: RuntimeConfig,
+    *,
+    scheduler_config: SchedulerConfig | None = None,
+    draft_length_policy: DraftLengthPolicy | None = None,
+) -> RuntimeConfig:
+    """`config` resolved for this engine on this machine; nothing is loaded.
+
+    Raises:
+        ConfigError: a setting or a policy that the engine's runtime does not have; or see `checked_config`.
+    """
+    if engine.manifest.backend != "tensorrt_llm":
+        from dflash_trt.serving.local_engine import checked_config
+
+        return checked_config(
+            engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy
+        )
+    from dflash_trt.serving.tensorrt_llm.engine import checked_trtllm_config
+
+    for name, policy in (("scheduler_config", scheduler_config), ("draft_length_policy", draft_length_policy)):
+        if policy is not None:
+            found, hint = type(policy).__name__, "TensorRT-LLM schedules by itself."
+            raise ConfigError.about(name, expected="nothing for backend tensorrt_llm", found=found, hint=hint)
+    return checked_trtllm_config(engine, config)
+
+
+def open_engine(
+    engine: EngineDir,
+    config: RuntimeConfig,
+    *,
+    scheduler_config: SchedulerConfig | None = None,
+    draft_length_policy: DraftLengthPolicy | None = None,
+) -> OpenedEngine:
+    """An engine that is ready to start; `config` is of `checked_settings`."""
+    if engine.manifest.backend == "tensorrt_llm":
+        from dflash_trt.serving.tensorrt_llm.engine import open_trtllm_engine
+
+        return open_trtllm_engine(engine, config)
+    from dflash_trt.serving.local_engine import open_local_engine
+
+    return open_local_engine(engine, config, scheduler_config=scheduler_config, draft_length_policy=draft_length_policy)

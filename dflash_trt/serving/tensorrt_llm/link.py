@@ -1,0 +1,55 @@
+"""The interface between the engine and whatever runs TensorRT-LLM: requests out, answers in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dflash_trt.core.request import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What an iteration gave a request: tokens, or its end, or both. `error` comes with the reason "error"."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+OnAnswer = Callable[[Answer], None]
+OnLost = Callable[[str], None]  # why no more answers come
+
+
+class Link(Protocol):
+    """One thread at a time calls `on_answer`; it must be quick. Any thread may call the methods."""
+
+    def start(self, on_answer: OnAnswer, on_lost: OnLost) -> None:
+        """Begin to listen."""
+        ...
+
+    def send(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
+        """Start a request; `params` as `sampling.trtllm_params` makes them. Raises OSError when the link is lost."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request soon; its last answers may still come."""
+        ...
+
+    def close(self) -> None:
+        """End everything; no answer comes after it."""
+        ...
+
+
+def finish_reason(word: str | None) -> FinishReason | None:
+    """Of TensorRT-LLM's word: stop, length, timeout, cancelled, or those of its server's OpenAI API."""
+    known: dict[str, FinishReason] = {
+        "stop": "stop",
+        "length": "length",
+        "timeout": "timeout",
+        "cancelled": "cancelled",
+        "error": "error",
+    }
+    return None if word is None else known.get(word, "error")

@@ -1,0 +1,135 @@
+"""A running trtllm-serve: completions of token ids, streamed over HTTP, a connection and a thread for each request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from dflash_trt.core.errors import EngineDirError
+from dflash_trt.serving.tensorrt_llm.link import Answer, OnAnswer, OnLost, finish_reason
+
+_CONNECT_TIMEOUT_S = 10.0
+_COMPLETIONS, _MODELS = "/v1/completions", "/v1/models"
+
+
+class Server:
+    """Implements Link. Hanging up ends a request."""
+
+    def __init__(self, url: str) -> None:
+        """Raises EngineDirError: nothing at `url` speaks as trtllm-serve does."""
+        self._url = urlsplit(url)
+        self._lock = threading.Lock()  # of the sockets
+        self._sockets: dict[str, socket.socket | None] = {}  # by request; None until it is sent
+        self._on_answer: OnAnswer = lambda answer: None
+        self._answers = threading.Lock()  # one thread at a time tells
+        subject, hint = (
+            f"DFLASH_TRT_TRTLLM_URL {url}",
+            "Start `trtllm-serve serve target --config llm_args.yaml` there.",
+        )
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise EngineDirError.about(subject, expected="an http or https URL", found=repr(url), hint=hint)
+        try:
+            with self._connected(_CONNECT_TIMEOUT_S) as connection:
+                connection.request("GET", f"{self._path}{_MODELS}")
+                response = connection.getresponse()
+                listed = json.loads(response.read()) if response.status == 200 else {}
+                self.model = str(listed["data"][0]["id"])
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise EngineDirError.about(subject, expected="a running trtllm-serve", found=found, hint=hint) from error
+
+    def start(self, on_answer: OnAnswer, on_lost: OnLost) -> None:
+        """`on_lost` is never called: each request finds out for itself, and the server may come back."""
+        self._on_answer = on_answer
+
+    def send(self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> None:
+        body = {"model": self.model, "prompt": list(prompt), "stream": True, **params}
+        with self._lock:
+            self._sockets[request_id] = None
+        threading.Thread(
+            target=self._run, args=(request_id, body), name=f"dflash-trtllm-{request_id}", daemon=True
+        ).start()
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            connected = self._sockets.pop(request_id, None)
+        if connected is not None:
+            with suppress(OSError):  # the other end has hung up first
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            request_ids = list(self._sockets)
+        for request_id in request_ids:
+            self.cancel(request_id)
+
+    @property
+    def _path(self) -> str:
+        return self._url.path.rstrip("/")
+
+    def _connected(self, timeout_s: float | None) -> closing[HTTPConnection]:
+        assert self._url.hostname is not None
+        kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        return closing(kind(self._url.hostname, self._url.port, timeout=timeout_s))
+
+    def _run(self, request_id: str, body: Mapping[str, Any]) -> None:
+        try:
+            with self._connected(None) as connection:
+                headers = {"Content-Type": "application/json"}
+                connection.request("POST", f"{self._path}{_COMPLETIONS}", json.dumps(body), headers)
+                if self._is_wanted(request_id, connection.sock):
+                    with connection.getresponse() as response:
+                        self._pass_on(request_id, response)
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            found = f"trtllm-serve: {type(error).__name__}: {error}"
+            self._tell(Answer(request_id=request_id, finish_reason="error", error=found))
+        finally:
+            with self._lock:
+                self._sockets.pop(request_id, None)
+
+    def _is_wanted(self, request_id: str, connected: socket.socket) -> bool:
+        """False if the request was cancelled meanwhile; from now on, `cancel` hangs up."""
+        with self._lock:
+            if request_id not in self._sockets:
+                return False
+            self._sockets[request_id] = connected
+        return True
+
+    def _pass_on(self, request_id: str, response: HTTPResponse) -> None:
+        for answer in _answers(request_id, response):
+            self._tell(answer)
+            if answer.finish_reason is not None:
+                return
+        self._tell(Answer(request_id=request_id, finish_reason="error", error="trtllm-serve hung up"))
+
+    def _tell(self, answer: Answer) -> None:
+        with self._answers:
+            self._on_answer(answer)
+
+
+def _answers(request_id: str, response: HTTPResponse) -> Iterator[Answer]:
+    """Of the server-sent events of a completion: one for each iteration."""
+    if response.status != 200:
+        raise OSError(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+    for line in response:
+        name, _, value = line.decode().partition(":")
+        if name != "data" or value.strip() == "[DONE]":
+            continue
+        event = json.loads(value)
+        if "error" in event or not event.get("choices"):
+            if "error" in event:
+                raise OSError(str(event["error"]))
+            continue  # usage, at the end
+        choice = event["choices"][0]
+        token_ids = choice.get("token_ids")
+        reason = finish_reason(choice.get("finish_reason"))
+        if token_ids is None and reason is None:
+            raise ValueError("no token_ids in its answer: expected TensorRT-LLM 1.4 or newer")
+        error = f"it ended with {choice['finish_reason']!r}" if reason == "error" else None
+        yield Answer(request_id=request_id, token_ids=tuple(token_ids or ()), finish_reason=reason, error=error)

@@ -1,0 +1,112 @@
+"""The process that holds TensorRT-LLM: requests in, tokens out, one JSON object a line over a socket.
+
+Run by another interpreter, in which dflash-trt need not be installed: imports the standard library and tensorrt_llm.
+`python worker.py SOCKET_DESCRIPTOR`. Words of the protocol: `process.py`.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from importlib import import_module
+from typing import Any
+
+
+class Worker:
+    """Serves until the other end hangs up."""
+
+    def __init__(
+        self, llm: Any, sampling_params: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._llm = llm
+        self._sampling_params = sampling_params
+        self._reader = reader
+        self._writer = writer
+        self._results: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        while line := await self._reader.readline():
+            order = json.loads(line)
+            if order["kind"] == "cancel":
+                result = self._results.get(order["id"])
+                if result is not None:
+                    result.abort()
+                continue
+            task = asyncio.create_task(self._answer(order))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        for result in list(self._results.values()):
+            result.abort()
+
+    async def _answer(self, order: dict[str, Any]) -> None:
+        """One line for each iteration of the request, and one for its end."""
+        request_id, num_sent, reason = order["id"], 0, None
+        try:
+            params = self._sampling_params(**order["params"])
+            result = self._llm.generate_async(order["prompt"], sampling_params=params, streaming=True)
+            self._results[request_id] = result
+            async for output in result:
+                completion = output.outputs[0]
+                token_ids = list(completion.token_ids)
+                if token_ids[num_sent:]:
+                    self._send({"kind": "tokens", "id": request_id, "token_ids": token_ids[num_sent:]})
+                num_sent = len(token_ids)
+                reason = completion.finish_reason
+            self._send({"kind": "end", "id": request_id, "reason": reason or "cancelled"})
+        except Exception as error:  # noqa: BLE001 - of this request
+            self._send(
+                {"kind": "end", "id": request_id, "reason": "error", "error": f"{type(error).__name__}: {error}"}
+            )
+        finally:
+            self._results.pop(request_id, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def _serve(llm: Any, sampling_params: Any, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=connection, limit=2**30)
+    await Worker(llm, sampling_params, reader, writer).serve()
+
+
+def _first_line(connection: socket.socket) -> dict[str, Any]:
+    """Byte by byte, so that nothing of the lines behind it is taken."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = connection.recv(1)
+        if not piece:
+            raise SystemExit(0)
+        line += piece
+    order: dict[str, Any] = json.loads(line)
+    return order
+
+
+def main(descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    os.set_inheritable(descriptor, False)
+    llm_args = _first_line(connection)["llm_args"]
+
+    def say(message: dict[str, Any]) -> None:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+    try:
+        tensorrt_llm = import_module("tensorrt_llm")
+    except ImportError as error:
+        say({"kind": "missing", "error": f"{type(error).__name__}: {error}"})
+        return
+    try:
+        llm = tensorrt_llm.LLM(**llm_args)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other end reports it
+        say({"kind": "failed", "error": f"{type(error).__name__}: {error}"})
+        return
+    try:
+        say({"kind": "ready", "version": str(getattr(tensorrt_llm, "__version__", "unknown"))})
+        asyncio.run(_serve(llm, tensorrt_llm.SamplingParams, connection))
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":  # ranks that TensorRT-LLM spawns import this file
+    main(int(sys.argv[1]))

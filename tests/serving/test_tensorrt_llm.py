@@ -1,0 +1,264 @@
+"""Engines of backend tensorrt_llm, over a stand-in of the package in an environment of its own, and over a server."""
+
+import json
+import os
+import signal
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from dflash_trt.cli.main import cli
+from dflash_trt.compile.build import build_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import ConfigError, EngineDirError, RequestError
+from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.serving.llm import LLM
+from dflash_trt.serving.tensorrt_llm.engine import PYTHON, URL
+from tests.factories import make_target, make_zlab_drafter
+from tests.serving.trtllm_server import _Server, trtllm_server
+from tests.serving.trtllm_stand_in.tensorrt_llm import Model
+
+STAND_IN = Path(__file__).parent / "trtllm_stand_in"
+PROMPTS = [[5, 17, 80, 33, 9], [200, 41, 7], [100, 101, 102, 103]]
+LONG = SamplingParams(max_new_tokens=100, ignore_eos=True)
+
+
+def build(base: Path, name: str, **fields: Any) -> EngineDir:
+    config = BuildConfig(target="target", drafter="drafter", max_seq_len=128, max_batch_size=4, **fields)
+    return build_engine(
+        config, base / name, base_dir=base, overwrite=False, command=("build",), progress=lambda report: None
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("trtllm")
+    make_zlab_drafter(base / "drafter", target_dir=make_target(base / "target"))
+    return base
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path) -> EngineDir:
+    return build(base, "engine", backend="tensorrt_llm")
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path) -> list[GenerationOutput]:
+    """Of the torch backend, in float32."""
+    with LLM(build(base, "torch", dtype="float32").path, device="cpu", num_threads=1) as llm:
+        return llm.generate(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter of another environment, which has the stand-in, and transformers for it, but no dflash-trt."""
+    directory = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(directory, symlinks=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)})
+    (Path(site) / "stand_in.pth").write_text(f"{STAND_IN}\n{sysconfig.get_path('purelib')}\n")
+    return str(directory / "bin/python")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "told.jsonl"
+
+
+@pytest.fixture(scope="module")
+def llm(engine: EngineDir, python: str, log: Path) -> Iterator[LLM]:
+    """K = 2 of the drafter's 3, and settings that become arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON, python)
+        patch.setenv("STAND_IN_LOG", str(log))
+        patch.delenv("PYTHONPATH", raising=False)  # the other interpreter finds its own
+        llm = LLM(engine.path, num_draft_tokens=2, overlap_scheduling=False, kv_cache_bytes=1 << 20)
+    with llm:
+        yield llm
+
+
+def told(log: Path, key: str) -> list[Any]:
+    return [line[key] for line in map(json.loads, log.read_text().splitlines()) if key in line]
+
+
+def wait_for(condition: Any) -> None:
+    end_s = time.monotonic() + 10
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_requests_are_answered_with_the_tokens_and_the_text_of_the_torch_backend(
+    llm: LLM, expected: list[GenerationOutput]
+) -> None:
+    outputs = llm.generate(PROMPTS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert [output.text for output in outputs] == [output.text for output in expected]
+    assert [output.finish_reason for output in outputs] == [output.finish_reason for output in expected]
+    assert llm.statistics.num_requests == len(PROMPTS) and llm.statistics.scheduler is None
+    llm.check_integrity()
+
+
+def test_acceptance_is_counted_from_iterations(llm: LLM) -> None:
+    output = llm.generate([PROMPTS[0]], SamplingParams(max_new_tokens=14, ignore_eos=True))[0]
+    sizes = [len(event.token_ids) for event in output.steps]
+    assert sizes == [1, 1, 2, 3, 1, 2, 3, 1]  # as the stand-in plays them, for K = 2
+    assert (output.num_verify_steps, output.num_draft_tokens, output.num_accepted_tokens) == (7, 14, 6)
+    assert output.acceptance_length == 13 / 7
+
+
+def test_settings_become_arguments_with_absolute_paths(llm: LLM, engine: EngineDir, log: Path) -> None:
+    (args,) = told(log, "llm_args")
+    assert args["model"] == str(engine.path / "target")
+    assert args["speculative_config"]["speculative_model"] == str(engine.path / "drafter")
+    assert args["speculative_config"]["max_draft_len"] == 2 == llm.config.max_draft_tokens
+    assert args["disable_overlap_scheduler"] is True and args["kv_cache_config"]["max_gpu_total_bytes"] == 1 << 20
+    assert not llm.config.enable_prefix_caching and llm.page_plan is None
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last_token(llm: LLM, expected: list[GenerationOutput]) -> None:
+    tokens = expected[0].token_ids
+    stop = tokens[4]
+    output = llm.generate([PROMPTS[0]], SamplingParams(stop_token_ids=(stop,)))[0]
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens[: tokens.index(stop) + 1]
+
+
+def test_cancelling_and_stop_strings_abort_there(llm: LLM, log: Path) -> None:
+    num_aborts = len(told(log, "abort"))
+    stream = llm.submit(PROMPTS[0], LONG)
+    assert stream.take() is not None
+    stream.cancel()
+    assert stream.result().finish_reason == "cancelled" and len(stream.result().token_ids) < 100
+    wait_for(lambda: len(told(log, "abort")) == num_aborts + 1)
+    whole = llm.generate([PROMPTS[1]], LONG)[0]
+    assert whole.text is not None and whole.finish_reason == "length"
+    word = whole.text[3:5]
+    cut = llm.generate([PROMPTS[1]], SamplingParams(max_new_tokens=100, ignore_eos=True, stop=(word,)))[0]
+    assert (cut.finish_reason, cut.text) == ("stop", whole.text[: whole.text.index(word)])
+    wait_for(lambda: len(told(log, "abort")) == num_aborts + 2)
+
+
+def test_a_request_that_it_refuses_fails_alone(llm: LLM) -> None:
+    bad, good = llm.generate([[6, 6, 6], PROMPTS[0]])
+    assert bad.finish_reason == "error" and bad.error == "ValueError: a prompt that TensorRT-LLM refuses"
+    assert good.error is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        ({"logprobs": True}, "logprobs"),
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"logit_bias": {7: 1.0}}, "logit_bias"),
+        ({"bad_words": ("a",)}, "bad_words"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+    ],
+)
+def test_what_tensorrt_llm_does_not_do_is_refused_by_name(llm: LLM, sampling: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError, match=f"sampling {name}: expected"):
+        llm.generate(PROMPTS[0], SamplingParams(**sampling))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"adaptive_draft_length": True},
+        {"deterministic": True},
+        {"num_threads": 2},
+        {"device": "cpu"},
+        {"draft_length": {1: 2}},
+    ],
+)
+def test_settings_that_it_lacks_are_refused_before_anything_starts(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))}: expected"):
+        LLM(engine.path, RuntimeConfig(**setting))
+
+
+def test_without_tensorrt_llm_the_command_of_its_container_is_shown(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineDirError) as raised:
+        LLM(engine.path)
+    assert "expected the package tensorrt_llm, found ModuleNotFoundError" in str(raised.value)
+    assert f"-w {engine.path} nvcr.io/nvidia/tensorrt-llm/release" in str(raised.value)
+    assert "trtllm-serve serve target --config llm_args.yaml" in str(raised.value)
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with pytest.raises(EngineDirError, match="TensorRT-LLM: expected a Python, found /nowhere/python"):
+        LLM(engine.path)
+    monkeypatch.setenv(URL, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=f"expected one of it and {URL}, found both"):
+        LLM(engine.path)
+
+
+@pytest.fixture(scope="module")
+def model(engine: EngineDir) -> Model:
+    return Model(str(engine.path / "target"), max_draft_len=3)
+
+
+@pytest.fixture
+def server(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Server]:
+    with trtllm_server(model) as (url, server):
+        monkeypatch.setenv(URL, url)
+        yield server
+
+
+def test_a_running_server_answers_with_the_same_tokens(
+    engine: EngineDir, server: _Server, expected: list[GenerationOutput]
+) -> None:
+    with LLM(engine.path) as llm:
+        outputs = llm.generate(PROMPTS)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+        assert llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=10, ignore_eos=True)).acceptance_length == 9 / 4
+        bad = llm.generate([[6, 6, 6]])[0]
+        assert bad.finish_reason == "error" and bad.error is not None and "status 400" in bad.error
+        stream = llm.submit(PROMPTS[0], LONG)
+        assert stream.take() is not None
+        stream.cancel()
+        assert stream.result().finish_reason == "cancelled"
+        wait_for(lambda: server.num_hung_up == 1)
+    with pytest.raises(ConfigError, match="num_draft_tokens: expected nothing, for the server is started, found 2"):
+        LLM(engine.path, num_draft_tokens=2)
+
+
+def test_nothing_at_the_url_is_an_error_that_says_how_to_start_it(
+    engine: EngineDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(URL, "http://127.0.0.1:9")
+    with pytest.raises(EngineDirError, match="expected a running trtllm-serve, found ConnectionRefusedError"):
+        LLM(engine.path)
+
+
+def test_run_prints_what_the_server_generates(
+    engine: EngineDir, server: _Server, expected: list[GenerationOutput], tmp_path: Path
+) -> None:
+    rows = "".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in PROMPTS)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    result = CliRunner().invoke(cli, ["run", str(engine.path), "--input-file", str(tmp_path / "rows.jsonl"), "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [row["text"] for row in document["outputs"]] == [output.text for output in expected]
+    assert document["kv_pages"] is None and document["summary"]["acceptance_length"] > 1
+
+
+def test_a_process_that_ends_fails_its_requests_and_the_engine(llm: LLM) -> None:
+    """Last: nothing answers after it."""
+    stream = llm.submit(PROMPTS[0], LONG)
+    assert stream.take() is not None
+    process = llm._engine._link._process  # type: ignore[attr-defined]
+    os.kill(process.pid, signal.SIGKILL)
+    output = stream.result()
+    assert (output.finish_reason, output.error) == ("error", "the process of TensorRT-LLM has ended")
+    assert llm.failure == "the process of TensorRT-LLM has ended"
+    with pytest.raises(RequestError, match="the engine has failed"):
+        llm.generate(PROMPTS[0])
