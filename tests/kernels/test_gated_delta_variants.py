@@ -1,4 +1,4 @@
-"""The kernels of gated delta nets in the sizes of Qwen3-Next and Qwen3.5: launched as declared, compiled without spills."""
+"""Kernels of gated delta nets in the sizes of Qwen3-Next and Qwen3.5: launched as declared, compiled without spills."""
 
 import json
 import os
