@@ -17,15 +17,26 @@ from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 
-LM_HEAD = "lm_head.weight"  # of a target
+_LM_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
-_LANGUAGE_MODEL = "model.language_model."  # in the place of "model." in a model that also sees
+_LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")  # "model." in a model that also sees
+
+
+def model_prefix(stored_names: Collection[str]) -> str:
+    """Of a target's tensors, but for its head."""
+    found = (prefix for prefix in _LANGUAGE_MODELS if any(name.startswith(prefix) for name in stored_names))
+    return next(found, "model.")
 
 
 def embedding_name(stored_names: Collection[str]) -> str:
     """Of a target."""
-    is_part = any(name.startswith(_LANGUAGE_MODEL) for name in stored_names)
-    return f"{_LANGUAGE_MODEL if is_part else 'model.'}{_EMBEDDING}"
+    return f"{model_prefix(stored_names)}{_EMBEDDING}"
+
+
+def head_name(stored_names: Collection[str]) -> str:
+    """Of a target."""
+    outer = model_prefix(stored_names).removesuffix("model.")
+    return f"{outer if outer == 'language_model.' else ''}{_LM_HEAD}"
 
 
 def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> ForeignTable:
@@ -34,14 +45,13 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     `stored_names` decide the layout of the experts (default: the published one). Either matrix of a tied pair may be
     the stored one.
     """
-    embedding = embedding_name(stored_names)
-    model = embedding.removesuffix(_EMBEDDING)
-    has_head_only = spec.is_embedding_tied and embedding not in stored_names and LM_HEAD in stored_names
-    table: ForeignTable = {"target.embedding": one(LM_HEAD if has_head_only else embedding)}
+    embedding, head, model = embedding_name(stored_names), head_name(stored_names), model_prefix(stored_names)
+    has_head_only = spec.is_embedding_tied and embedding not in stored_names and head in stored_names
+    table: ForeignTable = {"target.embedding": one(head if has_head_only else embedding)}
+    family = all_families()[spec.family]
     for i, layer in enumerate(spec.layers):
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
         table |= _layer_names(canonical, foreign, layer, "qkv")
-        family = all_families()[spec.family]
         if isinstance(layer.mixer, GatedDelta):
             assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
             table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)
@@ -50,7 +60,9 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
             table |= family.expert_names(canonical, foreign, layer.feed_forward, stored_names)
     table["target.norm"] = one(f"{model}norm.weight")
     if not spec.is_embedding_tied:
-        table["target.lm_head"] = one(LM_HEAD)
+        table["target.lm_head"] = one(head)
+    if family.own_names is not None:
+        table |= family.own_names(model, spec)
     if spec.has_offset_norms:
         table |= {name: plus_one(*names.parts) for name, names in table.items() if is_offset_norm(name)}
     return table
@@ -88,7 +100,7 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
         return True
     if isinstance(spec, TargetSpec):
         is_left_out = name.startswith(all_families()[spec.family].left_out)
-        return is_left_out or (spec.is_embedding_tied and name == LM_HEAD)
+        return is_left_out or (spec.is_embedding_tied and name in (_LM_HEAD, f"language_model.{_LM_HEAD}"))
     assert isinstance(spec, DraftSpec)
     return name in draft_formats()[spec.source_format].ignorable_tensors
 

@@ -6,7 +6,7 @@ As in transformers, equal tensors are tied, and different ones are both kept.
 import torch
 from safetensors import safe_open
 
-from dflash_trt.checkpoint.names import LM_HEAD, embedding_name
+from dflash_trt.checkpoint.names import embedding_name, head_name
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors
 from dflash_trt.core.model.decoder import TargetSpec
 
@@ -15,11 +15,12 @@ _ROWS = 4096  # compared at a time
 
 def resolve_tied_head(spec: TargetSpec, stored: StoredTensors, notes: list[str]) -> TargetSpec:
     """Untie the head of `spec` if both tensors are stored and differ; reads them up to the first difference."""
-    embedding, head = (stored.tensors.get(name) for name in (embedding_name(stored.tensors), LM_HEAD))
+    name = head_name(stored.tensors)
+    embedding, head = stored.tensors.get(embedding_name(stored.tensors)), stored.tensors.get(name)
     if not spec.is_embedding_tied or embedding is None or head is None or _is_equal(embedding, head):
         return spec
     notes.append(
-        f"the target's {LM_HEAD} differs from its embedding although config.json has tie_word_embeddings true: "
+        f"the target's {name} differs from its embedding although config.json has tie_word_embeddings true: "
         "the engine keeps both, as transformers does"
     )
     return spec.model_copy(update={"is_embedding_tied": False})

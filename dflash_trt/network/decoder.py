@@ -26,6 +26,8 @@ class Layer(Generic[T]):
     mixer: GqaWeights[T] | GatedDeltaWeights[T]
     mlp_norm: T
     feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
+    attention_post_norm: T | None = None
+    mlp_post_norm: T | None = None
 
     @property
     def attention(self) -> GqaWeights[T]:
@@ -37,6 +39,7 @@ class Layer(Generic[T]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetWeights(Generic[T]):
     embedding: T
+    embedding_scale: float
     layers: tuple[Layer[T], ...]
     norm: T
     lm_head: Linear[T]
@@ -52,6 +55,8 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
         mixer=bind_gqa(tensors, prefix, kv=kv) if isinstance(spec.mixer, Gqa) else bind_gated_delta(tensors, prefix),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
         feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
+        attention_post_norm=tensors.find(f"{prefix}.attention_post_norm"),
+        mlp_post_norm=tensors.find(f"{prefix}.mlp_post_norm"),
     )
 
 
@@ -60,6 +65,7 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.quantized
     return TargetWeights(
         embedding=tensors["target.embedding"],
+        embedding_scale=spec.embedding_scale,
         layers=tuple(bind_layer(tensors, spec, i) for i in range(spec.num_layers)),
         norm=tensors["target.norm"],
         lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
@@ -75,7 +81,7 @@ def run_target(
     caches: Sequence[LayerCache[T]],
 ) -> list[T]:
     """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
-    hidden = ops.embedding(weights.embedding, token_ids)
+    hidden = ops.embedding(weights.embedding, token_ids, weights.embedding_scale)
     return list(run_layers(ops, spec, weights.layers, hidden, rows, caches))
 
 
@@ -87,16 +93,21 @@ def run_layers(
     rows: Rows[T],
     caches: Sequence[LayerCache[T]],
 ) -> Iterator[T]:
-    """Outputs [N, H] of one layer after the other: norm, mixer, residual, norm, feed-forward, residual."""
+    """Outputs [N, H] of one layer after the other, see `LayerSpec`."""
     eps = spec.rms_norm_eps
     ropes = rope_tables(ops, layers, rows)
     for layer, cache in zip(layers, caches, strict=True):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        hidden = ops.add(hidden, ops.all_reduce(_run_mixer(ops, layer, x, rows, cache, ropes, eps)))
+        mixed = ops.all_reduce(_run_mixer(ops, layer, x, rows, cache, ropes, eps))
+        hidden = ops.add(hidden, _normed(ops, mixed, layer.attention_post_norm, eps))
         x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
-        hidden = ops.add(hidden, ops.all_reduce(fed))
+        fed = ops.all_reduce(run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x))
+        hidden = ops.add(hidden, _normed(ops, fed, layer.mlp_post_norm, eps))
         yield hidden
+
+
+def _normed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
+    return x if norm is None else ops.rms_norm(x, norm, eps)
 
 
 def _run_mixer(
@@ -120,9 +131,10 @@ def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[
 
 
 def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:
-    """Final norm and lm_head: [N, H] -> [N, V]."""
+    """Final norm, lm_head and soft cap: [N, H] -> [N, V]."""
     normed = ops.rms_norm(hidden, weights.norm, spec.rms_norm_eps)
-    return ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
+    logits = ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
+    return logits if spec.logit_softcap is None else ops.softcap(logits, spec.logit_softcap)
 
 
 def _tied_head(spec: TargetSpec, tensors: RankTensors[T]) -> Linear[T]:

@@ -159,8 +159,8 @@ class Ops(Protocol[T]):
         """The step's own T tokens, whose K/V are kept."""
         ...
 
-    def embedding(self, table: T, token_ids: T) -> T:
-        """[V, H], int32 [N] -> [N, H]."""
+    def embedding(self, table: T, token_ids: T, scale: float = 1.0) -> T:
+        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, as transformers does it."""
         ...
 
     def linear(self, x: T, linear: Linear[T]) -> T:
@@ -181,6 +181,14 @@ class Ops(Protocol[T]):
 
     def silu_mul(self, gate_up: T) -> T:
         """[N, 2F] -> silu(first half) * second half, [N, F]."""
+        ...
+
+    def gelu_mul(self, gate_up: T) -> T:
+        """The same with GELU, in its approximation with tanh."""
+        ...
+
+    def softcap(self, x: T, cap: float) -> T:
+        """cap * tanh(x / cap), float32 whatever x is."""
         ...
 
     def moe(self, x: T, experts: Experts[T], moe: Moe) -> T:

@@ -7,6 +7,7 @@ float32, for tests.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache as cached
 from typing import Any
 
 import torch
@@ -143,8 +144,9 @@ class TorchGpuOps:
         self._outputs = outputs
         self._ranks = ranks
 
-    def embedding(self, table: Value, token_ids: Value) -> Tensor:
-        return F.embedding(tensor_of(token_ids), tensor_of(table))
+    def embedding(self, table: Value, token_ids: Value, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(tensor_of(token_ids), tensor_of(table))
+        return rows if scale == 1.0 else rows * _rounded(scale, rows.dtype)
 
     def linear(self, x: Value, linear: Linear[Any]) -> Tensor:
         activation = x if isinstance(x, Norm | Gated | Attended) else Plain(tensor_of(x))
@@ -164,6 +166,13 @@ class TorchGpuOps:
 
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(tensor_of(gate_up))
+
+    def gelu_mul(self, gate_up: Value) -> Tensor:
+        gate, up = tensor_of(gate_up).chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def softcap(self, x: Value, cap: float) -> Tensor:
+        return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
         assert isinstance(experts, DeviceExperts)
@@ -320,6 +329,12 @@ class TorchGpuOps:
     @property
     def _device(self) -> torch.device:
         return self._inputs.token_ids.device
+
+
+@cached
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of `dtype`, without a tensor on the device that a graph would have to keep."""
+    return torch.tensor(value, dtype=dtype).item()
 
 
 def _rows(

@@ -5,6 +5,7 @@ them. Attention and sampling are plugin nodes, which write pages where they are,
 values: the written ones become outputs.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
@@ -35,6 +36,7 @@ from dflash_trt.network.ops import (
 )
 
 PluginMode = Literal["plugin", "layers"]
+_GELU_CUBE, _GELU_SCALE = 0.044715, (2 / math.pi) ** 0.5  # of GELU's approximation with tanh
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
@@ -172,8 +174,10 @@ class TrtOps:
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
 
-    def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
-        return self._layers.gather(self._layers.tensor(table), token_ids)
+    def embedding(self, table: Handle, token_ids: ITensor, scale: float = 1.0) -> ITensor:
+        layers = self._layers
+        rows = layers.gather(layers.tensor(table), token_ids)
+        return rows if scale == 1.0 else layers.binary("PROD", rows, scale)
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
         layers = self._layers
@@ -209,6 +213,22 @@ class TrtOps:
         gate, up = self.split(gate_up, (half, half))
         wide = layers.cast(gate, "float32")  # fp32 inside the activation
         return layers.binary("PROD", layers.cast_like(layers.binary("PROD", wide, layers.sigmoid(wide)), gate), up)
+
+    def gelu_mul(self, gate_up: ITensor) -> ITensor:
+        layers = self._layers
+        half = gate_up.shape[-1] // 2
+        gate, up = self.split(gate_up, (half, half))
+        wide = layers.cast(gate, "float32")
+        cube = layers.binary("PROD", wide, layers.binary("PROD", wide, wide))
+        inner = layers.binary("SUM", wide, layers.binary("PROD", cube, _GELU_CUBE))
+        weight = layers.binary("SUM", layers.tanh(layers.binary("PROD", inner, _GELU_SCALE)), 1.0)
+        activated = layers.binary("PROD", layers.binary("PROD", wide, 0.5), weight)
+        return layers.binary("PROD", layers.cast_like(activated, gate), up)
+
+    def softcap(self, x: ITensor, cap: float) -> ITensor:
+        layers = self._layers
+        wide = layers.cast(x, "float32")
+        return layers.binary("PROD", layers.tanh(layers.binary("DIV", wide, cap)), cap)
 
     def sigmoid_mul(self, x: ITensor, gate: ITensor) -> ITensor:
         return self._layers.binary("PROD", x, self._layers.sigmoid(gate))

@@ -56,9 +56,9 @@ def make_rope_table(rotary: Rotary, *, num_positions: int, dtype: torch.dtype) -
 
 
 @cached
-def _constant(value: float) -> Tensor:
+def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=dtype)
 
 
 class TorchOps:
@@ -88,8 +88,9 @@ class TorchOps:
         self._masks = masks
         self._index = self._index_tokens()
 
-    def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
+    def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1.0 else rows.mul_(_constant(scale, rows.dtype))
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
         if isinstance(linear.weight, QuantizedWeight):
@@ -114,6 +115,13 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return (x.float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         return run_chosen_experts(x, experts, moe, chosen_experts(self.linear(x, experts.router), moe))

@@ -78,9 +78,7 @@ def read(
         reader.ignore(("initial_context_length",))
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     num_target_layers = reader.optional_integer("num_target_layers")
-    # Both are monotonic in the logits, so they cannot change a greedy draft; read only to check that.
-    reader.optional_number("output_multiplier")
-    reader.optional_number("final_logit_softcapping")
+    reader.optional_number("output_multiplier")  # cannot change a greedy draft; read only to check that
     spec_fields = {
         **sizes.spec_fields(),
         "source_format": "z-lab",
@@ -92,6 +90,7 @@ def read(
         "draft_block_size": reader.integer("block_size", minimum=2),
         "mask_token_id": reader.integer("mask_token_id", minimum=0),
         "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
+        "logit_softcap": reader.optional_number("final_logit_softcapping"),
     }
     reader.ignore((*HARMLESS_KEYS, *_HARMLESS))
     reader.finish()

@@ -1,7 +1,7 @@
 """The interface of a target family, and all families."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,6 +11,7 @@ from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
+from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 
@@ -18,11 +19,17 @@ LayerFields = dict[str, Any]  # of a LayerSpec
 ReadLayers = Callable[[ConfigReader, DecoderSizes], list[LayerFields]]
 ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
 DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
+ReadModel = Callable[[ConfigReader, DecoderSizes], dict[str, Any]]
+OwnNames = Callable[[str, TargetSpec], ForeignTable]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
+
+    `activation` is that of config.json. `read_model` gives fields of a TargetSpec that are no layers; `defaults` are
+    those of transformers, for keys that published files leave out. `own_names(model, spec)` names tensors that only
+    this family has, or names in its own way; `model` is the prefix of all names.
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
@@ -36,6 +43,10 @@ class Family:
     delta_names: DeltaNames | None = None
     has_offset_norms: bool = False
     left_out: tuple[str, ...] = ()
+    activation: str = "silu"
+    read_model: ReadModel | None = None
+    own_names: OwnNames | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from dflash_trt.core.dtype import FloatDType
-from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
+from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Scale, Size
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -22,14 +22,23 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class LayerSpec(Frozen):
-    """Norm, mixer, residual, norm, feed-forward, residual."""
+    """Norm, mixer, residual, norm, feed-forward, residual.
+
+    `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma).
+    """
 
     mixer: Annotated[Gqa | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
+    has_post_norms: bool = False
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """`owns_kv`: see `Gqa.weights`."""
-        norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in ("attention_norm", "mlp_norm")}
+        names = (
+            "attention_norm",
+            "mlp_norm",
+            *(("attention_post_norm", "mlp_post_norm") if self.has_post_norms else ()),
+        )
+        norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in names}
         if isinstance(self.mixer, Gqa):
             mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
         else:
@@ -104,7 +113,9 @@ class DecoderSpec(Frozen):
 class TargetSpec(DecoderSpec):
     """The model being served. `family` names the file of `checkpoint/families` that read it.
 
-    `has_offset_norms`: norms multiply by 1 + w (Qwen3-Next), and an engine has 1 + w, in float32.
+    `has_offset_norms`: norms multiply by 1 + w (Qwen3-Next), and an engine has 1 + w, in float32. Rows of the embedding
+    are multiplied by `embedding_scale`, rounded to their dtype (Gemma); a head tied to it is not. `logit_softcap` c
+    turns a logit z into c * tanh(z / c).
     """
 
     role: ClassVar[str] = "target"
@@ -113,6 +124,8 @@ class TargetSpec(DecoderSpec):
     vocab_size: Size
     is_embedding_tied: bool
     has_offset_norms: bool = False
+    embedding_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
     eos_token_ids: tuple[Index, ...] = ()
     bos_token_id: Index | None = None
 

@@ -20,7 +20,8 @@ class DraftSpec(DecoderSpec):
 
     `draft_vocab_size` is None when the drafter uses the target's lm_head. Otherwise the drafter has its own head, and
     draft token i is target token `draft_to_target[i]` (a tensor of the checkpoint). `source_format` names the file of
-    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it.
+    `checkpoint/drafters` that read it, `algorithm` the file of `network/drafters` that runs it. An embedding of the
+    target's is scaled as the target scales it, and by `input_embedding_scale`; `logit_softcap` is as in TargetSpec.
     """
 
     role: ClassVar[str] = "draft"
@@ -36,6 +37,7 @@ class DraftSpec(DecoderSpec):
     draft_vocab_size: Size | None = None
     has_own_embedding: bool = False
     input_embedding_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
 
     @field_validator("mask_token_id")
     @classmethod
