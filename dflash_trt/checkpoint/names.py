@@ -51,7 +51,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     family = all_families()[spec.family]
     for i, layer in enumerate(spec.layers):
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
-        table |= _layer_names(canonical, foreign, layer, "qkv")
+        table |= _layer_names(canonical, foreign, layer)
         if isinstance(layer.mixer, GatedDelta):
             assert family.delta_names is not None, f"{spec.family} names no gated delta nets"
             table |= family.delta_names(canonical, foreign, layer.mixer, spec.hidden_size)
@@ -105,20 +105,22 @@ def is_ignorable(name: str, spec: DecoderSpec) -> bool:
     return name in draft_formats()[spec.source_format].ignorable_tensors
 
 
-def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
-    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix."""
+def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: str | None = None) -> ForeignTable:
+    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix, by
+    default all that it has.
+    """
     table: ForeignTable = {
         f"{canonical}.attention_norm": one(f"{foreign}.input_layernorm.weight"),
         f"{canonical}.mlp_norm": one(f"{foreign}.post_attention_layernorm.weight"),
     }
     if isinstance(layer.mixer, Gqa):
-        table |= _attention_names(canonical, foreign, layer.mixer, letters)
+        table |= _attention_names(canonical, foreign, layer.mixer, letters or layer.mixer.projections)
     if isinstance(layer.feed_forward, Dense):
         table |= _mlp_names(canonical, foreign, layer.feed_forward)
     return table
 
 
-def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal["qkv", "q"]) -> ForeignTable:
+def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: str) -> ForeignTable:
     table: ForeignTable = {
         f"{canonical}.{letters}": _projections(foreign, letters, "weight"),
         f"{canonical}.o": _projections(foreign, "o", "weight"),
@@ -129,8 +131,7 @@ def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal[
         table[f"{canonical}.o_bias"] = _projections(foreign, "o", "bias")
     if mixer.has_sinks:
         table[f"{canonical}.sinks"] = one(f"{foreign}.self_attn.sinks")
-    if mixer.has_qk_norm:
-        table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in ("q_norm", "k_norm")}
+    table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in mixer.head_norms}
     return table
 
 

@@ -39,6 +39,20 @@ class PagedKv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedKv:
+    """The pages of an earlier layer, which the layer reads and never writes."""
+
+    bytes_per_token: ClassVar[int] = 0
+    bytes_per_slot: ClassVar[int] = 0
+
+    name: str  # unique in an engine
+    source: PagedKv
+
+    def shard(self, mapping: Mapping) -> "SharedKv":
+        return replace(self, source=self.source.shard(mapping))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
     """Recurrent state of one layer, a gated delta net, by slot.
 
@@ -85,11 +99,11 @@ class Recurrent:
         return replace(self, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
 
 
-LayerState = PagedKv | Recurrent
+LayerState = PagedKv | SharedKv | Recurrent
 
 
 def paged(states: Iterable[LayerState]) -> tuple[PagedKv, ...]:
-    """Those by token position."""
+    """Those by token position, each once."""
     return tuple(state for state in states if isinstance(state, PagedKv))
 
 

@@ -28,6 +28,7 @@ class Layer(Generic[T]):
     feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
     attention_post_norm: T | None = None
     mlp_post_norm: T | None = None
+    output_scale: T | None = None  # [1]
 
     @property
     def attention(self) -> GqaWeights[T]:
@@ -52,11 +53,14 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
         spec=spec.shard(tensors.mapping),
         rope_index=decoder.rotaries.index(spec.mixer.rotary) if isinstance(spec.mixer, Gqa) else None,
         attention_norm=tensors[f"{prefix}.attention_norm"],
-        mixer=bind_gqa(tensors, prefix, kv=kv) if isinstance(spec.mixer, Gqa) else bind_gated_delta(tensors, prefix),
+        mixer=bind_gqa(tensors, prefix, spec.mixer.projections, kv=kv)
+        if isinstance(spec.mixer, Gqa)
+        else bind_gated_delta(tensors, prefix),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
         feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
         attention_post_norm=tensors.find(f"{prefix}.attention_post_norm"),
         mlp_post_norm=tensors.find(f"{prefix}.mlp_post_norm"),
+        output_scale=tensors.find(f"{prefix}.output_scale"),
     )
 
 
@@ -98,15 +102,19 @@ def run_layers(
     ropes = rope_tables(ops, layers, rows)
     for layer, cache in zip(layers, caches, strict=True):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        mixed = ops.all_reduce(_run_mixer(ops, layer, x, rows, cache, ropes, eps))
-        hidden = ops.add(hidden, _normed(ops, mixed, layer.attention_post_norm, eps))
+        x = _run_mixer(ops, layer, x, rows, cache, ropes, eps)
+        hidden = ops.add(hidden, _summed(ops, x, layer.attention_post_norm, eps))
         x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        fed = ops.all_reduce(run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x))
-        hidden = ops.add(hidden, _normed(ops, fed, layer.mlp_post_norm, eps))
+        x = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
+        hidden = ops.add(hidden, _summed(ops, x, layer.mlp_post_norm, eps))
+        if layer.output_scale is not None:
+            hidden = ops.mul(hidden, layer.output_scale)
         yield hidden
 
 
-def _normed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
+def _summed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
+    """Over the ranks, and normed where the model does."""
+    x = ops.all_reduce(x)
     return x if norm is None else ops.rms_norm(x, norm, eps)
 
 

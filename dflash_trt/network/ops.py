@@ -167,13 +167,17 @@ class Ops(Protocol[T]):
         """[N, in] -> [N, out]."""
         ...
 
-    def rms_norm(self, x: T, weight: T, eps: float) -> T:
-        """Over the last axis, fp32 inside, back to x's dtype."""
+    def rms_norm(self, x: T, weight: T | None, eps: float) -> T:
+        """Over the last axis, fp32 inside, back to x's dtype. Without a weight: as if it were ones."""
         ...
 
     def add(self, a: T, b: T) -> T: ...
 
     def scale(self, x: T, factor: float) -> T: ...
+
+    def mul(self, x: T, factors: T) -> T:
+        """[N, F] and [N, F] or [1]."""
+        ...
 
     def sigmoid_mul(self, x: T, gate: T) -> T:
         """x * sigmoid(gate): [N, F], and gate [N, F] or [N, 1]."""
@@ -226,11 +230,13 @@ class Ops(Protocol[T]):
         """Rotate-half rotary embedding of [N, heads, D]."""
         ...
 
-    def attend(self, q: T, k: T, v: T, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None) -> T:
+    def attend(
+        self, q: T, k: T | None, v: T | None, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None
+    ) -> T:
         """Attend q [N, heads, D] over the pages of each row's request and over the rows' own k, v [N, kv_heads, D].
 
-        Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale`, capped by `gqa.softcap` and
-        masked by `gqa.mask`.
+        Rows that keep their K/V write them first; without k and v, an earlier layer has written them. Scores are scaled
+        by `gqa.score_scale`, capped by `gqa.softcap` and masked by `gqa.mask`.
         `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
         """
         ...

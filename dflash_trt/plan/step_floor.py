@@ -13,7 +13,7 @@ from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.core.state_spec import LayerState
+from dflash_trt.core.state_spec import LayerState, SharedKv
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.gpus import Gpu
@@ -183,7 +183,8 @@ def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int
         for layer, state in zip(decoder.layers, states, strict=True):
             if isinstance(layer.mixer, Gqa):
                 seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
-                total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)
+                read = state.source if isinstance(state, SharedKv) else state
+                total += read.bytes_per_token * step.num_requests * seen + state.bytes_per_token * step.num_rows
             else:
                 total += 2 * state.bytes_per_slot * step.num_requests
     return total

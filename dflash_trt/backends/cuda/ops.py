@@ -152,7 +152,8 @@ class TorchGpuOps:
         activation = x if isinstance(x, Norm | Gated | Attended) else Plain(tensor_of(x))
         return apply_device_linear(activation, linear)
 
-    def rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
+    def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
+        assert weight is not None, "refused by `unsupported`"
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
             return Heads(x.x, norm=(tensor_of(weight), eps))
@@ -163,6 +164,9 @@ class TorchGpuOps:
 
     def scale(self, x: Value, factor: float) -> Tensor:
         return tensor_of(x) if factor == 1.0 else tensor_of(x) * factor
+
+    def mul(self, x: Value, factors: Value) -> Tensor:
+        return tensor_of(x) * tensor_of(factors)
 
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(tensor_of(gate_up))
@@ -204,7 +208,14 @@ class TorchGpuOps:
         return _rows(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
 
     def attend(
-        self, q: Value, k: Value, v: Value, rows: Rows[Any], cache: Cache[Any], gqa: Gqa, sinks: Value | None = None
+        self,
+        q: Value,
+        k: Value | None,
+        v: Value | None,
+        rows: Rows[Any],
+        cache: Cache[Any],
+        gqa: Gqa,
+        sinks: Value | None = None,
     ) -> Attended:
         """K and V are stored now; the linear that reads the result says whether it wants codes."""
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)

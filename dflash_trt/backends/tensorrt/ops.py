@@ -189,12 +189,14 @@ class TrtOps:
             return out
         return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
 
-    def rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+    def rms_norm(self, x: ITensor, weight: Handle | None, eps: float) -> ITensor:
         layers = self._layers
         wide = layers.cast(x, "float32")  # fp32 inside
         last = len(x.shape) - 1
         mean_square = layers.reduce("AVG", layers.binary("PROD", wide, wide), last)
         normed = layers.binary("DIV", wide, layers.unary("SQRT", layers.binary("SUM", mean_square, eps)))
+        if weight is None:
+            return layers.cast_like(normed, x)
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
 
@@ -206,6 +208,11 @@ class TrtOps:
             return x
         layers = self._layers
         return layers.cast_like(layers.binary("PROD", layers.cast(x, "float32"), factor), x)  # one rounding
+
+    def mul(self, x: ITensor, factors: Handle) -> ITensor:
+        factors = self._layers.tensor(factors)
+        by_rows = factors if len(factors.shape) == len(x.shape) else self._layers.reshape(factors, (1, -1))
+        return self._layers.binary("PROD", x, by_rows)
 
     def silu_mul(self, gate_up: ITensor) -> ITensor:
         layers = self._layers
@@ -283,13 +290,14 @@ class TrtOps:
     def attend(
         self,
         q: ITensor,
-        k: ITensor,
-        v: ITensor,
+        k: ITensor | None,
+        v: ITensor | None,
         rows: Rows[ITensor],
         cache: Cache[ITensor],
         gqa: Gqa,
         sinks: Handle | None = None,
     ) -> ITensor:
+        assert k is not None and v is not None, "refused by `unsupported_problems`"
         if rows.keeps_kv:
             wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
             return self._lowering.attend_pages(q, (k, v), cache, gqa, wide)

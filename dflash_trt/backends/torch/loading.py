@@ -191,9 +191,11 @@ def allocate_state(
         for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True):
             yield Cache(part.view(dtype).view(shape), spec)
 
-    pages = caches(paged(states.target))
+    pages = {cache.spec.name: cache for cache in caches(paged(states.target))}
     target_kv = [
-        next(pages) if isinstance(spec, PagedKv) else _recurrent_cache(spec, num_slots, device)
+        _recurrent_cache(spec, num_slots, device)
+        if isinstance(spec, Recurrent)
+        else pages[spec.name if isinstance(spec, PagedKv) else spec.source.name]
         for spec in states.target
     ]
     return StepState(target_kv=target_kv, draft_kv=list(caches(paged(states.draft))))

@@ -97,7 +97,9 @@ class TorchOps:
             return apply_quantized(x, linear)
         return apply_linear(x, linear)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if weight is None:
+            return F.rms_norm(x, x.shape[-1:], None, eps)
         if x.dtype != torch.float32:
             if weight.dtype != x.dtype:
                 return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -111,6 +113,9 @@ class TorchOps:
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else x * factor
+
+    def mul(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x * factors
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -176,8 +181,8 @@ class TorchOps:
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rows: Rows[Tensor],
         cache: Cache[Tensor],
         gqa: Gqa,

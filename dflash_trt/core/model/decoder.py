@@ -13,7 +13,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import LayerState
+from dflash_trt.core.state_spec import LayerState, SharedKv
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 MAX_LAYERS = 1000
@@ -24,12 +24,14 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 class LayerSpec(Frozen):
     """Norm, mixer, residual, norm, feed-forward, residual.
 
-    `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma).
+    `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma). `has_output_scale`:
+    the sum after the layer is multiplied by a number (Gemma 4).
     """
 
     mixer: Annotated[Gqa | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
     has_post_norms: bool = False
+    has_output_scale: bool = False
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """`owns_kv`: see `Gqa.weights`."""
@@ -39,6 +41,8 @@ class LayerSpec(Frozen):
             *(("attention_post_norm", "mlp_post_norm") if self.has_post_norms else ()),
         )
         norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in names}
+        if self.has_output_scale:
+            norms[f"{prefix}.output_scale"] = WeightSpec(shape=(1,))
         if isinstance(self.mixer, Gqa):
             mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
         else:
@@ -102,12 +106,17 @@ class DecoderSpec(Frozen):
     ) -> tuple[LayerState, ...]:
         """State of each layer of the whole model; `kv_scales` are for FP8 pages, `num_records` for recurrent states."""
         scales = kv_scales or (None,) * self.num_layers
-        return tuple(
-            layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
-            if isinstance(layer.mixer, Gqa)
-            else layer.mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
-            for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True))
-        )
+
+        def state(i: int) -> LayerState:
+            mixer = self.layers[i].mixer
+            if not isinstance(mixer, Gqa):
+                return mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
+            owner = i if mixer.shares_kv_with is None else mixer.shares_kv_with
+            pages = mixer.state(f"{self.role}_kv.{owner}", dtype, scales[owner])
+            return pages if owner == i else SharedKv(name=f"{self.role}_kv.{i}", source=pages)
+
+        assert len(scales) == self.num_layers
+        return tuple(state(i) for i in range(self.num_layers))
 
 
 class TargetSpec(DecoderSpec):
