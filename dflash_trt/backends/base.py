@@ -143,6 +143,19 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
         )
 
 
+def projection_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for K and V that a back end without kernels for them would have to make in another way."""
+    found = {
+        "layers that norm V": any(gqa.has_v_norm for gqa in target.attentions),
+        "layers that make V of K": any(not gqa.has_v_proj for gqa in target.attentions),
+        "layers that share K and V": any(gqa.shares_kv_with is not None for gqa in target.attentions),
+    }
+    if any(found.values()):
+        named = " and ".join(name for name, is_there in found.items() if is_there)
+        expected = f"K and V of each layer's own projections, V as it is {where}"
+        yield problem("attention of the target", expected=expected, found=named, hint=hint)
+
+
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

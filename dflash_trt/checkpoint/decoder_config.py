@@ -84,9 +84,10 @@ def read_sizes(reader: ConfigReader) -> DecoderSizes:
     return sizes
 
 
-def require_plain_decoder(reader: ConfigReader) -> None:
-    """Refuse features that no decoder here implements."""
-    reader.require("hidden_act", "silu", default="silu", hint=NOT_IMPLEMENTED)
+def require_plain_decoder(reader: ConfigReader, *, activation: str = "silu") -> None:
+    """Refuse features that no decoder here implements, and an activation that is not the family's."""
+    for name in ("hidden_act", "hidden_activation"):
+        reader.require(name, activation, hint=NOT_IMPLEMENTED)
     reader.require("pretraining_tp", 1, hint=NOT_IMPLEMENTED)
     for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"):
         reader.require(name, False, hint=NOT_IMPLEMENTED)
@@ -137,7 +138,7 @@ def read_rope(
         section.ignore(("partial_rotary_factor", *MROPE_KEYS))
     else:
         section.require("partial_rotary_factor", 1, hint=NOT_IMPLEMENTED)
-    fields = _read_scaling(section, theta, reader.value("max_position_embeddings"))
+    fields = read_scaling(section, theta, reader.value("max_position_embeddings"))
     section.finish()
     return fields
 
@@ -212,7 +213,8 @@ def _read_theta(reader: ConfigReader, section: ConfigReader, default_theta: floa
     return reader.number("rope_theta")
 
 
-def _read_scaling(section: ConfigReader, theta: float, max_positions: Any) -> dict[str, Any]:
+def read_scaling(section: ConfigReader, theta: float, max_positions: Any) -> dict[str, Any]:
+    """Fields of a RopeSpec from the section that has the keys of its scaling."""
     rope_type = section.optional_text("rope_type") or section.optional_text("type") or "default"
     section.require("type", rope_type, hint="Remove it: it is the old name of rope_type.")
     if rope_type not in _ROPE_TYPES:

@@ -85,14 +85,27 @@ GENERATION_KEYS = (
 # Of a model whose language model is in `text_config`.
 VISION_KEYS = (
     "ignore_index",
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "boi_token_index",
+    "bos_token_id",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "eoi_token_index",
     "image_token_id",
+    "image_token_index",
     "language_model_only",
     "media_placeholder_token_id",
     "use_unified_vision_chunk",
     "video_placeholder",
+    "mm_tokens_per_image",
     "video_token_id",
     "vision_config",
     "vision_end_token_id",
+    "vision_soft_tokens_per_image",
     "vision_start_token_id",
 )
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from safetensors import safe_open
 
+from dflash_trt.checkpoint.names import model_prefix
 from dflash_trt.checkpoint.producers.base import FLOATS, Scheme
 from dflash_trt.checkpoint.quantized_reading import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
@@ -31,7 +32,8 @@ def resolve_kv_scales(
     """
     if scheme is None or not scheme.has_fp8_kv:
         return None, stored
-    names = [f"model.layers.{i}.{scheme.kv_scale.format(x=x)}" for i in range(spec.num_layers) for x in "kv"]
+    prefix = model_prefix(stored.tensors)
+    names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in range(spec.num_layers) for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
     missing = [name for name in names if name not in found]
     if found and missing:

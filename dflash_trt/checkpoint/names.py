@@ -59,7 +59,7 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     family = all_families()[spec.family]
     for i, layer in enumerate(spec.layers):
         canonical, foreign = f"target.layers.{i}", f"{model}layers.{i}"
-        table |= _layer_names(canonical, foreign, layer, "qkv")
+        table |= _layer_names(canonical, foreign, layer)
         if family.layer_names is not None:
             table |= family.layer_names(canonical, foreign, layer, spec.hidden_size)
         if isinstance(layer.mixer, GatedDelta):
@@ -71,6 +71,8 @@ def target_names(spec: TargetSpec, stored_names: Collection[str] = ()) -> Foreig
     table["target.norm"] = one(f"{model}norm.weight")
     if not spec.is_embedding_tied:
         table["target.lm_head"] = one(head)
+    if family.own_names is not None:
+        table |= family.own_names(model, spec)
     if spec.has_offset_norms:
         table |= {name: plus_one(*names.parts) for name, names in table.items() if is_offset_norm(name)}
     return table
@@ -148,14 +150,16 @@ def _conv_names(foreign: str) -> ForeignTable:
     return table
 
 
-def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Literal["qkv", "q"]) -> ForeignTable:
-    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix."""
+def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: str | None = None) -> ForeignTable:
+    """Names of a layer but its experts and gated delta net; `letters` are the projections fused in its own matrix, by
+    default all that it has.
+    """
     table: ForeignTable = {
         f"{canonical}.attention_norm": one(f"{foreign}.input_layernorm.weight"),
         f"{canonical}.mlp_norm": one(f"{foreign}.post_attention_layernorm.weight"),
     }
     if isinstance(layer.mixer, Gqa):
-        table |= _attention_names(canonical, foreign, layer.mixer, letters)
+        table |= _attention_names(canonical, foreign, layer.mixer, letters or layer.mixer.projections)
     if isinstance(layer.mixer, Mla):
         table |= _latent_names(canonical, foreign, layer.mixer)
     if isinstance(layer.feed_forward, Dense):
@@ -163,7 +167,7 @@ def _layer_names(canonical: str, foreign: str, layer: LayerSpec, letters: Litera
     return table
 
 
-def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal["qkv", "q"]) -> ForeignTable:
+def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: str) -> ForeignTable:
     table: ForeignTable = {
         f"{canonical}.{letters}": _projections(foreign, letters, "weight"),
         f"{canonical}.o": _projections(foreign, "o", "weight"),
@@ -174,8 +178,7 @@ def _attention_names(canonical: str, foreign: str, mixer: Gqa, letters: Literal[
         table[f"{canonical}.o_bias"] = _projections(foreign, "o", "bias")
     if mixer.has_sinks:
         table[f"{canonical}.sinks"] = one(f"{foreign}.self_attn.sinks")
-    if mixer.has_qk_norm or mixer.has_joint_qk_norm:
-        table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in ("q_norm", "k_norm")}
+    table |= {f"{canonical}.{norm}": one(f"{foreign}.self_attn.{norm}.weight") for norm in mixer.head_norms}
     return table
 
 

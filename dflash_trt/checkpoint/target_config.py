@@ -3,10 +3,11 @@
 Knows the keys that all families share; `families/` knows the others. Refuses other architectures and unknown keys.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object
+from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, shown
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.families.base import all_families, family_of
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
@@ -27,11 +28,13 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     family = _read_family(reader)
     if family is None:
         return None  # errors about the other keys would only be noise
+    reader = ConfigReader(_with_defaults(fields, family, notes), label=_LABEL, problems=problems, notes=notes)
     model = _language_model(reader)
+    reader.ignore(("architectures",))
     model.require("model_type", family, default=family, hint=f"{fields['architectures'][0]} is a {family} model.")
     spec_fields = _read_fields(model, family)
     spec_fields["is_embedding_tied"] = _is_embedding_tied(reader, model)
-    spec_fields["eos_token_ids"] = _read_eos(directory, model, problems)
+    spec_fields["eos_token_ids"] = _read_eos(directory, (model, reader), problems)
     for each in dict.fromkeys((reader, model)):
         each.ignore(HARMLESS_KEYS)
         each.finish()
@@ -49,6 +52,18 @@ def _read_family(reader: ConfigReader) -> str | None:
         reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
         return None
     return family
+
+
+def _with_defaults(fields: dict[str, Any], family: str, notes: list[str]) -> dict[str, Any]:
+    """The file with transformers' defaults for the keys that its language model lacks."""
+    nested = fields.get("text_config")
+    model = nested if isinstance(nested, dict) else fields
+    absent = {name: value for name, value in all_families()[family].defaults.items() if name not in model}
+    if not absent:
+        return fields
+    values = ", ".join(f"{name} {shown(value)}" for name, value in absent.items())
+    notes.append(f"{_LABEL} has no {', '.join(absent)}: as in transformers, {values}")
+    return fields | ({"text_config": model | absent} if model is nested else absent)
 
 
 def _language_model(reader: ConfigReader) -> ConfigReader:
@@ -71,8 +86,10 @@ def _is_embedding_tied(*readers: ConfigReader) -> bool:
 
 def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
     """Read all fields but the end-of-sequence ids, which have their own file."""
-    require_plain_decoder(reader)
-    reader.require("final_logit_softcapping", hint=NOT_IMPLEMENTED)
+    require_plain_decoder(reader, activation=all_families()[family].activation)
+    read_model = all_families()[family].read_model
+    if read_model is None:
+        reader.require("final_logit_softcapping", hint=NOT_IMPLEMENTED)
     sizes = read_sizes(reader)
     layers = all_families()[family].read_layers(reader, sizes)
     most, trained = all_families()[family].max_positions, sizes.max_position_embeddings
@@ -84,12 +101,14 @@ def _read_fields(reader: ConfigReader, family: str) -> dict[str, Any]:
         "has_offset_norms": all_families()[family].has_offset_norms,
         "bos_token_id": reader.optional_integer("bos_token_id", minimum=0),
         "layers": layers,
+        **({} if read_model is None else read_model(reader, sizes)),
     }
 
 
-def _read_eos(directory: Path, reader: ConfigReader, problems: list[str]) -> tuple[int, ...]:
-    """Read the ids of generation_config.json if it has any, else those of config.json."""
-    own = reader.optional_integers("eos_token_id") or ()
+def _read_eos(directory: Path, readers: Iterable[ConfigReader], problems: list[str]) -> tuple[int, ...]:
+    """Read the ids of generation_config.json if it has any, else those of config.json, inside first."""
+    found = [reader.optional_integers("eos_token_id") for reader in readers]
+    own = next((ids for ids in found if ids), ())
     path = directory / "generation_config.json"
     if not path.is_file():
         return own

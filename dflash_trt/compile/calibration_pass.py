@@ -129,14 +129,14 @@ class _ObservedOps(TorchOps):
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rows: Rows[Tensor],
         cache: Cache[Tensor],
         gqa: Gqa,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if rows.keeps_kv:
+        if rows.keeps_kv and k is not None and v is not None:
             self._observer.saw_kv(cache, k, v)
         return super().attend(q, k, v, rows, cache, gqa, sinks)
 

@@ -67,6 +67,20 @@ class PagedLatent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedKv:
+    """The pages of an earlier layer, which the layer reads and never writes."""
+
+    bytes_per_token: ClassVar[int] = 0
+    bytes_per_slot: ClassVar[int] = 0
+
+    name: str  # unique in an engine
+    source: PagedKv
+
+    def shard(self, mapping: Mapping) -> "SharedKv":
+        return replace(self, source=self.source.shard(mapping))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
     """Recurrent state of one layer, a gated delta net, by slot.
 
@@ -136,11 +150,11 @@ class PagedRows:
 
 
 PagedState = PagedKv | PagedLatent
-LayerState = PagedState | Recurrent | PagedRows
+LayerState = PagedState | SharedKv | Recurrent | PagedRows
 
 
 def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:
-    """Keys and values by token position."""
+    """Keys and values by token position, each once."""
     return tuple(state for state in states if isinstance(state, PagedKv | PagedLatent))
 
 

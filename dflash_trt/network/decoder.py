@@ -33,6 +33,9 @@ class Layer(Generic[T]):
     mixer: LayerWeights[T]
     mlp_norm: T
     feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
+    attention_post_norm: T | None = None
+    mlp_post_norm: T | None = None
+    output_scale: T | None = None  # [1]
 
     @property
     def attention(self) -> GqaWeights[T]:
@@ -44,6 +47,7 @@ class Layer(Generic[T]):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetWeights(Generic[T]):
     embedding: T
+    embedding_scale: float
     layers: tuple[Layer[T], ...]
     norm: T
     lm_head: Linear[T]
@@ -59,12 +63,15 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
         mixer=_bind_mixer(spec, tensors, prefix, kv),
         mlp_norm=tensors[f"{prefix}.mlp_norm"],
         feed_forward=bind_feed_forward(spec.feed_forward, tensors, prefix),
+        attention_post_norm=tensors.find(f"{prefix}.attention_post_norm"),
+        mlp_post_norm=tensors.find(f"{prefix}.mlp_post_norm"),
+        output_scale=tensors.find(f"{prefix}.output_scale"),
     )
 
 
 def _bind_mixer(spec: LayerSpec, tensors: RankTensors[T], prefix: str, kv: Linear[T] | None) -> LayerWeights[T]:
     if isinstance(spec.mixer, Gqa):
-        return bind_gqa(tensors, prefix, kv=kv)
+        return bind_gqa(tensors, prefix, spec.mixer.projections, kv=kv)
     assert kv is None, "only K and V of attention are of several layers"
     return bind_mla(spec.mixer, tensors, prefix) if isinstance(spec.mixer, Mla) else bind_gated_delta(tensors, prefix)
 
@@ -74,6 +81,7 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     has_head = not spec.is_embedding_tied or "target.lm_head" in tensors.quantized
     return TargetWeights(
         embedding=tensors["target.embedding"],
+        embedding_scale=spec.embedding_scale,
         layers=tuple(bind_layer(tensors, spec, i) for i in range(spec.num_layers)),
         norm=tensors["target.norm"],
         lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
@@ -89,7 +97,7 @@ def run_target(
     caches: Sequence[LayerCache[T]],
 ) -> list[T]:
     """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
-    hidden = ops.embedding(weights.embedding, token_ids)
+    hidden = ops.embedding(weights.embedding, token_ids, weights.embedding_scale)
     return list(run_layers(ops, spec, weights.layers, hidden, rows, caches))
 
 
@@ -101,16 +109,25 @@ def run_layers(
     rows: Rows[T],
     caches: Sequence[LayerCache[T]],
 ) -> Iterator[T]:
-    """Outputs [N, H] of one layer after the other: norm, mixer, residual, norm, feed-forward, residual."""
+    """Outputs [N, H] of one layer after the other, see `LayerSpec`."""
     eps = spec.rms_norm_eps
     ropes = rope_tables(ops, layers, rows)
     for layer, cache in zip(layers, caches, strict=True):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
-        hidden = ops.add(hidden, ops.all_reduce(_run_mixer(ops, layer, x, rows, cache, ropes, eps)))
+        x = _run_mixer(ops, layer, x, rows, cache, ropes, eps)
+        hidden = ops.add(hidden, _summed(ops, x, layer.attention_post_norm, eps))
         x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
-        hidden = ops.add(hidden, ops.all_reduce(fed))
+        x = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
+        hidden = ops.add(hidden, _summed(ops, x, layer.mlp_post_norm, eps))
+        if layer.output_scale is not None:
+            hidden = ops.mul(hidden, layer.output_scale)
         yield hidden
+
+
+def _summed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
+    """Over the ranks, and normed where the model does."""
+    x = ops.all_reduce(x)
+    return x if norm is None else ops.rms_norm(x, norm, eps)
 
 
 def _run_mixer(
@@ -137,9 +154,10 @@ def rope_tables(ops: Ops[T], layers: Sequence[Layer[T]], rows: Rows[T]) -> list[
 
 
 def logits_of(ops: Ops[T], weights: TargetWeights[T], spec: TargetSpec, hidden: T) -> T:
-    """Final norm and lm_head: [N, H] -> [N, V]."""
+    """Final norm, lm_head and soft cap: [N, H] -> [N, V]."""
     normed = ops.rms_norm(hidden, weights.norm, spec.rms_norm_eps)
-    return ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
+    logits = ops.all_gather_vocab(ops.linear(normed, weights.lm_head))
+    return logits if spec.logit_softcap is None else ops.softcap(logits, spec.logit_softcap)
 
 
 def _tied_head(spec: TargetSpec, tensors: RankTensors[T]) -> Linear[T]:

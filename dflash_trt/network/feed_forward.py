@@ -69,8 +69,10 @@ def run_feed_forward(
     if isinstance(weights, Experts):
         assert isinstance(spec, Moe)
         return ops.moe(x, weights, spec)
-    return _run_mlp(ops, weights, x)
+    assert isinstance(spec, Dense)
+    return _run_mlp(ops, weights, x, spec.activation)
 
 
-def _run_mlp(ops: Ops[T], weights: Mlp[T], x: T) -> T:
-    return ops.linear(ops.silu_mul(ops.linear(x, weights.gate_up)), weights.down)
+def _run_mlp(ops: Ops[T], weights: Mlp[T], x: T, activation: str = "silu") -> T:
+    activate = ops.gelu_mul if activation == "gelu_tanh" else ops.silu_mul
+    return ops.linear(activate(ops.linear(x, weights.gate_up)), weights.down)

@@ -191,16 +191,16 @@ class Ops(Protocol[T]):
         """The step's own T tokens, whose K/V are kept."""
         ...
 
-    def embedding(self, table: T, token_ids: T) -> T:
-        """[V, H], int32 [N] -> [N, H]."""
+    def embedding(self, table: T, token_ids: T, scale: float = 1.0) -> T:
+        """[V, H], int32 [N] -> [N, H], multiplied by `scale` rounded to the table's dtype, as transformers does it."""
         ...
 
     def linear(self, x: T, linear: Linear[T]) -> T:
         """[N, in] -> [N, out]."""
         ...
 
-    def rms_norm(self, x: T, weight: T, eps: float) -> T:
-        """Over the last axis, fp32 inside, back to x's dtype."""
+    def rms_norm(self, x: T, weight: T | None, eps: float) -> T:
+        """Over the last axis, fp32 inside, back to x's dtype. Without a weight: as if it were ones."""
         ...
 
     def joint_rms_norm(self, x: T, weight: T, eps: float) -> T:
@@ -211,8 +211,8 @@ class Ops(Protocol[T]):
 
     def scale(self, x: T, factor: float) -> T: ...
 
-    def softcap(self, x: T, cap: float) -> T:
-        """cap * tanh(x / cap)."""
+    def mul(self, x: T, factors: T) -> T:
+        """[N, F] and [N, F] or [1]."""
         ...
 
     def sigmoid_mul(self, x: T, gate: T) -> T:
@@ -221,6 +221,14 @@ class Ops(Protocol[T]):
 
     def silu_mul(self, gate_up: T) -> T:
         """[N, 2F] -> silu(first half) * second half, [N, F]."""
+        ...
+
+    def gelu_mul(self, gate_up: T) -> T:
+        """The same with GELU, in its approximation with tanh."""
+        ...
+
+    def softcap(self, x: T, cap: float) -> T:
+        """cap * tanh(x / cap), float32 whatever x is."""
         ...
 
     def moe(self, x: T, experts: Experts[T], moe: Moe) -> T:
@@ -258,11 +266,13 @@ class Ops(Protocol[T]):
         """Rotate-half rotary embedding of [N, heads, D]."""
         ...
 
-    def attend(self, q: T, k: T, v: T, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None) -> T:
+    def attend(
+        self, q: T, k: T | None, v: T | None, rows: Rows[T], cache: Cache[T], gqa: Gqa, sinks: T | None = None
+    ) -> T:
         """Attend q [N, heads, D] over the pages of each row's request and over the rows' own k, v [N, kv_heads, D].
 
-        Rows that keep their K/V write them first. Scores are scaled by `gqa.score_scale`, capped by `gqa.softcap` and
-        masked by `gqa.mask`.
+        Rows that keep their K/V write them first; without k and v, an earlier layer has written them. Scores are scaled
+        by `gqa.score_scale`, capped by `gqa.softcap` and masked by `gqa.mask`.
         `sinks` [heads] are logits in the softmax's denominator that have no value. Returns [N, heads * D].
         """
         ...

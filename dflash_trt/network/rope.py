@@ -1,7 +1,8 @@
 """RoPE frequencies from a RopeSpec, in plain Python, so that every backend turns the same numbers into a table.
 
-Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference), yarn (arXiv 2309.00071) and longrope (arXiv
-2402.13753), with the same corner cases as `transformers.modeling_rope_utils`, against which the tests compare.
+Definitions: linear (kaiokendev), llama3 (Meta's Llama 3.1 reference), yarn (arXiv 2309.00071), longrope (arXiv
+2402.13753) and proportional (Gemma 4), with the same corner cases as `transformers.modeling_rope_utils`, against which
+the tests compare.
 """
 
 import math
@@ -29,6 +30,10 @@ def rope_frequencies(rotary: Rotary) -> RopeFrequencies:
     if rope.scaling == "longrope":
         divided = tuple(f / divisor for f, divisor in zip(plain, rope.divisors, strict=True))
         return RopeFrequencies(inv_freq=divided, amplitude=rope.attention_factor or 1.0)
+    if rope.scaling == "proportional":
+        num_rotated = int(rope.rotated_fraction * head_dim // 2)
+        turned = [f / rope.factor if i < num_rotated else 0.0 for i, f in enumerate(plain)]
+        return RopeFrequencies(inv_freq=tuple(turned), amplitude=1.0)
     original = rope.original_max_position_embeddings
     assert original is not None  # proven by the spec
     if rope.scaling == "llama3":

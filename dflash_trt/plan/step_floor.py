@@ -14,7 +14,7 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
-from dflash_trt.core.state_spec import LayerState
+from dflash_trt.core.state_spec import LayerState, SharedKv
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.gpus import Gpu
@@ -186,7 +186,8 @@ def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int
         for layer, state in zip(decoder.layers, states, strict=False):
             if isinstance(layer.mixer, Gqa):
                 seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
-                total += state.bytes_per_token * (step.num_requests * seen + step.num_rows)
+                read = state.source if isinstance(state, SharedKv) else state
+                total += read.bytes_per_token * step.num_requests * seen + state.bytes_per_token * step.num_rows
             elif isinstance(layer.mixer, Mla):
                 total += state.bytes_per_token * (step.num_requests * step.context_len + step.num_rows)
             else:

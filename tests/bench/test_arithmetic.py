@@ -66,7 +66,7 @@ def test_a_speedup_is_the_median_of_the_ratios_of_rounds_without_the_first(
     drafted = [output(1, 2, 3, 4, 5), output(1, 1, 1, 1, 2, num_emitted_by_verify=9)]
     speeds = iter([1.0, 1000.0, 10.0, 30.0, 20.0, 20.0, 40.0, 100.0])
     runs = iter([plain, drafted] * 4)
-    monkeypatch.setattr(speculation, "_run", lambda *arguments: (next(runs), next(speeds)))
+    monkeypatch.setattr(speculation, "run_prompts", lambda *arguments: (next(runs), next(speeds)))
     lines: list[str] = []
     report = speculation.compare(
         Path("dir"),
@@ -108,7 +108,7 @@ def test_a_run_warms_up_and_takes_so_many_prompts_at_a_time(monkeypatch) -> None
 
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(speculation.time, "perf_counter", lambda: next(clock))
-    outputs, speed = speculation._run(Engine(), list("abc"), SAMPLING, 2)  # type: ignore[arg-type]
+    outputs, speed = speculation.run_prompts(Engine(), list("abc"), SAMPLING, 2)  # type: ignore[arg-type]
     assert calls == [(2, 8), (2, 20), (1, 20)]
     assert (len(outputs), speed) == (3, 9 / 4)
 

@@ -445,7 +445,6 @@ def test_a_key_that_changes_the_algorithm_is_refused_by_name(copy_of: Copy, plac
         ("attention_sink_bias", False),
         ("attention_value_scale", 1.0),
         ("eagle_aux_hidden_state_layer_ids", [1, 3]),
-        ("final_logit_softcapping", 30.0),
         ("has_lm_head", False),
         ("is_neox_style", True),
         ("loss_decay_gamma", 7.0),

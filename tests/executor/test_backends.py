@@ -15,6 +15,7 @@ from dflash_trt.formats.int4 import Int4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.formats.registry import weight_formats
 from tests.factories import make_target
+from tests.gemma_targets import make_gemma
 
 ALONE, TWO = Mapping(), Mapping(world_size=2, tp_size=2)
 NVFP4 = QuantizationSpec(linears={"target.layers.0.qkv": "nvfp4"})
@@ -67,6 +68,17 @@ def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> Non
     assert subjects("cuda", minimax) == ["rotary_dim of the target"]
     assert subjects("tensorrt", minimax, mapping=TWO) == ["experts of the target", "q_norm of the target"]
     assert subjects("torch", glm, mapping=TWO) == subjects("torch", minimax, mapping=TWO) == []
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
+def test_gemma_4_is_refused_by_name_where_no_kernel_makes_its_k_and_v(tmp_path, backend) -> None:
+    spec = open_pair(make_gemma(tmp_path / "target", family="gemma4_text"), None).target
+    (message,) = backend_of(backend).unsupported(spec, None, None, ALONE)
+    assert message.startswith("attention of the target: expected K and V of each layer's own projections, V as it is ")
+    assert "found layers that norm V and layers that make V of K. " in message
+    plain = open_pair(make_gemma(tmp_path / "gemma3", family="gemma3_text"), None).target
+    assert backend_of(backend).unsupported(plain, None, None, ALONE) == []
+    assert backend_of("torch").unsupported(spec, None, None, ALONE) == []
 
 
 def test_only_tensorrt_compiles(tmp_path) -> None:

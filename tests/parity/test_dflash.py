@@ -6,6 +6,7 @@ target, so the drafts are read off the target's inputs. It narrows its last bloc
 changes a non-causal draft, so only full-width blocks of the loop are compared.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.checkpoint.pair import open_pair
 from tests.engines import decode, make_executor
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
+from tests.gemma_targets import make_gemma
 
 dflash = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed: scripts/test installs it")
 
@@ -54,9 +57,13 @@ def reference_models(target: Path, drafter: Path):
     return model, dflash.DFlashDraftModel.from_pretrained(drafter, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
 def reference_drafts(model, draft, context: list[int], anchor: int) -> list[int]:
     """What the reference drafter proposes after `context` and `anchor`, without any cache."""
+    return reference_logits(model, draft, context, anchor).argmax(-1).tolist()
+
+
+@torch.inference_mode()
+def reference_logits(model, draft, context: list[int], anchor: int) -> torch.Tensor:  # [BLOCK - 1, V]
     hidden_states = model(torch.tensor([context]), output_hidden_states=True).hidden_states
     block = torch.tensor([[anchor] + [draft.mask_token_id] * (BLOCK - 1)])
     scale = float(getattr(draft.config, "input_embedding_scale", 1.0))
@@ -65,7 +72,7 @@ def reference_drafts(model, draft, context: list[int], anchor: int) -> list[int]
         noise_embedding=model.get_input_embeddings()(block) * scale,
         position_ids=torch.arange(len(context) + BLOCK)[None],
     )
-    return draft.compute_logits(hidden[:, 1:], model.lm_head)[0].argmax(-1).tolist()
+    return draft.compute_logits(hidden[:, 1:], model.lm_head)[0]
 
 
 def expected_blocks(target: Path, drafter: Path, tokens: list[int], our_blocks: list[list[int]]) -> list[list[int]]:
@@ -193,3 +200,29 @@ def test_a_perturbed_drafter_drafts_something_else(tmp_path, target, perturb):
     assert our_tokens == tokens  # a wrong draft never changes the text
     compared = full_width(blocks)
     assert our_blocks[: len(compared)] != compared
+
+
+def test_drafts_for_gemma_see_its_scaled_embedding(tmp_path):
+    """transformers' module of Gemma's embedding scales its rows, and so the reference drafts from scaled ones."""
+    target = make_gemma(tmp_path / "target", family="gemma3_text")
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, final_logit_softcapping=5.0)
+    executor = make_executor(target, drafter)
+    run = decode(executor, PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert len(run.blocks) > 8
+    expected = expected_blocks(target, drafter, run.tokens, run.blocks)
+    assert run.blocks == expected
+    unscaled = replace(executor.network.drafter, embedding_scale=1.0)
+    executor.network = replace(executor.network, drafter=unscaled)
+    assert decode(executor, PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1).blocks != expected
+
+
+def test_the_logits_of_a_drafter_are_capped_as_the_reference_caps_them(tmp_path, target, monkeypatch):
+    """Greedy drafts do not show a cap, and sampled ones hardly."""
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, final_logit_softcapping=2.0)
+    seen = []
+    draft_tokens = TorchOps.draft_tokens
+    monkeypatch.setattr(TorchOps, "draft_tokens", lambda *args: seen.append(args[1]) or draft_tokens(*args))
+    run = decode(make_executor(target, drafter), PROMPT, 1, num_draft_tokens=BLOCK - 1)
+    expected = reference_logits(*reference_models(target, drafter), PROMPT, run.tokens[0])
+    torch.testing.assert_close(seen[0], expected, rtol=0, atol=2e-5)  # measured 2e-6
+    assert 1.5 < expected.abs().max() < 2

@@ -7,6 +7,7 @@ float32, for tests.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache as cached
 from typing import Any
 
 import torch
@@ -159,14 +160,16 @@ class TorchGpuOps:
         self._outputs = outputs
         self._ranks = ranks
 
-    def embedding(self, table: Value, token_ids: Value) -> Tensor:
-        return F.embedding(tensor_of(token_ids), tensor_of(table))
+    def embedding(self, table: Value, token_ids: Value, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(tensor_of(token_ids), tensor_of(table))
+        return rows if scale == 1.0 else rows * _rounded(scale, rows.dtype)
 
     def linear(self, x: Value, linear: Linear[Any]) -> Tensor:
         activation = x if isinstance(x, Norm | Gated | Attended) else Plain(tensor_of(x))
         return apply_device_linear(activation, linear)
 
-    def rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
+    def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
+        assert weight is not None, "refused by `unsupported`"
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
             return Heads(x.x, norm=(tensor_of(weight), eps))
@@ -185,11 +188,21 @@ class TorchGpuOps:
     def scale(self, x: Value, factor: float) -> Tensor:
         return tensor_of(x) if factor == 1.0 else tensor_of(x) * factor
 
+    def mul(self, x: Value, factors: Value) -> Tensor:
+        return tensor_of(x) * tensor_of(factors)
+
     def silu_mul(self, gate_up: Value) -> Gated:
         return Gated(tensor_of(gate_up))
 
     def sigmoid_mul(self, x: Value, gate: Value) -> Tensor:
         return sigmoid_mul(tensor_of(x), tensor_of(gate))
+
+    def gelu_mul(self, gate_up: Value) -> Tensor:
+        gate, up = tensor_of(gate_up).chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def softcap(self, x: Value, cap: float) -> Tensor:
+        return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
         assert isinstance(experts, DeviceExperts)
@@ -228,7 +241,14 @@ class TorchGpuOps:
         return _rows(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
 
     def attend(
-        self, q: Value, k: Value, v: Value, rows: Rows[Any], cache: Cache[Any], gqa: Gqa, sinks: Value | None = None
+        self,
+        q: Value,
+        k: Value | None,
+        v: Value | None,
+        rows: Rows[Any],
+        cache: Cache[Any],
+        gqa: Gqa,
+        sinks: Value | None = None,
     ) -> Attended:
         """K and V are stored now; the linear that reads the result says whether it wants codes."""
         assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
@@ -366,6 +386,12 @@ class TorchGpuOps:
     @property
     def _device(self) -> torch.device:
         return self._inputs.token_ids.device
+
+
+@cached
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of `dtype`, without a tensor on the device that a graph would have to keep."""
+    return torch.tensor(value, dtype=dtype).item()
 
 
 def _rows(

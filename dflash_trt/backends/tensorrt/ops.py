@@ -5,6 +5,7 @@ them. Attention and sampling are plugin nodes, which write pages where they are,
 values: the written ones become outputs.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
@@ -35,6 +36,7 @@ from dflash_trt.network.ops import (
 )
 
 PluginMode = Literal["plugin", "layers"]
+_GELU_CUBE, _GELU_SCALE = 0.044715, (2 / math.pi) ** 0.5  # of GELU's approximation with tanh
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
@@ -172,8 +174,10 @@ class TrtOps:
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
 
-    def embedding(self, table: Handle, token_ids: ITensor) -> ITensor:
-        return self._layers.gather(self._layers.tensor(table), token_ids)
+    def embedding(self, table: Handle, token_ids: ITensor, scale: float = 1.0) -> ITensor:
+        layers = self._layers
+        rows = layers.gather(layers.tensor(table), token_ids)
+        return rows if scale == 1.0 else layers.binary("PROD", rows, scale)
 
     def linear(self, x: ITensor, linear: Linear[Handle]) -> ITensor:
         layers = self._layers
@@ -185,12 +189,14 @@ class TrtOps:
             return out
         return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
 
-    def rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+    def rms_norm(self, x: ITensor, weight: Handle | None, eps: float) -> ITensor:
         layers = self._layers
         wide = layers.cast(x, "float32")  # fp32 inside
         last = len(x.shape) - 1
         mean_square = layers.reduce("AVG", layers.binary("PROD", wide, wide), last)
         normed = layers.binary("DIV", wide, layers.unary("SQRT", layers.binary("SUM", mean_square, eps)))
+        if weight is None:
+            return layers.cast_like(normed, x)
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
 
@@ -207,12 +213,33 @@ class TrtOps:
         layers = self._layers
         return layers.cast_like(layers.binary("PROD", layers.cast(x, "float32"), factor), x)  # one rounding
 
+    def mul(self, x: ITensor, factors: Handle) -> ITensor:
+        factors = self._layers.tensor(factors)
+        by_rows = factors if len(factors.shape) == len(x.shape) else self._layers.reshape(factors, (1, -1))
+        return self._layers.binary("PROD", x, by_rows)
+
     def silu_mul(self, gate_up: ITensor) -> ITensor:
         layers = self._layers
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half))
         wide = layers.cast(gate, "float32")  # fp32 inside the activation
         return layers.binary("PROD", layers.cast_like(layers.binary("PROD", wide, layers.sigmoid(wide)), gate), up)
+
+    def gelu_mul(self, gate_up: ITensor) -> ITensor:
+        layers = self._layers
+        half = gate_up.shape[-1] // 2
+        gate, up = self.split(gate_up, (half, half))
+        wide = layers.cast(gate, "float32")
+        cube = layers.binary("PROD", wide, layers.binary("PROD", wide, wide))
+        inner = layers.binary("SUM", wide, layers.binary("PROD", cube, _GELU_CUBE))
+        weight = layers.binary("SUM", layers.tanh(layers.binary("PROD", inner, _GELU_SCALE)), 1.0)
+        activated = layers.binary("PROD", layers.binary("PROD", wide, 0.5), weight)
+        return layers.binary("PROD", layers.cast_like(activated, gate), up)
+
+    def softcap(self, x: ITensor, cap: float) -> ITensor:
+        layers = self._layers
+        wide = layers.cast(x, "float32")
+        return layers.binary("PROD", layers.tanh(layers.binary("DIV", wide, cap)), cap)
 
     def sigmoid_mul(self, x: ITensor, gate: ITensor) -> ITensor:
         return self._layers.binary("PROD", x, self._layers.sigmoid(gate))
@@ -224,9 +251,6 @@ class TrtOps:
         raise AssertionError("refused by `unsupported_problems`")
 
     def pairs_to_halves(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def softcap(self, x: ITensor, cap: float) -> ITensor:
         raise AssertionError("refused by `unsupported_problems`")
 
     def block_conv(self, *_: object) -> ITensor:
@@ -300,13 +324,14 @@ class TrtOps:
     def attend(
         self,
         q: ITensor,
-        k: ITensor,
-        v: ITensor,
+        k: ITensor | None,
+        v: ITensor | None,
         rows: Rows[ITensor],
         cache: Cache[ITensor],
         gqa: Gqa,
         sinks: Handle | None = None,
     ) -> ITensor:
+        assert k is not None and v is not None, "refused by `unsupported_problems`"
         if rows.keeps_kv:
             wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
             return self._lowering.attend_pages(q, (k, v), cache, gqa, wide)

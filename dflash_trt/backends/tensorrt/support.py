@@ -2,7 +2,13 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import drafter_problems, latent_problems, recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import (
+    drafter_problems,
+    latent_problems,
+    projection_problems,
+    recurrent_problems,
+    unsupported_formats,
+)
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
@@ -46,6 +52,7 @@ def unsupported_problems(
     torch = "Build with --backend torch."
     models = [
         *recurrent_problems(target, where="in a TensorRT engine", hint=torch),
+        *projection_problems(target, where="in a TensorRT engine", hint=torch),
         *drafter_problems(draft, where="in a TensorRT engine", hint=torch),
         *_layer_problems(target, mapping, hint=torch),
     ]

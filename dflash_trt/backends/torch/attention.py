@@ -229,21 +229,22 @@ def write_pages(cache: Cache[Tensor], slots: PageSlots, k: Tensor, v: Tensor) ->
 def attend_rows(
     plan: AttentionPlan,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cache: Cache[Tensor],
     mask: AttentionMask,
     scores: Scores = PLAIN_SCORES,
 ) -> Tensor:
     """See `Ops.attend`, for rows that keep their K/V."""
-    write_pages(cache, plan.slots, k, v)
+    if k is not None and v is not None:
+        write_pages(cache, plan.slots, k, v)
     num_heads, head_dim = q.shape[1:]
     out = None if plan.groups[0].rows is None else torch.empty_like(q)
     for group in plan.groups:
         num_requests, width = group.positions.shape
         queries = q if group.rows is None else q[group.rows]
         keys, values = read_pages(cache, group, q.dtype, plan.scratch)
-        bias = causal_bias(group, mask, num_heads // k.shape[1], q.dtype)
+        bias = causal_bias(group, mask, num_heads // cache.spec.num_kv_heads, q.dtype)
         attended = attend(queries.view(num_requests, width, num_heads, head_dim), keys, values, bias, scores)
         if out is None or group.rows is None:
             return attended.reshape(len(q), num_heads * head_dim)

@@ -37,6 +37,13 @@ class DeterministicOps(TorchOps):
         gate, up = gate_up.chunk(2, dim=-1)
         return in_vectors(F.silu, gate).mul_(up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return in_vectors(partial(F.gelu, approximate="tanh"), gate).mul_(up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return in_vectors(Tensor.tanh, x.float() / cap).mul_(cap)
+
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
         activate = partial(activated, pointwise=in_vectors)

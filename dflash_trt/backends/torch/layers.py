@@ -57,7 +57,9 @@ def prepared(
 
 def _joined(layer: Layer[Tensor]) -> Layer[Tensor]:
     mixer, gqa = layer.mixer, layer.spec.mixer
-    if not isinstance(mixer, GqaWeights) or not isinstance(gqa, Gqa) or gqa.has_output_gate or gqa.has_joint_qk_norm:
+    if not isinstance(mixer, GqaWeights) or not isinstance(gqa, Gqa):
+        return layer
+    if gqa.has_output_gate or gqa.has_v_norm or gqa.has_joint_qk_norm or gqa.projections != "qkv":
         return layer
     qkv = _joined_rows(mixer.projections)
     norms = (mixer.q_norm, mixer.k_norm)

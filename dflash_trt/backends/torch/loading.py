@@ -21,7 +21,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedRows, PagedState, Recurrent, paged
+from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedRows, PagedState, Recurrent, SharedKv, paged
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
@@ -193,9 +193,11 @@ def allocate_state(
             pages = part.view(dtype).view(shape)
             yield Cache(pages, spec) if isinstance(spec, PagedKv) else LatentCache(pages, spec)
 
-    pages = caches(paged(states.target))
+    pages = {cache.spec.name: cache for cache in caches(paged(states.target))}
     target_kv = [
-        _recurrent_cache(spec, num_slots, device) if isinstance(spec, Recurrent) else next(pages)
+        _recurrent_cache(spec, num_slots, device)
+        if isinstance(spec, Recurrent)
+        else pages[spec.source.name if isinstance(spec, SharedKv) else spec.name]
         for spec in states.target
     ]
     draft_kv = [cache for cache in caches(paged(states.draft)) if isinstance(cache, Cache)]

@@ -63,9 +63,9 @@ def make_rope_table(rotary: Rotary, *, num_positions: int, dtype: torch.dtype) -
 
 
 @cached
-def _constant(value: float) -> Tensor:
+def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(value)
+        return torch.tensor(value, dtype=dtype)
 
 
 class TorchOps:
@@ -95,15 +95,18 @@ class TorchOps:
         self._masks = masks
         self._index = self._index_tokens()
 
-    def embedding(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
+    def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids, table)
+        return rows if scale == 1.0 else rows.mul_(_constant(scale, rows.dtype))
 
     def linear(self, x: Tensor, linear: Linear[Tensor]) -> Tensor:
         if isinstance(linear.weight, QuantizedWeight):
             return apply_quantized(x, linear)
         return apply_linear(x, linear)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if weight is None:
+            return F.rms_norm(x, x.shape[-1:], None, eps)
         if x.dtype != torch.float32:
             if weight.dtype != x.dtype:
                 return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -125,12 +128,19 @@ class TorchOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x if factor == 1.0 else x * factor
 
-    def softcap(self, x: Tensor, cap: float) -> Tensor:
-        return (x / cap).tanh_().mul_(cap)
+    def mul(self, x: Tensor, factors: Tensor) -> Tensor:
+        return x * factors
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return (x.float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
@@ -186,8 +196,8 @@ class TorchOps:
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rows: Rows[Tensor],
         cache: Cache[Tensor],
         gqa: Gqa,

@@ -75,7 +75,7 @@ def read(
         reader.ignore(("initial_context_length",))
     mixer = sizes.mixer_fields(reader) | {"rope": read_rope(reader), "has_qk_norm": True}
     num_target_layers = reader.optional_integer("num_target_layers")
-    # Both are monotonic in the logits, so they cannot change a greedy draft of DFlash; read to check that.
+    # A multiplier is monotonic in the logits: it cannot change a greedy draft of DFlash.
     multiplier, softcap = (reader.optional_number(name) for name in ("output_multiplier", "final_logit_softcapping"))
     spec_fields = {
         **sizes.spec_fields(),
@@ -88,6 +88,7 @@ def read(
         "draft_block_size": reader.integer("block_size", minimum=2),
         "mask_token_id": reader.integer("mask_token_id", minimum=0),
         "input_embedding_scale": reader.optional_number("input_embedding_scale") or 1.0,
+        "logit_softcap": softcap,
     }
     if is_second:
         spec_fields |= read_dflash2(reader, sizes, output_multiplier=multiplier or 1.0, logit_softcap=softcap)

@@ -1,7 +1,7 @@
 """The interface of a target family, and all families."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -11,7 +11,7 @@ from dflash_trt.checkpoint import families
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import DecoderSizes
 from dflash_trt.checkpoint.foreign_names import ForeignTable
-from dflash_trt.core.model.decoder import LayerSpec
+from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 
@@ -21,11 +21,17 @@ ExpertNames = Callable[[str, str, Moe, Collection[str]], ForeignTable]
 LayerNames = Callable[[str, str, LayerSpec, int], ForeignTable]
 MaxPositions = Callable[[ConfigReader, int], int]
 DeltaNames = Callable[[str, str, GatedDelta, int], ForeignTable]
+ReadModel = Callable[[ConfigReader, DecoderSizes], dict[str, Any]]
+OwnNames = Callable[[str, TargetSpec], ForeignTable]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`architectures` as in config.json. `read_layers` reads the keys that only this family has.
+
+    `activation` is that of config.json. `read_model` gives fields of a TargetSpec that are no layers; `defaults` are
+    those of transformers, for keys that published files leave out. `own_names(model, spec)` names tensors that only
+    this family has, or names in its own way; `model` is the prefix of all names.
 
     `expert_names(canonical, foreign, moe, stored_names)` names the tensors of one layer's experts; canonical and
     foreign are the prefixes of the layer. None for a family without experts. `delta_names(canonical, foreign, mixer,
@@ -47,6 +53,10 @@ class Family:
     has_drafting_layers: bool = False
     left_out: tuple[str, ...] = ()
     left_out_modules: tuple[str, ...] = ()
+    activation: str = "silu"
+    read_model: ReadModel | None = None
+    own_names: OwnNames | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache

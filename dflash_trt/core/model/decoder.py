@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from dflash_trt.core.dtype import FloatDType
-from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Size
+from dflash_trt.core.frozen import MAX_INT32, Frozen, Index, Scale, Size
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -14,7 +14,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
-from dflash_trt.core.state_spec import LayerState
+from dflash_trt.core.state_spec import LayerState, SharedKv
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 
 MAX_LAYERS = 1000
@@ -23,14 +23,27 @@ LayerId = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class LayerSpec(Frozen):
-    """Norm, mixer, residual, norm, feed-forward, residual."""
+    """Norm, mixer, residual, norm, feed-forward, residual.
+
+    `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma). `has_output_scale`:
+    the sum after the layer is multiplied by a number (Gemma 4).
+    """
 
     mixer: Annotated[Gqa | Mla | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
+    has_post_norms: bool = False
+    has_output_scale: bool = False
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """`owns_kv`: see `Gqa.weights`."""
-        norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in ("attention_norm", "mlp_norm")}
+        names = (
+            "attention_norm",
+            "mlp_norm",
+            *(("attention_post_norm", "mlp_post_norm") if self.has_post_norms else ()),
+        )
+        norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in names}
+        if self.has_output_scale:
+            norms[f"{prefix}.output_scale"] = WeightSpec(shape=(1,))
         if isinstance(self.mixer, Gqa):
             mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
         else:
@@ -100,18 +113,28 @@ class DecoderSpec(Frozen):
     ) -> tuple[LayerState, ...]:
         """State of each layer of the whole model; `kv_scales` are for FP8 pages, `num_records` for recurrent states."""
         scales = kv_scales or (None,) * self.num_layers
-        return tuple(
-            layer.mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
-            if isinstance(layer.mixer, GatedDelta)
-            else layer.mixer.state(f"{self.role}_kv.{i}", dtype, scale)
-            for i, (layer, scale) in enumerate(zip(self.layers, scales, strict=True))
-        )
+
+        def state(i: int) -> LayerState:
+            mixer = self.layers[i].mixer
+            if isinstance(mixer, GatedDelta):
+                return mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
+            if isinstance(mixer, Mla) or mixer.shares_kv_with is None:
+                return mixer.state(f"{self.role}_kv.{i}", dtype, scales[i])
+            owner = mixer.shares_kv_with
+            return SharedKv(
+                name=f"{self.role}_kv.{i}", source=mixer.state(f"{self.role}_kv.{owner}", dtype, scales[owner])
+            )
+
+        assert len(scales) == self.num_layers
+        return tuple(state(i) for i in range(self.num_layers))
 
 
 class TargetSpec(DecoderSpec):
     """The model being served. `family` names the file of `checkpoint/families` that read it.
 
-    `has_offset_norms`: norms multiply by 1 + w (Qwen3-Next), and an engine has 1 + w, in float32.
+    `has_offset_norms`: norms multiply by 1 + w (Qwen3-Next), and an engine has 1 + w, in float32. Rows of the embedding
+    are multiplied by `embedding_scale`, rounded to their dtype (Gemma); a head tied to it is not. `logit_softcap` c
+    turns a logit z into c * tanh(z / c).
     """
 
     role: ClassVar[str] = "target"
@@ -120,6 +143,8 @@ class TargetSpec(DecoderSpec):
     vocab_size: Size
     is_embedding_tied: bool
     has_offset_norms: bool = False
+    embedding_scale: Scale = 1.0
+    logit_softcap: Scale | None = None
     eos_token_ids: tuple[Index, ...] = ()
     bos_token_id: Index | None = None
 

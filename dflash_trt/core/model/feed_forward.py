@@ -11,10 +11,11 @@ NumExperts = Annotated[int, Field(ge=1, le=4096)]
 
 
 class Dense(Frozen):
-    """silu(gate) * up, then down."""
+    """activation(gate) * up, then down. `gelu_tanh` is the approximation with tanh (Gemma)."""
 
     kind: Literal["dense"] = "dense"
     intermediate_size: Size
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     has_bias: bool = False
 
     @property

@@ -39,6 +39,10 @@ class Gqa(Frozen):
     `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then turns a score s into c * tanh(s / c)
     (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE; `has_joint_qk_norm`: over all heads of
     q and all of k (MiniMax-M2). `has_sinks`: the softmax of a head has one more logit, without a value (gpt-oss).
+    `has_v_norm`: an RMSNorm without a weight over each head of v. Without `has_v_proj`, v is what k is before its norm
+    and rotation (Gemma 4).
+
+    A layer that `shares_kv_with` an earlier one attends over the pages of that layer, and has no K and V of its own.
     """
 
     kind: Literal["gqa"] = "gqa"
@@ -56,6 +60,9 @@ class Gqa(Frozen):
     has_o_bias: bool = False
     has_sinks: bool = False
     has_output_gate: bool = False
+    has_v_norm: bool = False
+    has_v_proj: bool = True
+    shares_kv_with: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("rotary_dim")
     @classmethod
@@ -87,12 +94,22 @@ class Gqa(Frozen):
         return self.num_kv_heads * self.head_dim
 
     @property
+    def projections(self) -> Literal["qkv", "qk", "q"]:
+        """Of the layer's own K and V, as one matrix."""
+        return "q" if self.shares_kv_with is not None else "qkv" if self.has_v_proj else "qk"
+
+    @property
     def rotary(self) -> Rotary:
         return Rotary(self.rope, self.head_dim if self.rotary_dim is None else self.rotary_dim)
 
     @property
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def head_norms(self) -> tuple[str, ...]:
+        """Norms with a weight, of q and of the layer's own k."""
+        return ("q_norm", "k_norm")[: len(self.projections)] if self.has_qk_norm or self.has_joint_qk_norm else ()
 
     @property
     def sharded_sizes(self) -> dict[str, int]:
@@ -121,8 +138,9 @@ class Gqa(Frozen):
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """Canonical weights. Without `owns_kv`, q is alone, because K and V of all layers are one matrix elsewhere."""
-        name, sizes = ("qkv", (self.q_rows, self.kv_size, self.kv_size)) if owns_kv else ("q", (self.q_rows,))
-        units = (1, self.head_dim, self.head_dim)[: len(sizes)]
+        name = self.projections if owns_kv else "q"
+        sizes = (self.q_rows, self.kv_size, self.kv_size)[: len(name)]
+        units = (1, self.head_dim, self.head_dim)[: len(name)]
         table = {f"{prefix}.{name}": row_sharded((sum(sizes), hidden_size), sizes, units)}
         if self.has_qkv_bias:
             table[f"{prefix}.{name}_bias"] = row_sharded((sum(sizes),), sizes, units)
@@ -132,7 +150,7 @@ class Gqa(Frozen):
         if self.has_o_bias:
             table[f"{prefix}.o_bias"] = WeightSpec(shape=(hidden_size,))
         if self.has_qk_norm:
-            table |= {f"{prefix}.{norm}": WeightSpec(shape=(self.head_dim,)) for norm in ("q_norm", "k_norm")}
+            table |= {f"{prefix}.{norm}": WeightSpec(shape=(self.head_dim,)) for norm in self.head_norms}
         elif self.has_joint_qk_norm:
             table[f"{prefix}.q_norm"] = row_sharded((self.q_size,))
             table[f"{prefix}.k_norm"] = row_sharded((self.kv_size,), (self.kv_size,), (self.head_dim,))

@@ -11,11 +11,12 @@ class RopeSpec(Frozen):
     """Rotary embedding, rotate-half style. Formulas: `transformers.modeling_rope_utils`.
 
     `attention_factor` multiplies cos and sin (yarn, longrope); None means yarn's own 0.1 * ln(factor) + 1, and 1 in
-    longrope. `divisors` divide the frequency of each pair (longrope).
+    longrope. `divisors` divide the frequency of each pair (longrope). `rotated_fraction` of the frequencies of a head
+    are turned, the fast ones, and the others stand still (proportional: Gemma 4).
     """
 
     theta: Annotated[float, Field(ge=2.0, le=1e15)]  # yarn divides by its logarithm
-    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
     factor: Annotated[float, Field(ge=1.0, le=1e6)] = 1.0
     original_max_position_embeddings: Size | None = None
     low_freq_factor: Scale | None = None  # llama3
@@ -27,6 +28,7 @@ class RopeSpec(Frozen):
     mscale: Scale | None = None  # yarn
     mscale_all_dim: Scale | None = None  # yarn
     truncates_correction_range: bool = True  # yarn
+    rotated_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # proportional
 
     @field_validator("high_freq_factor")
     @classmethod

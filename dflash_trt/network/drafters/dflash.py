@@ -11,16 +11,17 @@ from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables, run_layers
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, StepState, T
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, StepState, T, TokenBlocks
 from dflash_trt.network.rank_tensors import RankTensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashDrafter(Generic[T]):
-    """`embedding` and `lm_head` are the target's unless the drafter brings its own."""
+    """`embedding`, with its scale, and `lm_head` are the target's unless the drafter brings its own."""
 
     spec: DraftSpec
     embedding: T
+    embedding_scale: float
     fc: Linear[T]
     context_norm: T
     context_kv: Linear[T]  # [k_0; v_0; k_1; v_1; ...] rows of all layers
@@ -56,15 +57,22 @@ class DFlashDrafter(Generic[T]):
         """Run the block [bonus, MASK x K] and take its tokens.
 
         Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
-        A positive output multiplier and a final softcap, which some drafters carry, keep the order of the logits: a
-        greedy draft does not need them. They are left out of sampled drafts, too, which costs acceptance and no token.
+        A positive output multiplier, which some drafters carry, keeps the order of the logits: a greedy draft does not
+        need it. It is left out of sampled drafts, too, which costs acceptance and no token.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
+        hidden = self.embedded(ops, blocks)
         *_, hidden = run_layers(ops, self.spec, self.layers, hidden, blocks.rows, state.draft_kv)
         hidden = ops.rms_norm(ops.without_first(hidden), self.norm, self.spec.rms_norm_eps)
         logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
+        if self.spec.logit_softcap is not None:
+            logits = ops.softcap(logits, self.spec.logit_softcap)
         return ops.draft_tokens(logits, acceptance, self.draft_to_target)
+
+    def embedded(self, ops: Ops[T], blocks: TokenBlocks[T]) -> T:
+        """The input of the first layer."""
+        hidden = ops.embedding(self.embedding, blocks.token_ids, self.embedding_scale)
+        return ops.scale(hidden, self.spec.input_embedding_scale)
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> DFlashDrafter[T]:
@@ -80,6 +88,7 @@ def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> 
     return DFlashDrafter(
         spec=spec,
         embedding=tensors["draft.embedding"] if spec.has_own_embedding else target.embedding,
+        embedding_scale=1.0 if spec.has_own_embedding else target.embedding_scale,
         fc=tensors.linear("draft.fc"),
         context_norm=tensors["draft.context_norm"],
         context_kv=context_kv,

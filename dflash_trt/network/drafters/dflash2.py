@@ -63,7 +63,7 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
     def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
-        hidden = ops.scale(ops.embedding(self.embedding, blocks.token_ids), self.spec.input_embedding_scale)
+        hidden = self.embedded(ops, blocks)
         ropes = rope_tables(ops, self.layers, blocks.rows)
         for layer, cache in zip(self.layers, state.draft_kv, strict=True):
             hidden = self._run_layer(ops, layer, hidden, blocks.rows, cache, ropes)

@@ -11,7 +11,9 @@ from dflash_trt.network.rank_tensors import RankTensors
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GqaWeights(Generic[T]):
-    """`projections` are [q; k; v] as one matrix, or q and [k; v]. A backend may hold them in a form of its own."""
+    """`projections` are those of `Gqa.projections` as one matrix, or q and [k; v]. A backend may hold them in a form of
+    its own.
+    """
 
     projections: tuple[Linear[T], ...]
     q_norm: T | None  # [D], or joint [heads * D]
@@ -19,24 +21,25 @@ class GqaWeights(Generic[T]):
     sinks: T | None  # [heads]
     o: Linear[T]
 
-    def qkv(self, ops: Ops[T], gqa: Gqa, x: T, rope: Any, eps: float) -> tuple[T, T, T]:
-        """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D]; q and k normed (where the model does) and rotated."""
-        q, k, v = _projected(ops, gqa, self, x)
+    def qkv(self, ops: Ops[T], gqa: Gqa, x: T, rope: Any, eps: float) -> tuple[T, T | None, T | None]:
+        """[N, H] -> q [N, heads, D], k and v [N, kv_heads, D]; all normed where the model does, q and k rotated."""
+        q, *kv = _projected(ops, gqa, self, x)
         q_norm, k_norm = self.q_norm, self.k_norm
         if gqa.has_joint_qk_norm:
-            assert q_norm is not None and k_norm is not None
-            q, k = ops.joint_rms_norm(q, q_norm, eps), ops.joint_rms_norm(k, k_norm, eps)
+            assert q_norm is not None and k_norm is not None and len(kv) == len("kv")
+            q, kv[0] = ops.joint_rms_norm(q, q_norm, eps), ops.joint_rms_norm(kv[0], k_norm, eps)
             q_norm = k_norm = None
-        return (
-            rotated_heads(ops, q, gqa.head_dim, q_norm, eps, rope),
-            rotated_heads(ops, k, gqa.head_dim, k_norm, eps, rope),
-            ops.split_heads(v, gqa.head_dim),
-        )
+        queries = rotated_heads(ops, q, gqa.head_dim, q_norm, eps, rope)
+        if not kv:
+            return queries, None, None
+        v = ops.split_heads(kv[-1], gqa.head_dim)
+        keys = rotated_heads(ops, kv[0], gqa.head_dim, k_norm, eps, rope)
+        return queries, keys, ops.rms_norm(v, None, eps) if gqa.has_v_norm else v
 
 
-def bind_gqa(tensors: RankTensors[T], prefix: str, *, kv: Linear[T] | None = None) -> GqaWeights[T]:
-    """`kv` is the [k; v] of a layer whose matrix is not its own."""
-    q = tensors.linear(f"{prefix}.qkv" if kv is None else f"{prefix}.q")
+def bind_gqa(tensors: RankTensors[T], prefix: str, projections: str, *, kv: Linear[T] | None = None) -> GqaWeights[T]:
+    """`projections` are those of the layer's own matrix; `kv` is the [k; v] of one whose matrix is not its own."""
+    q = tensors.linear(f"{prefix}.{projections if kv is None else 'q'}")
     return GqaWeights(
         projections=(q,) if kv is None else (q, kv),
         q_norm=tensors.find(f"{prefix}.q_norm"),
@@ -58,11 +61,10 @@ def run_gqa(
     eps: float,
 ) -> T:  # [N, H], of one rank: to be summed
     if gqa.has_output_gate:
-        (q, k, v), gate = _gated_qkv(ops, gqa, weights, x, rope, eps)
-        attended = ops.sigmoid_mul(ops.attend(q, k, v, rows, cache, gqa, weights.sinks), gate)
+        heads, gate = _gated_qkv(ops, gqa, weights, x, rope, eps)
+        attended = ops.sigmoid_mul(ops.attend(*heads, rows, cache, gqa, weights.sinks), gate)
     else:
-        q, k, v = weights.qkv(ops, gqa, x, rope, eps)
-        attended = ops.attend(q, k, v, rows, cache, gqa, weights.sinks)
+        attended = ops.attend(*weights.qkv(ops, gqa, x, rope, eps), rows, cache, gqa, weights.sinks)
     return ops.linear(attended, weights.o)
 
 
@@ -101,8 +103,10 @@ def rotated_kv(ops: Ops[T], kv: T, layers: Sequence[KvDestination[T]]) -> list[t
 
 
 def _projected(ops: Ops[T], gqa: Gqa, weights: GqaWeights[T], x: T) -> Sequence[T]:
-    q_size, kv_size = gqa.q_size, gqa.kv_size
+    kv_size = gqa.kv_size
     if len(weights.projections) == 1:
-        return ops.split(ops.linear(x, weights.projections[0]), (q_size, kv_size, kv_size))
+        sizes = (gqa.q_size, kv_size, kv_size)[: len(gqa.projections)]
+        out = ops.linear(x, weights.projections[0])
+        return [out] if len(sizes) == 1 else ops.split(out, sizes)
     q, kv = (ops.linear(x, projection) for projection in weights.projections)
     return (q, *ops.split(kv, (kv_size, kv_size)))

@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rota
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent, SharedKv
 from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
@@ -30,7 +30,7 @@ def fits(dtype: torch.dtype, states: EngineStates) -> bool:
     def is_known(spec: LayerState) -> bool:
         if isinstance(spec, Recurrent | PagedRows):
             return True  # PyTorch computes it
-        if isinstance(spec, PagedLatent):
+        if isinstance(spec, PagedLatent | SharedKv):
             return False  # PyTorch computes it from indices of its own
         has_panels = spec.head_dim % _PANEL == 0 and spec.head_dim <= _MAX_HEAD_DIM
         return spec.dtype == "float32" and spec.scales is None and has_panels
@@ -103,7 +103,9 @@ class NativeOps(TorchOps):
         self._num_threads = torch.get_num_threads()
         super().__init__(inputs, rope_tables, **step)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if weight is None:
+            return super().rms_norm(x, weight, eps)
         x = x.contiguous()
         width = weight.shape[-1]
         num_weights = 1 if weight.dim() == 1 else len(weight)
@@ -141,13 +143,14 @@ class NativeOps(TorchOps):
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         rows: Rows[Tensor],
         cache: Cache[Tensor],
         gqa: Gqa,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        assert k is not None and v is not None, "layers that share K and V run on `TorchOps`"
         num_rows, num_heads, head_dim = q.shape
         out = torch.empty((num_rows, num_heads * head_dim))
         assert all(x.stride(1) == head_dim and x.stride(2) == 1 for x in (q, k, v))

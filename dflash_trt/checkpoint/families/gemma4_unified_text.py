@@ -1,0 +1,17 @@
+"""Gemma 4 12B, the language model alone: a dense Gemma 4 without per-layer embeddings."""
+
+from dataclasses import replace
+
+from dflash_trt.checkpoint.families import gemma4_text
+
+_DEFAULTS = gemma4_text.DEFAULTS | {
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+}
+
+FAMILY = replace(
+    gemma4_text.FAMILY,
+    architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    defaults=_DEFAULTS,
+)
