@@ -123,7 +123,9 @@ def make_rows(case: Case, *, seed: int = 0) -> Rows:
     norm_dtype, rotary_dim = case.norm_dtype or case.dtype, case.rotary_dim or dim
     q_norm, k_norm = ((0.5 + torch.rand(dim, generator=generator)).to(norm_dtype) for _ in range(2))
     rotation = Rotation(
-        inv_freq=torch.tensor([1e6 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]) if case.has_rope else None,
+        inv_freq=torch.tensor([1e6 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)])
+        if case.has_rope
+        else None,
         amplitude=1.25 if case.has_rope else 1.0,
         q_norm=q_norm if case.has_norm else None,
         k_norm=k_norm if case.has_norm else None,
