@@ -6,7 +6,9 @@ folded. S stays in memory and passes through registers in parts of PART rows. Co
 `gated_delta_ends.py`, which also writes what other programs read here: keys, decays, window, position.
 
 float32 inside. Products are of TF32, which holds 16-bit inputs exactly: so keys and queries enter them as they are, and
-their lengths divide the results. In a float32 network a product is three of TF32, float32 but for the last bits.
+their lengths divide the results. Other factors are rounded to nearest, because tensor cores would cut their last bits
+off; that moves results by a quarter of what rounding q, k and v to bfloat16 does, however many steps follow. In a
+float32 network a product is three of TF32, float32 but for the last bits.
 """
 
 # mypy: ignore-errors
@@ -178,8 +180,8 @@ def _solved(kk, qk, of_k, of_q, v, rate, decay, BLOCK: tl.constexpr, PRODUCT: tl
     between = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf")))
     from_state = tl.exp(total)[:, None]
     inverse = _inverse(tl.where(row > column, rate[:, None] * between * kk, 0.0), BLOCK, PRODUCT)
-    deltas = tl.dot(inverse, rate[:, None] * (v - from_state * of_k), input_precision=PRODUCT)
-    return tl.dot(between * qk, deltas, from_state * of_q, input_precision=PRODUCT), deltas
+    deltas = _dot(inverse, rate[:, None] * (v - from_state * of_k), None, PRODUCT)
+    return _dot(between * qk, deltas, from_state * of_q, PRODUCT), deltas
 
 
 @triton.jit
@@ -204,11 +206,24 @@ def _of_larger_blocks(inverse, lower, SIZE: tl.constexpr, BLOCK: tl.constexpr, P
     is_between = (row // (4 * SIZE) == column // (4 * SIZE)) & (row // SIZE > column // SIZE)
     between = tl.where(is_between, lower, 0.0)
     if SIZE > 1:
-        between = tl.dot(inverse, between, input_precision=PRODUCT)
+        between = _dot(inverse, between, None, PRODUCT)
     if 2 * SIZE < BLOCK:  # else the square is zero
-        square = tl.dot(between, between, input_precision=PRODUCT)
-        inverse = tl.dot(square, inverse, inverse, input_precision=PRODUCT)
-    return inverse - tl.dot(between, inverse, input_precision=PRODUCT)
+        square = _dot(between, between, None, PRODUCT)
+        inverse = _dot(square, inverse, inverse, PRODUCT)
+    return inverse - _dot(between, inverse, None, PRODUCT)
+
+
+@triton.jit
+def _dot(a, b, addend, PRODUCT: tl.constexpr):
+    return tl.dot(_rounded(a, PRODUCT), _rounded(b, PRODUCT), addend, input_precision=PRODUCT)
+
+
+@triton.jit
+def _rounded(x, PRODUCT: tl.constexpr):
+    """To the nearest TF32."""
+    if PRODUCT == "tf32":
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -216,7 +231,7 @@ def _folded(part, k, deltas, decay, PRODUCT: tl.constexpr):
     """A part of S after the rows of a block; those that are not folded have zeros in `k` and `decay`."""
     total = tl.sum(decay, 0)
     weight = tl.exp(total - tl.cumsum(decay, 0))
-    return tl.dot(tl.trans(k), deltas * weight[:, None], part * tl.exp(total), input_precision=PRODUCT)
+    return _dot(tl.trans(k), deltas * weight[:, None], part * tl.exp(total), PRODUCT)
 
 
 @triton.jit
@@ -228,6 +243,7 @@ def _no_products(BLOCK: tl.constexpr, BLOCK_V: tl.constexpr):
 @triton.jit
 def _with_part(of_k, of_q, kk, qk, q, k, part, PRODUCT: tl.constexpr):
     """The products of k and q with S and with k, and what a part of them adds."""
+    part = _rounded(part, PRODUCT)  # k and q are exact
     of_k = tl.dot(k, part, of_k, input_precision=PRODUCT)
     of_q = tl.dot(q, part, of_q, input_precision=PRODUCT)
     kk = tl.dot(k, tl.trans(k), kk, input_precision=PRODUCT)

@@ -25,6 +25,7 @@ HEADS: Final = 8
 VERIFY_WARPS: Final = 2
 PROMPT_WARPS: Final = 4
 END_WARPS: Final = 4
+NUM_STAGES: Final = 3  # parts of a state on their way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +136,7 @@ class _Call:
         for kernel, constants, num_warps in kernels:
             grid = (len(rows.slot_ids), spec.num_value_heads, -(-spec.value_head_dim // constants["BLOCK_V"]))
             kernel[grid](
-                *arguments, **constants, POOLED=False, num_warps=num_warps, num_stages=1, enable_fp_fusion=True
+                *arguments, **constants, POOLED=False, num_warps=num_warps, num_stages=NUM_STAGES, enable_fp_fusion=True
             )
 
     def finish(self, out: Tensor, eps: float) -> None:

@@ -50,7 +50,7 @@ def gated_delta_variants(
                 },
                 constexprs=constexprs,
                 num_warps=warps.get(name, launch.END_WARPS),
-                num_stages=1,
+                num_stages=launch.NUM_STAGES if name in warps else 1,
                 grid=grids.get(name, ("num_requests", str(spec.num_value_heads), str(columns))),
             )
         )

@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.cuda.backend import BACKEND
+from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
+from dflash_trt.core.mapping import Mapping
+from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start
 
+# Sums in another order, of logits up to 11; measured in the interpreter: 5e-6.
+LOGIT_TOLERANCE = 3e-5
 SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-TARGETS: dict[str, dict[str, Any]] = {
-    "next": {"family": "qwen3_next", **SMALL},
-    "3.5": {"family": "qwen3_5_text", **SMALL},
-}
 
 
 def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
@@ -31,11 +33,13 @@ def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
     return target, drafter
 
 
-@pytest.mark.parametrize("options", TARGETS.values(), ids=TARGETS.keys())
-def test_steps_over_the_kernels_give_the_tokens_of_plain_pytorch(
-    tmp_path: Path, device: torch.device, options: dict[str, Any]
-) -> None:
-    reference, executor = make_executors(make_pair(tmp_path, **options), device)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), family="qwen3_5_text", **SMALL)
+
+
+def test_steps_over_the_kernels_give_the_tokens_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
+    reference, executor = make_executors(pair, device)
     batch, expected = start(reference)
     assert_same(run_batch(executor, batch), expected)
     for num_candidates in ((2, 1), (0, 2)):
@@ -47,7 +51,53 @@ def test_steps_over_the_kernels_give_the_tokens_of_plain_pytorch(
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = run_batch(reference, batch)
     assert_same(run_batch(executor, batch), expected)
-    for _ in range(2):  # steps that the host fills in with nothing but their layout
-        batch = next_batch(batch, expected, num_candidates=lambda r: 2)
-        expected = run_batch(reference, batch)
-        assert_same(request_results(executor.submit(chained(plan_of(batch))).result()), expected)
+    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+    expected = run_batch(reference, batch)  # and a step that the host fills in with nothing but its layout
+    assert_same(request_results(executor.submit(chained(plan_of(batch))).result()), expected)
+
+
+def test_so_they_do_with_experts_and_offset_norms(tmp_path: Path, device: torch.device) -> None:
+    reference, executor = make_executors(make_pair(tmp_path, family="qwen3_next", **SMALL), device)
+    batch, expected = start(reference)
+    assert_same(run_batch(executor, batch), expected)
+    batch = next_batch(batch, expected, num_candidates=lambda r: 2)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
+
+
+def test_a_prompt_has_the_logits_of_plain_pytorch_and_a_slot_serves_one_after_the_other(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    reference, executor = make_executors(pair, device)
+    for tokens in ([5, 9, 2, 7], [9, 4]):
+        found, expected = executor.target_logits(tokens), reference.target_logits(tokens)
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["conv", "log_rate", "dt_bias", "norm"])
+def test_a_changed_parameter_is_noticed(pair: tuple[Path, Path], device: torch.device, name: str) -> None:
+    """The negative control of the tests above."""
+    reference, executor = make_executors(pair, device)
+    mixer = executor.network.target_weights.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaWeights)
+    getattr(mixer.parameters, name).add_(0.5)
+    tokens = [5, 9, 2, 7]
+    found, expected = executor.target_logits(tokens), reference.target_logits(tokens)
+    assert (found.cpu() - expected).abs().max() > 1000 * LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"linear_key_head_dim": 256}, "head_dim of gated delta nets: expected at most 128 on a GPU, found 256"),
+    ],
+)
+def test_what_the_kernels_are_made_for_is_not_refused(
+    tmp_path: Path, changes: dict[str, int], problem: str | None
+) -> None:
+    target, _ = make_pair(tmp_path, family="qwen3_5_text", **SMALL | changes)
+    spec = open_pair(target, None).target
+    found = [text for text in BACKEND.unsupported(spec, None, None, Mapping()) if "gated delta" in text]
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]

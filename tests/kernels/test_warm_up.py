@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,10 +62,10 @@ class LaunchingExecutor(FakeExecutor):
         return super().submit(plan)
 
 
-def make_engine(root: Path, *, family: Family = "qwen3", max_batch_size: int, **overrides: int) -> EngineDir:
+def make_engine(root: Path, *, family: Family = "qwen3", max_batch_size: int, **overrides: Any) -> EngineDir:
     """Each query head has its own K/V head, so that the chunk's tile depends on its length most."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    target = make_target(root / "target", family=family, num_hidden_layers=1, **heads, **overrides)
+    target = make_target(root / "target", family=family, **{"num_hidden_layers": 1} | heads | overrides)
     drafter = make_zlab_drafter(
         root / "drafter",
         target_dir=target,
@@ -90,7 +91,13 @@ def engine_of_experts(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     return make_engine(tmp_path_factory.mktemp("experts"), family="qwen3_moe", max_batch_size=24, **experts)
 
 
-@pytest.fixture(params=["engine", "engine_of_experts", "engine_of_experts, deterministic"])
+@pytest.fixture(scope="module")
+def engine_of_delta_nets(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return make_engine(tmp_path_factory.mktemp("delta_nets"), family="qwen3_5_text", max_batch_size=24, **layers)
+
+
+@pytest.fixture(params=["engine", "engine_of_delta_nets", "engine_of_experts", "engine_of_experts, deterministic"])
 def executor(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:
