@@ -7,7 +7,7 @@ folded. S stays in memory and passes through registers in parts of PART rows. Co
 
 float32 inside. Products are of TF32, which holds 16-bit inputs exactly: so keys and queries enter them as they are, and
 their lengths divide the results. Other factors are rounded to nearest, because tensor cores would cut their last bits
-off; that moves results by a quarter of what rounding q, k and v to bfloat16 does, however many steps follow. In a
+off; that moves results by a quarter of what rounding q, k and v to bfloat16 does. In a
 float32 network a product is three of TF32, float32 but for the last bits.
 """
 

@@ -20,7 +20,8 @@ from dflash_trt.backends.cuda.experts import prepare_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots
 from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed_linear
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
-from dflash_trt.backends.cuda.ops import GpuResources, TorchGpuOps
+from dflash_trt.backends.cuda.ops import TorchGpuOps
+from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages

@@ -5,7 +5,7 @@ lives for one step; everything that outlives it is in `GpuResources`. Runs on a 
 float32, for tests.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache as cached
 from typing import Any
@@ -30,10 +30,8 @@ from dflash_trt.backends.cuda.handles import (
 )
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
+from dflash_trt.backends.cuda.resources import GpuResources
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
-from dflash_trt.core.mapping import Mapping as RankMapping
-from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
-from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
@@ -41,18 +39,11 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.argmax_launch import draft_tokens
-from dflash_trt.kernels.attention_fixed import FixedSplits, Piece
+from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.norm_launch import sigmoid_mul
-from dflash_trt.kernels.one_shot_launch import PeerBuffers
-from dflash_trt.kernels.rope_and_pages_launch import (
-    DraftLayers,
-    Rotation,
-    rotate_and_store,
-    rotate_block,
-    store_draft_context,
-)
+from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store, rotate_block, store_draft_context
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import (
@@ -67,7 +58,6 @@ from dflash_trt.network.ops import (
     StepInputs,
     TokenBlocks,
 )
-from dflash_trt.network.rope import rope_frequencies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,65 +66,6 @@ class RowsIndex:
 
     requests: RequestTensors
     pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuResources:
-    """Memory of an engine on its device, apart from weights and pages."""
-
-    rope: Mapping[Rotary, tuple[Tensor, float]]  # inv_freq float32 [D / 2], amplitude
-    attention_workspace: Tensor
-    attended: Tensor  # flat; kept from step to step so that rows of no request always hold finite numbers
-    attended_codes: Tensor  # the same as FP8 codes
-    sampling_workspace: Mapping[str, Tensor]
-    draft_layers: DraftLayers | None  # their k_norms and pages
-    peers: PeerBuffers | None = None  # for sums of few rows over ranks
-    splits: FixedSplits | None = None  # of the target's attention, in deterministic steps
-
-    @classmethod
-    def allocate(
-        cls,
-        target: TargetSpec,
-        draft: DraftSpec | None,
-        *,
-        mapping: RankMapping,
-        max_tokens: int,
-        max_rows: int,  # max_batch_size * (max_draft_len + 1)
-        draft_layers: DraftLayers | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        peers: PeerBuffers | None = None,
-        splits: FixedSplits | None = None,
-    ) -> "GpuResources":
-        decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
-        mixers = {gqa.shard(mapping) for decoder in decoders for gqa in decoder.attentions}
-        frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers}
-        workspaces = [
-            attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
-            for mixer in mixers
-        ]
-        targets = {gqa.shard(mapping) for gqa in target.attentions}
-        if splits is not None:
-            workspaces += [
-                splits.allocate_workspace(
-                    heads_per_kv=mixer.num_heads // mixer.num_kv_heads,
-                    kv_heads=mixer.num_kv_heads,
-                    head_dim=mixer.head_dim,
-                    device=device,
-                )
-                for mixer in targets
-            ]
-        most_features = max(mixer.q_size for mixer in mixers)
-        return cls(
-            rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
-            attention_workspace=max(workspaces, key=len),
-            attended=torch.zeros(max_tokens * most_features, dtype=dtype, device=device),
-            attended_codes=torch.zeros(max_tokens * most_features, dtype=torch.float8_e4m3fn, device=device),
-            sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
-            draft_layers=draft_layers,
-            peers=peers,
-            splits=splits,
-        )
 
 
 class TorchGpuOps:

@@ -18,6 +18,7 @@ from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
+from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
@@ -156,7 +157,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps:
+class TrtOps(RefusedOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(
@@ -243,36 +244,6 @@ class TrtOps:
 
     def sigmoid_mul(self, x: ITensor, gate: ITensor) -> ITensor:
         return self._layers.binary("PROD", x, self._layers.sigmoid(gate))
-
-    def gated_delta(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def attend_latent(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def pairs_to_halves(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def block_conv(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def select_tokens(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def chain_blocks(self, *_: object) -> TokenBlocks[ITensor]:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def previous_rows(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def context_rows(self, *_: object) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def stack_slots(self, slots: Sequence[ITensor]) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
-
-    def last_slot(self, x: ITensor, num_slots: int) -> ITensor:
-        raise AssertionError("refused by `unsupported_problems`")
 
     def merge_heads(self, x: ITensor) -> ITensor:
         return self._layers.reshape(x, (-1, x.shape[-2] * x.shape[-1]))
