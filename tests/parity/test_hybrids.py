@@ -16,7 +16,6 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.backends.torch import gated_delta
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.request import Request
-from dflash_trt.core.runtime_config import SettingError
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -196,12 +195,6 @@ def test_two_ranks_give_the_tokens_of_one(one_pair: tuple[Path, Path], expected:
         )
         found = [list(output.token_ids) for output in outputs]
     assert found == [tokens[: len(row)] for tokens, row in zip(expected, found, strict=True)]
-
-
-def test_determinism_is_refused(one_pair: tuple[Path, Path]) -> None:
-    engine = build(one_pair[0].parent, tp_size=1, max_seq_len=128)
-    with pytest.raises(SettingError, match="expected a target whose layers all attend, found gated delta nets"):
-        LLM(engine.path, deterministic=True)
 
 
 def test_a_model_that_also_sees_is_read_for_its_language_model(tmp_path: Path) -> None:
