@@ -53,6 +53,34 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
     "3.5 with experts": {"family": "qwen3_5_moe_text"},
 }
+SLOW_TARGETS: dict[str, dict[str, Any]] = {
+    "3.5 with experts, heads of whole panels": {
+        "family": "qwen3_5_moe_text",
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "seed": 5,
+    },
+    "3.5 with experts, one of them chosen, equally many heads": {
+        "family": "qwen3_5_moe_text",
+        "num_experts_per_tok": 1,
+        "linear_num_value_heads": 2,
+        "seed": 2,
+    },
+    "3.5 with experts, saved as they are computed, wide filters": {
+        "family": "qwen3_5_moe_text",
+        "save_original_format": False,
+        "linear_conv_kernel_dim": 6,
+        "shared_expert_intermediate_size": 24,
+        "seed": 3,
+    },
+    "3.5 with experts, every layer a delta net but the first": {
+        "family": "qwen3_5_moe_text",
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}
+PAIRS = [pytest.param(fields, id=name) for name, fields in TARGETS.items()]
+PAIRS += [pytest.param(fields, id=name, marks=pytest.mark.slow) for name, fields in SLOW_TARGETS.items()]
 
 
 def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
@@ -87,7 +115,7 @@ def tokens_of(loop: EngineLoop, prompts: list[list[int]], *, preempts: bool = Fa
     return [list(stream.result(timeout_s=1).token_ids) for stream in streams]
 
 
-@pytest.fixture(scope="module", params=TARGETS.values(), ids=TARGETS.keys())
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), **request.param)
 
