@@ -133,7 +133,7 @@ def expected_tokens(executor: FakeExecutor, request: Request) -> list[int]:
     num_tokens = min(request.sampling.max_new_tokens, room)
     rules, sampling = LogitRules.of(request), scheduled_sampling(request)
     if request.constraint is not None:
-        return constrained_tokens(executor.target, request, num_tokens, sampling)
+        return constrained_tokens(executor.target, request, num_tokens, sampling, rules)
     tokens = executor.target.generate(request.prompt_token_ids, num_tokens, sampling, rules)
     for index, token in enumerate(tokens):
         if token in request.stop_token_ids:

@@ -81,17 +81,18 @@ class ToyMatcher:
                 row += 1
 
 
-def constrained_tokens(target: ToyTarget, request: Request, num_tokens: int, sampling: StepSampling) -> list[int]:
+def constrained_tokens(
+    target: ToyTarget, request: Request, num_tokens: int, sampling: StepSampling, rules: LogitRules | None
+) -> list[int]:
     """What a request with a ToyConstraint emits alone, one token at a time."""
     assert isinstance(request.constraint, ToyConstraint)
     matcher, history = request.constraint.start(request.stop_token_ids), 0
-    rules = LogitRules.of(request)
     for token in request.prompt_token_ids:
         history = fold(history, target.key_value(history, token))
     while len(matcher.tokens) < num_tokens and not matcher.is_finished:
-        known = [*request.prompt_token_ids, *matcher.tokens]
-        token = target.next_token(history, len(known), sampling, fold_rules(rules, known))
-        token = next_allowed(token, np.array(matcher.allowed(matcher.tokens)))
+        known = (*request.prompt_token_ids, *matcher.tokens)
+        wanted = target.next_token(history, len(known), sampling, fold_rules(rules, known))
+        token = next_allowed(wanted, np.array(matcher.allowed(matcher.tokens)))
         matcher.tokens.append(token)
         history = fold(history, target.key_value(history, token))
         if token in request.stop_token_ids:
