@@ -76,12 +76,12 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             hint="TensorRT chooses its GEMMs by the number of rows. Build the engine with --backend torch.",
         )
     is_recurrent = engine.manifest.target.is_recurrent
-    if config.deterministic and is_recurrent:
+    if config.deterministic and is_recurrent and device != "cpu":
         raise SettingError(
             "deterministic",
-            expected="a target whose layers all attend",
-            found="gated delta nets",
-            hint="Their sums depend on how many rows a step has. Leave it out.",
+            expected="a target whose layers all attend, or a CPU",
+            found=f"gated delta nets on device {device}",
+            hint="The sums of their kernels depend on how many rows a step has. Leave it out.",
         )
     if config.deterministic and engine.manifest.target.latents:
         raise SettingError(

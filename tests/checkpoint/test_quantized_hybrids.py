@@ -14,10 +14,11 @@ from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import dequantize, split_quantized
+from dflash_trt.quantize.stream import joined
 from tests.checkpoint.refusals import edit_tensors, pair_refusal, weights_of
 from tests.checkpoint.test_fp8_checkpoints import write, write_blocks
 from tests.engines import decode, make_executor
-from tests.factories import Tensors, make_target
+from tests.factories import Tensors, make_target, read_json, write_json
 
 ENDINGS = ("_proj.weight", "in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 UNCONVERTED = ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "mlp.gate", "mlp.shared_expert_gate"]
@@ -119,6 +120,30 @@ def test_a_part_that_is_not_quantized_stands_beside_those_that_are(tmp_path: Pat
     assert torch.equal(tensors["target.layers.0.qkvz/3"], rows[3])
     blocks = tensors["target.layers.0.qkvz/1.block_scale"].repeat_interleave(128, 0)
     assert torch.equal(tensors["target.layers.0.qkvz/1"].float() * blocks, rows[1])
+    pair = open_pair(tmp_path / "fp8", None)  # in an engine the layer is unquantized
+    whole = dict(joined(pair.iter_weights(dtype=torch.float32, mapping=Mapping()), dtype=torch.float32))
+    assert torch.equal(whole["target.layers.0.qkvz"], plain["target.layers.0.qkvz"])
+
+
+def test_the_language_model_of_a_quantized_model_that_also_sees_is_read(tmp_path: Path) -> None:
+    """As Qwen3.5-FP8: the quantization stands outside of `text_config`, and its list names modules of the wrapper."""
+    source = make_source(tmp_path / "source", "qwen3_5_text")
+    ignored = [f"model.language_model.layers.0.linear_attn.in_proj_{name}" for name in "ab"]
+    ignored += ["lm_head", "model.visual.blocks.0.attn.qkv", "mtp.fc"]
+    dequantized = write_blocks(source, tmp_path / "fp8", endings=ENDINGS, modules_to_not_convert=ignored)
+    text = read_json(tmp_path / "fp8" / "config.json")
+    section = text.pop("quantization_config")
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    write_json(tmp_path / "fp8" / "config.json", outer | {"text_config": text, "quantization_config": section})
+
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.visual.merger.weight"] = torch.zeros(3)
+
+    edit_tensors(tmp_path / "fp8", rename)
+    names = assert_is_read(tmp_path / "fp8", write_plain(source, tmp_path / "plain", dequantized))
+    assert "target.layers.0.qkvz" in names and "target.layers.0.ba" not in names
 
 
 def test_scales_of_rows_go_with_their_rows_and_one_scale_with_all(tmp_path: Path) -> None:

@@ -29,12 +29,15 @@ PROMPTS = [[*SHARED[:n], 5 + n] for n in (0, 3, 9, 16, 36)] + [SHARED * 2, SHARE
 REPEATED = [5, 6, 5, 5]  # the same prompt of more than a page, so that a cached prefix is hit
 TEMPERATURES = (0.0, 0.8)
 EXPERTS: dict[str, Any] = {"family": "gpt_oss", "intermediate_size": 40}  # no multiple of a vector's length
+DELTA: dict[str, Any] = {"family": "qwen3_5_moe_text", "num_hidden_layers": 3, "linear_key_head_dim": 20}
+DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the target, and of QuantizationConfig
     "bfloat16": ({}, {}),
     "experts, sinks and windows": (EXPERTS, {}),
     "fp8": ({}, {"target": "fp8", "kv_cache": "fp8"}),
     "nvfp4_w4a16": ({}, {"target": "nvfp4_w4a16"}),
     "float32, CPU kernels": ({"head_dim": 32}, {}),
+    "gated delta nets": (DELTA, {}),
 }
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 

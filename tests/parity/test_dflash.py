@@ -115,8 +115,11 @@ def test_every_draft_block_equals_that_of_the_reference(tmp_path, target, option
     assert run.blocks == expected_blocks(target, drafter, run.tokens, run.blocks)
 
 
-@pytest.mark.parametrize(("family", "seed"), [("qwen3_moe", 7), ("gpt_oss", 1)])
-def test_every_draft_block_for_a_target_with_experts_equals_that_of_the_reference(tmp_path, family, seed):
+HYBRIDS = [("qwen3_next", 0), ("qwen3_5_text", 0), ("qwen3_5_moe_text", 2)]
+
+
+@pytest.mark.parametrize(("family", "seed"), [("qwen3_moe", 7), ("gpt_oss", 1), *HYBRIDS])
+def test_every_draft_block_for_a_target_of_another_family_equals_that_of_the_reference(tmp_path, family, seed):
     """The drafter for gpt_oss is like z-lab's: its config says model_type gpt_oss, biases and no layer_types."""
     target = make_target(tmp_path / "target", family=family, seed=seed, vocab_size=12, tokenizer=False)
     like_gpt_oss = {

@@ -15,7 +15,7 @@ from dflash_trt.core.runtime_config import SettingError
 from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.network.ops import RecurrentCache
 from dflash_trt.scheduler.config import SchedulerConfig
-from dflash_trt.scheduler.draft_length import FixedDraftLength
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import make_executor
@@ -41,9 +41,13 @@ def executor(pair: tuple[Path, Path]) -> Iterator[TorchExecutor]:
     executor.close()
 
 
-def make_loop(executor: TorchExecutor, num_draft_tokens: int, *, reuses: bool = True, **options: Any) -> EngineLoop:
+def make_loop(
+    executor: TorchExecutor, drafts: int | dict[int, int], *, reuses: bool = True, **options: Any
+) -> EngineLoop:
+    """`drafts` are K, or K by the number of decoding requests."""
     config = SchedulerConfig(enable_prefix_caching=reuses)
-    return EngineLoop(executor, Scheduler(executor.limits, config, FixedDraftLength(num_draft_tokens)), **options)
+    policy = FixedDraftLength(drafts) if isinstance(drafts, int) else BatchSizeDraftLength(drafts)
+    return EngineLoop(executor, Scheduler(executor.limits, config, policy), **options)
 
 
 def tokens_of(loop: EngineLoop, *, together: bool, preempts: bool = False) -> list[list[int]]:
@@ -91,7 +95,7 @@ def test_a_hit_changes_no_token(executor: TorchExecutor, expected: list[list[int
 def test_hits_in_mixed_batches_preemptions_and_chained_steps_change_no_token(
     executor: TorchExecutor, expected: list[list[int]], overlaps: bool
 ) -> None:
-    loop = make_loop(executor, 3, overlaps=overlaps)
+    loop = make_loop(executor, {1: BLOCK_SIZE - 1, 2: 0, 3: 2}, overlaps=overlaps)  # from step to step another K
     for preempts in (False, True):
         assert tokens_of(loop, together=True, preempts=preempts) == expected
     assert num_hit_tokens(loop) > 0

@@ -16,7 +16,6 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.backends.torch import gated_delta
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.request import Request
-from dflash_trt.core.runtime_config import SettingError
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
@@ -54,6 +53,34 @@ TARGETS: dict[str, dict[str, Any]] = {
     },
     "3.5 with experts": {"family": "qwen3_5_moe_text"},
 }
+SLOW_TARGETS: dict[str, dict[str, Any]] = {
+    "3.5 with experts, heads of whole panels": {
+        "family": "qwen3_5_moe_text",
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "seed": 5,
+    },
+    "3.5 with experts, one of them chosen, equally many heads": {
+        "family": "qwen3_5_moe_text",
+        "num_experts_per_tok": 1,
+        "linear_num_value_heads": 2,
+        "seed": 2,
+    },
+    "3.5 with experts, saved as they are computed, wide filters": {
+        "family": "qwen3_5_moe_text",
+        "save_original_format": False,
+        "linear_conv_kernel_dim": 6,
+        "shared_expert_intermediate_size": 24,
+        "seed": 3,
+    },
+    "3.5 with experts, every layer a delta net but the first": {
+        "family": "qwen3_5_moe_text",
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    },
+}
+PAIRS = [pytest.param(fields, id=name) for name, fields in TARGETS.items()]
+PAIRS += [pytest.param(fields, id=name, marks=pytest.mark.slow) for name, fields in SLOW_TARGETS.items()]
 
 
 def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
@@ -88,7 +115,7 @@ def tokens_of(loop: EngineLoop, prompts: list[list[int]], *, preempts: bool = Fa
     return [list(stream.result(timeout_s=1).token_ids) for stream in streams]
 
 
-@pytest.fixture(scope="module", params=TARGETS.values(), ids=TARGETS.keys())
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_pair(tmp_path_factory.mktemp("pair"), **request.param)
 
@@ -191,17 +218,12 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path) -> N
 def test_two_ranks_give_the_tokens_of_one(one_pair: tuple[Path, Path], expected: list[list[int]]) -> None:
     engine = build(one_pair[0].parent, tp_size=2, max_seq_len=128)
     with LLM(engine.path, kv_cache_bytes=1 << 20, num_draft_tokens=3) as llm:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_new_tokens=NUM_NEW)
-        )
-        found = [list(output.token_ids) for output in outputs]
-    assert found == [tokens[: len(row)] for tokens, row in zip(expected, found, strict=True)]
-
-
-def test_determinism_is_refused(one_pair: tuple[Path, Path]) -> None:
-    engine = build(one_pair[0].parent, tp_size=1, max_seq_len=128)
-    with pytest.raises(SettingError, match="expected a target whose layers all attend, found gated delta nets"):
-        LLM(engine.path, deterministic=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        for _ in range(2):  # states of prefixes are on both ranks
+            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW))
+            found = [list(output.token_ids) for output in outputs]
+            assert found == [tokens[: len(row)] for tokens, row in zip(expected, found, strict=True)]
+        assert llm.statistics.scheduler.num_prefix_hit_tokens >= 68
 
 
 def test_a_model_that_also_sees_is_read_for_its_language_model(tmp_path: Path) -> None:

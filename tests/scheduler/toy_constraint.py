@@ -87,7 +87,6 @@ def constrained_tokens(
     """What a request with a ToyConstraint emits alone, one token at a time."""
     assert isinstance(request.constraint, ToyConstraint)
     matcher, history = request.constraint.start(request.stop_token_ids), 0
-    rules = LogitRules.of(request)
     for token in request.prompt_token_ids:
         history = fold(history, target.key_value(history, token))
     while len(matcher.tokens) < num_tokens and not matcher.is_finished:

@@ -7,10 +7,12 @@ batch mates, chunks and prefix hits change no token. Norms, softmax and the samp
 from collections.abc import Hashable
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
+from dflash_trt.backends.torch.gated_delta_fixed import gated_delta_in_order
 from dflash_trt.backends.torch.linear import HalfLinear
 from dflash_trt.backends.torch.moe import activated, chosen_experts, run_chosen_experts, unpacked_expert
 from dflash_trt.backends.torch.native.linear import PanelLinear
@@ -18,7 +20,8 @@ from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.network.ops import Experts, Linear
+from dflash_trt.core.model.gated_delta import GatedDelta
+from dflash_trt.network.ops import DeltaParameters, Experts, Linear, RecurrentCache, Rows
 
 
 class DeterministicOps(TorchOps):
@@ -43,6 +46,21 @@ class DeterministicOps(TorchOps):
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return in_vectors(Tensor.tanh, x.float() / cap).mul_(cap)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * in_vectors(torch.sigmoid, gate)
+
+    def gated_delta(
+        self,
+        qkvz: Tensor,
+        ba: Tensor,
+        parameters: DeltaParameters[Tensor],
+        rows: Rows[Tensor],
+        cache: RecurrentCache[Tensor],
+        spec: GatedDelta,
+        eps: float,
+    ) -> Tensor:
+        return gated_delta_in_order(qkvz, ba, parameters, self._slot_rows, cache, spec, eps)
 
     def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
         choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)

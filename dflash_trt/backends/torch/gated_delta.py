@@ -77,14 +77,24 @@ def gated_delta(
         block = _block(window, ba[index].float(), parameters, spec, qkvz.dtype)
         if num_rows <= cache.spec.num_records:
             attended, deltas = attend_block(state, block)
-            _leave_records(cache, rows, requests, state, window, block, deltas)
+            leave_records(cache, rows, requests, state, window, block, deltas)
         else:
             attended, state = _run_prompt(state, block)
-            _leave_state(cache, rows, requests, state, window, num_rows)
+            leave_state(cache, rows, requests, state, window, num_rows)
         out[index] = attended.transpose(1, 2)
-    normed = F.rms_norm(out, (spec.value_head_dim,), eps=eps).to(qkvz.dtype) * parameters.norm
-    gate = F.silu(z.float()).view(normed.shape)
-    return (normed.float() * gate).to(qkvz.dtype).flatten(1)
+    return gated(out, F.silu(z.float()), parameters, eps, qkvz.dtype)
+
+
+def gated(
+    attended: Tensor,  # float32 [N, hv, dv]
+    gate: Tensor,  # float32 [N, v_size]
+    parameters: DeltaParameters[Tensor],
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:  # [N, v_size]
+    """The results, normed by head, behind their gate."""
+    normed = F.rms_norm(attended, attended.shape[-1:], eps=eps).to(dtype) * parameters.norm
+    return (normed.float() * gate.view(normed.shape)).to(dtype).flatten(1)
 
 
 def attend_block(state: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -125,24 +135,32 @@ def _groups(rows: SlotRows, num_records: int) -> Iterator[tuple[Tensor, Tensor]]
         yield requests, starts[requests, None] + torch.arange(count)
 
 
-def _folded(cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor) -> tuple[Tensor, Tensor]:
-    """State, and the inputs before it [G, conv_size - 1, channels], at the first of their rows."""
+def start_of(cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The stored state, the inputs [G, conv_size - 1, channels] before the first row, and the records between both."""
     slots, starts = rows.slot_ids[requests], rows.context_lens[requests]
     tensors, spec = cache.tensors, cache.spec
     is_new = starts == 0
     num_folded = torch.where(is_new, 0, starts - tensors["position"][slots])
     assert bool(((num_folded >= 0) & (num_folded <= spec.num_records)).all()), "a row is not where its slot's state is"
-    is_folded = torch.arange(spec.num_records) < num_folded[:, None]  # [G, records]
+    columns = num_folded[:, None] + torch.arange(spec.conv_size - 1)
+    before = tensors["window"][slots[:, None], columns].masked_fill(is_new[:, None, None], 0.0)
+    return tensors["state"][slots].masked_fill(is_new[:, None, None, None], 0.0), before, num_folded
+
+
+def _folded(cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor) -> tuple[Tensor, Tensor]:
+    """State, and the inputs before it [G, conv_size - 1, channels], at the first of their rows."""
+    state, before, num_folded = start_of(cache, rows, requests)
+    slots, tensors = rows.slot_ids[requests], cache.tensors
+    is_folded = torch.arange(cache.spec.num_records) < num_folded[:, None]  # [G, records]
     state = fold(
-        tensors["state"][slots],
+        state,
         tensors["keys"][slots].transpose(1, 2),
         tensors["deltas"][slots].transpose(1, 2),
         (tensors["decays"][slots] * is_folded[..., None]).transpose(1, 2),
         is_folded,
     )
-    columns = num_folded[:, None] + torch.arange(spec.conv_size - 1)
-    before = tensors["window"][slots[:, None], columns]
-    return state.masked_fill(is_new[:, None, None, None], 0.0), before.masked_fill(is_new[:, None, None], 0.0)
+    is_new = rows.context_lens[requests] == 0  # whatever the slot's records are
+    return state.masked_fill(is_new[:, None, None, None], 0.0), before
 
 
 def _block(
@@ -154,12 +172,22 @@ def _block(
 ) -> Block:
     filters = parameters.conv.float()[:, None]
     mixed = F.silu(F.conv1d(window.float().transpose(1, 2), filters, groups=spec.num_channels)).to(dtype).float()
+    b, a = ba.transpose(1, 2).chunk(2, 1)  # [G, hv, n]
+    decay = -parameters.log_rate.float().exp()[:, None] * F.softplus(a + parameters.dt_bias.float()[:, None])
+    return heads_of(mixed, b.sigmoid(), decay, spec)
+
+
+def heads_of(
+    mixed: Tensor,  # float32 [G, channels, n]
+    beta: Tensor,  # [G, hv, n]
+    decay: Tensor,  # [G, hv, n]
+    spec: GatedDelta,
+) -> Block:
+    """What the convolution gives, by heads."""
     heads = ((spec.num_key_heads, spec.key_head_dim),) * 2 + ((spec.num_value_heads, spec.value_head_dim),)
     parts = mixed.split_with_sizes([count * size for count, size in heads], 1)
     q, k, v = (x.view(len(x), *shape, -1).transpose(2, 3) for x, shape in zip(parts, heads, strict=True))
-    b, a = ba.transpose(1, 2).chunk(2, 1)  # [G, hv, n]
-    decay = -parameters.log_rate.float().exp()[:, None] * F.softplus(a + parameters.dt_bias.float()[:, None])
-    return Block(_normalized(q) * spec.key_head_dim**-0.5, _normalized(k), v, b.sigmoid(), decay)
+    return Block(_normalized(q) * spec.key_head_dim**-0.5, _normalized(k), v, beta, decay)
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -177,7 +205,7 @@ def _run_prompt(state: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     return torch.cat(results, 2), state
 
 
-def _leave_records(
+def leave_records(
     cache: RecurrentCache[Tensor],
     rows: SlotRows,
     requests: Tensor,
@@ -195,7 +223,7 @@ def _leave_records(
     rows.writes.append((tensors["position"], slots, rows.context_lens[requests].int()))
 
 
-def _leave_state(
+def leave_state(
     cache: RecurrentCache[Tensor], rows: SlotRows, requests: Tensor, state: Tensor, window: Tensor, num_rows: int
 ) -> None:
     """The state behind all rows, without records."""
