@@ -11,6 +11,7 @@ from dflash_trt.checkpoint.config_reader import ConfigReader, read_json_object, 
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, read_sizes, require_plain_decoder
 from dflash_trt.checkpoint.families.base import all_families, family_of
 from dflash_trt.checkpoint.foreign_keys import HARMLESS_KEYS, VISION_KEYS
+from dflash_trt.checkpoint.missing_families import missing_feature
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.frozen import checked
 from dflash_trt.core.model.decoder import TargetSpec
@@ -25,7 +26,7 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     if fields is None:
         return None
     reader = ConfigReader(fields, label=_LABEL, problems=problems, notes=notes)
-    family = _read_family(reader)
+    family = _read_family(reader, missing_feature(fields))
     if family is None:
         return None  # errors about the other keys would only be noise
     reader = ConfigReader(_with_defaults(fields, family, notes), label=_LABEL, problems=problems, notes=notes)
@@ -43,13 +44,15 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     return checked(TargetSpec, spec_fields, label=_LABEL, problems=problems)
 
 
-def _read_family(reader: ConfigReader) -> str | None:
+def _read_family(reader: ConfigReader, missing: str | None) -> str | None:
+    """`missing` is what a known family lacks here."""
     architectures = reader.value("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
     family = family_of(name, reader.value("model_type"))
     if family is None:
         known = sorted({name for family in all_families().values() for name in family.architectures})
-        reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint="Use a supported target.")
+        hint = "Use a supported target." if missing is None else f"{missing}. Use another target."
+        reader.refuse("architectures", expected=f"one of {', '.join(known)}", hint=hint)
         return None
     return family
 

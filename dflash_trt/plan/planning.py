@@ -6,6 +6,7 @@ Weights, pages and limits come from the functions of a build and of an opened en
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dflash_trt.backends.base import backend_of
@@ -133,8 +134,19 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         memory=memory,
         pages=_pages(described, free_bytes, fraction),
         free_fraction=fraction,
-        notes=(*described.notes, *pair.notes),
+        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained)),
     )
+
+
+def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
+    """What pages cost that every rank holds whole."""
+    states, num_ranks = config.states(), config.mapping.tp_size
+    if states.replicated_bytes_per_token and num_ranks > 1:
+        copied, whole = states.replicated_bytes_per_token / 1024, states.bytes_per_token / 1024
+        yield (
+            f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
+            f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
+        )
 
 
 def _weights_bytes(engine: EngineDescription) -> int:

@@ -21,7 +21,6 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
         if not isinstance(layer.feed_forward, Moe):
             continue
         moe, name = layer.feed_forward, f"target.layers.{i}.experts"
-        assert moe.routing != "sigmoid_top_k", "refused by the backend"
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
         for of_gate_up in matrix_choices(
@@ -38,6 +37,7 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     ffn_size=segments_of(gate_up)[0],
                     routing=moe.routing,
                     normalizes=moe.normalizes_top_k,
+                    has_choice_bias=moe.has_choice_bias,
                     activation=moe.activation,
                     gate_up=of_gate_up,
                     down=of_down,

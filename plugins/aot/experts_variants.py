@@ -86,8 +86,9 @@ class ExpertsKernels:
     num_chosen: int
     hidden_size: int
     ffn_size: int
-    routing: Literal["softmax_top_k", "top_k_softmax"]
+    routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
     normalizes: bool
+    has_choice_bias: bool = False
     activation: Literal["silu", "clamped_swiglu"]
     gate_up: MatrixKernels
     down: MatrixKernels
@@ -105,9 +106,11 @@ class ExpertsKernels:
                 yield self._down(dtype, tokens)
 
     def _routing(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
-        router = Router(kind=self.routing, num_chosen=self.num_chosen, normalizes=self.normalizes)
+        bias = torch.empty(self.num_experts, device="meta") if self.has_choice_bias else None
+        router = Router(kind=self.routing, num_chosen=self.num_chosen, normalizes=self.normalizes, choice_bias=bias)
         constants = routing_constants(router, num_experts=self.num_experts, tokens=tokens)
         parts = ["routing", _name(dtype), self.routing, *(["normalized"] if self.normalizes else [])]
+        parts += ["biased"] if self.has_choice_bias else []
         return KernelVariant(
             name="_".join([*parts, f"e{self.num_experts}", f"k{self.num_chosen}", f"t{tokens}"]),
             kernel=routing_kernel,

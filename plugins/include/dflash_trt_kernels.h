@@ -138,7 +138,9 @@ extern "C"
         int32_t num_chosen;
         int32_t routing;
         int32_t normalizes;
+        int32_t has_choice_bias; /* else choice_bias is not read */
         int32_t activation;
+        float routing_scale;
         float limit;
         float alpha;
         dflash_trt_expert_matrix gate_up;

@@ -12,7 +12,7 @@ from dflash_trt.checkpoint.target_config import parse_target
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
 from tests.checkpoint.refusals import Copy, read_target_spec, remove_keys, target_refusal
-from tests.factories import edit_json
+from tests.factories import edit_json, read_json, write_json
 from tests.specs import Flat
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -234,6 +234,19 @@ def test_windows_that_contradict_each_other_are_refused(copy_of: Copy, fields: d
     target = copy_of("qwen3")
     edit_json(target / "config.json", **fields)
     assert f"key '{key}'" in target_refusal(target)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("deepseek_v4", "hyper-connections"), ("muse_glimmer", "a kind of its own"), ("kimi_k3", "delta attention")],
+)
+def test_a_known_family_is_refused_with_what_it_would_need(copy_of: Copy, model_type: str, words: str) -> None:
+    target = copy_of("qwen3")
+    fields = read_json(target / "config.json") | {"model_type": model_type, "architectures": ["OtherForCausalLM"]}
+    write_json(target / "config.json", fields)
+    assert words in target_refusal(target)
+    write_json(target / "config.json", {"architectures": ["Seeing"], "model_type": "x", "text_config": fields})
+    assert words in target_refusal(target)
 
 
 REFUSED: list[tuple[str, str, Any]] = [

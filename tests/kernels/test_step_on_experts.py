@@ -1,6 +1,7 @@
 """Targets with experts and sinks over the GPU kernels, against the step over plain PyTorch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,18 @@ from tests.kernels.test_step_on_kernels import (
     start,
 )
 
+ALL_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}
+OPTIONS: dict[Family, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "glm4_moe": ALL_ROTATED,
+    "minimax_m2": ALL_ROTATED,
+}
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def make_pair(root: Path, family: Family) -> tuple[Path, Path]:
-    target = make_target(root / "target", family=family, num_hidden_layers=2, **FEW_HEADS)
+    target = make_target(root / "target", family=family, num_hidden_layers=2, **FEW_HEADS, **OPTIONS[family])
     drafter = make_zlab_drafter(
         root / "drafter",
         target_dir=target,
@@ -34,7 +42,7 @@ def make_pair(root: Path, family: Family) -> tuple[Path, Path]:
     return target, drafter
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", OPTIONS)
 def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     tmp_path: Path, device: torch.device, family: Family
 ) -> None:

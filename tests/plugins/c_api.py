@@ -43,13 +43,17 @@ SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER
 ExpertMatrix = _structure("ExpertMatrix", "form has_row_scale num_input_scales has_bias num_block_rows", ctypes.c_int32)
 
 
+EXPERT_INTEGERS = ("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias", "activation")
+
+
 class ExpertsShape(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int32)
             for name in ["float_type", "num_rows", "hidden_size", "ffn_size", "num_experts", "num_here"]
         ),
-        *((name, ctypes.c_int32) for name in ["first_expert", "num_chosen", "routing", "normalizes", "activation"]),
+        *((name, ctypes.c_int32) for name in EXPERT_INTEGERS),
+        ("routing_scale", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("gate_up", ExpertMatrix),
@@ -226,11 +230,12 @@ def _experts_shape(x: dict[str, Tensor], fields: dict[str, float]) -> Any:
         ffn_size=rows // 2,
         num_experts=x["logits"].shape[1],
         num_here=num_here,
+        routing_scale=fields["routing_scale"],
         limit=fields["limit"],
         alpha=fields["alpha"],
         gate_up=matrix("gate_up"),
         down=matrix("down"),
-        **{name: int(fields[name]) for name in ("first_expert", "num_chosen", "routing", "normalizes", "activation")},
+        **{name: int(fields[name]) for name in EXPERT_INTEGERS},
     )
 
 

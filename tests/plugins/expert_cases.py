@@ -30,8 +30,10 @@ class ExpertsCase:
     ffn_size: int = 96
     first_expert: int = 0
     num_here: int = 8
-    routing: Literal["softmax_top_k", "top_k_softmax"] = "softmax_top_k"
+    routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"] = "softmax_top_k"
     normalizes: bool = True
+    has_choice_bias: bool = False
+    routing_scale: float = 1.0
     activation: Literal["silu", "clamped_swiglu"] = "silu"
     input_scales: tuple[float, ...] = ()
     has_bias: bool = False
@@ -54,6 +56,7 @@ class ExpertsCase:
             ffn_size=self.ffn_size,
             routing=self.routing,
             normalizes=self.normalizes,
+            has_choice_bias=self.has_choice_bias,
             activation=self.activation,
             gate_up=matrix(is_down=False),
             down=matrix(is_down=True),
@@ -67,12 +70,16 @@ class ExpertsCase:
             "x": torch.randn(self.num_rows, self.hidden_size, generator=random),
             "logits": torch.randn(self.num_rows, self.num_experts, generator=random) * 2,
         }
+        size = self.num_experts if self.has_choice_bias else 1
+        inputs["choice_bias"] = torch.randn(size, generator=random)
         fields: dict[str, float] = {
             "first_expert": self.first_expert,
             "num_chosen": self.num_chosen,
             "routing": KINDS[self.routing],
             "normalizes": int(self.normalizes),
+            "has_choice_bias": int(self.has_choice_bias),
             "activation": ACTIVATIONS[self.activation],
+            "routing_scale": self.routing_scale,
             "limit": 0.7,
             "alpha": 1.702,
         }
@@ -107,6 +114,9 @@ CASES = {
     "FP8 activations": ExpertsCase(form="fp8", input_scales=(0.02, 0.02)),
     "FP8, scales of gate and up": ExpertsCase(form="fp8", input_scales=(0.02, 0.01)),
     "unquantized, weights as they are": ExpertsCase(form="plain", normalizes=False),
+    "sigmoids and a bias of the choice": ExpertsCase(
+        form="plain", routing="sigmoid_top_k", has_choice_bias=True, routing_scale=2.5
+    ),
     "half of the experts": ExpertsCase(form="plain", num_here=4, first_expert=4),
     "tiles of 32": ExpertsCase(form="plain", num_rows=60),
     "tiles of 64": ExpertsCase(form="plain", num_rows=120),

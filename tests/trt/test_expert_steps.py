@@ -28,6 +28,7 @@ NUM_PAGES = 128
 PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt_oss in MXFP4": ("gpt_oss", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "qwen3_moe in NVFP4": ("qwen3_moe", {"quantization": "nvfp4_w4a16"}),
 }
 
@@ -83,8 +84,8 @@ def test_two_ranks_that_divide_experts_give_the_tokens_of_one(
 def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lowering_experts._top_k
 
-    def alike(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe)
+    def alike(layers: Layers, logits: ITensor, moe: Moe, bias: Any) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe, bias)
         mean = layers.reduce("AVG", weights, 1)
         return layers.broadcast(mean, (layers.dim(weights, 0), moe.num_experts_per_token)), expert_ids
 
@@ -94,8 +95,8 @@ def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def _choose_the_next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lowering_experts._top_k
 
-    def next_ones(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe)
+    def next_ones(layers: Layers, logits: ITensor, moe: Moe, bias: Any) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe, bias)
         return weights, layers.binary("SUB", layers.like(moe.num_experts - 1, expert_ids), expert_ids)
 
     monkeypatch.setattr(lowering_experts, "_top_k", next_ones)
@@ -132,7 +133,7 @@ def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
     trt: ModuleType, engine: EngineDir, expected: dict[str, Steps]
 ) -> None:
     defined, nodes = define_engine_with_plugins(trt, engine)
-    assert [node.name for node in nodes].count("Experts") == 2
+    assert [node.name for node in nodes].count("Experts") == engine.manifest.target.num_expert_layers
     ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
     found, _ = trace(ours, GREEDY, num_draft_tokens=(K,))
     assert integers(found) == integers(expected["greedy"])

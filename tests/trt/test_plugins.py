@@ -124,7 +124,11 @@ class PluginReference:
     def _experts(self, x, settings):
         kinds = {number: kind for kind, number in KINDS.items()}
         router = Router(
-            kind=kinds[settings["routing"]], num_chosen=settings["num_chosen"], normalizes=bool(settings["normalizes"])
+            kind=kinds[settings["routing"]],
+            num_chosen=settings["num_chosen"],
+            normalizes=bool(settings["normalizes"]),
+            factor=settings["routing_scale"],
+            choice_bias=x["choice_bias"] if settings["has_choice_bias"] else None,
         )
         ids, weights = reference_experts.route(x["logits"], router)
         gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))

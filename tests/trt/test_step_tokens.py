@@ -46,6 +46,10 @@ PAIRS = {
         "sliding_window_non_causal": True,
     },
     "sliding target layers": {"target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}},
+    "Phi-4, half of a head rotated": {
+        "family": "phi3",
+        "target": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    },
     "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
     "a reduced draft vocabulary": {"speculators": True},
     "no drafter": {"has_drafter": False},

@@ -33,11 +33,14 @@ def experts_node(
         "num_chosen": moe.num_experts_per_token,
         "routing": KINDS[moe.routing],
         "normalizes": int(moe.normalizes_top_k),
+        "has_choice_bias": int(experts.choice_bias is not None),
         "activation": ACTIVATIONS[moe.activation],
+        "routing_scale": moe.routing_scale,
         "limit": moe.limit or NOT_READ,
         "alpha": moe.alpha or NOT_READ,
     }
-    given: dict[str, ITensor] = {}
+    bias = experts.choice_bias
+    given = {"choice_bias": layers.floats([0.0], (1,)) if bias is None else layers.tensor(bias)}
     for prefix, linear in (("gate_up", experts.gate_up), ("down", experts.down)):
         matrix = packed_matrix(_viewed(linear))
         given |= {f"{prefix}_{name}": tensor for name, tensor in _inputs(layers, linear, matrix, of_f).items()}

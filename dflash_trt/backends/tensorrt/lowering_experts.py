@@ -3,13 +3,15 @@
 Slow by design, for checks. `backends/torch/moe.py` defines the arithmetic. Sums over experts are in float32.
 """
 
-from typing import assert_never
+from typing import Final, assert_never
 
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_experts
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Linear, StackedExperts
+
+NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
 
 
 def run_experts(
@@ -31,7 +33,7 @@ def _choice(
     layers: Layers, logits: ITensor, experts: StackedExperts[Handle], moe: Moe
 ) -> tuple[ITensor, ITensor]:  # bool and float32 [E, N, 1]
     """The rows that the experts of this rank get, and how much of each result these take."""
-    chosen_weights, expert_ids = _top_k(layers, logits, moe)
+    chosen_weights, expert_ids = _top_k(layers, logits, moe, experts.choice_bias)
     here = [experts.first_expert + i for i in range(experts.num_experts)]
     by_choice = layers.reshape(expert_ids, (-1, moe.num_experts_per_token, 1))
     is_chosen = layers.binary("EQUAL", by_choice, layers.ints(here, (1, 1, len(here))))  # [N, k, E]
@@ -44,7 +46,7 @@ def _choice(
     )
 
 
-def _top_k(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]:
+def _top_k(layers: Layers, logits: ITensor, moe: Moe, choice_bias: Handle | None = None) -> tuple[ITensor, ITensor]:
     """Weights float32 [N, k], rounded to F, and ids int32 [N, k]; see `Moe.routing`."""
     wide = layers.cast(logits, "float32")
     match moe.routing:
@@ -56,10 +58,32 @@ def _top_k(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]
             if moe.normalizes_top_k:
                 weights = layers.binary("DIV", weights, layers.reduce("SUM", weights, 1))
         case "sigmoid_top_k":
-            raise AssertionError("refused by `unsupported_problems`")
+            weights, expert_ids = _largest_sigmoids(layers, layers.sigmoid(wide), moe, choice_bias)
         case _:
             assert_never(moe.routing)
     return layers.cast(layers.cast_like(weights, logits), "float32"), expert_ids
+
+
+def _largest_sigmoids(
+    layers: Layers,
+    scores: ITensor,  # float32 [N, E]
+    moe: Moe,
+    choice_bias: Handle | None,
+) -> tuple[ITensor, ITensor]:
+    wanted = scores
+    if choice_bias is not None:
+        bias = layers.reshape(layers.tensor(choice_bias), (1, moe.num_experts))
+        wanted = layers.binary("SUM", scores, bias)
+    _, expert_ids = layers.top_k(wanted, moe.num_experts_per_token, 1)
+    by_choice = layers.reshape(expert_ids, (-1, moe.num_experts_per_token, 1))
+    is_chosen = layers.binary("EQUAL", by_choice, layers.ints(range(moe.num_experts), (1, 1, moe.num_experts)))
+    of_all = layers.reshape(scores, (-1, 1, moe.num_experts))
+    chosen = layers.where(is_chosen, of_all, layers.floats([0.0], (1, 1, 1)))  # [N, k, E], one number in each row
+    weights = layers.reduce("SUM", chosen, 2, keep_dims=False)
+    if moe.normalizes_top_k:
+        total = layers.binary("SUM", layers.reduce("SUM", weights, 1), NEGLIGIBLE)
+        weights = layers.binary("DIV", weights, total)
+    return layers.binary("PROD", weights, moe.routing_scale), expert_ids
 
 
 def _expert_rows(layers: Layers, x: ITensor) -> ITensor:  # [N, E] -> [E, N, 1]

@@ -98,13 +98,16 @@ _MATRIX_INPUTS: Final = ("codes", "block_scale", "block_rows", "row_scale", "inp
 _MATRIX_FIELDS: Final = ("form", "has_row_scale", "has_input_scale", "has_bias")
 EXPERTS: Final = PluginContract(
     name="Experts",
-    inputs=("x", "logits", *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_INPUTS)),
+    inputs=(
+        *("x", "logits", "choice_bias"),
+        *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_INPUTS),
+    ),
     outputs=("out",),
     fields=(
-        *("first_expert", "num_chosen", "routing", "normalizes", "activation"),
+        *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias", "activation"),
         *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_FIELDS),
     ),
-    real_fields=("limit", "alpha"),
+    real_fields=("routing_scale", "limit", "alpha"),
 )
 ALL_REDUCE: Final = PluginContract(name="AllReduce", inputs=("x",), outputs=("summed",), fields=("num_ranks",))
 ALL_GATHER: Final = PluginContract(name="AllGather", inputs=("x",), outputs=("gathered",), fields=("num_ranks",))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dflash_trt.backends.base import (
     drafter_problems,
+    grouped_problems,
     latent_problems,
     projection_problems,
     recurrent_problems,
@@ -16,7 +17,6 @@ from dflash_trt.core.errors import BuildError, problem, raise_all
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 
@@ -66,9 +66,7 @@ def unsupported_problems(
 
 def _layer_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:
     yield from latent_problems(target, where="in a TensorRT engine", hint=hint)
-    if any(isinstance(moe := layer.feed_forward, Moe) and moe.routing == "sigmoid_top_k" for layer in target.layers):
-        expected = "a router with a softmax in a TensorRT engine (the plugin takes no bias of the choice yet)"
-        yield problem("experts of the target", expected=expected, found="a router with sigmoids", hint=hint)
+    yield from grouped_problems(target, where="in a TensorRT engine", hint=hint)
     if mapping.tp_size > 1 and any(gqa.has_joint_qk_norm for gqa in target.attentions):
         expected = "norms of q and k over a head each, in a TensorRT engine of several ranks"
         yield problem("q_norm of the target", expected=expected, found="a norm over the heads of all ranks", hint=hint)

@@ -103,6 +103,7 @@ constexpr FieldRule kDraftTokensFields[] = {{"has_map", FieldType::kInt32, 0, 1}
 constexpr InputRule kExpertsInputs[] = {
     {"x", kF, 2},
     {"logits", kF, 2},
+    {"choice_bias", kReal, 1},
     {"gate_up_codes", kBytes, 3},
     {"gate_up_block_scale", kBytes, 3},
     {"gate_up_block_rows", kInt, 1},
@@ -120,8 +121,9 @@ constexpr OutputRule kExpertsOutputs[] = {{"out", kF}};
 constexpr FieldRule kExpertsFields[] = {
     {"first_expert", FieldType::kInt32, 0, 4095},
     {"num_chosen", FieldType::kInt32, 1, 4096},
-    {"routing", FieldType::kInt32, 0, 1},
+    {"routing", FieldType::kInt32, 0, 2},
     {"normalizes", FieldType::kInt32, 0, 1},
+    {"has_choice_bias", FieldType::kInt32, 0, 1},
     {"activation", FieldType::kInt32, 0, 1},
     {"gate_up_form", FieldType::kInt32, 0, 5},
     {"gate_up_has_row_scale", FieldType::kInt32, 0, 1},
@@ -131,6 +133,7 @@ constexpr FieldRule kExpertsFields[] = {
     {"down_has_row_scale", FieldType::kInt32, 0, 1},
     {"down_has_input_scale", FieldType::kInt32, 0, 1},
     {"down_has_bias", FieldType::kInt32, 0, 1},
+    {"routing_scale", FieldType::kFloat32, kLeastReal, kMostReal},
     {"limit", FieldType::kFloat32, kLeastReal, kMostReal},
     {"alpha", FieldType::kFloat32, kLeastReal, kMostReal},
 };

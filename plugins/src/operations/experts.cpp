@@ -50,7 +50,7 @@ KernelChoice routing_choice(ExpertsShape const& shape, ExpertsOptions const& opt
         .equal("num_chosen", options.num_chosen)
         .equal("KIND", options.routing)
         .equal("NORMALIZES", options.normalizes ? 1 : 0)
-        .equal("HAS_BIAS", 0)
+        .equal("HAS_BIAS", options.has_choice_bias ? 1 : 0)
         .equal("TOKENS", tokens_of_tile(shape, options));
 }
 
@@ -169,7 +169,7 @@ Values common_values(ExpertsShape const& shape, ExpertsOptions const& options)
     }
     values.pointer("x", input_slot(kExperts, "x"))
         .pointer("logits", input_slot(kExperts, "logits"))
-        .pointer("choice_bias", std::nullopt)
+        .pointer("choice_bias", input_slot(kExperts, "choice_bias"))
         .pointer("hidden_scale", input_slot(kExperts, "down_input_scale"))
         .pointer("out", output_slot(kExperts, "out"))
         .integer("num_rows", shape.num_rows)
@@ -177,7 +177,7 @@ Values common_values(ExpertsShape const& shape, ExpertsOptions const& options)
         .integer("first_expert", options.first_expert)
         .integer("num_here", shape.num_here)
         .integer("num_experts", shape.num_here) // of the sum
-        .real("factor", 1.0F)
+        .real("factor", options.routing_scale)
         .real("limit", options.limit)
         .real("alpha", options.alpha);
     return values;

@@ -37,7 +37,9 @@ struct ExpertsOptions
     int64_t num_chosen;   // of a row
     int64_t routing;      // as `routing.py` counts the kinds
     bool normalizes;
-    int64_t activation; // as `experts.py` counts them
+    bool has_choice_bias; // else choice_bias is not read
+    int64_t activation;   // as `experts.py` counts them
+    float routing_scale;
     float limit;
     float alpha;
     ExpertMatrix gate_up;

@@ -76,8 +76,8 @@ ExpertsOptions ExpertsPlugin::options(nvinfer1::Dims const* inputs) const
 {
     PluginFields const& given = fields();
     return {given.integer("first_expert"), given.integer("num_chosen"), given.integer("routing"),
-        given.integer("normalizes") != 0, given.integer("activation"), given.real("limit"), given.real("alpha"),
-        matrix(inputs, "gate_up_"), matrix(inputs, "down_")};
+        given.integer("normalizes") != 0, given.integer("has_choice_bias") != 0, given.integer("activation"),
+        given.real("routing_scale"), given.real("limit"), given.real("alpha"), matrix(inputs, "gate_up_"), matrix(inputs, "down_")};
 }
 
 ExpertMatrix ExpertsPlugin::matrix(nvinfer1::Dims const* inputs, std::string const& prefix) const
@@ -93,6 +93,10 @@ void ExpertsPlugin::check_sizes(nvinfer1::Dims const* inputs, FloatType type) co
 {
     ExpertsShape const sizes = shape(inputs, type);
     expect_sizes("logits", inputs[input_index("logits")], {sizes.num_rows, sizes.num_experts});
+    if (fields().integer("has_choice_bias") != 0)
+    {
+        expect_sizes("choice_bias", inputs[input_index("choice_bias")], {sizes.num_experts});
+    }
     for (std::string const prefix : {"gate_up_", "down_"})
     {
         bool const is_down = prefix == "down_";
