@@ -14,6 +14,7 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
@@ -118,8 +119,18 @@ def recurrent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
         yield problem("target", expected=expected, found=f"{num_recurrent} gated delta nets", hint=hint)
 
 
-def projection_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for K and V that a back end without kernels for them would have to make in another way."""
+def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for parts of layers that only the torch back end computes on a CPU."""
+    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.has_own_norms for layer in target.layers):
+        expected = f"experts that read what the layer's MLP reads {where}"
+        yield problem("experts of the target", expected=expected, found="norms of their own", hint=hint)
+    if target.per_layer_embedding is not None:
+        found, expected = "one for every layer", f"one embedding {where}"
+        yield problem("embedding of the target", expected=expected, found=found, hint=hint)
+    yield from _projection_problems(target, where=where, hint=hint)
+
+
+def _projection_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
     found = {
         "layers that norm V": any(gqa.has_v_norm for gqa in target.attentions),
         "layers that make V of K": any(not gqa.has_v_proj for gqa in target.attentions),

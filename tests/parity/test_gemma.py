@@ -22,7 +22,7 @@ from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import PAGE_SIZE, decode, make_executor
 from tests.executor.rank_engines import build
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
-from tests.gemma_targets import make_gemma, nest
+from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma, nest
 
 NUM_NEW, VOCAB_SIZE, BLOCK_SIZE = 40, 12, 6
 LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 70)  # the last one is longer than the windows
@@ -65,6 +65,25 @@ TARGETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "final_logit_softcapping": 10.0,
         "layer_types": [FULL, SLIDING, FULL, SLIDING],  # transformers makes the last one full
+    },
+    "4 with experts": {"family": "gemma4_text", **EXPERTS},
+    "4 with experts, one chosen, projections of V": {
+        "family": "gemma4_text",
+        **EXPERTS,
+        "top_k_experts": 1,
+        "attention_k_eq_v": False,
+        "layer_types": [SLIDING] * 3 + [FULL],
+    },
+    "4 with per-layer embeddings": {"family": "gemma4_text", **PER_LAYER},
+    "4 with per-layer embeddings, K/V of one layer for all of its kind": {
+        "family": "gemma4_text",
+        **PER_LAYER,
+        "hidden_size_per_layer_input": 4,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "num_key_value_heads": 1,
+        "layer_types": [SLIDING, FULL] * 3,
     },
     "4, K/V of the first layers for the last, of double width": {
         "family": "gemma4_text",
@@ -126,8 +145,8 @@ def test_taps_and_logits_equal_those_of_transformers(pair: tuple[Path, Path]) ->
     executor = make_executor(pair[0])
     taps = taps_of(executor, PROMPTS[-1])
     for ours, tap in zip(taps, theirs, strict=True):
-        torch.testing.assert_close(ours, tap[0], rtol=0, atol=1e-4)  # measured 8e-6
-    assert difference(executor.target_logits(PROMPTS[-1]), logits) < 2e-5  # measured 2e-6
+        assert difference(ours, tap[0]) < 1e-4  # measured 3e-5
+    assert difference(executor.target_logits(PROMPTS[-1]), logits) < 1e-4  # measured 3e-5
 
 
 def taps_of(executor: TorchExecutor, prompt: list[int]) -> list[torch.Tensor]:
@@ -145,6 +164,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 CORRUPTED_TENSORS = {
     "3": ["self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"],
     "4": ["self_attn.k_norm", "layer_scalar"],
+    "4 with experts": ["router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2", "experts.down_proj"],
+    "4 with per-layer embeddings": ["per_layer_input_gate", "post_per_layer_input_norm"],
 }
 CORRUPTED_KEYS: dict[str, dict[str, Any]] = {
     "3": {"query_pre_attn_scalar": 21, "sliding_window": 7},
@@ -161,19 +182,21 @@ def test_a_changed_weight_and_a_changed_key_are_noticed(tmp_path: Path, name: st
     stored = load_file(target / "model.safetensors")
     for part in CORRUPTED_TENSORS[name]:
         [changed] = [key for key in stored if key.startswith("model.layers.2.") and f".{part}" in key]
-        tensors = stored | {changed: stored[changed] * 1.01 + 0.01}
+        tensors = stored | {changed: stored[changed].roll(1, 0) * 1.01}
         save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        assert difference(make_executor(target).target_logits(prompt), expected) > 2e-4, part
+        assert difference(make_executor(target).target_logits(prompt), expected) > 5e-4, part
     save_file(stored, target / "model.safetensors", {"format": "pt"})
-    for key, value in CORRUPTED_KEYS[name].items():
+    for key, value in CORRUPTED_KEYS.get(name, {}).items():
         original = read_json(target / "config.json")[key]
         edit_json(target / "config.json", **{key: value})
-        assert difference(make_executor(target).target_logits(prompt), expected) > 2e-4, key
+        assert difference(make_executor(target).target_logits(prompt), expected) > 5e-4, key
         edit_json(target / "config.json", **{key: original})
     assert torch.equal(make_executor(target).target_logits(prompt), expected)
 
 
-@pytest.mark.parametrize("name", ["3", "4"])
+@pytest.mark.parametrize(
+    "name", ["3", "4", "4 with experts", "4 with per-layer embeddings, K/V of one layer for all of its kind"]
+)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     expected = expected_tokens(make_pair(tmp_path, **TARGETS[name])[0])
     engine = build(tmp_path, tp_size=2, max_seq_len=128)

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import (
-    Compiler,
-    EngineExecutor,
-    projection_problems,
-    recurrent_problems,
-    unsupported_formats,
-)
+from dflash_trt.backends.base import Compiler, EngineExecutor, layer_problems, recurrent_problems, unsupported_formats
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -44,7 +38,7 @@ class CudaBackend:
         problems = [problem for spec in (target, draft) if spec is not None for problem in _head_problems(spec)]
         hint = 'Run this engine with device "cpu".'
         problems += recurrent_problems(target, where="on a GPU", hint=hint)
-        problems += projection_problems(target, where="on a GPU", hint=hint)
+        problems += layer_problems(target, where="on a GPU", hint=hint)
         if quantization is not None:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())
         return problems

@@ -178,8 +178,8 @@ class TorchGpuOps:
     def softcap(self, x: Value, cap: float) -> Tensor:
         return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
-    def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
-        assert isinstance(experts, DeviceExperts)
+    def moe(self, x: Value, experts: Experts[Any], moe: Moe, routed: Value | None = None) -> Tensor:
+        assert isinstance(experts, DeviceExperts) and routed is None, "refused by `unsupported`"
         return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Tensor]:

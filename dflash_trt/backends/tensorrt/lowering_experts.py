@@ -55,6 +55,8 @@ def _top_k(layers: Layers, logits: ITensor, moe: Moe) -> tuple[ITensor, ITensor]
             weights, expert_ids = layers.top_k(layers.softmax(wide, 1), moe.num_experts_per_token, 1)
             if moe.normalizes_top_k:
                 weights = layers.binary("DIV", weights, layers.reduce("SUM", weights, 1))
+        case "scaled_softmax_top_k":
+            raise AssertionError("refused by `unsupported_problems`")
         case _:
             assert_never(moe.routing)
     return layers.cast(layers.cast_like(weights, logits), "float32"), expert_ids

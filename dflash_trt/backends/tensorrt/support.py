@@ -1,6 +1,6 @@
 """Conversion of an engine directory's config to the spec of the step network; refuses features without a lowering."""
 
-from dflash_trt.backends.base import projection_problems, recurrent_problems, unsupported_formats
+from dflash_trt.backends.base import layer_problems, recurrent_problems, unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
@@ -36,10 +36,10 @@ def unsupported_problems(
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
     where, back = "in a TensorRT engine", "Build with --backend torch."
     recurrent = recurrent_problems(target, where=where, hint=back)
-    projections = projection_problems(target, where=where, hint=back)
+    layers = layer_problems(target, where=where, hint=back)
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
     if dtype == "float16" and quantization is not None and "mxfp4" in quantization.linears.values():
         hint = "Its scales are powers of two that float16 does not reach: build with --dtype bfloat16."
         problems.append(problem("dtype of weights in mxfp4", expected="bfloat16 or float32", found=dtype, hint=hint))
-    return [*recurrent, *projections, *problems]
+    return [*recurrent, *layers, *problems]

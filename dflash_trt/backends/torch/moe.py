@@ -6,6 +6,7 @@ experts that somebody chose; a GPU has kernels that need not ask it (`backends/c
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Choice:
     weights: Tensor  # F [N, chosen]
 
 
-def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
+def chosen_experts(logits: Tensor, moe: Moe, scales: Tensor | None = None) -> Choice:  # [N, E], [E]
     """The router's decision, in the order of operations of `Moe.routing`; of equal logits the lower expert."""
     if moe.routing == "top_k_softmax":
         best, expert_ids = _largest(logits, moe.num_experts_per_token)
@@ -47,6 +48,8 @@ def chosen_experts(logits: Tensor, moe: Moe) -> Choice:  # [N, E]
     weights, expert_ids = _largest(probabilities, moe.num_experts_per_token)
     if moe.normalizes_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales[expert_ids]
     return Choice(expert_ids, weights.to(logits.dtype))
 
 
@@ -106,6 +109,7 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
         router=experts.router,
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
+        expert_scales=experts.expert_scales,
         mlps=tuple(_mlp(experts, i) for i in range(experts.num_experts)),
     )
 
@@ -126,6 +130,8 @@ def activated(gate_up: Tensor, moe: Moe, pointwise: Pointwise = directly) -> Ten
     gate, up = gate_up.chunk(2, dim=-1)
     if moe.activation == "silu":
         return pointwise(F.silu, gate) * up
+    if moe.activation == "gelu_tanh":
+        return pointwise(partial(F.gelu, approximate="tanh"), gate) * up
     assert moe.limit is not None and moe.alpha is not None
     gate, up = gate.clamp(max=moe.limit), up.clamp(-moe.limit, moe.limit)
     return gate * pointwise(torch.sigmoid, gate * moe.alpha) * (up + 1)
