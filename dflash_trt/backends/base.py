@@ -127,19 +127,9 @@ def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str
     if target.per_layer_embedding is not None:
         found, expected = "one for every layer", f"one embedding {where}"
         yield problem("embedding of the target", expected=expected, found=found, hint=hint)
-    yield from _projection_problems(target, where=where, hint=hint)
-
-
-def _projection_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    found = {
-        "layers that norm V": any(gqa.has_v_norm for gqa in target.attentions),
-        "layers that make V of K": any(not gqa.has_v_proj for gqa in target.attentions),
-        "layers that share K and V": any(gqa.shares_kv_with is not None for gqa in target.attentions),
-    }
-    if any(found.values()):
-        named = " and ".join(name for name, is_there in found.items() if is_there)
-        expected = f"K and V of each layer's own projections, V as it is {where}"
-        yield problem("attention of the target", expected=expected, found=named, hint=hint)
+    if any(gqa.shares_kv_with is not None for gqa in target.attentions):
+        expected = f"K and V of each layer's own {where}"
+        yield problem("attention of the target", expected=expected, found="layers that share them", hint=hint)
 
 
 def unsupported_formats(

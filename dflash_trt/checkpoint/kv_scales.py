@@ -28,22 +28,25 @@ def resolve_kv_scales(
 ) -> tuple[tuple[KvScaleSource, ...] | None, StoredTensors]:
     """Return one source per layer for FP8 K/V (None without), and the remaining tensors.
 
-    Producers write the scales of all layers or of none.
+    Producers write the scales of all layers or of none. Layers without K and V of their own have none.
     """
     if scheme is None or not scheme.has_fp8_kv:
         return None, stored
     prefix = model_prefix(stored.tensors)
-    names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in range(spec.num_layers) for x in "kv"]
+    shared = {i: gqa.shares_kv_with for i, gqa in enumerate(spec.attentions) if gqa.shares_kv_with is not None}
+    owners = [i for i in range(spec.num_layers) if i not in shared]
+    names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in owners for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
     missing = [name for name in names if name not in found]
     if found and missing:
         expected = "the K/V scales of every layer"
         found_text = f"no {listed(missing)}"
         problems.append(problem(f"{label} tensors", expected=expected, found=found_text, hint=_EXPORT_AGAIN))
-    sources = tuple(
-        KvScaleSource(k=found.get(k_name), v=found.get(v_name))
-        for k_name, v_name in zip(names[0::2], names[1::2], strict=True)
-    )
+    of_owner = {
+        i: KvScaleSource(k=found.get(k_name), v=found.get(v_name))
+        for i, k_name, v_name in zip(owners, names[0::2], names[1::2], strict=True)
+    }
+    sources = tuple(of_owner[shared.get(i, i)] for i in range(spec.num_layers))
     problems += [
         problem(
             f"{label} tensor '{tensor.name}'",

@@ -153,7 +153,10 @@ class TorchGpuOps:
         return apply_device_linear(activation, linear)
 
     def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
-        assert weight is not None, "refused by `unsupported`"
+        if weight is None:
+            heads = x.x if isinstance(x, Heads) else tensor_of(x)
+            normed = F.rms_norm(heads, heads.shape[-1:], None, eps)
+            return Heads(normed) if isinstance(x, Heads) else normed
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
             return Heads(x.x, norm=(tensor_of(weight), eps))

@@ -1,5 +1,7 @@
 """Conversion of an engine directory's config to the spec of the step network; refuses features without a lowering."""
 
+from collections.abc import Iterator
+
 from dflash_trt.backends.base import layer_problems, recurrent_problems, unsupported_formats
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
@@ -8,6 +10,7 @@ from dflash_trt.core.errors import BuildError, problem, raise_all
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.kernels.launch_rules import MAX_HEAD_DIM
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
@@ -36,10 +39,20 @@ def unsupported_problems(
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
     where, back = "in a TensorRT engine", "Build with --backend torch."
     recurrent = recurrent_problems(target, where=where, hint=back)
-    layers = layer_problems(target, where=where, hint=back)
+    layers = [*layer_problems(target, where=where, hint=back), *_head_problems(target)]
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
     if dtype == "float16" and quantization is not None and "mxfp4" in quantization.linears.values():
         hint = "Its scales are powers of two that float16 does not reach: build with --dtype bfloat16."
         problems.append(problem("dtype of weights in mxfp4", expected="bfloat16 or float32", found=dtype, hint=hint))
     return [*recurrent, *layers, *problems]
+
+
+def _head_problems(target: TargetSpec) -> Iterator[str]:
+    for head_dim in sorted({gqa.head_dim for gqa in target.attentions if gqa.head_dim > MAX_HEAD_DIM}):
+        yield problem(
+            "head_dim of the target",
+            expected=f"at most {MAX_HEAD_DIM} in a TensorRT engine",
+            found=str(head_dim),
+            hint="Build with --backend torch.",
+        )
