@@ -10,6 +10,7 @@ from dflash_trt.checkpoint.quantized_reading import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 
 _EXPORT_AGAIN = "Export the checkpoint again."
@@ -33,7 +34,8 @@ def resolve_kv_scales(
     if scheme is None or not scheme.has_fp8_kv:
         return None, stored
     prefix = model_prefix(stored.tensors)
-    shared = {i: gqa.shares_kv_with for i, gqa in enumerate(spec.attentions) if gqa.shares_kv_with is not None}
+    mixers = {i: layer.mixer for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, Gqa)}
+    shared = {i: gqa.shares_kv_with for i, gqa in mixers.items() if gqa.shares_kv_with is not None}
     owners = [i for i in range(spec.num_layers) if i not in shared]
     names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in owners for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
