@@ -22,6 +22,12 @@ _ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
 }
+EXPERTS: dict[str, Any] = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
+PER_LAYER: dict[str, Any] = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size_per_layer_input": 14,
+}
 _FULL_ROPE = {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25}
 _DENSE: dict[str, Any] = {
     "rope_parameters": _ROPES | {"full_attention": _FULL_ROPE},
@@ -69,6 +75,9 @@ def make_gemma(path: Path, *, family: Gemma, seed: int = 0, vocab_size: int = 12
         tensors["model.embed_tokens.weight"].mul_(0.03)
         for i, scale in enumerate(scales.values()):
             scale.fill_(0.8 + 0.1 * i)
+        for name, tensor in tensors.items():
+            if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "router.scale", "per_expert_scale")):
+                tensor.mul_(0.1 * tensor.shape[-1] ** 0.5).add_(1.0)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     return path

@@ -143,17 +143,17 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
         )
 
 
-def projection_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for K and V that a back end without kernels for them would have to make in another way."""
-    found = {
-        "layers that norm V": any(gqa.has_v_norm for gqa in target.attentions),
-        "layers that make V of K": any(not gqa.has_v_proj for gqa in target.attentions),
-        "layers that share K and V": any(gqa.shares_kv_with is not None for gqa in target.attentions),
-    }
-    if any(found.values()):
-        named = " and ".join(name for name, is_there in found.items() if is_there)
-        expected = f"K and V of each layer's own projections, V as it is {where}"
-        yield problem("attention of the target", expected=expected, found=named, hint=hint)
+def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for parts of layers that only the torch back end computes on a CPU."""
+    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.has_own_norms for layer in target.layers):
+        expected = f"experts that read what the layer's MLP reads {where}"
+        yield problem("experts of the target", expected=expected, found="norms of their own", hint=hint)
+    if target.per_layer_embedding is not None:
+        found, expected = "one for every layer", f"one embedding {where}"
+        yield problem("embedding of the target", expected=expected, found=found, hint=hint)
+    if any(gqa.shares_kv_with is not None for gqa in target.attentions):
+        expected = f"K and V of each layer's own {where}"
+        yield problem("attention of the target", expected=expected, found="layers that share them", hint=hint)
 
 
 def unsupported_formats(

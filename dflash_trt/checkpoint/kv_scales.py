@@ -10,6 +10,7 @@ from dflash_trt.checkpoint.quantized_reading import read_number
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.errors import problem
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 
 _EXPORT_AGAIN = "Export the checkpoint again."
@@ -28,22 +29,26 @@ def resolve_kv_scales(
 ) -> tuple[tuple[KvScaleSource, ...] | None, StoredTensors]:
     """Return one source per layer for FP8 K/V (None without), and the remaining tensors.
 
-    Producers write the scales of all layers or of none.
+    Producers write the scales of all layers or of none. Layers without K and V of their own have none.
     """
     if scheme is None or not scheme.has_fp8_kv:
         return None, stored
     prefix = model_prefix(stored.tensors)
-    names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in range(spec.num_layers) for x in "kv"]
+    mixers = {i: layer.mixer for i, layer in enumerate(spec.layers) if isinstance(layer.mixer, Gqa)}
+    shared = {i: gqa.shares_kv_with for i, gqa in mixers.items() if gqa.shares_kv_with is not None}
+    owners = [i for i in range(spec.num_layers) if i not in shared]
+    names = [f"{prefix}layers.{i}.{scheme.kv_scale.format(x=x)}" for i in owners for x in "kv"]
     found = {name: stored.tensors[name] for name in names if name in stored.tensors}
     missing = [name for name in names if name not in found]
     if found and missing:
         expected = "the K/V scales of every layer"
         found_text = f"no {listed(missing)}"
         problems.append(problem(f"{label} tensors", expected=expected, found=found_text, hint=_EXPORT_AGAIN))
-    sources = tuple(
-        KvScaleSource(k=found.get(k_name), v=found.get(v_name))
-        for k_name, v_name in zip(names[0::2], names[1::2], strict=True)
-    )
+    of_owner = {
+        i: KvScaleSource(k=found.get(k_name), v=found.get(v_name))
+        for i, k_name, v_name in zip(owners, names[0::2], names[1::2], strict=True)
+    }
+    sources = tuple(of_owner[shared.get(i, i)] for i in range(spec.num_layers))
     problems += [
         problem(
             f"{label} tensor '{tensor.name}'",

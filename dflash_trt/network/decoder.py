@@ -8,11 +8,19 @@ from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
-from dflash_trt.network.feed_forward import Mlp, SharedExperts, bind_feed_forward, run_feed_forward
+from dflash_trt.network.feed_forward import FeedForward, bind_feed_forward, run_feed_forward
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights, bind_gated_delta, run_gated_delta
 from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
 from dflash_trt.network.mixers.mla import MlaWeights, bind_mla, run_mla
-from dflash_trt.network.ops import Cache, Experts, LatentCache, LayerCache, Linear, Ops, RecurrentCache, Rows, T
+from dflash_trt.network.ops import Cache, LatentCache, LayerCache, Linear, Ops, RecurrentCache, Rows, T
+from dflash_trt.network.per_layer_embedding import (
+    PerLayerTable,
+    PerLayerWeights,
+    bind_per_layer,
+    bind_per_layer_table,
+    embedded_per_layer,
+    run_per_layer,
+)
 from dflash_trt.network.rank_tensors import RankTensors
 
 LayerWeights = GqaWeights[T] | MlaWeights[T] | GatedDeltaWeights[T]
@@ -32,10 +40,11 @@ class Layer(Generic[T]):
     attention_norm: T
     mixer: LayerWeights[T]
     mlp_norm: T
-    feed_forward: Mlp[T] | Experts[T] | SharedExperts[T]
+    feed_forward: FeedForward[T]
     attention_post_norm: T | None = None
     mlp_post_norm: T | None = None
     output_scale: T | None = None  # [1]
+    per_layer: PerLayerWeights[T] | None = None
 
     @property
     def attention(self) -> GqaWeights[T]:
@@ -48,6 +57,7 @@ class Layer(Generic[T]):
 class TargetWeights(Generic[T]):
     embedding: T
     embedding_scale: float
+    per_layer_embedding: PerLayerTable[T] | None
     layers: tuple[Layer[T], ...]
     norm: T
     lm_head: Linear[T]
@@ -66,6 +76,7 @@ def bind_layer(tensors: RankTensors[T], decoder: DecoderSpec, index: int, *, kv:
         attention_post_norm=tensors.find(f"{prefix}.attention_post_norm"),
         mlp_post_norm=tensors.find(f"{prefix}.mlp_post_norm"),
         output_scale=tensors.find(f"{prefix}.output_scale"),
+        per_layer=None if spec.per_layer_size is None else bind_per_layer(tensors, prefix),
     )
 
 
@@ -82,6 +93,7 @@ def bind_target(spec: TargetSpec, tensors: RankTensors[T]) -> TargetWeights[T]:
     return TargetWeights(
         embedding=tensors["target.embedding"],
         embedding_scale=spec.embedding_scale,
+        per_layer_embedding=None if spec.per_layer_embedding is None else bind_per_layer_table(tensors),
         layers=tuple(bind_layer(tensors, spec, i) for i in range(spec.num_layers)),
         norm=tensors["target.norm"],
         lm_head=tensors.linear("target.lm_head") if has_head else _tied_head(spec, tensors),
@@ -98,7 +110,10 @@ def run_target(
 ) -> list[T]:
     """Outputs [T, H] of every layer, for all tokens of the step, causally over their pages."""
     hidden = ops.embedding(weights.embedding, token_ids, weights.embedding_scale)
-    return list(run_layers(ops, spec, weights.layers, hidden, rows, caches))
+    table, parts = weights.per_layer_embedding, None
+    if table is not None:
+        parts = embedded_per_layer(ops, spec, table, token_ids, hidden)
+    return list(run_layers(ops, spec, weights.layers, hidden, rows, caches, parts))
 
 
 def run_layers(
@@ -108,25 +123,25 @@ def run_layers(
     hidden: T,
     rows: Rows[T],
     caches: Sequence[LayerCache[T]],
+    per_layer: Sequence[T] | None = None,  # [N, per_layer_size]
 ) -> Iterator[T]:
     """Outputs [N, H] of one layer after the other, see `LayerSpec`."""
     eps = spec.rms_norm_eps
     ropes = rope_tables(ops, layers, rows)
-    for layer, cache in zip(layers, caches, strict=True):
+    for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         x = ops.rms_norm(hidden, layer.attention_norm, eps)
         x = _run_mixer(ops, layer, x, rows, cache, ropes, eps)
-        hidden = ops.add(hidden, _summed(ops, x, layer.attention_post_norm, eps))
-        x = ops.rms_norm(hidden, layer.mlp_norm, eps)
-        x = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
-        hidden = ops.add(hidden, _summed(ops, x, layer.mlp_post_norm, eps))
+        hidden = ops.add(hidden, _normed(ops, ops.all_reduce(x), layer.attention_post_norm, eps))
+        x = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, hidden, layer.mlp_norm, eps)
+        hidden = ops.add(hidden, _normed(ops, x, layer.mlp_post_norm, eps))
+        if layer.per_layer is not None and per_layer is not None:
+            hidden = ops.add(hidden, run_per_layer(ops, layer.per_layer, hidden, per_layer[i], eps))
         if layer.output_scale is not None:
             hidden = ops.mul(hidden, layer.output_scale)
         yield hidden
 
 
-def _summed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
-    """Over the ranks, and normed where the model does."""
-    x = ops.all_reduce(x)
+def _normed(ops: Ops[T], x: T, norm: T | None, eps: float) -> T:
     return x if norm is None else ops.rms_norm(x, norm, eps)
 
 

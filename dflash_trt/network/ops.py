@@ -45,6 +45,7 @@ class Experts(Generic[T]):
     num_experts: int
     first_expert: int = 0
     choice_bias: T | None = None  # float32 [experts of the router]
+    expert_scales: T | None = None  # [E], of all experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,9 +232,10 @@ class Ops(Protocol[T]):
         """cap * tanh(x / cap), float32 whatever x is."""
         ...
 
-    def moe(self, x: T, experts: Experts[T], moe: Moe) -> T:
+    def moe(self, x: T, experts: Experts[T], moe: Moe, routed: T | None = None) -> T:
         """[N, H] -> [N, H]: each row through its chosen experts, whose results are summed as the router weighs them.
 
+        The router reads `routed` [N, H], where it is given, in the place of x.
         A row's result does not depend on the other rows, except for the rounding of a GEMM of another height.
         """
         ...

@@ -23,6 +23,7 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
         moe, name = layer.feed_forward, f"target.layers.{i}.experts"
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
+        assert moe.routing != "scaled_softmax_top_k" and moe.activation != "gelu_tanh", "refused by the backend"
         for of_gate_up in matrix_choices(
             _matrix(formats.get(f"{name}.gate_up"), moe), splits_input=True, is_bias_of_one=False
         ):

@@ -15,7 +15,7 @@ from dflash_trt.formats.int4 import Int4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.formats.registry import weight_formats
 from tests.factories import make_target
-from tests.gemma_targets import make_gemma
+from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma
 
 ALONE, TWO = Mapping(), Mapping(world_size=2, tp_size=2)
 NVFP4 = QuantizationSpec(linears={"target.layers.0.qkv": "nvfp4"})
@@ -72,14 +72,16 @@ def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
-def test_gemma_4_is_refused_by_name_where_no_kernel_makes_its_k_and_v(tmp_path, backend) -> None:
-    spec = open_pair(make_gemma(tmp_path / "target", family="gemma4_text"), None).target
-    (message,) = backend_of(backend).unsupported(spec, None, None, ALONE)
-    assert message.startswith("attention of the target: expected K and V of each layer's own projections, V as it is ")
-    assert "found layers that norm V and layers that make V of K. " in message
-    plain = open_pair(make_gemma(tmp_path / "gemma3", family="gemma3_text"), None).target
-    assert backend_of(backend).unsupported(plain, None, None, ALONE) == []
-    assert backend_of("torch").unsupported(spec, None, None, ALONE) == []
+def test_what_gemma_4_has_and_no_kernel_computes_is_refused_by_name(tmp_path, backend) -> None:
+    def of(name, **fields):
+        return open_pair(make_gemma(tmp_path / name, **({"family": "gemma4_text"} | fields)), None).target
+
+    assert subjects(backend, of("3", family="gemma3_text")) == subjects(backend, of("4")) == []
+    assert subjects(backend, of("heads", global_head_dim=512)) == ["head_dim of the target"]
+    assert subjects(backend, of("experts", **EXPERTS)) == ["experts of the target"]
+    both = of("both", **PER_LAYER, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
+    assert subjects(backend, both) == ["embedding of the target", "attention of the target"]
+    assert subjects("torch", both) == []
 
 
 def test_only_tensorrt_compiles(tmp_path) -> None:

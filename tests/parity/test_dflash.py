@@ -205,9 +205,10 @@ def test_a_perturbed_drafter_drafts_something_else(tmp_path, target, perturb):
     assert our_blocks[: len(compared)] != compared
 
 
-def test_drafts_for_gemma_see_its_scaled_embedding(tmp_path):
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+def test_drafts_for_gemma_see_its_scaled_embedding(tmp_path, family):
     """transformers' module of Gemma's embedding scales its rows, and so the reference drafts from scaled ones."""
-    target = make_gemma(tmp_path / "target", family="gemma3_text")
+    target = make_gemma(tmp_path / "target", family=family)
     drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, final_logit_softcapping=5.0)
     executor = make_executor(target, drafter)
     run = decode(executor, PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)

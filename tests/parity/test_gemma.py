@@ -1,5 +1,6 @@
 """Laws 1, 4 and 5 for Gemma: transformers' tokens with and without drafts, on one rank and two."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.request import Request
+from dflash_trt.core.state_spec import paged
+from dflash_trt.engine_dir import EngineDir
 from dflash_trt.network.decoder import run_target
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import PAGE_SIZE, decode, make_executor
-from tests.executor.rank_engines import build
+from tests.executor.rank_engines import PACKED, build, write_calibration_prompts
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
-from tests.gemma_targets import make_gemma, nest
+from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma, nest
 
 NUM_NEW, VOCAB_SIZE, BLOCK_SIZE = 40, 12, 6
 LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 70)  # the last one is longer than the windows
@@ -66,6 +69,25 @@ TARGETS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 10.0,
         "layer_types": [FULL, SLIDING, FULL, SLIDING],  # transformers makes the last one full
     },
+    "4 with experts": {"family": "gemma4_text", **EXPERTS},
+    "4 with experts, one chosen, projections of V": {
+        "family": "gemma4_text",
+        **EXPERTS,
+        "top_k_experts": 1,
+        "attention_k_eq_v": False,
+        "layer_types": [SLIDING] * 3 + [FULL],
+    },
+    "4 with per-layer embeddings": {"family": "gemma4_text", **PER_LAYER},
+    "4 with per-layer embeddings, K/V of one layer for all of its kind": {
+        "family": "gemma4_text",
+        **PER_LAYER,
+        "hidden_size_per_layer_input": 4,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": True,
+        "num_key_value_heads": 1,
+        "layer_types": [SLIDING, FULL] * 3,
+    },
     "4, K/V of the first layers for the last, of double width": {
         "family": "gemma4_text",
         "attention_k_eq_v": False,
@@ -87,9 +109,17 @@ def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
     return target, make_zlab_drafter(root / "drafter", target_dir=target, block_size=BLOCK_SIZE)
 
 
-@pytest.fixture(scope="module", params=TARGETS.values(), ids=TARGETS.keys())
+OTHER_CORNERS = ("3, all layers slide", "3, capped", "4 unified", "4 with experts, one", "4, K/V of the first")
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Each a parameter; corners whose parts others have, too, are slow tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(OTHER_CORNERS)) for name in names]
+
+
+@pytest.fixture(scope="module", params=marked(TARGETS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("pair"), **request.param)
+    return make_pair(tmp_path_factory.mktemp("pair"), **TARGETS[request.param])
 
 
 def tokens_of(executor: TorchExecutor, num_draft_tokens: int) -> list[list[int]]:
@@ -126,8 +156,8 @@ def test_taps_and_logits_equal_those_of_transformers(pair: tuple[Path, Path]) ->
     executor = make_executor(pair[0])
     taps = taps_of(executor, PROMPTS[-1])
     for ours, tap in zip(taps, theirs, strict=True):
-        torch.testing.assert_close(ours, tap[0], rtol=0, atol=1e-4)  # measured 8e-6
-    assert difference(executor.target_logits(PROMPTS[-1]), logits) < 2e-5  # measured 2e-6
+        assert difference(ours, tap[0]) < 1e-4  # measured 3e-5
+    assert difference(executor.target_logits(PROMPTS[-1]), logits) < 1e-4  # measured 3e-5
 
 
 def taps_of(executor: TorchExecutor, prompt: list[int]) -> list[torch.Tensor]:
@@ -145,6 +175,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 CORRUPTED_TENSORS = {
     "3": ["self_attn.q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"],
     "4": ["self_attn.k_norm", "layer_scalar"],
+    "4 with experts": ["router.scale", "router.per_expert_scale", "pre_feedforward_layernorm_2", "experts.down_proj"],
+    "4 with per-layer embeddings": ["per_layer_input_gate", "post_per_layer_input_norm"],
 }
 CORRUPTED_KEYS: dict[str, dict[str, Any]] = {
     "3": {"query_pre_attn_scalar": 21, "sliding_window": 7},
@@ -161,26 +193,31 @@ def test_a_changed_weight_and_a_changed_key_are_noticed(tmp_path: Path, name: st
     stored = load_file(target / "model.safetensors")
     for part in CORRUPTED_TENSORS[name]:
         [changed] = [key for key in stored if key.startswith("model.layers.2.") and f".{part}" in key]
-        tensors = stored | {changed: stored[changed] * 1.01 + 0.01}
+        tensors = stored | {changed: stored[changed].roll(1, 0) * 1.01}
         save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        assert difference(make_executor(target).target_logits(prompt), expected) > 2e-4, part
+        assert difference(make_executor(target).target_logits(prompt), expected) > 5e-4, part
     save_file(stored, target / "model.safetensors", {"format": "pt"})
-    for key, value in CORRUPTED_KEYS[name].items():
+    for key, value in CORRUPTED_KEYS.get(name, {}).items():
         original = read_json(target / "config.json")[key]
         edit_json(target / "config.json", **{key: value})
-        assert difference(make_executor(target).target_logits(prompt), expected) > 2e-4, key
+        assert difference(make_executor(target).target_logits(prompt), expected) > 5e-4, key
         edit_json(target / "config.json", **{key: original})
     assert torch.equal(make_executor(target).target_logits(prompt), expected)
 
 
-@pytest.mark.parametrize("name", ["3", "4"])
+@pytest.mark.parametrize(
+    "name", ["4 with experts", "4 with per-layer embeddings, K/V of one layer for all of its kind"]
+)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     expected = expected_tokens(make_pair(tmp_path, **TARGETS[name])[0])
-    engine = build(tmp_path, tp_size=2, max_seq_len=128)
+    assert texts_of(build(tmp_path, tp_size=2, max_seq_len=128)) == expected
+
+
+def texts_of(engine: EngineDir) -> list[list[int]]:
     with LLM(engine.path, kv_cache_bytes=1 << 20, num_draft_tokens=3) as llm:
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
-    assert [list(output.token_ids) for output in outputs] == expected
+    return [list(output.token_ids) for output in outputs]
 
 
 def test_gemma_4_inside_a_model_that_also_sees(tmp_path: Path) -> None:
@@ -189,6 +226,27 @@ def test_gemma_4_inside_a_model_that_also_sees(tmp_path: Path) -> None:
     seeing = nest(target, tmp_path / "seeing", prefix="model.language_model.", **outer)
     found, wanted = (make_executor(path).target_logits(PROMPTS[-1]) for path in (seeing, target))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_packed_weights_and_fp8_pages_of_both_geometries_give_one_text_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """Experts, per-layer embeddings, shared K/V and V made of K in one model."""
+    features = EXPERTS | PER_LAYER | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 16}
+    target = make_gemma(
+        tmp_path / "target", family="gemma4_text", **features, num_kv_shared_layers=2, layer_types=[SLIDING, FULL] * 2
+    )
+    make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK_SIZE, intermediate_size=96)
+    write_calibration_prompts(tmp_path)
+    plain = build(tmp_path, tp_size=1, max_seq_len=128)
+    exact = texts_of(plain)
+    quantization = PACKED | {"experts": "fp8"}
+    engines = [build(tmp_path, tp_size=n, max_seq_len=128, overwrite=True, quantization=quantization) for n in (1, 2)]
+    states = engines[0].manifest.pretrained_config.states()
+    assert [type(state).__name__ for state in states.target] == ["PagedKv", "PagedKv", "SharedKv", "SharedKv"]
+    assert {state.head_dim for state in paged(states.target)} == {16, 32}
+    assert all(state.dtype == "float8_e4m3fn" for state in paged(states.target))
+    one, two = (texts_of(engine) for engine in engines)
+    assert one == two != exact
 
 
 @pytest.mark.parametrize(

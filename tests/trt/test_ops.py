@@ -24,6 +24,7 @@ IDS = torch.tensor([3, 0, 11, 3, 7], dtype=torch.int32)
 
 OPS = {
     "embedding": lambda ops, x, w, ids: ops.embedding(w(WEIGHT), ids),
+    "scaled embedding": lambda ops, x, w, ids: ops.embedding(w(WEIGHT), ids, 73.32),
     "linear": lambda ops, x, w, ids: ops.linear(x, Linear(weight=w(WEIGHT))),
     "linear with bias": lambda ops, x, w, ids: ops.linear(x, Linear(weight=w(WEIGHT), bias=w(WEIGHT[:, 0]))),
     "rms_norm": lambda ops, x, w, ids: ops.rms_norm(x, w(WEIGHT[0]), 1e-6),
@@ -31,6 +32,11 @@ OPS = {
     "add": lambda ops, x, w, ids: ops.add(x, x),
     "scale": lambda ops, x, w, ids: ops.scale(x, 0.37),
     "silu_mul": lambda ops, x, w, ids: ops.silu_mul(x),
+    "gelu_mul": lambda ops, x, w, ids: ops.gelu_mul(x),
+    "softcap": lambda ops, x, w, ids: ops.softcap(x, 1.5),
+    "mul by rows": lambda ops, x, w, ids: ops.mul(x, x),
+    "mul by a number": lambda ops, x, w, ids: ops.mul(x, w(WEIGHT[0, :1])),
+    "rms_norm without a weight": lambda ops, x, w, ids: ops.rms_norm(ops.split_heads(x, 8), None, 1e-6),
     "split and concat": lambda ops, x, w, ids: ops.concat(ops.split(x, (4, 10, 2))[::-1]),
     "rope": lambda ops, x, w, ids: ops.rope(ops.split_heads(x, 8), ops.rope_table(ROTARY, ids)),
     "gather_rows": lambda ops, x, w, ids: ops.gather_rows(x, w(torch.tensor([[4, 0], [1, 1]], dtype=torch.int32))),

@@ -15,6 +15,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from tests.engines import make_executor
 from tests.factories import make_speculators_drafter, make_target, make_zlab_drafter
+from tests.gemma_targets import make_gemma
 from tests.traces import GREEDY, SAMPLED, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
 
@@ -53,12 +54,17 @@ PAIRS = {
     "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
     "a reduced draft vocabulary": {"speculators": True},
     "no drafter": {"has_drafter": False},
+    "Gemma 3": {"gemma": "gemma3_text", "final_logit_softcapping": 2.0},
+    "Gemma 4, two geometries of pages": {"gemma": "gemma4_text"},
 }
 
 
-def make_pair(root, *, family="qwen3", target=None, speculators=False, has_drafter=True, **options):
+def make_pair(root, *, family="qwen3", gemma=None, target=None, speculators=False, has_drafter=True, **options):
     """A target of twelve tokens, so that random drafts are accepted now and then, and its drafter."""
-    path = make_target(root / "target", vocab_size=12, tokenizer=False, family=family, **(target or {}))
+    if gemma is not None:
+        path = make_gemma(root / "target", family=gemma)
+    else:
+        path = make_target(root / "target", vocab_size=12, tokenizer=False, family=family, **(target or {}))
     if not has_drafter:
         return path, None
     make = make_speculators_drafter if speculators else make_zlab_drafter

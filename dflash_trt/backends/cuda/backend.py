@@ -14,7 +14,7 @@ from dflash_trt.backends.base import (
     drafter_problems,
     grouped_problems,
     latent_problems,
-    projection_problems,
+    layer_problems,
     unsupported_formats,
 )
 from dflash_trt.core.errors import problem
@@ -49,7 +49,7 @@ class CudaBackend:
         hint = 'Run this engine with device "cpu".'
         problems += latent_problems(target, where="on a GPU", hint=hint)
         problems += grouped_problems(target, where="on a GPU", hint=hint)
-        problems += projection_problems(target, where="on a GPU", hint=hint)
+        problems += layer_problems(target, where="on a GPU", hint=hint)
         problems += drafter_problems(draft, where="on a GPU", hint=hint)
         problems += _recurrent_problems(target, draft)
         if quantization is not None:

@@ -43,6 +43,7 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
 
 def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
     """x [N, H] and the router's logits [N, moe.num_experts] -> [N, H]; experts of other ranks add nothing."""
+    assert moe.routing != "scaled_softmax_top_k" and moe.activation != "gelu_tanh", "refused by `unsupported`"
     router = Router(
         kind=moe.routing,
         num_chosen=moe.num_experts_per_token,

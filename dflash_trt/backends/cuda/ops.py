@@ -100,7 +100,10 @@ class TorchGpuOps:
         return apply_device_linear(activation, linear)
 
     def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
-        assert weight is not None, "refused by `unsupported`"
+        if weight is None:
+            heads = x.x if isinstance(x, Heads) else tensor_of(x)
+            normed = F.rms_norm(heads, heads.shape[-1:], None, eps)
+            return Heads(normed) if isinstance(x, Heads) else normed
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
             return Heads(x.x, norm=(tensor_of(weight), eps))
@@ -135,8 +138,8 @@ class TorchGpuOps:
     def softcap(self, x: Value, cap: float) -> Tensor:
         return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
-    def moe(self, x: Value, experts: Experts[Any], moe: Moe) -> Tensor:
-        assert isinstance(experts, DeviceExperts)
+    def moe(self, x: Value, experts: Experts[Any], moe: Moe, routed: Value | None = None) -> Tensor:
+        assert isinstance(experts, DeviceExperts) and routed is None, "refused by `unsupported`"
         return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Value]:

@@ -59,6 +59,8 @@ def _top_k(layers: Layers, logits: ITensor, moe: Moe, choice_bias: Handle | None
                 weights = layers.binary("DIV", weights, layers.reduce("SUM", weights, 1))
         case "sigmoid_top_k":
             weights, expert_ids = _largest_sigmoids(layers, layers.sigmoid(wide), moe, choice_bias)
+        case "scaled_softmax_top_k":
+            raise AssertionError("refused by `unsupported_problems`")
         case _:
             assert_never(moe.routing)
     return layers.cast(layers.cast_like(weights, logits), "float32"), expert_ids

@@ -278,8 +278,8 @@ class TrtOps(RefusedOps):
         turned = layers.concat((layers.unary("NEG", second), first), 2)
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
-    def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe) -> ITensor:
-        assert isinstance(experts, StackedExperts)
+    def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe, routed: ITensor | None = None) -> ITensor:
+        assert isinstance(experts, StackedExperts) and routed is None, "refused by `unsupported_problems`"
         return self._lowering.experts(x, self.linear(x, experts.router), experts, moe)
 
     def token_rows(self) -> Rows[ITensor]:

@@ -6,7 +6,7 @@ from dflash_trt.backends.base import (
     drafter_problems,
     grouped_problems,
     latent_problems,
-    projection_problems,
+    layer_problems,
     recurrent_problems,
     unsupported_formats,
 )
@@ -19,6 +19,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.kernels.launch_rules import MAX_HEAD_DIM
 
 
 def step_network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkSpec:
@@ -49,12 +50,14 @@ def unsupported_problems(
     mapping: Mapping = Mapping(),  # noqa: B008  (frozen)
 ) -> list[str]:
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
-    torch = "Build with --backend torch."
+    where, back = "in a TensorRT engine", "Build with --backend torch."
     models = [
-        *recurrent_problems(target, where="in a TensorRT engine", hint=torch),
-        *projection_problems(target, where="in a TensorRT engine", hint=torch),
-        *drafter_problems(draft, where="in a TensorRT engine", hint=torch),
-        *_layer_problems(target, mapping, hint=torch),
+        *recurrent_problems(target, where=where, hint=back),
+        *latent_problems(target, where=where, hint=back),
+        *grouped_problems(target, where=where, hint=back),
+        *layer_problems(target, where=where, hint=back),
+        *_head_problems(target, mapping, hint=back),
+        *drafter_problems(draft, where=where, hint=back),
     ]
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))
@@ -64,9 +67,10 @@ def unsupported_problems(
     return [*models, *problems]
 
 
-def _layer_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:
-    yield from latent_problems(target, where="in a TensorRT engine", hint=hint)
-    yield from grouped_problems(target, where="in a TensorRT engine", hint=hint)
+def _head_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:
+    for head_dim in sorted({gqa.head_dim for gqa in target.attentions if gqa.head_dim > MAX_HEAD_DIM}):
+        expected = f"at most {MAX_HEAD_DIM} in a TensorRT engine"
+        yield problem("head_dim of the target", expected=expected, found=str(head_dim), hint=hint)
     if mapping.tp_size > 1 and any(gqa.has_joint_qk_norm for gqa in target.attentions):
         expected = "norms of q and k over a head each, in a TensorRT engine of several ranks"
         yield problem("q_norm of the target", expected=expected, found="a norm over the heads of all ranks", hint=hint)

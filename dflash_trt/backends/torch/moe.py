@@ -6,6 +6,7 @@ choice and runs the experts that somebody chose; a GPU has kernels that need not
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -45,6 +46,7 @@ def chosen_experts(
     logits: Tensor,  # [N, E]
     moe: Moe,
     choice_bias: Tensor | None = None,  # float32 [E]
+    scales: Tensor | None = None,  # [E]
 ) -> Choice:
     """The router's decision, in the order of operations of `Moe.routing`; of equal logits the lower expert."""
     if moe.routing == "sigmoid_top_k":
@@ -56,6 +58,8 @@ def chosen_experts(
     weights, expert_ids = _largest(probabilities, moe.num_experts_per_token)
     if moe.normalizes_top_k:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if scales is not None:
+        weights = weights * scales[expert_ids]
     return Choice(expert_ids, weights.to(logits.dtype))
 
 
@@ -132,6 +136,7 @@ def separated(experts: Experts[Tensor]) -> Experts[Tensor]:
         num_experts=experts.num_experts,
         first_expert=experts.first_expert,
         choice_bias=experts.choice_bias,
+        expert_scales=experts.expert_scales,
         mlps=tuple(_mlp(experts, i) for i in range(experts.num_experts)),
     )
 
@@ -152,6 +157,8 @@ def activated(gate_up: Tensor, moe: Moe, pointwise: Pointwise = directly) -> Ten
     gate, up = gate_up.chunk(2, dim=-1)
     if moe.activation == "silu":
         return pointwise(F.silu, gate) * up
+    if moe.activation == "gelu_tanh":
+        return pointwise(partial(F.gelu, approximate="tanh"), gate) * up
     assert moe.limit is not None and moe.alpha is not None
     gate, up = gate.clamp(max=moe.limit), up.clamp(-moe.limit, moe.limit)
     return gate * pointwise(torch.sigmoid, gate * moe.alpha) * (up + 1)

@@ -19,7 +19,7 @@ from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
 from dflash_trt.backends.torch.logit_rules import AdjustScores
-from dflash_trt.backends.torch.moe import chosen_experts, run_chosen_experts
+from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts
 from dflash_trt.backends.torch.paged_rows import previous_rows, read_rows
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.backends.torch.quantized_linear import apply_quantized
@@ -142,9 +142,11 @@ class TorchOps:
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return (x.float() / cap).tanh_().mul_(cap)
 
-    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Tensor:
-        choice = chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias)
-        return run_chosen_experts(x, experts, moe, choice)
+    def moe(self, x: Tensor, experts: Experts[Tensor], moe: Moe, routed: Tensor | None = None) -> Tensor:
+        return run_chosen_experts(x, experts, moe, self._chosen(x if routed is None else routed, experts, moe))
+
+    def _chosen(self, x: Tensor, experts: Experts[Tensor], moe: Moe) -> Choice:
+        return chosen_experts(self.linear(x, experts.router), moe, experts.choice_bias, experts.expert_scales)
 
     def split(self, x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
         return x.split_with_sizes(tuple(sizes), -1)

@@ -1,12 +1,13 @@
 """Gemma 4, the language model alone: full layers have heads of their own sizes and make V of K, norms are plain w."""
 
+from collections.abc import Collection
 from types import MappingProxyType
 from typing import Any, Final
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes
 from dflash_trt.checkpoint.families.base import Family, LayerFields
-from dflash_trt.checkpoint.foreign_names import ForeignTable, one
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, expert_tensors, one
 from dflash_trt.checkpoint.gemma_layers import (
     ACTIVATION,
     FULL,
@@ -18,8 +19,10 @@ from dflash_trt.checkpoint.gemma_layers import (
     read_sliding,
     read_window,
 )
+from dflash_trt.checkpoint.moe_config import num_chosen
 from dflash_trt.checkpoint.producers.base import require_known_producer
 from dflash_trt.core.model.decoder import TargetSpec
+from dflash_trt.core.model.feed_forward import Moe
 
 _ROPES: Final = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -47,6 +50,23 @@ DEFAULTS: Final = MappingProxyType(
 )
 
 
+_EXPERT_NORMS: Final = {
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_post_norm": "post_feedforward_layernorm_2",
+    "shared_post_norm": "post_feedforward_layernorm_1",
+}
+_PER_LAYER: Final = {
+    "per_layer_gate": "per_layer_input_gate",
+    "per_layer_projection": "per_layer_projection",
+    "per_layer_norm": "post_per_layer_input_norm",
+}
+_PER_LAYER_TABLE: Final = {
+    "per_layer.embedding": "embed_tokens_per_layer",
+    "per_layer.projection": "per_layer_model_projection",
+    "per_layer.norm": "per_layer_projection_norm",
+}
+
+
 def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     require_known_producer(reader)
     reader.require("use_bidirectional_attention", "vision", hint="Attention that sees ahead is not implemented.")
@@ -54,17 +74,16 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     sources = _read_sources(reader, is_sliding)
     mixers = _read_mixers(reader, sizes)
     is_wide = reader.flag("use_double_wide_mlp", default=False)
-    dense = sizes.dense_fields() | {"activation": "gelu_tanh"}
-    wide = dense | {"intermediate_size": 2 * sizes.intermediate_size}
-    reader.require("enable_moe_block", False, hint=NOT_IMPLEMENTED)
-    reader.require("hidden_size_per_layer_input", 0, hint=NOT_IMPLEMENTED)
-    reader.ignore(("num_experts", "top_k_experts", "moe_intermediate_size", "vocab_size_per_layer_input"))
+    fed = _read_feed_forward(reader, sizes)
+    wide = fed | {"intermediate_size": 2 * sizes.intermediate_size}
+    per_layer_size = reader.optional_integer("hidden_size_per_layer_input", minimum=0) or None
     return [
         {
             "mixer": {**mixers[SLIDING if slides else FULL], "mask": mask, "shares_kv_with": source},
-            "feed_forward": wide if is_wide and source is not None else dense,
+            "feed_forward": wide if is_wide and source is not None else fed,
             "has_post_norms": True,
             "has_output_scale": True,
+            "per_layer_size": per_layer_size,
         }
         for slides, mask, source in zip(is_sliding, read_window(reader, is_sliding), sources, strict=True)
     ]
@@ -101,16 +120,75 @@ def _read_mixers(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, dict[st
     return {SLIDING: common | {"rope": ropes[SLIDING]}, FULL: full}
 
 
+def _read_feed_forward(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    """A dense MLP, beside which there may be experts."""
+    names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not reader.flag("enable_moe_block", default=False):
+        reader.ignore(names)
+        return sizes.dense_fields() | {"activation": "gelu_tanh"}
+    reader.require("use_double_wide_mlp", False, hint=NOT_IMPLEMENTED)
+    num_experts = reader.integer("num_experts")
+    return {
+        "kind": "moe",
+        "num_experts": num_experts,
+        "num_experts_per_token": num_chosen(reader, num_experts, "top_k_experts"),
+        "intermediate_size": reader.integer("moe_intermediate_size"),
+        "routing": "scaled_softmax_top_k",
+        "normalizes_top_k": True,
+        "activation": "gelu_tanh",
+        "shared_size": sizes.intermediate_size,
+        "has_own_norms": True,
+        "router_input_scale": sizes.hidden_size**-0.5,
+    }
+
+
+def read_target(reader: ConfigReader, sizes: DecoderSizes) -> dict[str, Any]:
+    """Fields of a TargetSpec."""
+    size = reader.optional_integer("hidden_size_per_layer_input", minimum=0)
+    vocab_size = reader.optional_integer("vocab_size_per_layer_input") or sizes.vocab_size
+    fields = read_model(reader, sizes)
+    if not size:
+        return fields
+    if vocab_size < sizes.vocab_size:
+        expected, hint = f"at least vocab_size {sizes.vocab_size}", "Every token needs a row."
+        reader.refuse("vocab_size_per_layer_input", expected=expected, hint=hint)
+    return fields | {"per_layer_embedding": {"size": size, "vocab_size": vocab_size}}
+
+
 def own_names(model: str, spec: TargetSpec) -> ForeignTable:
-    scales = {f"target.layers.{i}.output_scale": one(f"{model}layers.{i}.layer_scalar") for i in range(spec.num_layers)}
-    return norm_names(model, spec) | scales
+    table = norm_names(model, spec)
+    for i, layer in enumerate(spec.layers):
+        ours, theirs = f"target.layers.{i}", f"{model}layers.{i}"
+        table[f"{ours}.output_scale"] = one(f"{theirs}.layer_scalar")
+        if layer.per_layer_size is not None:
+            table |= {f"{ours}.{name}": one(f"{theirs}.{foreign}.weight") for name, foreign in _PER_LAYER.items()}
+    if spec.per_layer_embedding is not None:
+        table |= {f"target.{name}": one(f"{model}{foreign}.weight") for name, foreign in _PER_LAYER_TABLE.items()}
+    return table
+
+
+def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
+    """Names of the experts, of their router, and of the MLP and the norms beside them."""
+    table: ForeignTable = {
+        f"{canonical}.router": one(f"{foreign}.router.proj.weight"),
+        f"{canonical}.router_norm": one(f"{foreign}.router.scale"),
+        f"{canonical}.expert_scales": one(f"{foreign}.router.per_expert_scale"),
+        f"{canonical}.experts.gate_up": expert_tensors(f"{foreign}.experts.gate_up_proj"),
+        f"{canonical}.experts.down": expert_tensors(f"{foreign}.experts.down_proj"),
+        f"{canonical}.shared.gate_up": ForeignNames(
+            parts=tuple(f"{foreign}.mlp.{word}_proj.weight" for word in ("gate", "up"))
+        ),
+        f"{canonical}.shared.down": one(f"{foreign}.mlp.down_proj.weight"),
+    }
+    return table | {f"{canonical}.{ours}": one(f"{foreign}.{theirs}.weight") for ours, theirs in _EXPERT_NORMS.items()}
 
 
 FAMILY = Family(
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     read_layers=read_layers,
     activation=ACTIVATION,
-    read_model=read_model,
+    read_model=read_target,
+    expert_names=expert_names,
     own_names=own_names,
     defaults=DEFAULTS,
     left_out=LEFT_OUT,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from dflash_trt.checkpoint.families import gemma4_text
 
-_DEFAULTS = gemma4_text.DEFAULTS | {
+_PER_LAYER = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+_DEFAULTS = {name: value for name, value in gemma4_text.DEFAULTS.items() if name not in _PER_LAYER} | {
     "max_position_embeddings": 262_144,
     "sliding_window": 1024,
-    "hidden_size_per_layer_input": 0,
 }
 
 FAMILY = replace(

@@ -26,13 +26,15 @@ class LayerSpec(Frozen):
     """Norm, mixer, residual, norm, feed-forward, residual.
 
     `has_post_norms`: what mixer and feed-forward give is normed, too, before it is added (Gemma). `has_output_scale`:
-    the sum after the layer is multiplied by a number (Gemma 4).
+    the sum after the layer is multiplied by a number (Gemma 4). `per_layer_size`: before that, a part of so many
+    features of the token's per-layer embedding, gated by the sum, is projected, normed and added (PerLayerEmbedding).
     """
 
     mixer: Annotated[Gqa | Mla | GatedDelta, Field(discriminator="kind")]
     feed_forward: Annotated[Dense | Moe, Field(discriminator="kind")]
     has_post_norms: bool = False
     has_output_scale: bool = False
+    per_layer_size: Size | None = None
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:
         """`owns_kv`: see `Gqa.weights`."""
@@ -44,6 +46,10 @@ class LayerSpec(Frozen):
         norms = {f"{prefix}.{name}": WeightSpec(shape=(hidden_size,)) for name in names}
         if self.has_output_scale:
             norms[f"{prefix}.output_scale"] = WeightSpec(shape=(1,))
+        if self.per_layer_size is not None:
+            norms[f"{prefix}.per_layer_gate"] = WeightSpec(shape=(self.per_layer_size, hidden_size))
+            norms[f"{prefix}.per_layer_projection"] = WeightSpec(shape=(hidden_size, self.per_layer_size))
+            norms[f"{prefix}.per_layer_norm"] = WeightSpec(shape=(hidden_size,))
         if isinstance(self.mixer, Gqa):
             mixer = self.mixer.weights(prefix, hidden_size, owns_kv=owns_kv)
         else:
@@ -63,6 +69,25 @@ class LayerSpec(Frozen):
     def shard(self, mapping: Mapping) -> "LayerSpec":
         """One rank's shard of the layer."""
         return self.model_copy(update={"mixer": self.mixer.shard(mapping)})
+
+
+class PerLayerEmbedding(Frozen):
+    """A second embedding with `size` features for each layer (Gemma 4 E2B, E4B).
+
+    Its rows, times size ** 0.5, are added to a projection of the scaled rows of the first one, times
+    hidden_size ** -0.5 and normed for each layer; the sum is multiplied by 2 ** -0.5.
+    """
+
+    size: Size
+    vocab_size: Size
+
+    def weights(self, prefix: str, hidden_size: int, num_layers: int) -> WeightTable:
+        width = num_layers * self.size
+        return {
+            f"{prefix}.embedding": WeightSpec(shape=(self.vocab_size, width)),
+            f"{prefix}.projection": WeightSpec(shape=(width, hidden_size)),
+            f"{prefix}.norm": WeightSpec(shape=(self.size,)),
+        }
 
 
 class DecoderSpec(Frozen):
@@ -145,6 +170,7 @@ class TargetSpec(DecoderSpec):
     has_offset_norms: bool = False
     embedding_scale: Scale = 1.0
     logit_softcap: Scale | None = None
+    per_layer_embedding: PerLayerEmbedding | None = None
     eos_token_ids: tuple[Index, ...] = ()
     bos_token_id: Index | None = None
 
@@ -163,6 +189,8 @@ class TargetSpec(DecoderSpec):
     def weights(self) -> WeightTable:
         """Canonical names of the target: `target.*`."""
         table: WeightTable = {"target.embedding": WeightSpec(shape=(self.vocab_size, self.hidden_size))}
+        if self.per_layer_embedding is not None:
+            table |= self.per_layer_embedding.weights("target.per_layer", self.hidden_size, self.num_layers)
         for i, layer in enumerate(self.layers):
             table |= layer.weights(f"target.layers.{i}", self.hidden_size)
         table["target.norm"] = WeightSpec(shape=(self.hidden_size,))

@@ -10,6 +10,10 @@ from dflash_trt.core.weight_spec import WeightSpec, WeightTable, row_sharded
 NumExperts = Annotated[int, Field(ge=1, le=4096)]
 
 
+# Of `Moe.has_own_norms`; the MLP of every token reads the layer's own norm before its feed-forward.
+OWN_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm")
+
+
 class Dense(Frozen):
     """activation(gate) * up, then down. `gelu_tanh` is the approximation with tanh (Gemma)."""
 
@@ -39,7 +43,8 @@ class Moe(Frozen):
     """A mixture of experts.
 
     `routing` "softmax_top_k": softmax over all experts in float32, then the top k, divided by their sum if
-    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those. "sigmoid_top_k": the top k of
+    `normalizes_top_k`. "top_k_softmax": the top k logits, then softmax over those. "scaled_softmax_top_k": like
+    "softmax_top_k", then each multiplied by a number of the expert (Gemma 4). "sigmoid_top_k": the top k of
     sigmoid(logit), weighed by these, divided by their sum if `normalizes_top_k`, times `routing_scale` (DeepSeek-V3).
     With `has_choice_bias`, a bias of each expert is added for the choice alone. Of `num_groups` of adjacent experts
     only the `num_chosen_groups` with the largest sum of their two best scores are chosen from.
@@ -48,25 +53,29 @@ class Moe(Frozen):
     gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
 
     `shared_size` is the intermediate size of an MLP that every token goes through beside the experts, multiplied by
-    the sigmoid of a gate of the token if `has_shared_gate` (Qwen3-Next).
+    the sigmoid of a gate of the token if `has_shared_gate` (Qwen3-Next). With `has_own_norms`, this MLP, the experts
+    and the router each read the layer's sum through a norm of their own, and what MLP and experts give is normed before
+    it is added (Gemma 4). What the router reads is then multiplied by `router_input_scale`.
     """
 
     kind: Literal["moe"] = "moe"
     num_experts: NumExperts
     num_experts_per_token: NumExperts
     intermediate_size: Size  # of one expert
-    routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
+    routing: Literal["softmax_top_k", "top_k_softmax", "scaled_softmax_top_k", "sigmoid_top_k"]
     normalizes_top_k: bool = False
     routing_scale: Scale = 1.0  # sigmoid_top_k
     has_choice_bias: bool = False  # sigmoid_top_k
     num_groups: NumExperts = 1  # sigmoid_top_k
     num_chosen_groups: NumExperts = 1  # sigmoid_top_k
-    activation: Literal["silu", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
     limit: Scale | None = None  # clamped_swiglu
     alpha: Scale | None = None  # clamped_swiglu
     has_bias: bool = False  # of the router and of the experts
     shared_size: Size | None = None
     has_shared_gate: bool = False
+    has_own_norms: bool = False
+    router_input_scale: Scale = 1.0
 
     @field_validator("num_experts_per_token")
     @classmethod
@@ -85,6 +94,8 @@ class Moe(Frozen):
             raise ValueError(f"num_groups of equal sizes, 2 experts at least (not {self.num_groups})")
         if self.num_chosen_groups > self.num_groups or self.num_chosen_groups * per_group < self.num_experts_per_token:
             raise ValueError(f"num_chosen_groups that hold num_experts_per_token (not {self.num_chosen_groups})")
+        if self.has_own_norms and (self.shared_size is None or self.has_shared_gate):
+            raise ValueError("shared_size without has_shared_gate, as has_own_norms is true")
         return self
 
     @property
@@ -118,4 +129,8 @@ class Moe(Frozen):
             table |= Dense(intermediate_size=self.shared_size).weights(f"{prefix}.shared", hidden_size)
         if self.has_shared_gate:
             table[f"{prefix}.shared_gate"] = WeightSpec(shape=(1, hidden_size))
+        if self.routing == "scaled_softmax_top_k":
+            table[f"{prefix}.expert_scales"] = WeightSpec(shape=(experts,))
+        if self.has_own_norms:
+            table |= {f"{prefix}.{norm}": WeightSpec(shape=(hidden_size,)) for norm in OWN_NORMS}
         return table

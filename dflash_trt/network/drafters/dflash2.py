@@ -13,7 +13,7 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.network.decoder import Layer, TargetWeights, rope_tables
 from dflash_trt.network.drafters import dflash
-from dflash_trt.network.feed_forward import run_feed_forward
+from dflash_trt.network.feed_forward import Mlp, run_mlp
 from dflash_trt.network.mixers.gqa import run_gqa
 from dflash_trt.network.ops import Acceptance, Cache, Codebooks, Linear, Ops, Rows, StepState, T
 from dflash_trt.network.rank_tensors import RankTensors
@@ -81,11 +81,12 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
         """As `network.decoder.run_layers` does, with convolutions around the sublayers."""
         eps, gqa = self.spec.rms_norm_eps, layer.spec.mixer
         assert isinstance(layer, ConvLayer) and isinstance(gqa, Gqa) and layer.rope_index is not None
+        assert isinstance(layer.feed_forward, Mlp)
         x, filters = layer.attention_conv.before(ops, ops.rms_norm(hidden, layer.attention_norm, eps))
         mixed = run_gqa(ops, gqa, layer.attention, x, rows, cache, rope=ropes[layer.rope_index], eps=eps)
         hidden = ops.add(hidden, layer.attention_conv.after(ops, ops.all_reduce(mixed), filters))
         x, filters = layer.mlp_conv.before(ops, ops.rms_norm(hidden, layer.mlp_norm, eps))
-        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, x)
+        fed = run_mlp(ops, layer.feed_forward, x, layer.spec.feed_forward.activation)
         return ops.add(hidden, layer.mlp_conv.after(ops, ops.all_reduce(fed), filters))
 
 

@@ -112,10 +112,8 @@ class Eagle3Drafter(Generic[T]):
         mixed = ops.all_reduce(run_gqa(ops, gqa, layer.attention, x, blocks.rows, cache, rope=rope, eps=eps))
         hidden = ops.add(normed if self.chain.has_normed_residual else features, mixed)
         hidden = ops.last_slot(hidden, num_slots)
-        fed = run_feed_forward(
-            ops, layer.spec.feed_forward, layer.feed_forward, ops.rms_norm(hidden, layer.mlp_norm, eps)
-        )
-        return ops.add(hidden, ops.all_reduce(fed))
+        fed = run_feed_forward(ops, layer.spec.feed_forward, layer.feed_forward, hidden, layer.mlp_norm, eps)
+        return ops.add(hidden, fed)
 
 
 def bind(spec: DraftSpec, target: TargetWeights[T], tensors: RankTensors[T]) -> Eagle3Drafter[T]:
