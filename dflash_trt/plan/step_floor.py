@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.state_spec import LayerState, SharedKv
-from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
+from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.gpus import Gpu
 
@@ -106,18 +106,27 @@ def _uses(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> Iterato
             rows = step.num_rows * moe.num_experts_per_token / moe.num_experts
             yield _Use(name=name, rows=rows, fraction=chosen_fraction(moe, step.num_rows))
     yield _head(config, "target.lm_head", rows=step.num_rows)
-    if not has_drafter:
-        return
+    if has_drafter and config.draft is not None:
+        yield from _draft_uses(config, config.draft, table, step)
+
+
+def _draft_uses(config: PretrainedConfig, draft: DraftSpec, table: WeightTable, step: Step) -> Iterator[_Use]:
+    """A chain uses its layer, norm and head once for each draft, on a row of each request."""
+    num_passes = draft.num_passes(step.num_draft_tokens)
+    rows = step.num_rows if draft.chain is None else step.num_requests
     for name, spec in table.items():
         if not name.startswith("draft.") or name.endswith((".embedding", "lm_head")) or spec.is_integer:
             continue
-        yield _Use(name=name, rows=step.num_rows)
-        if name == "draft.kv":  # for the context, and for the block
+        is_of_context = name.startswith(("draft.fc", "draft.context_norm"))
+        if is_of_context or name == "draft.kv":
             yield _Use(name=name, rows=step.num_rows)
-    yield _head(config, "draft.lm_head", rows=step.num_requests * step.num_draft_tokens)
+        if not is_of_context:
+            yield from [_Use(name=name, rows=rows)] * num_passes
+    drafts = step.num_requests * step.num_draft_tokens
+    yield from [_head(config, "draft.lm_head", rows=drafts / num_passes)] * num_passes if num_passes else []
 
 
-def _head(config: PretrainedConfig, name: str, *, rows: int) -> _Use:
+def _head(config: PretrainedConfig, name: str, *, rows: float) -> _Use:
     """The named head, or the target's; of tied embeddings a rank reads its part of the rows."""
     table = engine_weights(config.target, config.draft, config.quantization)
     name = next((known for known in (name, "target.lm_head") if known in table), "target.embedding")
@@ -178,7 +187,10 @@ def _models(config: PretrainedConfig, *, has_drafter: bool) -> Iterator[tuple[De
 
 
 def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int:
-    """K and V that the layers' windows reach, read, and those of the step's rows, written; recurrent states, both."""
+    """K and V that the layers' windows reach, read, and those of the step's rows, written; recurrent states, both.
+
+    A chain reads its context once for each draft.
+    """
     total = 0
     for decoder, states in _models(config, has_drafter=has_drafter):
         for features in states[decoder.num_layers :]:  # of a chain: a row is written, one of a request read
@@ -187,7 +199,9 @@ def _kv_bytes(config: PretrainedConfig, step: Step, *, has_drafter: bool) -> int
             if isinstance(layer.mixer, Gqa):
                 seen = min(step.context_len, layer.mixer.mask.window or step.context_len)
                 read = state.source if isinstance(state, SharedKv) else state
-                total += read.bytes_per_token * step.num_requests * seen + state.bytes_per_token * step.num_rows
+                num_reads = decoder.num_passes(step.num_draft_tokens) if isinstance(decoder, DraftSpec) else 1
+                total += read.bytes_per_token * num_reads * step.num_requests * seen
+                total += state.bytes_per_token * step.num_rows
             elif isinstance(layer.mixer, Mla):
                 total += state.bytes_per_token * (step.num_requests * step.context_len + step.num_rows)
             else:

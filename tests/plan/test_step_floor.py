@@ -115,6 +115,23 @@ def test_ranks_divide_the_bytes_and_exchange_the_sums(pair: PairSpecs) -> None:
     assert four.exchange_s == pytest.approx(four.exchange_bytes / 450e9)
 
 
+def test_a_chain_reads_its_layer_and_its_head_for_every_draft(tmp_path: Path) -> None:
+    """EAGLE-3's Llama layer on the embedding and the feature; the context takes K and V and the features once more."""
+    head = QWEN3_8B | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 32000,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 19, 34]},
+    }
+    plan = planned(read_specs(write(tmp_path, "target", QWEN3_8B), write(tmp_path, "head", head)))
+    floor = plan.floor(Step(num_requests=1, context_len=8192, num_draft_tokens=5), has_drafter=True)
+    context_kv = 2 * 1024 * 2 * H
+    a_pass = 4096 * 2 * H + context_kv + H * 4096 + 3 * FFN * H + 3 * H + 32000 * H
+    assert floor.weights_bytes == 2 * (TARGET_WEIGHTS + 3 * H * H + H + context_kv + 5 * a_pass)
+    assert floor.kv_bytes == KV_BYTES * (8192 + 6) + 2 * 1024 * 2 * (5 * 8192 + 6) + 2 * H * (6 + 1)
+
+
 def test_of_experts_a_step_reads_those_that_its_rows_choose(tmp_path: Path) -> None:
     configs = Path(__file__).parents[2] / "scripts" / "full_size"
     target, drafter = (

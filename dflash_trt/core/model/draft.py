@@ -98,6 +98,10 @@ class DraftSpec(DecoderSpec):
             return states
         return (*states, PagedRows(name="draft_features", width=self.hidden_size, dtype=dtype))
 
+    def num_passes(self, num_draft_tokens: int) -> int:
+        """Passes of the drafter's layers in a step: one over a block, or one for each draft of a chain."""
+        return 1 if self.chain is None else num_draft_tokens
+
     @property
     def kv_sizes(self) -> tuple[int, ...]:
         """Rows of `draft.kv`: [k_0, v_0, k_1, v_1, ...]."""
