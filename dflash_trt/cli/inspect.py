@@ -143,7 +143,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(_draft_table(report["draft"]))
         taps = ", ".join(map(str, report["draft"]["target_layer_ids"]))
         console.print(
-            f"drafter taps the output of target layers {taps} (0-based) and drafts "
+            f"{report['draft']['algorithm']} taps the output of target layers {taps} (0-based) and drafts "
             f"K = {report['draft']['max_draft_len']} tokens per step at most",
             soft_wrap=True,
         )
