@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import sysconfig
 import time
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,12 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.tensorrt_llm.engine import PYTHON, URL
+from scripts import trtllm_check
 from tests.factories import make_target, make_zlab_drafter
+from tests.serving.trtllm_environment import stand_in_python
 from tests.serving.trtllm_server import _Server, trtllm_server
 from tests.serving.trtllm_stand_in.tensorrt_llm import Model
 
-STAND_IN = Path(__file__).parent / "trtllm_stand_in"
 PROMPTS = [[5, 17, 80, 33, 9], [200, 41, 7], [100, 101, 102, 103]]
 LONG = SamplingParams(max_new_tokens=100, ignore_eos=True)
 
@@ -60,11 +59,7 @@ def expected(base: Path) -> list[GenerationOutput]:
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter of another environment, which has the stand-in, and transformers for it, but no dflash-trt."""
-    directory = tmp_path_factory.mktemp("environment") / "venv"
-    venv.create(directory, symlinks=True)
-    site = sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)})
-    (Path(site) / "stand_in.pth").write_text(f"{STAND_IN}\n{sysconfig.get_path('purelib')}\n")
-    return str(directory / "bin/python")
+    return stand_in_python(tmp_path_factory.mktemp("environment") / "venv")
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +244,32 @@ def test_run_prints_what_the_server_generates(
     document = json.loads(result.stdout)
     assert [row["text"] for row in document["outputs"]] == [output.text for output in expected]
     assert document["kv_pages"] is None and document["summary"]["acceptance_length"] > 1
+
+
+@pytest.mark.slow  # starts the stand-in once more
+def test_the_check_of_an_engine_prints_one_line_of_json(
+    engine: EngineDir, python: str, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts of float32 against those of bfloat16, which part at ties."""
+    monkeypatch.setenv(PYTHON, python)
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert trtllm_check.main([str(engine.path), "--max-new-tokens", "6", "--min-common-prefix", "0.1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tensorrt_llm_version"], report["num_prompts"], report["errors"]) == ("1.4.0rc1", 4, [])
+    assert report["acceptance_length"] == 5 / 3 and report["torch_acceptance_length"] >= 1
+    assert 0.1 <= report["common_prefix_fraction"] <= 1
+    record = engine.manifest.tensorrt_llm
+    assert record is not None
+    wrong = record.model_copy(update={"llm_args": {**record.llm_args, "max_batchsize": 1}})
+    odd = EngineDir(engine.path, engine.manifest.model_copy(update={"tensorrt_llm": wrong}))
+    with pytest.raises(EngineDirError, match=r"expected those of TorchLlmArgs, found TypeError: .*max_batchsize"):
+        trtllm_check.validated_version(odd, python)
+
+
+def test_a_common_prefix_ends_at_the_first_difference() -> None:
+    fraction = trtllm_check.common_prefix_fraction
+    assert (fraction([1, 2, 3], [1, 2, 3]), fraction([1, 2], [1, 3]), fraction([1], [1, 2])) == (1, 0.5, 0.5)
 
 
 def test_a_process_that_ends_fails_its_requests_and_the_engine(llm: LLM) -> None:
