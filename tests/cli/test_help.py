@@ -75,7 +75,7 @@ def test_options_of_build_show_the_default_of_their_key() -> None:
         if isinstance(field.default, str | int) and field.default != "":
             option = next(param for param in build.params if param.name == name)
             assert f"[default: {field.default}]" in str(getattr(option, "help", ""))
-    assert "[float32|bfloat16|float16]" in text and "[torch|tensorrt]" in text
+    assert "[float32|bfloat16|float16]" in text and "[torch|tensorrt|tensorrt_llm]" in text
 
 
 def test_build_names_every_weight_format() -> None:
