@@ -1,5 +1,6 @@
 """Engines of backend tensorrt_llm, over a stand-in of the package in an environment of its own, and over a server."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from dflash_trt.core.errors import ConfigError, EngineDirError, RequestError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
+from dflash_trt.servers.dynamo.service import EngineService, open_service
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.tensorrt_llm.engine import PYTHON, URL
 from scripts import trtllm_check
@@ -224,6 +227,27 @@ def test_a_running_server_answers_with_the_same_tokens(
         wait_for(lambda: server.num_hung_up == 1)
     with pytest.raises(ConfigError, match="num_draft_tokens: expected nothing, for the server is started, found 2"):
         LLM(engine.path, num_draft_tokens=2)
+
+
+def test_a_worker_of_dynamo_serves_it_without_pages(engine: EngineDir, server: _Server) -> None:
+    from tests.servers.dynamo.test_request_fields import request
+
+    asked = request(token_ids=PROMPTS[0], stop_conditions={"max_tokens": 6, "ignore_eos": True})
+    asked["sampling_options"]["temperature"] = 0.0
+
+    async def answer(service: EngineService) -> list[dict[str, Any]]:
+        return [chunk async for chunk in service.generate(asked, "id", lambda: False)]
+
+    service, limits = open_service(engine, RuntimeConfig(), PrefixEvents())
+    try:
+        chunks = asyncio.run(answer(service))
+    finally:
+        service.close()
+    with LLM(engine.path) as llm:
+        expected = llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert tuple(token for chunk in chunks for token in chunk["token_ids"]) == expected.token_ids
+    assert chunks[-1]["finish_reason"] == "length"
+    assert (limits.max_seq_len, limits.page_size, limits.num_pages) == (128, None, None)
 
 
 def test_nothing_at_the_url_is_an_error_that_says_how_to_start_it(
