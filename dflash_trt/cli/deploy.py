@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from dflash_trt.cli.help_text import examples
-from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.cli.runtime_options import flag_of, runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.servers.triton.repository import Deployment
@@ -79,8 +81,23 @@ def deploy() -> None:
 )
 @click.option("--batch-dimension", is_flag=True, help="For clients that send [1, 1] where others send [1].")
 @click.option("--check", "check_only", is_flag=True, help="Only check a repository that stands.")
+@click.option(
+    "--llmapi",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write TensorRT-LLM's own model instead, from its triton_backend/all_models/llmapi; backend tensorrt_llm.",
+)
 @_settings_options
-def triton(engine_dir: Path | None, repository: Path, check_only: bool, **options: Any) -> None:
+@click.pass_context
+def triton(
+    context: click.Context,
+    /,
+    engine_dir: Path | None,
+    repository: Path,
+    check_only: bool,
+    llmapi: Path | None,
+    **options: Any,
+) -> None:
     """Write a complete model repository, which tritonserver starts as it is, or check one with --check.
 
     The model takes the tensor names of TensorRT-LLM's `llmapi` and `tensorrt_llm_bls` models and streams one response
@@ -93,6 +110,9 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
     if engine_dir is None:
         hint = "Pass the directory that `dflash-trt build` wrote."
         raise ConfigError.about("deploy triton", expected="an ENGINE_DIR", found="none", hint=hint)
+    if llmapi is not None:
+        _write_llmapi(context, engine_dir, repository, llmapi, options)
+        return
     from dflash_trt.servers.triton.repository import write_model
 
     deployment = _deployment(engine_dir, options)
@@ -100,6 +120,80 @@ def triton(engine_dir: Path | None, repository: Path, check_only: bool, **option
     model_dir = write_model(repository, deployment)
     click.echo(f"model {model_dir.name} in {repository}; serve it, to this machine alone, with")
     _print_command(repository, deployment)
+
+
+def _write_llmapi(
+    context: click.Context, engine_dir: Path, repository: Path, source: Path, options: dict[str, Any]
+) -> None:
+    """Raises ConfigError: options of our own model are given, too."""
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.servers.triton.llmapi import write_llmapi
+
+    known = {flag_of(name).removeprefix("--").replace("-", "_") for name in RuntimeConfig.model_fields}
+    given = [
+        name
+        for name in options
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in known
+    ]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        hint = "Leave them out: they are of our own model."
+        raise ConfigError.about("--llmapi", expected="no other options but settings", found=flags, hint=hint)
+    model_dir = write_llmapi(repository, EngineDir.open(engine_dir), source, runtime_from_options(options))
+    click.echo(
+        f"model {model_dir.name} in {repository}; serve it, in NVIDIA's container of TensorRT-LLM and Triton, with"
+    )
+    click.echo(f"    {shlex.join(['tritonserver', '--model-repository', str(repository)])}")
+
+
+_NODE_OPTIONS = (
+    click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path)),
+    click.option(
+        "--gpus-per-node", type=click.IntRange(min=1), default=8, show_default=True, help="Ranks of each node."
+    ),
+    click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the server."),
+)
+
+
+def _node_options(command: Any) -> Any:
+    for option in reversed(_NODE_OPTIONS):
+        command = option(command)
+    return command
+
+
+@deploy.command(
+    short_help="The command that serves an engine on nodes of Slurm.", epilog=examples("dflash-trt deploy slurm engine")
+)
+@_node_options
+@click.option("--image", metavar="NAME", help="Container image.  [default: NVIDIA's release of TensorRT-LLM]")
+def slurm(engine_dir: Path, gpus_per_node: int, port: int, image: str | None) -> None:
+    """Print the srun command that serves an engine of backend tensorrt_llm on several nodes.
+
+    The engine's directory must be at the same path on every node. The first rank listens on all its addresses.
+    """
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.servers.nodes import nodes_of, slurm_command
+
+    nodes = nodes_of(EngineDir.open(engine_dir), gpus_per_node=gpus_per_node, port=port)
+    click.echo(shlex.join(slurm_command(nodes) if image is None else slurm_command(nodes, image=image)))
+
+
+@deploy.command(
+    short_help="The command that serves an engine on nodes, by mpirun.",
+    epilog=examples("dflash-trt deploy mpi engine --hosts node0,node1"),
+)
+@_node_options
+@click.option("--hosts", required=True, metavar="NAME,...", help="The nodes; the first one listens.")
+def mpi(engine_dir: Path, gpus_per_node: int, port: int, hosts: str) -> None:
+    """Print the mpirun command that serves an engine of backend tensorrt_llm on several nodes.
+
+    TensorRT-LLM is installed on every node, and the engine's directory is at the same path.
+    """
+    from dflash_trt.engine_dir import EngineDir
+    from dflash_trt.servers.nodes import mpi_command, nodes_of
+
+    nodes = nodes_of(EngineDir.open(engine_dir), gpus_per_node=gpus_per_node, port=port)
+    click.echo(shlex.join(mpi_command(nodes, hosts.split(","))))
 
 
 def _check_drafting(engine_dir: Path, deployment: "Deployment") -> None:

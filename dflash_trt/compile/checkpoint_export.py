@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt.backends.tensorrt_llm.constraints import OUR_FORMATS, limits_problems
-from dflash_trt.backends.tensorrt_llm.llm_args import llm_args, triton_model, yaml_text
+from dflash_trt.backends.tensorrt_llm.llm_args import llm_args
 from dflash_trt.checkpoint.config_overrides import with_overrides
 from dflash_trt.checkpoint.foreign_names import ForeignTable
 from dflash_trt.checkpoint.names import draft_names, embedding_name, target_names
@@ -36,6 +36,8 @@ from dflash_trt.engine_dir.tensorrt_llm_record import (
     TARGET_DIR,
     TRITON_MODEL_NAME,
     TensorRTLLMRecord,
+    triton_model,
+    yaml_text,
 )
 from dflash_trt.engine_dir.writing import json_bytes
 from dflash_trt.quantize.plan import PlannedLinear, QuantizationPlan

@@ -3,6 +3,8 @@
 `target/` and `drafter/` are Hugging Face checkpoints. Paths among the arguments are relative to the directory.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +17,9 @@ DRAFTER_DIR: Final = "drafter"
 LLM_ARGS_NAME: Final = "llm_args.yaml"
 TRITON_MODEL_NAME: Final = "triton/model.yaml"
 TENSORRT_LLM_VERSIONS: Final = ">=1.4.0rc1,<1.5"
+CONTAINER: Final = "nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1"
+
+_CANCELLATION_CHECK_PERIOD_MS = 100
 
 
 class TensorRTLLMRecord(Frozen):
@@ -38,3 +43,24 @@ class TensorRTLLMRecord(Frozen):
             drafter = str(root / str(speculative["speculative_model"]))
             args["speculative_config"] = speculative | {"speculative_model": drafter}
         return args
+
+
+def triton_model(args: Mapping[str, Any]) -> dict[str, Any]:
+    """model.yaml of the llmapi model of TensorRT-LLM's Triton back end."""
+    triton_config = {
+        "max_batch_size": 0,
+        "decoupled": True,
+        "cancellation_check_period_ms": _CANCELLATION_CHECK_PERIOD_MS,
+    }
+    return {**args, "triton_config": triton_config}
+
+
+def yaml_text(fields: Mapping[str, Any], *, indent: str = "") -> str:
+    """Nested mappings as blocks, everything else as JSON, which is YAML too."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name}:\n{yaml_text(value, indent=f'{indent}  ')}")
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}\n")
+    return "".join(lines)

@@ -567,8 +567,8 @@ def test_every_option_of_worker_reaches_it(engine_dir, invoke, monkeypatch) -> N
 
 
 def test_every_command_with_options_is_here() -> None:
-    """A new command gets a test of its own beside these. `deploy` is in tests/triton_server/test_model.py, `recipes` in
-    test_recipes.py.
+    """A new command gets a test of its own beside these. `deploy triton` is in tests/triton_server/test_model.py, the
+    others of `deploy` are in test_deploy_tensorrt_llm.py, `recipes` in test_recipes.py.
     """
     from dflash_trt.cli.main import cli
 
@@ -576,7 +576,7 @@ def test_every_command_with_options_is_here() -> None:
     assert set(cli.commands) == known
     assert set(bench.commands) == {"draft-length", "drafters", "host", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
-    assert set(cli.commands["deploy"].commands) == {"triton"}
+    assert set(cli.commands["deploy"].commands) == {"mpi", "slurm", "triton"}
 
 
 def test_eval_generates_greedily_as_its_rows_say(engine_dir, tmp_path, llm, invoke) -> None:

@@ -69,16 +69,16 @@ def fp8(base: Path) -> dict[str, Any]:
     return {"target": "fp8", "kv_cache": "fp8", "calibration": {"prompts": str(base / "prompts.jsonl")}}
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
-def test_the_exported_pair_makes_the_engine_that_the_source_makes(
-    base: Path, tmp_path: Path, is_quantized: bool
-) -> None:
+@pytest.mark.parametrize("quantized", ["nothing", "target", "drafter"])
+def test_the_exported_pair_makes_the_engine_that_the_source_makes(base: Path, tmp_path: Path, quantized: str) -> None:
     """Byte for byte: the same weights, codes, scales and K/V scales."""
-    quantization = fp8(base) if is_quantized else None
+    calibration = {"calibration": fp8(base)["calibration"]}
+    of_drafter = {f"draft.layers.*.{name}": "fp8" for name in ("o", "gate_up", "down")}  # all that may be
+    choices: dict[str, dict[str, Any]] = {"nothing": {}, "target": fp8(base), "drafter": {"overrides": of_drafter}}
+    quantization = choices[quantized] | calibration
     engine = exported(base, tmp_path / "exported", quantization=quantization)
     ours = rebuilt(engine, tmp_path / "rebuilt")
-    same = quantization and {"quantization": quantization | PLAIN_DRAFTER}
-    direct = build(base, tmp_path / "direct", **(same or {}))
+    direct = build(base, tmp_path / "direct", quantization=quantization | PLAIN_DRAFTER)
     assert ours.manifest.pretrained_config == direct.manifest.pretrained_config == engine.manifest.pretrained_config
     assert ours.manifest.files["rank0.safetensors"] == direct.manifest.files["rank0.safetensors"]
     assert tokens(ours) == tokens(direct)

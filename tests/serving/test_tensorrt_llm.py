@@ -1,11 +1,10 @@
 """Engines of backend tensorrt_llm, over a stand-in of the package in an environment of its own, and over a server."""
 
+import asyncio
 import json
 import os
 import signal
-import sysconfig
 import time
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,16 @@ from dflash_trt.core.errors import ConfigError, EngineDirError, RequestError
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
+from dflash_trt.servers.dynamo.service import EngineService, open_service
 from dflash_trt.serving.llm import LLM
 from dflash_trt.serving.tensorrt_llm.engine import PYTHON, URL
+from scripts import trtllm_check
 from tests.factories import make_target, make_zlab_drafter
+from tests.serving.trtllm_environment import stand_in_python
 from tests.serving.trtllm_server import _Server, trtllm_server
 from tests.serving.trtllm_stand_in.tensorrt_llm import Model
 
-STAND_IN = Path(__file__).parent / "trtllm_stand_in"
 PROMPTS = [[5, 17, 80, 33, 9], [200, 41, 7], [100, 101, 102, 103]]
 LONG = SamplingParams(max_new_tokens=100, ignore_eos=True)
 
@@ -60,11 +62,7 @@ def expected(base: Path) -> list[GenerationOutput]:
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter of another environment, which has the stand-in, and transformers for it, but no dflash-trt."""
-    directory = tmp_path_factory.mktemp("environment") / "venv"
-    venv.create(directory, symlinks=True)
-    site = sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)})
-    (Path(site) / "stand_in.pth").write_text(f"{STAND_IN}\n{sysconfig.get_path('purelib')}\n")
-    return str(directory / "bin/python")
+    return stand_in_python(tmp_path_factory.mktemp("environment") / "venv")
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +229,27 @@ def test_a_running_server_answers_with_the_same_tokens(
         LLM(engine.path, num_draft_tokens=2)
 
 
+def test_a_worker_of_dynamo_serves_it_without_pages(engine: EngineDir, server: _Server) -> None:
+    from tests.servers.dynamo.test_request_fields import request
+
+    asked = request(token_ids=PROMPTS[0], stop_conditions={"max_tokens": 6, "ignore_eos": True})
+    asked["sampling_options"]["temperature"] = 0.0
+
+    async def answer(service: EngineService) -> list[dict[str, Any]]:
+        return [chunk async for chunk in service.generate(asked, "id", lambda: False)]
+
+    service, limits = open_service(engine, RuntimeConfig(), PrefixEvents())
+    try:
+        chunks = asyncio.run(answer(service))
+    finally:
+        service.close()
+    with LLM(engine.path) as llm:
+        expected = llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=6, ignore_eos=True))
+    assert tuple(token for chunk in chunks for token in chunk["token_ids"]) == expected.token_ids
+    assert chunks[-1]["finish_reason"] == "length"
+    assert (limits.max_seq_len, limits.page_size, limits.num_pages) == (128, None, None)
+
+
 def test_nothing_at_the_url_is_an_error_that_says_how_to_start_it(
     engine: EngineDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +268,32 @@ def test_run_prints_what_the_server_generates(
     document = json.loads(result.stdout)
     assert [row["text"] for row in document["outputs"]] == [output.text for output in expected]
     assert document["kv_pages"] is None and document["summary"]["acceptance_length"] > 1
+
+
+@pytest.mark.slow  # starts the stand-in once more
+def test_the_check_of_an_engine_prints_one_line_of_json(
+    engine: EngineDir, python: str, log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts of float32 against those of bfloat16, which part at ties."""
+    monkeypatch.setenv(PYTHON, python)
+    monkeypatch.setenv("STAND_IN_LOG", str(log))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert trtllm_check.main([str(engine.path), "--max-new-tokens", "6", "--min-common-prefix", "0.1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tensorrt_llm_version"], report["num_prompts"], report["errors"]) == ("1.4.0rc1", 4, [])
+    assert report["acceptance_length"] == 5 / 3 and report["torch_acceptance_length"] >= 1
+    assert 0.1 <= report["common_prefix_fraction"] <= 1
+    record = engine.manifest.tensorrt_llm
+    assert record is not None
+    wrong = record.model_copy(update={"llm_args": {**record.llm_args, "max_batchsize": 1}})
+    odd = EngineDir(engine.path, engine.manifest.model_copy(update={"tensorrt_llm": wrong}))
+    with pytest.raises(EngineDirError, match=r"expected those of TorchLlmArgs, found TypeError: .*max_batchsize"):
+        trtllm_check.validated_version(odd, python)
+
+
+def test_a_common_prefix_ends_at_the_first_difference() -> None:
+    fraction = trtllm_check.common_prefix_fraction
+    assert (fraction([1, 2, 3], [1, 2, 3]), fraction([1, 2], [1, 3]), fraction([1], [1, 2])) == (1, 0.5, 0.5)
 
 
 def test_a_process_that_ends_fails_its_requests_and_the_engine(llm: LLM) -> None:

@@ -173,7 +173,7 @@ def test_no_option_and_no_setting_is_left_out_here() -> None:
     minimal = ["dir", "-o", "out"]
     cases = [[*minimal, *words] for words in (DRAFTING, ON_GPUS, *(words for words, _ in OTHERS))]
     never_set = options_never_set(deploy.commands["triton"], minimal, *cases)
-    assert never_set == {"engine_dir", "repository", "check_only"}
+    assert never_set == {"engine_dir", "repository", "check_only", "llmapi"}  # of test_deploy_tensorrt_llm.py
     default = ModelSettings(engine_dir="")
     alike = {field.name for field in fields(default) if getattr(SETTINGS, field.name) == getattr(default, field.name)}
     assert alike == {"gpu_device_ids"}, "of engines of several ranks alone: see test_repository.py"

@@ -1,11 +1,10 @@
-"""Arguments of tensorrt_llm.LLM for an engine, and the files that have them.
+"""Arguments of tensorrt_llm.LLM for an engine.
 
 Names, types and literals are those of TensorRT-LLM 1.4.0rc1: `tests/data/tensorrt_llm_1.4.0rc1.json` has them, with
 their sources.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 from dflash_trt.core.model.feed_forward import Moe
@@ -13,7 +12,6 @@ from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
 from dflash_trt.engine_dir.tensorrt_llm_record import DRAFTER_DIR, TARGET_DIR
 
 _FREE_GPU_MEMORY_FRACTION: Final = 0.8
-_CANCELLATION_CHECK_PERIOD_MS: Final = 100
 
 
 def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
@@ -52,27 +50,6 @@ def llm_args(config: PretrainedConfig, limits: EngineLimits) -> dict[str, Any]:
             "attention_backend": "VANILLA",  # the only one that every GPU has
         }
     return args
-
-
-def triton_model(args: Mapping[str, Any]) -> dict[str, Any]:
-    """model.yaml of the llmapi model of TensorRT-LLM's Triton back end."""
-    triton_config = {
-        "max_batch_size": 0,
-        "decoupled": True,
-        "cancellation_check_period_ms": _CANCELLATION_CHECK_PERIOD_MS,
-    }
-    return {**args, "triton_config": triton_config}
-
-
-def yaml_text(fields: Mapping[str, Any], *, indent: str = "") -> str:
-    """Nested mappings as blocks, everything else as JSON, which is YAML too."""
-    lines = []
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            lines.append(f"{indent}{name}:\n{yaml_text(value, indent=f'{indent}  ')}")
-        else:
-            lines.append(f"{indent}{name}: {json.dumps(value)}\n")
-    return "".join(lines)
 
 
 def _graph_sizes(max_batch_size: int) -> Iterator[int]:

@@ -24,13 +24,12 @@ from dflash_trt.core.exit_codes import ExitCode
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.servers.dynamo.metrics import registry_of
 from dflash_trt.servers.dynamo.prefix_events import PrefixEvents
-from dflash_trt.servers.dynamo.service import EngineService, open_service
+from dflash_trt.servers.dynamo.service import EngineService, RegisteredLimits, open_service
 from dflash_trt.servers.dynamo.settings import WorkerSettings, has_chat_template, shared_card
 
 if TYPE_CHECKING:
     from dynamo._core import Context
 
-    from dflash_trt.core.step_plan import ExecutorLimits
 
 _TOO_MANY_REQUESTS = 429
 
@@ -39,7 +38,12 @@ class DynamoEngine(LLMEngine):
     """An open engine behind Dynamo's contract. The event loop is Dynamo's, the engine has its own thread."""
 
     def __init__(
-        self, service: EngineService, limits: ExecutorLimits, events: PrefixEvents, settings: WorkerSettings, card: Path
+        self,
+        service: EngineService,
+        limits: RegisteredLimits,
+        events: PrefixEvents,
+        settings: WorkerSettings,
+        card: Path,
     ) -> None:
         """`events` watch the prefix cache of the engine, whose model card is in the directory `card`."""
         self.failure: str | None = None

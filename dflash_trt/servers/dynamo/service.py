@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
@@ -12,13 +13,23 @@ from dflash_trt.servers.dynamo.settings import sampling_defaults
 
 if TYPE_CHECKING:
     from dflash_trt.core.prefix_watcher import PrefixWatcher
-    from dflash_trt.core.step_plan import ExecutorLimits
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.serving.generator import Generator
     from dflash_trt.serving.statistics import EngineStatistics
     from dflash_trt.serving.stream import RequestStream
 
 _CPU_MEMORY_FRACTION = 0.5  # for the K/V pages of all replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredLimits:
+    """What a worker registers of its engine; None for pages that are another runtime's."""
+
+    max_batch_size: int
+    max_seq_len: int
+    max_num_tokens: int
+    page_size: int | None = None
+    num_pages: int | None = None
 
 
 class EngineService:
@@ -73,7 +84,7 @@ class EngineService:
 
 def open_service(
     engine: EngineDir, runtime: RuntimeConfig, watcher: PrefixWatcher, *, num_replicas: int = 1
-) -> tuple[EngineService, ExecutorLimits]:
+) -> tuple[EngineService, RegisteredLimits]:
     """Open an engine; `watcher` is told of its prefix cache. On a CPU, `num_replicas` divide the memory.
 
     Raises:
@@ -83,6 +94,8 @@ def open_service(
     from dflash_trt.serving.llm import open_codec
     from dflash_trt.serving.local_engine import checked_config, open_local_engine
 
+    if engine.manifest.backend == "tensorrt_llm":
+        return _open_foreign(engine, runtime)
     config = checked_config(engine, runtime)
     if config.device == "cpu" and all(getattr(config, name) is None for name in KV_BUDGET):
         config = config.replaced(kv_cache_free_memory_fraction=_CPU_MEMORY_FRACTION / num_replicas)
@@ -93,4 +106,22 @@ def open_service(
     generator = Generator(
         local, vocab_size=target.vocab_size, codec=codec, eos_token_ids=target.eos_token_ids, seed=config.seed
     )
-    return EngineService(generator, sampling_defaults=sampling_defaults(engine)), local.limits
+    limits = local.limits
+    return EngineService(generator, sampling_defaults=sampling_defaults(engine)), RegisteredLimits(
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=limits.max_seq_len,
+        max_num_tokens=limits.max_num_tokens,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+    )
+
+
+def _open_foreign(engine: EngineDir, runtime: RuntimeConfig) -> tuple[EngineService, RegisteredLimits]:
+    """An engine that another runtime runs: its prefix cache, if any, sends no events."""
+    from dflash_trt.serving.llm import LLM
+
+    limits = engine.manifest.build_config
+    registered = RegisteredLimits(
+        max_batch_size=limits.max_batch_size, max_seq_len=limits.max_seq_len, max_num_tokens=limits.max_num_tokens
+    )
+    return EngineService(LLM(engine.path, runtime), sampling_defaults=sampling_defaults(engine)), registered

@@ -19,6 +19,7 @@ from weakref import finalize
 from dflash_trt.core.errors import ConfigError, EngineDirError, QueueFullError, RequestError
 from dflash_trt.core.own_process import OwnProcess
 from dflash_trt.core.request import FinishReason, Request, TokenEvent
+from dflash_trt.engine_dir.tensorrt_llm_record import CONTAINER
 from dflash_trt.serving.mailbox import Mailbox
 from dflash_trt.serving.output_processor import OutputProcessor
 from dflash_trt.serving.statistics import EngineStatistics, Recorder
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from dflash_trt.serving.detokenizer import Detokenizer
 
 PYTHON, URL = "DFLASH_TRT_TRTLLM_PYTHON", "DFLASH_TRT_TRTLLM_URL"
-_CONTAINER = "nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1"
 
 
 @dataclass(eq=False)
@@ -247,7 +247,7 @@ def _how_to_start(path: Path) -> str:
     """The command that starts NVIDIA's container with an engine."""
     directory = shlex.quote(str(path.absolute()))
     command = (
-        f"docker run --rm --gpus all --ipc host -p 8000:8000 -v {directory}:{directory}:ro -w {directory} {_CONTAINER} "
+        f"docker run --rm --gpus all --ipc host -p 8000:8000 -v {directory}:{directory}:ro -w {directory} {CONTAINER} "
         "trtllm-serve serve target --config llm_args.yaml --host 0.0.0.0 --port 8000"
     )
     return (
