@@ -47,6 +47,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "3.5, six value heads, tied": {"family": "qwen3_5_text", "linear_num_value_heads": 6, "tie_word_embeddings": True},
     "3.5, short filters, biases": {"family": "qwen3_5_text", "linear_conv_kernel_dim": 2, "attention_bias": True},
     "3.5, one K/V head, sharded": {"family": "qwen3_5_text", "num_key_value_heads": 1, "max_shard_size": "60KB"},
+    "3.5, heads that the CPU kernels attend with": {"family": "qwen3_5_text", "head_dim": 32},
     "3.5 with experts": {"family": "qwen3_5_moe_text"},
 }
 
