@@ -62,10 +62,10 @@ def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> Non
         return open_pair(make_target(tmp_path / family, family=family, **options), None).target
 
     glm = read("glm4_moe", n_group=4, topk_group=2)
-    assert subjects("cuda", glm) == ["rotary_dim of the target", "experts of the target"]
+    assert subjects("cuda", glm) == ["experts of the target"]
     assert subjects("tensorrt", glm) == ["experts of the target"]
     minimax = read("minimax_m2")
-    assert subjects("cuda", minimax) == ["rotary_dim of the target"]
+    assert subjects("cuda", minimax) == []
     assert subjects("tensorrt", minimax) == []
     assert subjects("tensorrt", minimax, mapping=TWO) == ["q_norm of the target"]
     assert subjects("torch", glm, mapping=TWO) == subjects("torch", minimax, mapping=TWO) == []

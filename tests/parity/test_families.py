@@ -28,7 +28,6 @@ TOKENS = [(7 * i + i // 5) % VOCAB_SIZE for i in range(4 * PAGE_SIZE + 1)]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
-    "mistral": {},
     "phi3": {},
     "glm4_moe": {"num_key_value_heads": 1},
     "minimax_m2": {"num_key_value_heads": 1},
@@ -37,7 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # A matrix that only this family has, or has in its own way.
 CHANGED = {
     "qwen2": "self_attn.v_proj.bias",
-    "mistral": "mlp.up_proj.weight",
     "phi3": "self_attn.qkv_proj.weight",
     "glm4_moe": "mlp.shared_experts.up_proj.weight",
     "minimax_m2": "self_attn.k_norm.weight",

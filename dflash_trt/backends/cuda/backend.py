@@ -76,11 +76,6 @@ class CudaBackend:
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
     hint = 'Run this engine with device "cpu".'
-    for rotary_dim, head_dim in sorted({(gqa.rotary.head_dim, gqa.head_dim) for gqa in spec.attentions}):
-        if rotary_dim < head_dim:
-            expected = "RoPE over all of a head on a GPU (no kernel for a part of it yet)"
-            found = f"{rotary_dim} of {head_dim} dimensions"
-            yield problem(f"rotary_dim of the {spec.role}", expected=expected, found=found, hint=hint)
     for head_dim in sorted({gqa.head_dim for gqa in spec.attentions}):
         if head_dim % HEAD_DIM_GRAIN or head_dim > MAX_HEAD_DIM:
             yield problem(
