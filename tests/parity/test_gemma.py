@@ -13,7 +13,7 @@ from dflash_trt import LLM, SamplingParams
 from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.errors import CheckpointError, ConfigError
 from dflash_trt.core.request import Request
 from dflash_trt.core.state_spec import paged
 from dflash_trt.engine_dir import EngineDir
@@ -285,3 +285,39 @@ def test_a_model_that_also_sees_is_read_for_its_language_model(tmp_path: Path, p
     write_json(seeing / "config.json", config)
     found, wanted = (make_executor(path).target_logits(PROMPTS[-1]) for path in (seeing, target))
     assert torch.equal(found, wanted)
+
+
+def test_the_scales_of_fp8_pages_are_read_where_a_layer_has_k_and_v_of_its_own(tmp_path: Path) -> None:
+    types = [SLIDING, FULL] * 2
+    target = make_gemma(
+        tmp_path / "target", family="gemma4_text", **PER_LAYER, num_kv_shared_layers=2, layer_types=types
+    )
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+    seeing = nest(target, tmp_path / "seeing", prefix="model.language_model.", **outer)
+    section = {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": []}
+    write_json(seeing / "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": section})
+    stored = load_file(seeing / "model.safetensors")
+    for i in range(2):
+        for letter, scale in (("k", 0.5), ("v", 0.25)):
+            name = f"model.language_model.layers.{i}.self_attn.{letter}_proj.{letter}_scale"
+            stored[name] = torch.tensor(scale + i)
+    save_file(stored, seeing / "model.safetensors", {"format": "pt"})
+    found = open_pair(seeing, None).quantization.target_kv
+    assert found is not None and [(scales.k, scales.v) for scales in found] == [(0.5, 0.25), (1.5, 1.25)] * 2
+    del stored["model.language_model.layers.1.self_attn.v_proj.v_scale"]
+    save_file(stored, seeing / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="expected the K/V scales of every layer"):
+        open_pair(seeing, None)
+
+
+@torch.inference_mode()
+def test_the_scale_of_the_embedding_is_rounded_to_bfloat16_as_in_transformers(tmp_path: Path) -> None:
+    target = make_gemma(tmp_path / "target", family="gemma3_text", hidden_size=72)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    ids = torch.arange(VOCAB_SIZE, dtype=torch.int32)
+    executor = make_executor(target, dtype=torch.bfloat16)
+    ops = executor._ops(step_inputs(sequence_batch(ids.tolist(), page_size=PAGE_SIZE)), num_draft_tokens=0)
+    weights = executor.network.target_weights
+    found = ops.embedding(weights.embedding, ids, weights.embedding_scale)
+    assert torch.equal(found, model.get_input_embeddings()(ids))
+    assert not torch.equal(found, weights.embedding * 72**0.5)
