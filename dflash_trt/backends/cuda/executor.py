@@ -22,6 +22,7 @@ from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
@@ -42,7 +43,6 @@ from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.core.sampling import GRAMMAR_FIELDS
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.kernels.attention_fixed import FixedSplits
 from dflash_trt.kernels.capacity import MAX_REQUESTS
@@ -97,7 +97,6 @@ class TorchGpuExecutor:
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_draft_len=max_draft_len,
-            unsupported_sampling=frozenset(GRAMMAR_FIELDS),
         )
         states = states_of(network, quantization)
         self._state = allocate_state(
@@ -181,8 +180,9 @@ class TorchGpuExecutor:
             started = new_timer(self._device)
             self._staging.upload()
             reader, has_rules = logprobs_reader(plan, self._device), self._rules.update(plan)
-            if reader is not None or has_rules:  # a graph keeps no logits and has no rules: the launches one by one
-                self._enqueue(shape, reader, has_rules=has_rules)
+            masks = None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device)
+            if reader is not None or has_rules or masks is not None:  # a graph keeps no logits and has no rules
+                self._enqueue(shape, reader, has_rules=has_rules, masks=masks)
             else:
                 self._run(shape)
             result = self._results.download(
@@ -263,8 +263,15 @@ class TorchGpuExecutor:
         else:
             self._enqueue(shape)
 
-    def _enqueue(self, shape: StepShape, reader: LogprobsReader | None = None, *, has_rules: bool = False) -> None:
-        """The launches of a step; what a CUDA graph holds, without `reader` and if no request has logit rules."""
+    def _enqueue(
+        self,
+        shape: StepShape,
+        reader: LogprobsReader | None = None,
+        *,
+        has_rules: bool = False,
+        masks: DeviceMasks | None = None,
+    ) -> None:
+        """The launches of a step; what a CUDA graph holds, without `reader`, rules and masks."""
         self._staging.assemble(shape)
         inputs, (outputs, drafts) = self._staging.inputs(shape), self._outputs(shape)
         plan = self._staging.plan_inputs(shape)
@@ -275,6 +282,7 @@ class TorchGpuExecutor:
             outputs=outputs,
             ranks=self._ranks,
             rules=StepRules(self._rules, plan, inputs) if has_rules else None,
+            masks=masks,
             slots=StepSlots(slot_ids=plan.slot_ids, max_rows=shape.width if shape.is_decode else None),
         )
         result = run_step(

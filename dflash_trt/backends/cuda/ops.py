@@ -31,6 +31,7 @@ from dflash_trt.backends.cuda.handles import (
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -80,10 +81,12 @@ class TorchGpuOps:
         outputs: SamplingOutputs | None = None,
         ranks: RankGroup = ONE_RANK,
         rules: StepRules | None = None,
+        masks: DeviceMasks | None = None,
         slots: StepSlots | None = None,
     ) -> None:
         """`outputs`: where sampling writes, when the caller wants a fixed place. Recurrent layers need `slots`."""
         self._rules = rules
+        self._masks = masks
         self._slots = slots
         self._inputs = inputs
         self._resources = resources
@@ -282,6 +285,7 @@ class TorchGpuOps:
         inputs, raw = self._inputs, tensor_of(logits)
         num_requests, width = inputs.logit_rows.shape
         scores = raw if self._rules is None else self._rules.scores(raw)
+        scores = scores if self._masks is None else self._masks.masked(scores)
         outputs = self._outputs or sampling_launch.allocate_outputs(num_requests, width, scores.device)
         sampling_launch.sample_and_accept(
             scores,
@@ -291,6 +295,8 @@ class TorchGpuOps:
         )
         if self._rules is not None:
             self._rules.write_logprobs(raw, scores, outputs)
+        if self._masks is not None:
+            self._masks.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
     def token_blocks(self, acceptance: Acceptance[Any], *, fill: int) -> TokenBlocks[Any]:
