@@ -125,7 +125,8 @@ RULES: dict[str, Rule] = {
     "bench": Rule(
         knows="measurements",
         packages=_set("serving scheduler executor engine_dir core"),
-        libraries=_set("numpy matplotlib"),
+        libraries=_set("numpy"),
+        file_libraries={"openai_client.py": _set("aiohttp")},
     ),
     "doctor": Rule(
         knows="versions, devices and what works on a machine",

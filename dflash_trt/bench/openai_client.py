@@ -1,0 +1,197 @@
+"""A client of an OpenAI server that times what it is sent: one streamed request at a time, and what came of it.
+
+It knows the two endpoints and their events, and neither loads nor statistics.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector
+
+from dflash_trt.core.errors import ConfigError
+
+_READ_BUFFER_BYTES = 2**22  # the last event of a long text has the lengths of all its steps
+_DATA, _DONE = b"data:", b"[DONE]"
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What a client asks: a prompt, or messages turn by turn, of which each comes after the answer to the one before.
+
+    `fields` are further fields of its requests.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    turns: tuple[tuple[Message, ...], ...] = ()
+    category: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        return 1 if self.prompt is not None else len(self.turns)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRecord:
+    """A request. Times are those of `time.perf_counter`; `content_s` are those of its events with text.
+
+    `speculation` is `metrics.speculative_decoding` of the answer's root (vLLM's and aiperf's words), if there is one.
+    """
+
+    category: str | None
+    started_s: float
+    content_s: tuple[float, ...] = ()
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    text: str = ""
+    speculation: Mapping[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def ended_s(self) -> float:
+        return self.content_s[-1] if self.content_s else self.started_s
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.content_s[0] - self.started_s
+
+    @property
+    def end_to_end_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """None of a single token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.ended_s - self.content_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Between successive events, each of which has the tokens of a verify step."""
+        return tuple(after - before for before, after in zip(self.content_s, self.content_s[1:], strict=False))
+
+
+class OpenAIClient:
+    """Sends requests for one model. `fields` are those of every request."""
+
+    def __init__(self, session: ClientSession, url: str, model: str, fields: Mapping[str, Any]) -> None:
+        self._session = session
+        self._url = url
+        self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
+
+    async def ask(self, conversation: Conversation, **fields: Any) -> list[RequestRecord]:
+        """All its requests, one after the other; none follows one that failed. `fields` win over all others."""
+        own = {**self._fields, **conversation.fields, **fields}
+        if conversation.prompt is not None:
+            body = own | {"prompt": conversation.prompt}
+            return [await self._request("completions", body, conversation.category)]
+        records: list[RequestRecord] = []
+        messages: list[Message] = []
+        for turn in conversation.turns:
+            messages += turn
+            record = await self._request("chat/completions", own | {"messages": messages}, conversation.category)
+            records.append(record)
+            if record.error is not None:
+                break
+            messages.append({"role": "assistant", "content": record.text})
+        return records
+
+    async def _request(self, path: str, body: Mapping[str, Any], category: str | None) -> RequestRecord:
+        answer = _Answer()
+        payload = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        started_s = time.perf_counter()
+        try:
+            async with self._session.post(f"{self._url}/v1/{path}", data=payload, headers=headers) as response:
+                if response.status == 200:
+                    await answer.read(response)
+                else:
+                    answer.error = f"status {response.status}: {(await response.text())[:300]}"
+        except (ClientError, TimeoutError, OSError, ValueError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        return RequestRecord(
+            category=category,
+            started_s=started_s,
+            content_s=tuple(answer.content_s),
+            num_prompt_tokens=answer.usage.get("prompt_tokens", 0),
+            num_output_tokens=answer.usage.get("completion_tokens", 0),
+            text="".join(answer.pieces),
+            speculation=answer.speculation,
+            error=answer.error or answer.problem(),
+        )
+
+
+@asynccontextmanager
+async def connected(url: str, fields: Mapping[str, Any], *, model: str | None) -> AsyncIterator[OpenAIClient]:
+    """A client of the server at `url`, by default of its first model.
+
+    Raises:
+        ConfigError: no OpenAI server answers there.
+    """
+    connector = TCPConnector(limit=0)  # the load decides how many
+    timeout = ClientTimeout(total=None, sock_connect=30)
+    async with ClientSession(connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER_BYTES) as session:
+        yield OpenAIClient(session, url, model or await _first_model(session, url), fields)
+
+
+async def _first_model(session: ClientSession, url: str) -> str:
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        hint = "Pass the URL without /v1, such as http://127.0.0.1:8000."
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError.about(url, expected="an OpenAI server with a model", found=found, hint=hint) from error
+
+
+class _Answer:
+    """The events of one stream as they come."""
+
+    def __init__(self) -> None:
+        self.content_s: list[float] = []
+        self.pieces: list[str] = []
+        self.usage: Mapping[str, Any] = {}
+        self.speculation: Mapping[str, Any] | None = None
+        self.error: str | None = None
+        self._has_ended = False
+
+    async def read(self, response: ClientResponse) -> None:
+        async for line in response.content:
+            now_s = time.perf_counter()
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data != _DONE:
+                self._event(json.loads(data), now_s)
+
+    def _event(self, event: Mapping[str, Any], now_s: float) -> None:
+        if "error" in event:
+            self.error = str(event["error"])[:300]
+        text = ""
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text += choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+            self._has_ended = self._has_ended or choice.get("finish_reason") is not None
+        if text:
+            self.pieces.append(text)
+            self.content_s.append(now_s)
+        self.usage = event.get("usage") or self.usage
+        self.speculation = (event.get("metrics") or {}).get("speculative_decoding") or self.speculation
+
+    def problem(self) -> str | None:
+        """Of a stream that ended without an error."""
+        if not self._has_ended:
+            return "the stream ended without a finish_reason"
+        if not self.content_s:
+            return "the answer has no text"
+        if not self.usage.get("completion_tokens"):
+            return "the stream has no usage"
+        return None

@@ -1,0 +1,138 @@
+"""Numbers of records that are known, curves, and the figure."""
+
+import json
+from dataclasses import asdict, replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
+
+from dflash_trt.bench.load_report import Limits, acceptance, report_of
+from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
+from dflash_trt.bench.openai_client import RequestRecord
+from dflash_trt.bench.pareto import Point, curves, frontier, hull, per_gpu_at, ratios_at, shared_interactivity
+from dflash_trt.bench.pareto_figure import Figure, svg
+from dflash_trt.bench.request_load import Load, LoadRun
+
+LOAD = Load(num_conversations=4, concurrency=4)
+# As a step tells them: drafts verified, and accepted.
+STEPS = {"a": [(3, 3), (3, 0), (1, 1)], "b": [(3, 1)]}
+
+
+def speculation(steps: list[tuple[int, int]]) -> dict[str, object]:
+    accepted = [taken for _, taken in steps]
+    return {
+        "num_spec_tokens": 3,
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": sum(accepted),
+        "acceptance_histogram": [accepted.count(length) for length in range(4)],
+        "per_step_accepted": accepted,
+        "per_step_drafted": [drafted for drafted, _ in steps],
+    }
+
+
+def record(ttft_s: float, num_events: int, gap_s: float, **fields: object) -> RequestRecord:
+    times = tuple(1.0 + ttft_s + gap_s * index for index in range(num_events))
+    values = {"category": None, "started_s": 1.0, "content_s": times, "num_output_tokens": 2 * num_events}
+    return RequestRecord(**(values | fields))  # type: ignore[arg-type]
+
+
+RECORDS = (
+    record(0.1, 5, 0.02, category="a", speculation=speculation(STEPS["a"])),
+    record(0.2, 5, 0.04, category="b", speculation=speculation(STEPS["b"])),
+    record(0.3, 1, 0.0, num_output_tokens=1),
+    record(0.0, 0, 0.0, error="status 500"),
+)
+RUN = LoadRun(records=RECORDS, duration_s=2.0, max_client_lag_s=0.001)
+LIMITS = Limits(time_to_first_token_s=0.25, time_per_output_token_s=0.01)
+REPORT = report_of("s", LOAD, [RUN, RUN], num_gpus=None, limits=LIMITS)
+
+
+def test_percentiles_are_numpys_over_requests_that_were_answered() -> None:
+    assert REPORT.num_requests == 6 and REPORT.num_errors == 2 and REPORT.first_error == "status 500"
+    assert REPORT.time_to_first_token_s.p90 == pytest.approx(np.percentile([0.1, 0.2, 0.3] * 2, 90))
+    assert REPORT.time_per_output_token_s.p50 == pytest.approx(np.median([0.08 / 9, 0.16 / 9] * 2))
+    assert REPORT.inter_token_latency_s.mean == pytest.approx(0.03), "events, of all requests together"
+    assert REPORT.end_to_end_s.p99 == pytest.approx(np.percentile([0.18, 0.36, 0.3] * 2, 99))
+    assert REPORT.tok_per_s_per_user.p50 == pytest.approx(np.median([9 / 0.08, 9 / 0.16]))
+    assert REPORT.output_tok_per_s == pytest.approx(2 * 21 / 4.0)
+
+
+def test_goodput_counts_requests_within_every_limit() -> None:
+    """The first only: the second is too slow per token, the third too late, the fourth failed."""
+    assert REPORT.goodput_request_per_s == pytest.approx(2 / 4.0)
+    assert REPORT.good_fraction == pytest.approx(1 / 4)
+    looser = replace(LIMITS, time_to_first_token_s=0.35)
+    assert report_of("s", LOAD, [RUN], num_gpus=None, limits=looser).good_fraction == pytest.approx(2 / 4)
+    assert report_of("s", LOAD, [RUN], num_gpus=None, limits=Limits()).goodput_request_per_s is None
+
+
+def test_acceptance_is_over_steps_that_verified_the_draft() -> None:
+    found = REPORT.acceptance
+    assert found.num_verify_steps == 8 and found.length == pytest.approx(1 + 5 / 4)
+    assert found.by_position == pytest.approx((3 / 4, 1 / 3, 1 / 3))
+    by_category = {name: value.length for name, value in REPORT.acceptance_by_category.items()}
+    assert by_category == {"a": pytest.approx(1 + 4 / 3), "b": pytest.approx(2.0)}
+    bare = {name: value for name, value in speculation(STEPS["a"]).items() if not name.startswith("per_step")}
+    assert acceptance([bare]).by_position == pytest.approx((2 / 3, 1 / 3, 1 / 3)), "every step counts"
+    assert acceptance([None, {"num_spec_steps": 0}]) is None
+
+
+def test_tables_have_every_number() -> None:
+    (row,) = flat_rows([REPORT])
+    assert row["time_to_first_token_s_p99"] == REPORT.time_to_first_token_s.p99
+    assert row["accepted_fraction_2"] == pytest.approx(1 / 3) and row["acceptance_length_a"] > 2
+    assert row["output_tok_per_s_round_2"] == pytest.approx(10.5)
+    head, line = table([REPORT], unit="server")
+    assert "good/s" in head and line.split()[-1] == "0.50" and "200 / 300 / 300" in line
+    assert acceptance_lines([REPORT])[1].endswith("a 2.33, b 2.00")
+    assert json.loads(json.dumps(asdict(REPORT)))["acceptance"]["length"] == pytest.approx(2.25)
+
+
+def curve(*places: tuple[float, float]) -> list[Point]:
+    return [Point(per_user=x, per_gpu=y, label=str(index)) for index, (x, y) in enumerate(places)]
+
+
+CURVES = {"plain": curve((50, 400), (100, 100)), "drafted": curve((60, 300), (200, 150), (90, 120))}
+
+
+def test_the_hull_has_the_points_that_no_other_exceeds() -> None:
+    assert [(p.per_user, p.per_gpu) for p in hull(CURVES)] == [(50, 400), (60, 300), (200, 150)]
+    assert frontier(CURVES["drafted"]) == CURVES["drafted"][:2]
+
+
+def test_throughput_is_compared_at_a_speed_per_user() -> None:
+    assert per_gpu_at(CURVES["plain"], 75) == pytest.approx(250)
+    assert per_gpu_at(CURVES["plain"], 10) == 400, "faster than asked"
+    assert per_gpu_at(CURVES["plain"], 101) is None
+    assert shared_interactivity(CURVES) == 100
+    heights = (300 - 150 * 40 / 140, 100)
+    assert ratios_at(CURVES, 100) == {"plain": 1.0, "drafted": pytest.approx(heights[0] / heights[1])}
+    assert ratios_at(CURVES, 150) == {"plain": None, "drafted": None}
+
+
+def test_a_report_is_a_point_of_its_servers_curve() -> None:
+    (point,) = curves([REPORT])["s"]
+    expected = Point(per_user=REPORT.tok_per_s_per_user.p50, per_gpu=REPORT.output_tok_per_s, label="4")
+    assert point == expected
+    assert curves([replace(REPORT, tok_per_s_per_user=None)]) == {"s": []}
+
+
+def test_the_figure_says_what_it_shows() -> None:
+    caption = ("Command: dflash-trt bench serve <x> & y", "Hardware: a laptop")
+    figure = Figure(title="T", curves=CURVES, unit="GPU", caption=caption, interactivity=(100, 150))
+    root = ElementTree.fromstring(svg(figure))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    for expected in ("T", "plain", "drafted", "hull of all", *caption, "throughput: output tok/s per GPU"):
+        assert expected in texts
+    assert any(text.startswith("interactivity: output tok/s per user") for text in texts)
+    assert "At 100 tok/s per user, throughput relative to plain: drafted 2.57x." in texts
+    assert any("none to compare. Not as fast at any load: plain." in text for text in texts)
+    lines = [e.get("points") for e in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    outline, plain, drafted = ([tuple(map(float, place.split(","))) for place in line.split()] for line in lines)
+    ticks = {e.text: float(e.get("x")) for e in root.iter("{http://www.w3.org/2000/svg}text") if e.text in ("0", "50")}
+    assert plain[0][0] == pytest.approx(ticks["50"]), "at its tick"
+    assert plain[0][1] < drafted[0][1] < plain[1][1] and drafted[1][0] > plain[1][0]
+    assert outline[0] == plain[0] and outline[-1] == drafted[1]

@@ -1,0 +1,168 @@
+"""`bench serve` against servers that answer by a script."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="needs the extra 'serve'")
+
+from dflash_trt.bench.load_report import Limits, report_of
+from dflash_trt.bench.openai_client import Conversation, connected
+from dflash_trt.bench.request_load import Load, LoadRun, run_load
+from dflash_trt.bench.server_sweep import LoadError, Side, sweep_servers
+from dflash_trt.core.errors import ConfigError
+from tests.bench.scripted_server import ScriptedServer, running
+
+PROMPT = Conversation(prompt="x", category="prose")
+FAST = [[0.0, 0.0]]
+SLACK_S = 0.15  # of a busy machine
+
+
+def run(server: ScriptedServer, load: Load, *conversations: Conversation, **fields: object) -> LoadRun:
+    async def sent() -> LoadRun:
+        async with connected(server.url, fields, model=None) as client:
+            return await run_load(client, conversations or [PROMPT], load, seed=1)
+
+    with running(server):
+        return asyncio.run(sent())
+
+
+def test_latencies_are_those_that_the_server_took() -> None:
+    """TTFT is that of the first text, not of the empty event before it."""
+    server = ScriptedServer([[0.3, 0.05, 0.1], [0.5, 0.05, 0.2]], tokens_per_event=2)
+    done = run(server, Load(num_conversations=6, concurrency=1))
+    for record, (asked, *sent) in zip(done.records, server.sent_s, strict=True):
+        assert record.error is None
+        assert 0 <= record.time_to_first_token_s - (sent[0] - asked) < SLACK_S
+        assert 0 <= record.end_to_end_s - (sent[-1] - asked) < SLACK_S
+        assert record.gaps_s == pytest.approx([sent[1] - sent[0], sent[2] - sent[1]], abs=SLACK_S)
+        assert record.num_output_tokens == 6
+        assert record.time_per_output_token_s == pytest.approx((sent[-1] - sent[0]) / 5, abs=SLACK_S / 5)
+    report = report_of("s", Load(num_conversations=6, concurrency=1), [done], num_gpus=2, limits=Limits())
+    assert report.time_to_first_token_s.p50 == pytest.approx(0.4, abs=SLACK_S)
+    assert report.time_to_first_token_s.p99 == pytest.approx(0.5, abs=SLACK_S)
+    assert report.duration_s == pytest.approx(sum(r.end_to_end_s for r in done.records), abs=SLACK_S * 3)
+    assert report.output_tok_per_s == pytest.approx(36 / report.duration_s)
+    assert report.output_tok_per_s_per_gpu == pytest.approx(report.output_tok_per_s / 2)
+    assert done.max_client_lag_s < SLACK_S * 3
+
+
+def test_a_closed_load_has_as_many_requests_open_as_clients() -> None:
+    server = ScriptedServer([[0.05]])
+    done = run(server, Load(num_conversations=9, concurrency=3))
+    assert len(done.records) == 9 and server.max_open == 3
+
+
+def test_arrivals_at_a_rate_do_not_wait_for_answers() -> None:
+    """Nine requests that take 0.4 s each, one after the other, would take 3.6 s."""
+    server = ScriptedServer([[0.4]])
+    done = run(server, Load(num_conversations=9, request_rate_per_s=50.0))
+    assert server.max_open > 4
+    assert 0.4 < done.duration_s < 2.0
+
+
+def test_a_conversation_goes_on_with_its_answers() -> None:
+    turns = tuple(({"role": "user", "content": text},) for text in ("one", "two"))
+    server = ScriptedServer([[0.0, 0.0]])
+    talk = Conversation(turns=turns, fields={"chat_template_kwargs": {"a": 1}})
+    done = run(server, Load(num_conversations=1, concurrency=1), talk, temperature=0)
+    assert server.paths == ["/v1/chat/completions"] * 2 and talk.num_requests == len(done.records) == 2
+    first, second = server.bodies
+    assert second["messages"] == [*first["messages"], {"role": "assistant", "content": "0 1 "}, *turns[1]]
+    assert first["stream_options"] == {"include_usage": True} and first["temperature"] == 0
+    assert first["model"] == "scripted" and first["chat_template_kwargs"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("server", "word"),
+    [
+        (ScriptedServer(FAST, status=503), "status 503.*scripted refusal"),
+        (ScriptedServer(FAST, cuts_stream=True), "without a finish_reason"),
+        (ScriptedServer([[]]), "without a finish_reason"),
+        (ScriptedServer(FAST, tokens_per_event=0), "no usage"),
+    ],
+)
+def test_what_failed_is_an_error_and_no_measurement(server: ScriptedServer, word: str) -> None:
+    with running(server):
+        side = Side(name="s", open=lambda: nullcontext(server.url))
+        with pytest.raises(LoadError, match=word):
+            sweep([side])
+
+
+def test_a_url_without_a_server_is_refused() -> None:
+    with pytest.raises(ConfigError, match="an OpenAI server"):
+        sweep([Side(name="s", open=lambda: nullcontext("http://127.0.0.1:9"))])
+
+
+def test_servers_alternate_and_get_the_same_requests() -> None:
+    opened: list[str] = []
+    servers = {name: ScriptedServer([[0.001, 0.001]]) for name in "ab"}
+
+    @contextmanager
+    def open_side(name: str) -> Iterator[str]:
+        opened.append(name)
+        yield servers[name].url
+
+    lines: list[str] = []
+    with running(servers["a"]), running(servers["b"]):
+        sides = [Side(name=name, open=lambda name=name: open_side(name)) for name in "ab"]
+        reports = sweep(sides, num_rounds=2, progress=lines)
+    assert opened == ["a", "b", "a", "b"]
+    assert [(report.server, report.concurrency) for report in reports] == [("a", 2), ("a", None), ("b", 2), ("b", None)]
+    assert [len(report.output_tok_per_s_by_round) for report in reports] == [2] * 4
+    assert [report.num_requests for report in reports] == [6, 4] * 2, "warm-up does not count"
+    assert [body["max_tokens"] for body in servers["a"].bodies[:3]] == [8, 8, 16]
+    assert servers["a"].bodies == servers["b"].bodies
+    assert len(lines) == 8 and lines[0].startswith("round 1, a, 2 clients: ")
+
+
+def sweep(sides: list[Side], *, num_rounds: int = 1, progress: list[str] | None = None):
+    loads = [Load(num_conversations=3, concurrency=2), Load(num_conversations=2, request_rate_per_s=200.0)]
+    return sweep_servers(
+        sides,
+        [PROMPT],
+        loads,
+        fields={"max_tokens": 16},
+        limits=Limits(),
+        num_rounds=num_rounds,
+        progress=(progress if progress is not None else []).append,
+    )
+
+
+@pytest.mark.slow
+def test_a_served_engine_reports_what_it_says_itself(tmp_path: Path) -> None:
+    """The demo behind Dynamo, started by the command; one request at a time accepts as `LLM` does."""
+    pytest.importorskip("dynamo.common.backend", reason="needs the extra 'serve'")
+    import json
+
+    from click.testing import CliRunner
+
+    from dflash_trt.cli.main import cli
+    from dflash_trt.compile.build import build_engine
+    from dflash_trt.core.acceptance import acceptance_length
+    from dflash_trt.core.config import BuildConfig
+    from dflash_trt.core.request import SamplingParams
+    from dflash_trt.serving.llm import LLM
+    from tests.docs.pages import ROOT
+
+    demo = ROOT / "dflash_trt" / "demo"
+    config = BuildConfig(target=str(demo / "target"), drafter=str(demo / "drafter"), dtype="float32")
+    engine = tmp_path / "demo"
+    build_engine(config, engine, base_dir=demo, overwrite=False, command=["test"], progress=lambda _: None)
+    texts = ["def fibonacci(n):\n", "import os\n"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text, "category": "code"}) + "\n" for text in texts))
+    words = ["bench", "serve", str(engine), "--autoregressive", "--input-file", str(rows), "--concurrency", "1"]
+    words += ["--requests-per-client", "2", "--rounds", "1", "--max-new-tokens", "32", "--ignore-eos"]
+    words += ["--num-threads", "1", "--figure", str(tmp_path / "f.svg"), "--json"]
+    ran = CliRunner().invoke(cli, words)
+    assert ran.exit_code == 0, ran.stderr
+    plain, drafted = json.loads(ran.stdout)["reports"]
+    with LLM(engine, num_threads=1) as llm:
+        outputs = llm.generate(texts, SamplingParams(max_new_tokens=32, ignore_eos=True))
+    assert plain["acceptance"] is None and plain["num_output_tokens"] == drafted["num_output_tokens"] == 64
+    assert drafted["acceptance"]["length"] == pytest.approx(acceptance_length(outputs))
+    assert drafted["acceptance_by_category"]["code"] == drafted["acceptance"]
