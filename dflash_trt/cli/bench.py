@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dflash_trt.cli.bench_drafters import drafters
-from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
+from dflash_trt.cli.bench_options import (
+    CONCURRENCY,
+    FIXED_BY_ROUNDS,
+    INPUT,
+    JSON,
+    LENGTH,
+    PER_CLIENT,
+    ROUNDS,
+    read_prompts,
+)
+from dflash_trt.cli.bench_serve import serve
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.draft_lengths import lengths_text
@@ -49,6 +59,7 @@ def bench() -> None:
 
 
 bench.add_command(drafters)
+bench.add_command(serve)
 
 
 @bench.command(
@@ -108,9 +119,6 @@ _LONGEST = click.option(
     show_default=True,
     help="The longest answer; a third of it on average.",
 )
-_PER_CLIENT = click.option(
-    "--requests-per-client", type=_POSITIVE, default=6, show_default=True, help="One after the other."
-)
 _ROUNDS = click.option(
     "--rounds", type=_POSITIVE, default=3, show_default=True, help="Rounds that count; one more warms up."
 )
@@ -124,7 +132,7 @@ _ROUNDS = click.option(
 @INPUT
 @_CLIENTS
 @_LONGEST
-@_PER_CLIENT
+@PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
 @JSON
@@ -173,7 +181,7 @@ def serving(
     help="May be given several times.  [default: 0, 2, 3, 4 and the engine's maximum]",
 )
 @_LONGEST
-@_PER_CLIENT
+@PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
 @JSON

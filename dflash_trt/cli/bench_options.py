@@ -24,6 +24,9 @@ CONCURRENCY = click.option("--concurrency", default=1, show_default=True, help="
 ROUNDS = click.option(
     "--rounds", default=5, show_default=True, help="Alternating rounds that count; one more warms up."
 )
+PER_CLIENT = click.option(
+    "--requests-per-client", type=click.IntRange(min=1), default=6, show_default=True, help="One after the other."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 
 

@@ -13,6 +13,7 @@ from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from dflash_trt.core.runtime_config import RuntimeConfig
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.servers.dynamo.settings import WorkerSettings
     from dflash_trt.servers.dynamo.supervisor import Service
@@ -158,16 +159,22 @@ def _service(engine_dir: Path, options: dict[str, Any]) -> "tuple[Service, Engin
 
 
 def _settings(engine_dir: Path, options: dict[str, Any]) -> "tuple[WorkerSettings, EngineDir]":
-    """Raises ConfigError or EngineDirError before anything is started."""
+    runtime = runtime_from_options(options)
+    return worker_settings(engine_dir, runtime, **options)
+
+
+def worker_settings(
+    engine_dir: Path, runtime: "RuntimeConfig", *, model_name: str | None = None, **options: Any
+) -> "tuple[WorkerSettings, EngineDir]":
+    """Raises ConfigError or EngineDirError before anything is started. `options` are further fields of the settings."""
     from dflash_trt.engine_dir import EngineDir
     from dflash_trt.executor.opening import check_drafting
     from dflash_trt.servers.dynamo.settings import WorkerSettings, card_source
 
-    runtime = runtime_from_options(options)
     engine = EngineDir.open(engine_dir)
     card_source(engine)
     check_drafting(engine, runtime)
-    name = options.pop("model_name") or engine_dir.resolve().name
+    name = model_name or engine_dir.resolve().name
     return WorkerSettings(engine_dir=engine_dir.resolve(), runtime=runtime, model_name=name, **options), engine
 
 

@@ -1,0 +1,310 @@
+"""`dflash-trt bench serve`: servers of the OpenAI API under load."""
+
+import csv
+import json
+import shlex
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, PER_CLIENT, ROUNDS
+from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.load_prompts import read_conversations
+from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.core.errors import ConfigError
+from dflash_trt.core.runtime_config import RuntimeConfig
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.load_report import Limits, LoadReport
+    from dflash_trt.bench.request_load import Load
+    from dflash_trt.bench.server_sweep import Side
+    from dflash_trt.servers.dynamo.supervisor import Service
+
+_CONCURRENCIES = (1, 2, 4, 8, 16)
+_LIMITS = {"ttft": "time_to_first_token_s", "tpot": "time_per_output_token_s", "e2el": "end_to_end_s"}
+_PORTS = range(20000, 32768)  # Dynamo reads that of the metrics as a signed 16-bit number
+
+_OPTIONS = (
+    click.option(
+        "--autoregressive", is_flag=True, help="Each engine once more, in front of the others, without its drafter."
+    ),
+    click.option("--category", "categories", multiple=True, metavar="NAME", help="Rows of it only. Several times."),
+    click.option(
+        "--concurrency",
+        "concurrencies",
+        multiple=True,
+        type=click.IntRange(min=1),
+        help="Clients. Several times.  [default: 1, 2, 4, 8, 16, or none with --request-rate]",
+    ),
+    click.option(
+        "--request-rate",
+        "request_rates",
+        multiple=True,
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="PER_SECOND",
+        help="Poisson arrivals, which do not wait for answers. Several times.",
+    ),
+    PER_CLIENT,
+    click.option(
+        "--duration",
+        "duration_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Of arrivals at a rate.",
+    ),
+    LENGTH,
+    click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--ignore-eos", is_flag=True, help="Texts of equal length, for throughput alone."),
+    click.option("--goodput", metavar="ttft:MS,tpot:MS,e2el:MS", help="Limits of a good request, as in vLLM."),
+    click.option("--model-name", metavar="NAME", help="Of the model behind a URL (default: the server's first)."),
+    click.option("--num-gpus", type=click.IntRange(min=1), help="GPUs of each server; else speeds are per server."),
+    click.option("--hardware", metavar="TEXT", help="For reports (default: this machine, if no URL is measured)."),
+    click.option(
+        "--interactivity",
+        multiple=True,
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="TOK_PER_S",
+        help="Compare at so many tok/s per user. Several times.  [default: the highest that all reach]",
+    ),
+    click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
+    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH.svg", help="A figure to write."),
+)
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(
+    short_help="Servers of the OpenAI API under load.",
+    epilog=examples(
+        "dflash-trt bench serve engine --autoregressive --input-file prompts.jsonl --figure speed.svg",
+        "dflash-trt bench serve vllm=http://127.0.0.1:8001 http://127.0.0.1:8000 --input-file prompts.jsonl",
+    ),
+)
+@click.argument("sources", metavar="[NAME=]URL|ENGINE_DIR...", nargs=-1, required=True)
+@INPUT
+@_options
+@ROUNDS
+@runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter"])
+@JSON
+@click.pass_context
+def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path, **options: Any) -> None:
+    """Throughput, latencies and acceptance by concurrency and request rate, of one server or several in turn.
+
+    A URL is a server that runs. An engine is served for its turns, with the options of its runtime and without prefix
+    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's.
+    """
+    from dflash_trt.bench.server_sweep import sweep_servers
+
+    _check_client()
+    runtime = runtime_from_options(options)
+    limits, loads = _limits(options["goodput"]), _loads(options)
+    _check_paths(options["csv_path"], options["figure"])
+    conversations = read_conversations(input_file, categories=options["categories"])
+    sides = _sides(sources, runtime, options)
+    fields: dict[str, Any] = {"max_tokens": options["max_new_tokens"], "temperature": options["temperature"]}
+    if options["ignore_eos"]:
+        fields["ignore_eos"] = True
+    reports = sweep_servers(
+        sides,
+        conversations,
+        loads,
+        fields=fields,
+        limits=limits,
+        num_rounds=options["rounds"],
+        progress=lambda line: click.echo(line, err=True),
+    )
+    has_url = any(_is_url(source) for _, source in map(_named, sources))
+    hardware = options["hardware"] or ("not stated" if has_url else _this_machine())
+    workload = _workload(input_file, len(conversations), fields, options["rounds"])
+    facts = {"command": shlex.join(context.find_root().obj or ["dflash-trt"]), "hardware": hardware}
+    _publish(reports, facts | {"workload": workload}, options)
+
+
+def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: dict[str, Any]) -> None:
+    """Print the reports, and write the files."""
+    from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
+    from dflash_trt.bench.pareto import curves, shared_interactivity
+    from dflash_trt.bench.pareto_figure import Figure, ratio_text, svg
+
+    unit = "GPU" if options["num_gpus"] else "server"
+    points = {name: found for name, found in curves(reports).items() if found}
+    shared = shared_interactivity(points)
+    interactivity = options["interactivity"] or ((shared,) if shared is not None else ())
+    if options["csv_path"] is not None:
+        rows = flat_rows(reports)
+        with options["csv_path"].open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    if options["figure"] is not None:
+        caption = tuple(f"{name.capitalize()}: {text}" for name, text in facts.items())
+        title = f"Throughput per {unit} against speed per user"
+        figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
+        options["figure"].write_text(svg(figure))
+    if options["as_json"]:
+        click.echo(json.dumps(facts | {"reports": [asdict(report) for report in reports]}, indent=2))
+        return
+    for line in (*table(reports, unit=unit), *acceptance_lines(reports)):
+        click.echo(line)
+    for per_user in interactivity if len(points) > 1 else ():
+        click.echo(ratio_text(points, per_user))
+    for name, text in facts.items():
+        click.echo(f"{name}: {text}")
+
+
+def _sides(sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, Any]) -> "list[Side]":
+    """In the order of the command line, those without a drafter first. Raises ConfigError."""
+    from dflash_trt.bench.server_sweep import Side
+
+    autoregressive, others = [], []
+    settings = runtime.replaced(enable_prefix_caching=False)
+    for name, source in map(_named, sources):
+        if _is_url(source):
+            address, model = source.rstrip("/").removesuffix("/v1"), options["model_name"]
+            opened = Side(name=name, open=_finder(address), num_gpus=options["num_gpus"], model=model)
+            others.append(opened)
+            continue
+        if options["autoregressive"]:
+            plain = _starter(Path(source), settings.without_drafter())
+            autoregressive.append(Side(name=f"{name}, autoregressive", open=plain, num_gpus=options["num_gpus"]))
+        others.append(Side(name=name, open=_starter(Path(source), settings), num_gpus=options["num_gpus"]))
+    sides = [*autoregressive, *others]
+    if options["autoregressive"] and not autoregressive:
+        hint = "Start that server with --no-drafter and pass its URL."
+        raise ConfigError.about("--autoregressive", expected="an engine directory", found="URLs alone", hint=hint)
+    names = [side.name for side in sides]
+    if len(set(names)) < len(names):
+        hint = "Name them: NAME=ENGINE_DIR."
+        raise ConfigError.about("servers", expected="distinct names", found=", ".join(names), hint=hint)
+    return sides
+
+
+def _named(source: str) -> tuple[str, str]:
+    """The name of a server, by default its URL or its engine's directory, and where it is."""
+    name, separator, place = source.partition("=")
+    if separator and name and "/" not in name:
+        return name, place
+    return (source if _is_url(source) else Path(source).resolve().name), source
+
+
+def _is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def _finder(url: str) -> Callable[[], Any]:
+    return lambda: nullcontext(url)
+
+
+def _starter(engine_dir: Path, runtime: RuntimeConfig) -> Callable[[], Any]:
+    """Starts `dflash-trt serve` with one replica. Raises ConfigError or EngineDirError before anything is started."""
+    from dflash_trt.cli.serve import worker_settings
+    from dflash_trt.servers.dynamo.settings import check_package
+
+    check_package()
+    settings, _ = worker_settings(engine_dir, runtime)
+    from dflash_trt.servers.dynamo.supervisor import Service
+
+    def start() -> Any:
+        port = _free_ports()
+        arguments = ("--router-mode", "round-robin", "--migration-limit", "0")
+        service = Service(worker=settings, port=port, first_metrics_port=port + 1, frontend_arguments=arguments)
+        return _supervised(service)
+
+    return start
+
+
+@contextmanager
+def _supervised(service: "Service") -> Iterator[str]:
+    from dflash_trt.servers.dynamo.supervisor import Supervisor
+
+    with Supervisor(service, lambda line: click.echo(line, err=True)) as supervisor:
+        supervisor.wait_until_ready()
+        yield service.url
+
+
+def _free_ports() -> int:
+    """The first of two neighbouring ports that are free now."""
+    for port in _PORTS[::2]:
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
+    raise ConfigError.about("ports", expected=f"two of {_PORTS[0]} to {_PORTS[-1]} free", found="none")
+
+
+def _loads(options: dict[str, Any]) -> "list[Load]":
+    """Closed loads first, each once."""
+    from dflash_trt.bench.request_load import Load
+
+    rates = tuple(dict.fromkeys(options["request_rates"]))
+    concurrencies = options["concurrencies"] or (() if rates else _CONCURRENCIES)
+    per_client, duration_s = options["requests_per_client"], options["duration_s"]
+    closed = [Load(num_conversations=per_client * count, concurrency=count) for count in dict.fromkeys(concurrencies)]
+    return closed + [
+        Load(num_conversations=max(1, round(rate * duration_s)), request_rate_per_s=rate) for rate in rates
+    ]
+
+
+def _limits(text: str | None) -> "Limits":
+    """Raises ConfigError."""
+    from dflash_trt.bench.load_report import Limits
+
+    values: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, number = part.partition(":")
+        try:
+            values[_LIMITS[name.strip()]] = float(number) / 1e3
+        except (KeyError, ValueError) as error:
+            expected = f"{', '.join(_LIMITS)} with milliseconds"
+            hint = "Write --goodput ttft:500,tpot:20 for example."
+            raise ConfigError.about("--goodput", expected=expected, found=part, hint=hint) from error
+    return Limits(**values)
+
+
+def _check_client() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("aiohttp") is None:
+        hint = "Install it with: pip install 'dflash-trt[serve]'"
+        raise ConfigError.about("bench serve", expected="the package aiohttp", found="none", hint=hint)
+
+
+def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
+    """Raises ConfigError before minutes of measurement."""
+    for path in (csv_path, figure):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
+    if figure is not None and figure.suffix != ".svg":
+        raise ConfigError.about("--figure", expected="a name that ends with .svg", found=figure.name)
+
+
+def _this_machine() -> str:
+    from dflash_trt.doctor.machine import gpus, machine
+
+    names = [gpu["name"] for gpu in gpus()]
+    if names:
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    host = machine()
+    return f"{host['processor']}, {host['num_cores']} cores, no GPU"
+
+
+def _workload(input_file: Path, num_rows: int, fields: dict[str, Any], rounds: int) -> str:
+    eos = "ignored" if fields.get("ignore_eos") else "ends a text"
+    return (
+        f"{num_rows} rows of {input_file.name}, at most {fields['max_tokens']} tokens each, "
+        f"temperature {fields['temperature']:g}, EOS {eos}, {rounds} alternating rounds"
+    )

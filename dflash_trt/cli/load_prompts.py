@@ -1,0 +1,116 @@
+"""Conversations of a load test: the rows of `dflash-trt run`, with a category, or those of SPEED-Bench.
+
+SPEED-Bench (nvidia/SPEED-Bench, prepared with specdec_bench or NeMo-Skills) has `question_id`, `category`, and
+`messages` or `turns`: what the user says turn by turn. Its data are not ours to ship.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_trt.cli.prompts import KWARGS_FIELD, MAX_LISTED_ROWS, Defaults, Job, Refusal, rows_of_jsonl
+from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
+from dflash_trt.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.openai_client import Conversation
+
+# Fields of SPEED-Bench that say where a row is from.
+_OF_SOURCE = ("sub_category", "source", "src_id", "difficulty", "multiturn")
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+
+
+def read_conversations(path: Path, *, categories: Sequence[str] = ()) -> list[Conversation]:
+    """The rows of a JSONL file, or those of the named categories; their sampling does not count.
+
+    Raises:
+        ConfigError: rows are wrong, there is none, or none of a category.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        found = str(error.strerror)
+        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
+    conversations, refused = [], []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                conversations.append(_conversation(line))
+            except RequestError as error:
+                refused.append(f"line {number}: {error}")
+    raise_all(ConfigError, str(path), refused[:MAX_LISTED_ROWS])
+    known = {conversation.category for conversation in conversations}
+    for name in categories:
+        if name not in known:
+            found = ", ".join(sorted(filter(None, known))) or "none"
+            raise ConfigError.about(f"--category {name}", expected=f"a category of {path}", found=found)
+    chosen = [one for one in conversations if not categories or one.category in categories]
+    if not chosen:
+        hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
+        raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
+    return chosen
+
+
+def _conversation(line: bytes) -> Conversation:
+    """Raises RequestError."""
+    from dflash_trt.bench.openai_client import Conversation
+
+    category, is_by_turns, row = _as_row(line)
+    (job,) = rows_of_jsonl([row], Defaults(sampling=SamplingParams()))
+    if isinstance(job, Refusal):
+        raise RequestError(job.error)
+    prompt = _fields(job)
+    if "messages" not in prompt:
+        return Conversation(category=category, prompt=prompt.get("prompt", prompt.get("prompt_token_ids")))
+    messages = prompt["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise RequestError.about("messages", expected="a list of objects", found=repr(messages)[:80])
+    kwargs = {KWARGS_FIELD: prompt[KWARGS_FIELD]} if KWARGS_FIELD in prompt else {}
+    turns = _turns(messages) if is_by_turns else (tuple(messages),)
+    return Conversation(category=category, turns=turns, fields=kwargs)
+
+
+def _fields(job: Job) -> Mapping[str, Any]:
+    return job.prompt if isinstance(job.prompt, Mapping) else {"prompt": job.prompt}
+
+
+def _as_row(line: bytes) -> tuple[str | None, bool, bytes]:
+    """The category, whether the messages are turns of a user, and the rest as a row of `run`."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None, False, line  # which the reader of rows refuses, with its reason
+    if not isinstance(fields, dict):
+        return None, False, line
+    category = fields.pop("category", None)
+    if category is not None and not isinstance(category, str):
+        raise RequestError.about("category", expected="text", found=repr(category))
+    is_speed_bench = "question_id" in fields
+    if is_speed_bench:
+        fields["id"] = fields.pop("question_id")
+        fields = {name: value for name, value in fields.items() if name not in _OF_SOURCE}
+        if "turns" in fields:
+            fields["messages"] = _messages(fields.pop("turns"))
+        if _PLACEHOLDER in line.decode(errors="replace"):
+            hint = "Prepare the data with specdec_bench's prepare_data.py."
+            raise RequestError.about("SPEED-Bench", expected="filled prompts", found="placeholders", hint=hint)
+    return category, is_speed_bench, json.dumps(fields).encode()
+
+
+def _messages(turns: Any) -> list[dict[str, str]]:
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise RequestError(problem("turns", expected="a list of texts", found=repr(turns)[:80]))
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Mapping[str, Any], ...], ...]:
+    """A turn ends with what the user says. Messages that have answers already are one conversation."""
+    roles = [message.get("role") for message in messages]
+    if "assistant" in roles or "user" not in roles:
+        return (tuple(messages),)
+    ends = [index + 1 for index, role in enumerate(roles) if role == "user"]
+    starts = [0, *ends[:-1]]
+    return tuple(tuple(messages[start:end]) for start, end in zip(starts, ends, strict=True))
