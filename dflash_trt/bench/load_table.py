@@ -20,7 +20,7 @@ def table(reports: Sequence[LoadReport], *, unit: str) -> list[str]:
 
 
 def acceptance_lines(reports: Sequence[LoadReport]) -> list[str]:
-    """By draft position and by category, for each server over all its loads' last report."""
+    """By draft position and by category, for each server under its last load."""
     last = {report.server: report for report in reports if report.acceptance is not None}
     lines = []
     for name, report in last.items():

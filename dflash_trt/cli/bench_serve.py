@@ -195,7 +195,7 @@ def _named(source: str) -> tuple[str, str]:
     name, separator, place = source.partition("=")
     if separator and name and "/" not in name:
         return name, place
-    return (source if _is_url(source) else Path(source).resolve().name), source
+    return (source if _is_url(source) else Path(source).absolute().name), source
 
 
 def _is_url(source: str) -> bool:

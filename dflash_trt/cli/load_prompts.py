@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 def read_conversations(path: Path, *, categories: Sequence[str] = ()) -> list[Conversation]:
     """The rows of a JSONL file, or those of the named categories; their sampling does not count.
+
+    They come one of each category in turn, so that a load that takes few of them has its share of all.
 
     Raises:
         ConfigError: rows are wrong, there is none, or none of a category.
@@ -51,7 +54,14 @@ def read_conversations(path: Path, *, categories: Sequence[str] = ()) -> list[Co
     if not chosen:
         hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
         raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
-    return chosen
+    return _interleaved(chosen)
+
+
+def _interleaved(conversations: Sequence[Conversation]) -> list[Conversation]:
+    by_category: dict[str | None, list[Conversation]] = {}
+    for one in conversations:
+        by_category.setdefault(one.category, []).append(one)
+    return [one for row in zip_longest(*by_category.values()) for one in row if one is not None]
 
 
 def _conversation(line: bytes) -> Conversation:

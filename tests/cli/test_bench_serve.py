@@ -158,8 +158,8 @@ def test_rows_of_speed_bench_are_sent_turn_by_turn(tmp_path) -> None:
             SPEED_BENCH | {"turns": ["one", "two"]},
             SPEED_BENCH | {"messages": [system, user("one"), user("two")]},
             SPEED_BENCH | {"messages": [user("one"), {"role": "assistant", "content": "a"}, user("two")]},
-            {"messages": [user("one"), user("two")], "chat_template_kwargs": {"a": 1}},
-            {"prompt_token_ids": [1, 2], "temperature": 0.5},
+            {"messages": [user("one"), user("two")], "chat_template_kwargs": {"a": 1}, "category": "qa"},
+            {"prompt_token_ids": [1, 2], "temperature": 0.5, "category": "qa"},
         )
     )
     assert [one.turns for one in found[:2]] == [
@@ -168,7 +168,13 @@ def test_rows_of_speed_bench_are_sent_turn_by_turn(tmp_path) -> None:
     ]
     assert [len(one.turns) for one in found[2:]] == [1, 1, 0], "answers that are there, and rows of `run`, go at once"
     assert found[0].category == "qa" and found[3].fields == {"chat_template_kwargs": {"a": 1}}
-    assert found[4] == Conversation(prompt=[1, 2])
+    assert found[4] == Conversation(prompt=[1, 2], category="qa")
+
+
+def test_a_load_that_takes_few_rows_has_its_share_of_every_category(tmp_path) -> None:
+    rows = [{"prompt": f"{name}{index}", "category": name} for name in "ab" for index in range(2)]
+    found = read_conversations(written(tmp_path, *rows, {"prompt": "c"}))
+    assert [one.prompt for one in found] == ["a0", "b0", "c", "a1", "b1"]
 
 
 @pytest.mark.parametrize(
