@@ -1,6 +1,7 @@
 """Targets quantized by compressed-tensors: read as they are, bit for bit, in every layout that is supported."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,35 @@ def test_a_note_says_what_becomes_of_the_activations(source: Path, tmp_path: Pat
     compress(source, tmp_path / "static", "FP8")
     [note] = open_pair(tmp_path / "static", None).notes
     assert note.endswith("stored in fp8; their activations are quantized with the stored scales")
+
+
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def with_kv_scales(source: Path, output: Path, layers: Sequence[int]) -> Path:
+    """FP8 with scales of K and V, of these layers."""
+    compress(source, output, "FP8")
+    edit_json(output / "config.json", quantization_config=section_of(output) | {"kv_cache_scheme": KV_SCHEME})
+    scales = {
+        f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.01 * (i + 1) + 0.001 * (x == "v")])
+        for i in layers
+        for x in "kv"
+    }
+    edit_tensors(output, lambda tensors: tensors.update(scales))
+    return output
+
+
+def section_of(path: Path) -> dict[str, Any]:
+    return read_json(path / "config.json")["quantization_config"]
+
+
+def test_scales_of_k_and_v_are_those_of_their_layer(source: Path, tmp_path: Path) -> None:
+    num_layers = open_pair(source, None).target.num_layers
+    found = open_pair(with_kv_scales(source, tmp_path / "all", range(num_layers)), None).quantization
+    assert found is not None and found.target_kv is not None
+    assert [scale.k for scale in found.target_kv] == pytest.approx([0.01 * (i + 1) for i in range(num_layers)])
+    assert [scale.v for scale in found.target_kv] == pytest.approx([0.01 * (i + 1) + 0.001 for i in range(num_layers)])
+    assert "model.layers.1.self_attn.k_scale" in pair_refusal(with_kv_scales(source, tmp_path / "one", [0]), None)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -177,3 +177,15 @@ def test_a_block_that_two_segments_would_share_is_refused(
     write_blocks(source, tmp_path / "fp8", endings=ENDINGS, modules_to_not_convert=UNCONVERTED)
     message = pair_refusal(tmp_path / "fp8", None)
     assert "expected heads of a multiple of 128 rows, for fp8_block has blocks of 128" in message and words in message
+
+
+def test_scales_of_k_and_v_are_those_of_the_layers_that_have_some(tmp_path: Path) -> None:
+    """In ModelOpt's names; without those of a delta net the checkpoint is complete."""
+    source = make_source(tmp_path / "source", "qwen3_5_text")
+    section = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    write_json(source / "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": section})
+    scales = {f"model.layers.1.self_attn.{x}_proj.{x}_scale": torch.tensor(0.25) for x in "kv"}
+    edit_tensors(source, lambda tensors: tensors.update(scales))
+    found = open_pair(source, None).quantization
+    assert found is not None and found.target_kv is not None
+    assert [(scale.k, scale.v) for scale in found.target_kv] == [(1.0, 1.0), (0.25, 0.25)]
