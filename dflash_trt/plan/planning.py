@@ -134,7 +134,7 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         memory=memory,
         pages=_pages(described, free_bytes, fraction),
         free_fraction=fraction,
-        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained)),
+        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
     )
 
 
@@ -147,6 +147,14 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
             f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
         )
+
+
+def _refusals(config: PretrainedConfig) -> Iterator[str]:
+    """What opening the engine on a GPU would say."""
+    from dflash_trt.backends.cuda.backend import model_problems
+
+    for problem in model_problems(config.target, config.draft):
+        yield f"opened on a GPU, this engine is refused: {problem}"
 
 
 def _weights_bytes(engine: EngineDescription) -> int:

@@ -45,13 +45,7 @@ class CudaBackend:
     def unsupported(
         self, target: TargetSpec, draft: DraftSpec | None, quantization: QuantizationSpec | None, mapping: Mapping
     ) -> list[str]:
-        problems = [problem for spec in (target, draft) if spec is not None for problem in _head_problems(spec)]
-        hint = 'Run this engine with device "cpu".'
-        problems += latent_problems(target, where="on a GPU", hint=hint)
-        problems += grouped_problems(target, where="on a GPU", hint=hint)
-        problems += layer_problems(target, where="on a GPU", hint=hint)
-        problems += drafter_problems(draft, where="on a GPU", hint=hint)
-        problems += _recurrent_problems(target, draft)
+        problems = list(model_problems(target, draft))
         if quantization is not None:
             problems += _format_problems(quantization, torch.cuda.get_device_capability())
         return problems
@@ -72,6 +66,19 @@ class CudaBackend:
         from dflash_trt.backends.torch.process_group import ONE_RANK
 
         return TorchGpuExecutor.open(engine, config, rank=rank, ranks=ranks or ONE_RANK, draft_lens=draft_lens)
+
+
+def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]:
+    """A problem for each part of a pair that no kernel computes, whatever the GPU."""
+    where, hint = "on a GPU", 'Run this engine with device "cpu".'
+    for spec in (target, draft):
+        if spec is not None:
+            yield from _head_problems(spec)
+    yield from latent_problems(target, where=where, hint=hint)
+    yield from grouped_problems(target, where=where, hint=hint)
+    yield from layer_problems(target, where=where, hint=hint)
+    yield from drafter_problems(draft, where=where, hint=hint)
+    yield from _recurrent_problems(target, draft)
 
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
