@@ -51,11 +51,13 @@ class Observed:
         self.taps: dict[int, Tensor] = {}
         observe = DFlashDrafter.observe
 
-        def record(drafter: Any, ops: Any, taps: Sequence[Tensor], rows: Any, acceptance: Any, caches: Any) -> None:
+        def record(
+            drafter: Any, ops: Any, tokens: Any, taps: Sequence[Tensor], rows: Any, acceptance: Any, state: Any
+        ) -> None:
             for row, position in enumerate(rows.positions.tolist()):
                 if position < int(acceptance.next_context_lens[0]):
                     self.taps[position] = torch.cat([tap[row] for tap in taps])
-            observe(drafter, ops, taps, rows, acceptance, caches)
+            observe(drafter, ops, tokens, taps, rows, acceptance, state)
 
         monkeypatch.setattr(DFlashDrafter, "observe", record)
 
