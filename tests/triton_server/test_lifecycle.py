@@ -69,8 +69,10 @@ def test_what_deploy_prints_listens_on_loopback_alone_and_the_documented_restric
         words = psutil.Process(server.pid).cmdline()
         assert (Path(words[0]).name, *words[1 : len(command)]) == tuple(command), "the server runs what was printed"
         assert "--disable-auto-complete-config" in command
+        ports = {server.http_port, server.grpc_port, server.metrics_port}
+        until(lambda: {port for _, port in listening(server.members())} >= ports, "HTTP, gRPC and metrics listen")
         found = listening(server.members())
-        assert {port for _, port in found} == {server.http_port, server.grpc_port, server.metrics_port}
+        assert {port for _, port in found} == ports
         assert all(is_loopback(host) for host, _ in found), found
         assert generate(server, text_input="x", max_tokens=2)["num_output_tokens"] == 2
         for path in ("systemsharedmemory/status", "models/dflash/config", "logging"):
