@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-_LOG_FILTER = (  # refusals and stops are no errors
-    "error,request_span=off,dynamo_runtime::component=off,dynamo_runtime::storage=off,"
+_LOG_FILTER = (  # refusals and stops are no errors; the line for each request (`request_span`) cannot be turned off
+    "error,tower_http=off,dynamo_runtime::component=off,dynamo_runtime::storage=off,"
     "dynamo_llm::http=off,dynamo_llm::kv_router::indexer::recovery=off"
 )
 # Of the first chunk: a request that a worker refuses gets its HTTP status, streaming or not.
