@@ -69,7 +69,8 @@ def read_api_request(path: str, body: Mapping[str, Any]) -> ApiRequest:
     """
     raise_all(RequestError, "request", _problems(path, body))
     annotated = {name: body[name] for name in ANNOTATED[path] if body.get(name) is not None}
-    kept = {name: value for name, value in body.items() if name not in LABELS | ANNOTATED[path] | DROPPED[path].keys()}
+    labels = frozenset() if path == RESPONSES else LABELS  # a response says them again
+    kept = {name: value for name, value in body.items() if name not in labels | ANNOTATED[path] | DROPPED[path].keys()}
     nvext = dict(body.get("nvext") or {})
     extra = list(nvext.get("extra_fields") or ())
     if annotated:

@@ -46,6 +46,12 @@ def test_the_responses_api_answers(client, offline) -> None:
     assert answer.output_text == offline.chat(MESSAGES, SamplingParams(max_new_tokens=40)).text
 
 
+def test_a_response_says_its_metadata_again(client) -> None:
+    labels: dict[str, Any] = {"metadata": {"team": "a"}, "safety_identifier": "b"}
+    answer = client.responses.create(model="demo", input="x", max_output_tokens=4, **labels)
+    assert answer.metadata == labels["metadata"]
+
+
 def test_the_models_are_listed(client) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
 
