@@ -1,18 +1,21 @@
 """A pair cut down to one layer of each kind, at full width: the smallest network that shows every kind of layer.
 
-Experts are alike, a leading axis of the same products: as many as one row needs stand for all.
+Experts are alike, a leading axis of the same products: as many as one row needs stand for all. So do a few rows of a
+table that is only read by row.
 """
 
 from collections.abc import Mapping as AbcMapping
+from dataclasses import replace
 from typing import Any, Final
 
-from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec
+from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from dflash_trt.engine_dir import PretrainedConfig
+from dflash_trt.engine_dir import PretrainedConfig, TensorHeader
 
 MIN_EXPERTS: Final = 8  # of each rank
+MAX_EMBEDDING_ROWS: Final = 4096
 
 
 def one_of_each_kind(config: PretrainedConfig) -> PretrainedConfig:
@@ -54,6 +57,19 @@ def with_few_experts(layer: LayerSpec, ep_size: int) -> LayerSpec:
     on_each_rank = max(MIN_EXPERTS, -(-moe.num_experts_per_token // ep_size))
     num_experts = min(moe.num_experts, on_each_rank * ep_size)
     return layer.model_copy(update={"feed_forward": moe.model_copy(update={"num_experts": num_experts})})
+
+
+def with_few_embedding_rows(headers: AbcMapping[str, TensorHeader], target: TargetSpec) -> dict[str, TensorHeader]:
+    """The headers with no more than MAX_EMBEDDING_ROWS of each table of embeddings, unless a head multiplies by it."""
+    tables = {"draft.embedding", "target.per_layer.embedding"}
+    if not target.is_embedding_tied:
+        tables.add("target.embedding")
+    return {
+        name: replace(header, shape=(min(header.shape[0], MAX_EMBEDDING_ROWS), *header.shape[1:]))
+        if name in tables
+        else header
+        for name, header in headers.items()
+    }
 
 
 def layer_kinds(spec: DecoderSpec, linears: AbcMapping[str, str]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Weights are blank memory of the right shapes, so the plan is thrown away; plugin
 have the same inputs and outputs. Sizes come from the headers that the weights will have.
 """
 
+from collections.abc import Mapping as AbcMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,14 +18,14 @@ from dflash_trt.backends.tensorrt.support import network_spec, unsupported_probl
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.sources import find_checkpoints
 from dflash_trt.compile.description import describe_engine
-from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind
+from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind, with_few_embedding_rows
 from dflash_trt.compile.quantized import local_capability
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard
-from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, tensor_headers
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig, TensorHeader, tensor_headers
 from dflash_trt.formats.registry import split_quantized
 
 CHECK_CAPABILITY: Final = "SM120"  # the CPU-only builder has neither SM90 nor SM100; this one knows every format
@@ -80,8 +81,9 @@ def check_config(
     linears = pretrained.quantization.linears if pretrained.quantization else {}
     models = [pair.target, *([pair.draft] if pair.draft else [])]
     chosen = pretrained if is_full else one_of_each_kind(pretrained)
+    headers = tensor_headers(chosen) if is_full else with_few_embedding_rows(tensor_headers(chosen), chosen.target)
     return CheckReport(
-        built={rank: _build(chosen, limits, rank, progress) for rank in _distinct_ranks(chosen)},
+        built={rank: _build(chosen, limits, rank, headers, progress) for rank in _distinct_ranks(chosen)},
         layer_ids={
             model.role: tuple(range(model.num_layers) if is_full else sorted(set(layer_kinds(model, linears))))
             for model in models
@@ -90,22 +92,31 @@ def check_config(
         sizes=rank_sizes(pretrained, limits),
         limits=limits,
         compute_capability=CHECK_CAPABILITY,
-        notes=(*sources.notes, *_notes_of_experts(pretrained, chosen), *described.notes, *pair.notes),
+        notes=(*sources.notes, *_notes_of_parts(pretrained, chosen, headers), *described.notes, *pair.notes),
     )
 
 
-def _notes_of_experts(config: PretrainedConfig, chosen: PretrainedConfig) -> list[str]:
-    whole, built = (
-        {layer.feed_forward.num_experts for layer in model.target.layers if isinstance(layer.feed_forward, Moe)}
-        for model in (config, chosen)
-    )
-    if whole == built:
-        return []
-    return [f"{_listed(built)} of {_listed(whole)} experts of a layer were built (--check=full: all)"]
+def _notes_of_parts(
+    config: PretrainedConfig, chosen: PretrainedConfig, headers: AbcMapping[str, TensorHeader]
+) -> list[str]:
+    """What was built in part, beside layers."""
+    parts = [(_num_experts(config), _num_experts(chosen), "experts of a layer")]
+    table = "target.embedding"
+    parts.append(({tensor_headers(config)[table].shape[0]}, {headers[table].shape[0]}, "rows of the embedding"))
+    return [
+        f"{_listed(built)} of {_listed(whole)} {what} were built (--check=full: all)"
+        for whole, built, what in parts
+        if whole != built
+    ]
+
+
+def _num_experts(config: PretrainedConfig) -> set[int]:
+    moes = (layer.feed_forward for layer in config.target.layers)
+    return {moe.num_experts for moe in moes if isinstance(moe, Moe)}
 
 
 def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+    return ", ".join(f"{number:,}" for number in sorted(numbers))
 
 
 def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:
@@ -115,12 +126,18 @@ def _distinct_ranks(config: PretrainedConfig) -> tuple[int, ...]:
     return (0, 1) if has_summed_bias and config.mapping.tp_size > 1 else (0,)
 
 
-def _build(config: PretrainedConfig, limits: EngineLimits, rank: int, progress: StepsCallback) -> BuiltPlan:
+def _build(
+    config: PretrainedConfig,
+    limits: EngineLimits,
+    rank: int,
+    headers: AbcMapping[str, TensorHeader],
+    progress: StepsCallback,
+) -> BuiltPlan:
     spec = network_spec(config.model_copy(update={"mapping": config.mapping.of_rank(rank)}), limits)
     whole = engine_weights(config.target, config.draft, config.quantization)
     table = {name: rank_shard(weight, config.mapping) for name, weight in whole.items()}
     formats = config.quantization.linears if config.quantization else {}
-    plain, quantized = split_quantized(blank_tensors(tensor_headers(config)), table, formats)
+    plain, quantized = split_quantized(blank_tensors(headers), table, formats)
     return build_plan(
         spec,
         limits,

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from dflash_trt.checkpoint.pair import open_pair
-from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind, with_few_experts
+from dflash_trt.compile.layer_kinds import (
+    MAX_EMBEDDING_ROWS,
+    layer_kinds,
+    one_of_each_kind,
+    with_few_embedding_rows,
+    with_few_experts,
+)
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
@@ -64,3 +70,15 @@ def test_experts_of_each_rank_are_as_many_as_a_row_chooses_or_eight(
 def test_few_experts_stay_as_they_are(tmp_path: Path) -> None:
     target = open_pair(make_target(tmp_path / "moe", family="qwen3_moe"), None).target
     assert [with_few_experts(layer, 1) for layer in target.layers] == list(target.layers)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_few_rows_stand_for_an_embedding_that_is_no_head(tmp_path: Path, is_tied: bool) -> None:
+    """A tied one is multiplied by as a whole."""
+    sizes = {"vocab_size": MAX_EMBEDDING_ROWS + 8, "tie_word_embeddings": is_tied}
+    pair = open_pair(make_target(tmp_path / "target", **sizes), None)
+    whole = tensor_headers(PretrainedConfig(target=pair.target, dtype="bfloat16"))
+    cut = with_few_embedding_rows(whole, pair.target)
+    changed = {name for name in whole if cut[name] != whole[name]}
+    assert changed == (set() if is_tied else {"target.embedding"})
+    assert is_tied or cut["target.embedding"].shape == (MAX_EMBEDDING_ROWS, pair.target.hidden_size)
