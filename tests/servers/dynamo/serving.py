@@ -95,12 +95,15 @@ def listening(process: psutil.Process) -> list[Any]:
 
 
 @contextlib.contextmanager
-def serving(engine: Path, directory: Path, *options: str, num_replicas: int = 2) -> Iterator[Server]:
+def serving(
+    engine: Path, directory: Path, *options: str, num_replicas: int = 2, num_threads: int | None = 1
+) -> Iterator[Server]:
     """Files that the service makes are below `directory`."""
     port = free_ports(num_replicas + 1)
     log = directory / f"serve-{port}.log"
     words = [sys.executable, "-m", "dflash_trt.cli.main", "serve", str(engine), "--model-name", "demo"]
-    words += ["--port", str(port), "--replicas", str(num_replicas), "--num-threads", "1", *options]
+    words += ["--port", str(port), "--replicas", str(num_replicas), *options]
+    words += [] if num_threads is None else ["--num-threads", str(num_threads)]
     environment = os.environ | {"TMPDIR": str(directory), "HOME": str(directory)}
     with log.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)

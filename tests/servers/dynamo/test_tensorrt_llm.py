@@ -1,0 +1,58 @@
+"""A service of backend tensorrt_llm: the real front end, a replica, and the stand-in of TensorRT-LLM behind it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_trt.compile.build import build_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.request import SamplingParams
+from dflash_trt.serving.tensorrt_llm.engine import PYTHON
+from tests.servers.dynamo.conftest import DEMO
+from tests.servers.dynamo.serving import Server, serving
+from tests.serving.trtllm_environment import stand_in_python
+
+PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("dynamo.common.backend", reason="needs the extra 'serve'")
+    base = tmp_path_factory.mktemp("trtllm")
+    config = BuildConfig(
+        target=str(DEMO / "target"), drafter=str(DEMO / "drafter"), backend="tensorrt_llm", max_num_tokens=2048
+    )
+    engine = build_engine(
+        config, base / "demo", base_dir=DEMO, overwrite=False, command=["test"], progress=lambda _: None
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON, stand_in_python(base / "venv"))
+        patch.setenv("STAND_IN_LOG", str(base / "told.jsonl"))
+        patch.delenv("PYTHONPATH", raising=False)  # the other interpreter finds its own
+        with serving(engine.path, base, num_replicas=1, num_threads=None) as running:
+            yield running
+
+
+def test_texts_are_those_of_the_torch_engine(server, offline) -> None:
+    """Tokens of the stand-in are transformers'; text, stop strings and usage are made by the replica."""
+    whole = offline.generate(PROMPT, SamplingParams(max_new_tokens=40))
+    answer = server.post("completions", prompt=PROMPT, max_tokens=40, temperature=0).json()
+    assert answer["choices"][0]["text"] == whole.text
+    assert answer["usage"]["completion_tokens"] == len(whole.token_ids)
+    stop = whole.text[10:14]
+    stopped = server.post("completions", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop]).json()
+    assert stopped["choices"][0]["text"] == whole.text[: whole.text.index(stop)]
+
+
+def test_a_stream_is_the_text_in_pieces(server, offline) -> None:
+    fields = {"model": "demo", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    chunks = list(server.client().completions.create(**fields, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == offline.generate(
+        PROMPT, SamplingParams(max_new_tokens=40)
+    ).text
+
+
+def test_what_the_backend_refuses_is_named(server) -> None:
+    answer = server.post("completions", prompt=PROMPT, max_tokens=4, logit_bias={"40": 5})
+    assert answer.status_code == 400 and "logit_bias" in answer.text, answer.text
