@@ -16,9 +16,13 @@ from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from dflash_trt.serving.llm import LLM
+from tests.checkpoint.expert_files import to_mxfp4
+from tests.checkpoint.test_fp8_checkpoints import write_blocks
 from tests.factories import edit_json, make_speculators_drafter, make_target, make_zlab_drafter, read_json
 
 PROMPT = [5, 17, 80, 33, 9, 200, 41]
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 1, "dtype": torch.bfloat16}
 PLAIN_DRAFTER = {"drafter": "none", "draft_kv_cache": "none"}
 
 
@@ -182,6 +186,30 @@ def test_a_quantized_target_is_passed_on_as_published_or_not_at_all(base: Path, 
             target=str(plain.path / "target"),
             quantization={"target": "nvfp4", "overrides": {"target.layers.0.down": "none"}},
         )
+
+
+@pytest.mark.parametrize("published", ["MXFP4", "FP8 in blocks"])
+def test_other_published_formats_are_passed_on_byte_for_byte(tmp_path: Path, published: str) -> None:
+    """TensorRT-LLM reads them itself. The torch engine of what was passed on is that of the source."""
+    if published == "MXFP4":
+        source = make_target(tmp_path / "target", family="gpt_oss", dtype=torch.bfloat16)
+        to_mxfp4(source)
+    else:
+        source = tmp_path / "target"
+        write_blocks(make_target(tmp_path / "plain", **WIDE), source, modules_to_not_convert=["lm_head"])
+    make_zlab_drafter(tmp_path / "drafter", target_dir=source, dtype=torch.bfloat16)
+    engine = exported(tmp_path, tmp_path / "engine")
+    found, expected = (load_file(path / "model.safetensors") for path in (engine.path / "target", source))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    section = "quantization_config"
+    assert read_json(engine.path / "target/config.json")[section] == read_json(source / "config.json")[section]
+    again, direct = rebuilt(engine, tmp_path / "again"), build(tmp_path, tmp_path / "direct")
+    assert again.manifest.pretrained_config == direct.manifest.pretrained_config
+    assert direct.manifest.pretrained_config.quantization is not None
+    assert tokens(again) == tokens(direct)
 
 
 def test_its_steps_cannot_be_run_here(base: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A service of backend tensorrt_llm: the real front end, a replica, and the stand-in of TensorRT-LLM behind it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -48,9 +47,10 @@ def test_texts_are_those_of_the_torch_engine(server, offline) -> None:
 def test_a_stream_is_the_text_in_pieces(server, offline) -> None:
     fields = {"model": "demo", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     chunks = list(server.client().completions.create(**fields, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == offline.generate(
-        PROMPT, SamplingParams(max_new_tokens=40)
-    ).text
+    assert (
+        "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+        == offline.generate(PROMPT, SamplingParams(max_new_tokens=40)).text
+    )
 
 
 def test_what_the_backend_refuses_is_named(server) -> None:
