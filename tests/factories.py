@@ -23,6 +23,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -58,6 +60,7 @@ Tensors = dict[str, torch.Tensor]
 Family = Literal[
     "qwen3",
     "llama",
+    "llama4_text",
     "qwen2",
     "mistral",
     "phi3",
@@ -76,6 +79,7 @@ Family = Literal[
 _CLASSES: dict[Family, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "llama4_text": (Llama4TextConfig, Llama4ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
@@ -133,6 +137,16 @@ _INDEXER = {"index_topk": 128, "index_head_dim": 16, "index_n_heads": 2}
 _FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
+    "llama4_text": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 12,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
     "qwen2": {},
     "mistral": {"sliding_window": 6},
     "phi3": {},

@@ -151,6 +151,12 @@ def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str
     if target.per_layer_embedding is not None:
         found, expected = "one for every layer", f"one embedding {where}"
         yield problem("embedding of the target", expected=expected, found=found, hint=hint)
+    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.scales_inputs for layer in target.layers):
+        expected = f"experts whose results the router weighs {where}"
+        yield problem("experts of the target", expected=expected, found="inputs that it weighs", hint=hint)
+    if any(gqa.mask.chunk is not None or gqa.temperature is not None for gqa in target.attentions):
+        expected = f"attention without chunks, and queries without a temperature {where}"
+        yield problem("attention of the target", expected=expected, found="one of them", hint=hint)
     if any(gqa.shares_kv_with is not None for gqa in target.attentions):
         expected = f"K and V of each layer's own {where}"
         yield problem("attention of the target", expected=expected, found="layers that share them", hint=hint)

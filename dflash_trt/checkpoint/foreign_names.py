@@ -6,7 +6,7 @@ from typing import Literal
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 
-Recipe = Literal["stacked", "plus_one", "experts", "offsets", "identity"]
+Recipe = Literal["stacked", "plus_one", "experts", "offsets", "identity", "ones"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +20,9 @@ class PartRows:
     length: int
     stride: int
     stored_shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.length} rows from row {self.start} on"
 
     def has_whole_blocks(self, block: int, num_rows: int) -> bool:
         """True if none of the `num_rows` chosen rows shares a block of so many stored rows with another row."""
@@ -42,15 +45,42 @@ class PartRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairRows:
+    """All rows of a part, in the order of halves: the even rows of a head, then its odd ones.
+
+    So RoPE turns halves where the checkpoint turns neighbours, and the scores of queries and keys remain.
+    """
+
+    head_dim: int
+    stored_shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "every other row of a head"
+
+    def has_whole_blocks(self, block: int, num_rows: int) -> bool:
+        """See PartRows."""
+        return block == 1
+
+    def spans(self, first: int, last: int) -> Iterator[slice]:
+        """Where the rows [first, last) are stored."""
+        for row in range(first, last):
+            head, place = divmod(row, self.head_dim)
+            is_odd, pair = divmod(place, self.head_dim // 2)
+            begin = head * self.head_dim + 2 * pair + is_odd
+            yield slice(begin, begin + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignNames:
     """Names of the foreign parts of a canonical tensor, and the recipe to combine them.
 
     `stacked`: concatenated along axis 0, of each part its `rows` where there are any. `plus_one`: 1 + the part.
-    `experts`: converted from `layout`. `offsets`: arange + the only part. `identity`: arange, without a part.
+    `experts`: converted from `layout`. `offsets`: arange + the only part. `identity`: arange, without a part. `ones`:
+    what norms without a weight multiply by, without a part.
     """
 
     parts: tuple[str, ...]
-    rows: tuple[PartRows, ...] = ()
+    rows: tuple[PartRows | PairRows, ...] = ()
     recipe: Recipe = "stacked"
     layout: ExpertLayout | None = None
 

@@ -7,8 +7,6 @@ _REASONS: Final = {
     "deepseek_v4": "DeepSeek-V4 has hyper-connections and compressed caches: streams beside the residual, new states",
     "kimi_linear": "Kimi-K3 has delta attention whose decay is by channel: records of a recurrent state of that kind",
     "kimi_k3": "Kimi-K3 has delta attention whose decay is by channel: records of a recurrent state of that kind",
-    "llama4": "Llama 4 attends in chunks, and scales the input of its experts: another mask and another router",
-    "llama4_text": "Llama 4 attends in chunks, and scales the input of its experts: another mask and another router",
     "minimax_m3_vl": "MiniMax-M3 attends to blocks of its context that it chooses: an indexer beside the pages",
     "muse_glimmer": "Muse has layers of a kind of its own, which no public code describes",
     "qwen4_exp": "its layers have n-gram embeddings, hyper-connections and sparse attention: none is implemented",

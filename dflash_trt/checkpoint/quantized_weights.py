@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PairRows, PartRows
 from dflash_trt.checkpoint.producers.base import FLOATS, WORDS, Scheme, StoredFormat
 from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
@@ -31,7 +31,7 @@ class QuantizedPart:
 
     stored: StoredFormat | None
     tensors: Mapping[str, StoredTensor]  # by field
-    rows: PartRows | None = None
+    rows: PartRows | PairRows | None = None
 
     @property
     def format(self) -> str | None:
@@ -120,7 +120,9 @@ class _Finder:
     label: str
     problems: list[str]
 
-    def part(self, name: str, spec: WeightSpec, rows: PartRows | None, *, may_be_plain: bool) -> QuantizedPart | None:
+    def part(
+        self, name: str, spec: WeightSpec, rows: PartRows | PairRows | None, *, may_be_plain: bool
+    ) -> QuantizedPart | None:
         """The weight `name`, or some of its rows, of whichever format the scheme says; None if it is missing."""
         module = name.removesuffix(".weight")
         claimed, plain = self.scheme.format_of(module), self.stored.tensors.get(name)
@@ -143,14 +145,14 @@ class _Finder:
         self.problems.append(problem(subject, expected="experts of one format", found=found, hint=_EXPORT_AGAIN))
 
     def _quantized(
-        self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec, rows: PartRows | None
+        self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec, rows: PartRows | PairRows | None
     ) -> QuantizedPart:
         whole = spec if rows is None else replace(spec, shape=rows.stored_shape, segments=rows.stored_shape[:1])
         layout = weight_format(claimed.format).layout(whole.shape, segments_of(whole))
         if rows is not None and not rows.has_whole_blocks(weight_format(claimed.format).rows_per_block, spec.shape[0]):
             block = weight_format(claimed.format).rows_per_block
             expected = f"heads of a multiple of {block} rows, for {claimed.format} has blocks of {block}"
-            self._refuse(codes, expected=expected, found=f"{rows.length} rows from row {rows.start} on")
+            self._refuse(codes, expected=expected, found=str(rows))
         names = {field: _beside(name, stored_field.suffix) for field, stored_field in claimed.fields.items()}
         tensors = {field: self.stored.tensors[name] for field, name in names.items() if name in self.stored.tensors}
         for field, tensor in tensors.items():

@@ -17,7 +17,7 @@ from dflash_trt.checkpoint.expert_tensors import (
     read_experts,
     read_mxfp4_experts,
 )
-from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PartRows, Recipe
+from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, PairRows, PartRows, Recipe
 from dflash_trt.checkpoint.names import is_ignorable
 from dflash_trt.checkpoint.quantized_reading import read_dequantized, read_quantized
 from dflash_trt.checkpoint.quantized_weights import QuantizedSource
@@ -41,7 +41,7 @@ class WeightSource:
     """A canonical tensor's checked places; see `ForeignNames`."""
 
     parts: tuple[StoredTensor, ...]
-    rows: tuple[PartRows, ...]
+    rows: tuple[PartRows | PairRows, ...]
     recipe: Recipe
     layout: ExpertLayout | None = None
 
@@ -154,6 +154,8 @@ def _read_floats(
 ) -> torch.Tensor:  # rank_shard(spec, mapping).shape
     if source.layout is not None:
         return read_experts(source.layout, source.parts, spec, opened.slice_of, dtype=dtype, mapping=mapping)
+    if source.recipe == "ones":
+        return torch.ones(rank_shard(spec, mapping).shape, dtype=dtype)
     tensor = torch.empty(rank_shard(spec, mapping).shape, dtype=dtype)
     row = 0
     for i, (part, part_spec) in enumerate(zip(source.parts, segment_specs(spec), strict=True)):

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
@@ -266,6 +266,10 @@ class Ops(Protocol[T]):
 
     def rope(self, x: T, table: Any) -> T:
         """Rotate-half rotary embedding of [N, heads, D]."""
+        ...
+
+    def tempered(self, q: T, rows: Rows[T], temperature: QueryTemperature) -> T:
+        """Queries [N, heads, D] of these rows, scaled by their positions."""
         ...
 
     def attend(

@@ -48,7 +48,7 @@ def _llama3(frequency: float, rope: RopeSpec, original: int) -> float:
     wavelength = 2 * math.pi / frequency
     if wavelength > original / low:
         return frequency / rope.factor
-    if wavelength < original / high:
+    if wavelength < original / high or low == high:  # nothing lies between (Llama 4)
         return frequency
     smooth = (original / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / rope.factor + smooth * frequency

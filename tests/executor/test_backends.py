@@ -64,6 +64,9 @@ def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> Non
     glm = read("glm4_moe", n_group=4, topk_group=2)
     assert subjects("cuda", glm) == ["experts of the target"]
     assert subjects("tensorrt", glm) == ["experts of the target"]
+    llama4 = read("llama4_text")
+    for backend in ("cuda", "tensorrt"):
+        assert subjects(backend, llama4) == ["experts of the target", "attention of the target"]
     minimax = read("minimax_m2")
     assert subjects("cuda", minimax) == []
     assert subjects("tensorrt", minimax) == []

@@ -13,6 +13,7 @@ class RefusedOps:
     gated_delta = _refused
     attend_latent = _refused
     pairs_to_halves = _refused
+    tempered = _refused
     block_conv = _refused
     select_tokens = _refused
     chain_blocks = _refused

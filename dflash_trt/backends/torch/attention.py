@@ -32,7 +32,7 @@ class QueryGroup:
     page_ids: Tensor  # int64 [G, P]
     num_keys: int  # S
     foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    biases: dict[tuple[int | None, bool, bool, int, int], Tensor | None] = field(default_factory=dict)
+    biases: dict[tuple[int | bool | None, ...], Tensor | None] = field(default_factory=dict)
     gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
 
 
@@ -316,14 +316,14 @@ def _gather(pages: Tensor, group: QueryGroup, scratch: Scratch) -> Gather:
 
 
 def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
-    """None when nothing needs hiding: one request, one query, no window."""
+    """None when nothing needs hiding: one request, one query, no window or chunk."""
     assert (
         mask.is_causal and not mask.is_window_anchored and not mask.first_key
     )  # targets are; other configs are refused
     key = _bias_key(mask, heads_per_kv)
     if key not in group.biases:
         num_requests, width = group.positions.shape
-        if num_requests == 1 and width == 1 and mask.window is None:
+        if num_requests == 1 and width == 1 and mask.window is None and mask.chunk is None:
             group.biases[key] = None
         else:
             query = group.positions[:, :, None]
@@ -331,13 +331,15 @@ def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype
             visible = key_positions <= query
             if mask.window is not None:
                 visible &= query - key_positions < mask.window
+            if mask.chunk is not None:
+                visible &= query // mask.chunk == key_positions // mask.chunk
             group.biases[key] = _additive(visible, heads_per_kv, dtype)
     return group.biases[key]
 
 
-def _bias_key(mask: AttentionMask, heads_per_kv: int) -> tuple[int | None, bool, bool, int, int]:
+def _bias_key(mask: AttentionMask, heads_per_kv: int) -> tuple[int | bool | None, ...]:
     """The mask's fields, whose hash costs a tenth of the model's own."""
-    return mask.window, mask.is_causal, mask.is_window_anchored, mask.first_key, heads_per_kv
+    return mask.window, mask.chunk, mask.is_causal, mask.is_window_anchored, mask.first_key, heads_per_kv
 
 
 def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: torch.dtype) -> Tensor:

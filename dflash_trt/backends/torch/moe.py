@@ -121,8 +121,10 @@ def run_chosen_experts(
             continue
         rows = mine // num_chosen
         mlp = experts.mlps[index] if isinstance(experts, SeparateExperts) else _mlp(experts, index)
-        result = apply(activate(apply(x[rows], mlp.gate_up), moe), mlp.down)
-        out.index_add_(0, rows, result * weights[mine, None])
+        mine_weights = weights[mine, None]
+        read = x[rows] * mine_weights if moe.scales_inputs else x[rows]
+        result = apply(activate(apply(read, mlp.gate_up), moe), mlp.down)
+        out.index_add_(0, rows, result if moe.scales_inputs else result * mine_weights)
     return out
 
 

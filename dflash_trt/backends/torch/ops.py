@@ -26,7 +26,7 @@ from dflash_trt.backends.torch.quantized_linear import apply_quantized
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.step_plan import TokenMasks
@@ -210,6 +210,10 @@ class TorchOps:
         scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks, is_tiled=is_tiled)
         attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
         return attended
+
+    def tempered(self, q: Tensor, rows: Rows[Tensor], temperature: QueryTemperature) -> Tensor:
+        intervals = ((rows.positions + 1) // temperature.interval).float()
+        return (q * (1 + temperature.scale * intervals.log1p())[:, None, None]).to(q.dtype)
 
     def pairs_to_halves(self, x: Tensor) -> Tensor:
         return torch.cat((x[..., 0::2], x[..., 1::2]), -1)

@@ -49,6 +49,8 @@ class Moe(Frozen):
     With `has_choice_bias`, a bias of each expert is added for the choice alone. Of `num_groups` of adjacent experts
     only the `num_chosen_groups` with the largest sum of their two best scores are chosen from.
 
+    With `scales_inputs` the weights multiply what an expert reads, and its results are summed as they are (Llama 4).
+
     `activation` "silu": silu(gate) * up. "clamped_swiglu": gate at most `limit`, up within +-`limit`, then
     gate * sigmoid(alpha * gate) * (up + 1) (gpt-oss).
 
@@ -68,6 +70,7 @@ class Moe(Frozen):
     has_choice_bias: bool = False  # sigmoid_top_k
     num_groups: NumExperts = 1  # sigmoid_top_k
     num_chosen_groups: NumExperts = 1  # sigmoid_top_k
+    scales_inputs: bool = False
     activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
     limit: Scale | None = None  # clamped_swiglu
     alpha: Scale | None = None  # clamped_swiglu

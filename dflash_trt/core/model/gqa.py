@@ -19,15 +19,25 @@ class AttentionMask(Frozen):
     `window` counts the token itself: a key is visible when query_position - key_position < window; a layer that is
     not causal also asks key_position - query_position < window (Hugging Face's convention).
 
+    With `chunk`, a key is visible to the queries of its own chunk of so many positions, counted from 0 (Llama 4).
+
     `is_window_anchored`, in a drafter: every slot of a block sees the last `window` tokens before the anchor and the
     whole block (Speculators' convention). Positions before `first_key` are hidden from a drafter's slots: the first
     token of a chain's context has no row.
     """
 
     window: Size | None = None
+    chunk: Size | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
     first_key: Annotated[int, Field(ge=0, le=1)] = 0
+
+
+class QueryTemperature(Frozen):
+    """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / interval)) (Llama 4)."""
+
+    interval: Size
+    scale: Scale
 
 
 class Gqa(Frozen):
@@ -36,11 +46,11 @@ class Gqa(Frozen):
     RoPE rotates the first `rotary_dim` of a head's dimensions (None: all). With `has_output_gate`, a query head comes
     with a gate of its size, whose sigmoid multiplies what the head attends (Qwen3-Next).
 
-    `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then turns a score s into c * tanh(s / c)
-    (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE; `has_joint_qk_norm`: over all heads of
-    q and all of k (MiniMax-M2). `has_sinks`: the softmax of a head has one more logit, without a value (gpt-oss).
-    `has_v_norm`: an RMSNorm without a weight over each head of v. Without `has_v_proj`, v is what k is before its norm
-    and rotation (Gemma 4).
+    `temperature` then scales the queries. `scale` multiplies the scores; None means head_dim ** -0.5. `softcap` c then
+    turns a score s into c * tanh(s / c) (Gemma 2). `has_qk_norm`: an RMSNorm over each head of q and k, before RoPE;
+    `has_joint_qk_norm`: over all heads of q and all of k (MiniMax-M2). `has_sinks`: the softmax of a head has one more
+    logit, without a value (gpt-oss). `has_v_norm`: an RMSNorm without a weight over each head of v. Without
+    `has_v_proj`, v is what k is before its norm and rotation (Gemma 4).
 
     A layer that `shares_kv_with` an earlier one attends over the pages of that layer, and has no K and V of its own.
     """
@@ -54,6 +64,7 @@ class Gqa(Frozen):
     mask: AttentionMask = AttentionMask()
     scale: Scale | None = None
     softcap: Scale | None = None
+    temperature: QueryTemperature | None = None
     has_qk_norm: bool = False
     has_joint_qk_norm: bool = False
     has_qkv_bias: bool = False

@@ -12,7 +12,7 @@ class RopeSpec(Frozen):
 
     `attention_factor` multiplies cos and sin (yarn, longrope); None means yarn's own 0.1 * ln(factor) + 1, and 1 in
     longrope. `divisors` divide the frequency of each pair (longrope). `rotated_fraction` of the frequencies of a head
-    are turned, the fast ones, and the others stand still (proportional: Gemma 4).
+    are turned, the fast ones, and the others stand still (proportional: Gemma 4; none of them: layers without RoPE).
     """
 
     theta: Annotated[float, Field(ge=2.0, le=1e15)]  # yarn divides by its logarithm
@@ -28,14 +28,14 @@ class RopeSpec(Frozen):
     mscale: Scale | None = None  # yarn
     mscale_all_dim: Scale | None = None  # yarn
     truncates_correction_range: bool = True  # yarn
-    rotated_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # proportional
+    rotated_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0  # proportional
 
     @field_validator("high_freq_factor")
     @classmethod
     def _above_low_frequencies(cls, high: float | None, info: ValidationInfo) -> float | None:
         low = info.data.get("low_freq_factor")
-        if high is not None and low is not None and high <= low:
-            raise ValueError(f"more than low_freq_factor {low}")
+        if high is not None and low is not None and high < low:
+            raise ValueError(f"at least low_freq_factor {low}")
         return high
 
     @model_validator(mode="after")

@@ -64,7 +64,9 @@ def run_gqa(
         heads, gate = _gated_qkv(ops, gqa, weights, x, rope, eps)
         attended = ops.sigmoid_mul(ops.attend(*heads, rows, cache, gqa, weights.sinks), gate)
     else:
-        attended = ops.attend(*weights.qkv(ops, gqa, x, rope, eps), rows, cache, gqa, weights.sinks)
+        q, k, v = weights.qkv(ops, gqa, x, rope, eps)
+        queries = q if gqa.temperature is None else ops.tempered(q, rows, gqa.temperature)
+        attended = ops.attend(queries, k, v, rows, cache, gqa, weights.sinks)
     return ops.linear(attended, weights.o)
 
 

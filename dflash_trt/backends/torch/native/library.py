@@ -75,6 +75,7 @@ class Attention(ctypes.Structure):
         ("sinks", c_void_p),
         ("out", c_void_p),
         ("window", c_int64),
+        ("chunk", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
         ("is_causal", c_int32),

@@ -168,6 +168,7 @@ class NativeOps(TorchOps):
             None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             gqa.mask.window or 0,
+            gqa.mask.chunk or 0,
             head_dim**-0.5 if gqa.scale is None else gqa.scale,
             gqa.softcap or 0.0,
             gqa.mask.is_causal,

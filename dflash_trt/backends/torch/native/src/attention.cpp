@@ -56,7 +56,10 @@ struct Request
     Visible visible(DflashTrtAttention const& attention, int64_t row) const
     {
         int64_t const position = rows.positions[row], context = rows.context_lens[index], window = attention.window;
-        int64_t const first = window == 0 ? 0 : attention.is_window_anchored ? context - window : position - window + 1;
+        int64_t const first = attention.chunk != 0 ? position - position % attention.chunk
+            : window == 0                          ? 0
+            : attention.is_window_anchored         ? context - window
+                                                   : position - window + 1;
         if (rows.keeps_kv)
         {
             return {{first > 0 ? first : 0, position + 1}, {start, start}};

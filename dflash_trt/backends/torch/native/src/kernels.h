@@ -67,6 +67,7 @@ struct DflashTrtAttention
     float const* sinks;                   // [heads]; null: none
     float* out;                           // [rows, heads, head_dim]
     int64_t window;                       // 0: none
+    int64_t chunk;                        // 0: none; of positions whose queries see its keys alone
     float scale;
     float softcap; // 0: none
     int32_t is_causal;
