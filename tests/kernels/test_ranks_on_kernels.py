@@ -22,9 +22,7 @@ HYBRID = {
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
 @pytest.mark.parametrize(
-    ("pair", "memory"),
-    [({}, ()), ({}, ("memory",)), (HYBRID, ())],
-    ids=["gloo", "shared memory", "gated delta nets"],
+    ("pair", "memory"), [({}, ()), ({}, ("memory",)), (HYBRID, ())], ids=["gloo", "shared memory", "gated delta nets"]
 )
 def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
     tmp_path: Path, pair: dict[str, Any], memory: tuple[str, ...]

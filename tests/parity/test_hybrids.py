@@ -147,17 +147,19 @@ def test_greedy_tokens_equal_those_of_transformers(pair: tuple[Path, Path]) -> N
     assert decode(alone, PROMPTS[-1], NUM_NEW, num_draft_tokens=0, chunk=7).tokens[:NUM_NEW] == expected[-1]
 
 
-@pytest.mark.parametrize("num_right", range(BLOCK_SIZE))
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "num_right"), [(1, 0), (1, 1), *((BLOCK_SIZE - 1, n) for n in range(BLOCK_SIZE))]
+)
 def test_a_rejection_at_any_place_leaves_the_state_of_the_accepted_tokens(
-    executor: TorchExecutor, expected: list[list[int]], num_right: int
+    executor: TorchExecutor, expected: list[list[int]], num_draft_tokens: int, num_right: int
 ) -> None:
     text = expected[-1]
 
     def propose(run: Decoding) -> tuple[int, ...]:
-        drafts = (text + PROMPTS[0] * 8)[len(run.tokens) : len(run.tokens) + BLOCK_SIZE - 1]
+        drafts = (text + PROMPTS[0] * 8)[len(run.tokens) : len(run.tokens) + num_draft_tokens]
         return tuple((token + (i == num_right)) % VOCAB_SIZE for i, token in enumerate(drafts))
 
-    run = decode(executor, PROMPTS[-1], NUM_NEW, num_draft_tokens=BLOCK_SIZE - 1, propose=propose)
+    run = decode(executor, PROMPTS[-1], NUM_NEW, num_draft_tokens=num_draft_tokens, propose=propose)
     assert run.tokens[:NUM_NEW] == text
     assert run.num_accepted[0] == num_right
 
