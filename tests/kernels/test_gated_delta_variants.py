@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.kernels import gated_delta_launch, slot_copies_launch
-from plugins.aot.variant import KernelVariant
+from dflash_trt.kernels import gated_delta_launch
+from plugins.aot.gated_delta_variants import gated_delta_variants
 from tests.kernels.gated_delta_steps import Layer, Row
-from tests.kernels.gated_delta_variants import gated_delta_variants, slot_copy_variants
 from tests.kernels.test_sampling_variants import assert_is_launched_as, recorded
 
 
 def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=40, value_head_dim=48, conv_size=4)
     layer = Layer.make(spec, torch.device("cpu"), num_records=3, dtype=torch.float16)
-    variants = gated_delta_variants(layer.kernels.spec, torch.float16, num_requests=2)
-    recorders = [recorded(monkeypatch, gated_delta_launch, f"{variant.name}_kernel") for variant in variants]
+    variants = gated_delta_variants(layer.kernels.spec, torch.float16, num_requests=2, is_pooled=False)
+    recorders = [recorded(monkeypatch, gated_delta_launch, variant.kernel.__name__) for variant in variants]
     rows = [Row(0, 0, 5), Row(1, 0, 2)]
     layer.run_kernels(rows)
     for variant, recorder in zip(variants, recorders, strict=True):
@@ -31,37 +30,27 @@ def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(recorder.launches) for recorder in recorders] == [1, 1, 0, 1], "no prompts, no launch for them"
 
 
-@pytest.mark.parametrize("variant", slot_copy_variants(), ids=lambda variant: variant.name)
-def test_copies_of_slots_are_launched_so(variant: KernelVariant, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = recorded(monkeypatch, slot_copies_launch, "copy_slot_kernel")
-    word = variant.constexprs["WORD"]
-    slots = torch.zeros(2, slot_copies_launch.BLOCK + 1, word // 2, dtype=torch.int16)
-    slot_copies_launch.SlotCopies([slots]).copy(1, 0)
-    assert_is_launched_as(variant, recorder, {"num_blocks": -(-(len(slots[0]) * max(1, word // 4)) // 4096)})
-
-
 COMPILE = """
 import json, sys
 from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
 import torch
 from dflash_trt.core.state_spec import Recurrent
-from tests.kernels.gated_delta_variants import gated_delta_variants, slot_copy_variants
+from plugins.aot.gated_delta_variants import gated_delta_variants
 
 sizes = dict(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_size=4, num_records=16)
 spec = Recurrent(name="state", dtype="bfloat16", **sizes)
-plan = [("90a", ("convolve", "delta_verify", "delta_prompt", "finish", "copy_slot_16", "copy_slot_4")),
-        ("100a", ("delta_prompt",)), ("103a", ("delta_verify", "copy_slot_16"))]
+plan = [("90a", ("convolve", "delta_verify", "delta_prompt", "finish")), ("100a", ("delta_prompt",)),
+        ("103a", ("delta_verify",))]
 for architecture, names in plan:
-    variants = gated_delta_variants(spec, torch.bfloat16, num_requests=64, is_pooled=architecture != "90a")
-    for variant in (*variants, *slot_copy_variants()):
-        if variant.name in names:
+    for variant in gated_delta_variants(spec, torch.bfloat16, num_requests=64, is_pooled=architecture != "90a"):
+        name = variant.kernel.__name__.removesuffix("_kernel")
+        if name in names:
             kernel = compile_variant(variant, architecture)
-            print(json.dumps({"name": variant.name, "stack": kernel.stack_bytes, "registers": kernel.num_registers,
+            print(json.dumps({"name": name, "stack": kernel.stack_bytes, "registers": kernel.num_registers,
                               "blocks": kernel.blocks_per_multiprocessor}))
 """
-# at least so many on a multiprocessor
-BLOCKS = {"convolve": 4, "delta_verify": 5, "delta_prompt": 2, "finish": 8, "copy_slot_16": 8, "copy_slot_4": 4}
+BLOCKS = {"convolve": 4, "delta_verify": 5, "delta_prompt": 2, "finish": 8}  # at least so many on a multiprocessor
 
 
 def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(tmp_path) -> None:
@@ -70,6 +59,6 @@ def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(t
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [kernel["name"] for kernel in kernels] == [*BLOCKS, "delta_prompt", "delta_verify", "copy_slot_16"]
+    assert [kernel["name"] for kernel in kernels] == [*BLOCKS, "delta_prompt", "delta_verify"]
     for kernel in kernels:
         assert kernel["stack"] == 0 and kernel["blocks"] >= BLOCKS[kernel["name"]], kernel

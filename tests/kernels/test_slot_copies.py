@@ -6,6 +6,9 @@ from torch import Tensor
 
 from dflash_trt.kernels import slot_copies_launch as launch
 from dflash_trt.kernels.slot_copies_launch import SlotCopies
+from plugins.aot.variant import KernelVariant
+from tests.kernels.small_kernel_variants import slot_copy_variants
+from tests.kernels.test_sampling_variants import assert_is_launched_as, recorded
 
 SHAPES = {
     "whole blocks": ((4, 2 * launch.BLOCK), torch.float32),
@@ -43,3 +46,12 @@ def test_tensors_at_multiples_of_16_bytes_are_copied_so(device: torch.device) ->
 def test_slots_that_the_kernel_would_misread_are_refused(tensor: Tensor, device: torch.device) -> None:
     with pytest.raises(ValueError, match="slots: expected contiguous ones of an even number of bytes"):
         SlotCopies([tensor.to(device)])
+
+
+@pytest.mark.parametrize("variant", slot_copy_variants(), ids=lambda variant: variant.name)
+def test_the_variants_are_what_is_launched(variant: KernelVariant, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = recorded(monkeypatch, launch, "copy_slot_kernel")
+    words, size = launch.BLOCK + 4, min(variant.constexprs["WORD"], 4)
+    slots = torch.zeros(2, words + (variant.constexprs["WORD"] == 4), size // 2, dtype=torch.int16)
+    SlotCopies([slots]).copy(1, 0)
+    assert_is_launched_as(variant, recorder, {"num_blocks": 2})

@@ -7,7 +7,7 @@ it runs in Triton's interpreter, which is for tests.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -218,10 +218,10 @@ class TorchGpuExecutor:
         self.wait()
 
     @torch.inference_mode()
-    def enqueue(self, batch: StepBatch, *, times: int = 1) -> None:
+    def enqueue(self, batch: StepBatch, *, times: int = 1, after_each: Callable[[], object] | None = None) -> None:
         """Put one step on the stream so many times and read nothing back: for measuring the device alone.
 
-        Waits for the copy of the inputs before, and for nothing else.
+        Waits for the copy of the inputs before, and for nothing else. `after_each` may enqueue more.
         """
         plan = plan_of(batch)
         shape = self._shapes.of(plan)
@@ -230,6 +230,8 @@ class TorchGpuExecutor:
             self._staging.upload()
             for _ in range(times):
                 self._run(shape)
+                if after_each is not None:
+                    after_each()
 
     @property
     def tile_edges(self) -> list[int]:

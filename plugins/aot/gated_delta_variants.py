@@ -3,9 +3,8 @@
 import torch
 
 from dflash_trt.core.state_spec import Recurrent
-from dflash_trt.kernels import gated_delta, gated_delta_ends, slot_copies_launch
+from dflash_trt.kernels import gated_delta, gated_delta_ends
 from dflash_trt.kernels import gated_delta_launch as launch
-from dflash_trt.kernels.slot_copies import copy_slot_kernel
 from plugins.aot.variant import KernelVariant, pointer
 
 FLOAT32_ARGUMENTS = ("log_rate", "dt_bias", "state", "keys", "deltas", "decays", "attended")
@@ -14,9 +13,9 @@ SCALARS = {"eps": "fp32"} | dict.fromkeys(("num_rows", "num_requests", "state_in
 
 
 def gated_delta_variants(
-    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool = False
+    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool
 ) -> tuple[KernelVariant, ...]:
-    """In the order of their launches. Grids use num_requests and num_rows."""
+    """In the order of their launches. Grids use num_requests and num_rows; `is_pooled`: the state is at addresses."""
     types = (
         SCALARS
         | dict.fromkeys(FLOAT32_ARGUMENTS, pointer(torch.float32))
@@ -56,19 +55,3 @@ def gated_delta_variants(
             )
         )
     return tuple(variants)
-
-
-def slot_copy_variants() -> tuple[KernelVariant, ...]:
-    """One for each word. Grids use num_blocks."""
-    return tuple(
-        KernelVariant(
-            name=f"copy_slot_{word}",
-            kernel=copy_slot_kernel,
-            signature={"blocks": pointer(torch.int64), "source": "i32", "destination": "i32"},
-            constexprs={"WORD": word, "BLOCK": slot_copies_launch.BLOCK},
-            num_warps=slot_copies_launch.NUM_WARPS,
-            num_stages=1,
-            grid=("num_blocks", "1", "1"),
-        )
-        for word in slot_copies_launch.WORDS
-    )
