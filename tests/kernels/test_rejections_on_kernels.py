@@ -11,14 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_trt import SamplingParams
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.cuda.handles import tensor_of
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.core.request import Request
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import Decoding, decode
 from tests.factories import make_target, make_zlab_drafter
-from tests.kernels.test_step_on_kernels import Executor, make_executors
+from tests.kernels.test_step_on_kernels import PAGE_SIZE, Executor, make_executors
 
 VOCAB_SIZE, NUM_DRAFT_TOKENS, NUM_NEW = 12, 2, 4
 PROMPT = [5, 2, 9, 7, 1]  # a page and a token
@@ -87,6 +93,27 @@ def test_a_rejection_at_any_place_leaves_tokens_and_taps_as_they_are(
     run = decode(executor, PROMPT, NUM_NEW, num_draft_tokens=num_draft_tokens, propose=propose)
     assert run.tokens == text[: len(run.tokens)] and run.num_accepted[0] == num_right
     assert difference(taps, expected, run.context_len) < TAP_TOLERANCE
+
+
+def test_prompts_of_a_token_and_around_a_page_share_batches_whose_k_changes(
+    executors: tuple[Executor, TorchGpuExecutor],
+) -> None:
+    reference, executor = executors
+    lengths = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1)  # together more than a step takes
+    prompts = [[(7 * i + 3 * length) % VOCAB_SIZE for i in range(length)] for length in lengths]
+    policy = BatchSizeDraftLength({1: NUM_DRAFT_TOKENS, 2: 1, 3: 0})
+    scheduler = Scheduler(executor.limits, SchedulerConfig(enable_prefix_caching=False), policy)
+    loop = EngineLoop(executor, scheduler, overlaps=True)
+    streams = []
+    for i, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_new_tokens=2 + i, ignore_eos=True)
+        streams.append(loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling)))
+    while loop.step():
+        pass
+    for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+        expected = decode(reference, prompt, 2 + i, num_draft_tokens=0).tokens
+        assert list(stream.result(timeout_s=1).token_ids) == expected
+    loop.close()
 
 
 def test_taps_of_other_layers_show(

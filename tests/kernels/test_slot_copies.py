@@ -51,7 +51,7 @@ def test_slots_that_the_kernel_would_misread_are_refused(tensor: Tensor, device:
 @pytest.mark.parametrize("variant", slot_copy_variants(), ids=lambda variant: variant.name)
 def test_the_variants_are_what_is_launched(variant: KernelVariant, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = recorded(monkeypatch, launch, "copy_slot_kernel")
-    words, size = launch.BLOCK + 4, min(variant.constexprs["WORD"], 4)
-    slots = torch.zeros(2, words + (variant.constexprs["WORD"] == 4), size // 2, dtype=torch.int16)
+    word = variant.constexprs["WORD"]
+    slots = torch.zeros(2, launch.BLOCK + (4 if word == 16 else 5), min(word, 4) // 2, dtype=torch.int16)
     SlotCopies([slots]).copy(1, 0)
     assert_is_launched_as(variant, recorder, {"num_blocks": 2})

@@ -217,14 +217,19 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path) -> N
     assert (ours - expected).abs().mean() < 1.2 * (theirs - expected).abs().mean()
 
 
-def test_two_ranks_give_the_tokens_of_one(one_pair: tuple[Path, Path], expected: list[list[int]]) -> None:
-    engine = build(one_pair[0].parent, tp_size=2, max_seq_len=128)
-    with LLM(engine.path, kv_cache_bytes=1 << 20, num_draft_tokens=3) as llm:
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        for _ in range(2):  # states of prefixes are on both ranks
-            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW))
-            found = [list(output.token_ids) for output in outputs]
-            assert found == [tokens[: len(row)] for tokens, row in zip(expected, found, strict=True)]
+@pytest.mark.parametrize(
+    "name", ["next", "3.5, six value heads, tied", pytest.param("3.5 with experts", marks=pytest.mark.slow)]
+)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+    target, _ = make_pair(tmp_path, **TARGETS[name])
+    expected = expected_tokens(target)
+    engine = build(tmp_path, tp_size=2, max_seq_len=128)
+    drafts_by_batch_size = {1: BLOCK_SIZE - 1, 2: 1, 3: 0}
+    with LLM(engine.path, kv_cache_bytes=1 << 20, draft_length=drafts_by_batch_size) as llm:
+        for first in (0, 3, 4):  # in later rounds states of prefixes are on both ranks
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[first:]]
+            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
+            assert [list(output.token_ids) for output in outputs] == expected[first:]
         assert llm.statistics.scheduler.num_prefix_hit_tokens >= 68
 
 
