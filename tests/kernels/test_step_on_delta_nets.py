@@ -74,6 +74,25 @@ def test_a_prompt_has_the_logits_of_plain_pytorch_and_a_slot_serves_one_after_th
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
+@pytest.mark.parametrize("weight_format", ["fp8", "fp8_block", "nvfp4_w4a16"])
+@pytest.mark.usefixtures("exact_codes")
+def test_a_packed_hybrid_has_the_logits_of_plain_pytorch(
+    tmp_path: Path, device: torch.device, weight_format: str
+) -> None:
+    """In the formats in which the families are published."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 12, "tokenizer": False}
+    values = {"linear_num_value_heads": 4, "linear_value_head_dim": 32, "num_attention_heads": 2, "head_dim": 64}
+    pair = make_pair(tmp_path, family="qwen3_5_text", **SMALL, **sizes, **values)
+    reference, executor = make_executors(pair, device, weight_format=weight_format)
+    mixer = executor.network.target_weights.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaWeights) and not isinstance(mixer.qkvz.weight, torch.Tensor)
+    tokens = [5, 9, 2, 7]
+    found, expected = executor.target_logits(tokens).cpu(), reference.target_logits(tokens)
+    exact = make_executors(pair, device)[0].target_logits(tokens)
+    error, by_the_format = ((x - expected).abs().mean() for x in (found, exact))
+    assert error < 0.1 * by_the_format
+
+
 @pytest.mark.parametrize("name", ["conv", "log_rate", "dt_bias", "norm"])
 def test_a_changed_parameter_is_noticed(pair: tuple[Path, Path], device: torch.device, name: str) -> None:
     """The negative control of the tests above."""
