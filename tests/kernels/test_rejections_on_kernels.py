@@ -26,7 +26,7 @@ from tests.engines import Decoding, decode
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import PAGE_SIZE, Executor, make_executors
 
-VOCAB_SIZE, NUM_DRAFT_TOKENS, NUM_NEW = 12, 2, 4
+VOCAB_SIZE, NUM_DRAFT_TOKENS, NUM_NEW = 12, 2, 3
 PROMPT = [5, 2, 9, 7, 1]  # a page and a token
 TAPS = (1, 0)  # attention, a delta net
 # Sums in another order, of hidden states of up to 20; measured in the interpreter: 1.2e-5.

@@ -11,7 +11,7 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start
 
 # Sums in another order, of logits up to 11; measured in the interpreter: 5e-6.
@@ -56,8 +56,9 @@ def test_steps_over_the_kernels_give_the_tokens_of_plain_pytorch(pair: tuple[Pat
     assert_same(request_results(executor.submit(chained(plan_of(batch))).result()), expected)
 
 
-def test_so_they_do_with_experts_and_offset_norms(tmp_path: Path, device: torch.device) -> None:
-    reference, executor = make_executors(make_pair(tmp_path, family="qwen3_next", **SMALL), device)
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)])
+def test_so_they_do_with_experts_and_offset_norms(tmp_path: Path, device: torch.device, family: Family) -> None:
+    reference, executor = make_executors(make_pair(tmp_path, family=family, **SMALL), device)
     batch, expected = start(reference)
     assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
