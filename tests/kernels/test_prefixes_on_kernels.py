@@ -42,8 +42,10 @@ def make_loop(executor: Executor, num_draft_tokens: int, *, reuses: bool = True,
     )
 
 
-def tokens_of(loop: EngineLoop, prompts: list[list[int]], *, together: bool, preempted: str | None = None) -> Any:
-    sampling = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+def tokens_of(
+    loop: EngineLoop, prompts: list[list[int]], *, together: bool, preempted: str | None = None, num_new: int = NUM_NEW
+) -> Any:
+    sampling = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
     streams, number = [], 0
     for i, prompt in enumerate(prompts):
         streams.append(loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling)))
@@ -73,8 +75,8 @@ def test_a_hit_gives_the_tokens_of_a_cold_start_in_chained_steps_until_another_p
     loop = make_loop(executors[1], NUM_DRAFT_TOKENS, overlaps=True)
     found = tokens_of(loop, PROMPTS[:1], together=False) + tokens_of(loop, PROMPTS[1:3], together=True)
     assert found == expected[:3] and num_hit_tokens(loop) == 8 + 8
-    tokens_of(loop, [[7, 7, 2, 4, 0], [1, 11, 6, 6, 3]], together=True)
-    assert tokens_of(loop, PROMPTS[:1], together=False) == expected[:1]
+    tokens_of(loop, [[7, 7, 2, 4, 0], [1, 11, 6, 6, 3]], together=True, num_new=1)
+    assert tokens_of(loop, PROMPTS[:1], together=False, num_new=1) == [expected[0][:1]]
     assert num_hit_tokens(loop) == 8 + 8
     loop.close()
 
