@@ -1,8 +1,9 @@
 """Resources and instructions of the compiled GPU kernels, from their SASS. No GPU is needed.
 
-    python -m scripts.kernel_report [--arch 90a] [--page-size 32] [--cache DIR]
+    python -m scripts.kernel_report [--arch 90a] [--page-size 32] [--only NAME] [--cache DIR]
 
-Kernels are those that PyTorch's launcher runs for a bfloat16 model with head_dim 128, over pages in bfloat16 and FP8.
+Kernels are those that PyTorch's launcher runs for a bfloat16 model with head_dim 128, over pages in bfloat16 and FP8,
+and those of the gated delta nets of Qwen3.5-27B in blocks of 16.
 The inner loop is the one that copies ahead into shared memory: over blocks of keys, or over splits. The prologue is
 what stands before the first such copy. Counts are of instructions in the code, not of those executed.
 """
@@ -18,14 +19,27 @@ from typing import Any
 
 import torch
 
+from dflash_trt.core.dtype import dtype_name
+from dflash_trt.core.state_spec import Recurrent
 from dflash_trt.kernels.attention_plan import key_block
 from plugins.aot.attention_variants import attention_plan_variant, attention_variants
 from plugins.aot.compile import ARCHITECTURES, CompiledKernel, compile_variant, prepare_compiler
+from plugins.aot.gated_delta_variants import gated_delta_variants
 from plugins.aot.library import default_cache
 from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
 from plugins.aot.variant import KernelVariant, unique_variants
 
 DTYPE, HEAD_DIM = torch.bfloat16, 128
+DELTA_NET = Recurrent(
+    name="state",
+    num_key_heads=16,
+    num_value_heads=48,
+    key_head_dim=128,
+    value_head_dim=128,
+    conv_size=4,
+    num_records=16,
+    dtype=dtype_name(DTYPE),
+)
 COPIES = ("LDGSTS", "UBLKCP")  # from global to shared memory, without waiting
 TITLES = ("kernel", "registers", "stack", "shared KiB", "blocks per SM", "instructions")
 LOOP_TITLES = ("prologue", "in the loop", "barriers in it")
@@ -102,6 +116,7 @@ def reported_variants(page_size: int) -> Iterator[KernelVariant]:
     keys = key_block(head_dim=HEAD_DIM, dtype=DTYPE)
     for has_block in (False, True):
         yield attention_plan_variant(tile=32, key_block=keys, has_block=has_block)
+    yield from gated_delta_variants(DELTA_NET, DTYPE, num_requests=64, is_pooled=False)
 
 
 def row(kernel: CompiledKernel) -> tuple[str, ...]:
@@ -122,12 +137,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="90a", choices=ARCHITECTURES)
     parser.add_argument("--page-size", type=int, default=32)
+    parser.add_argument("--only", default="", metavar="NAME", help="report the kernels whose name contains NAME")
     parser.add_argument("--cache", type=Path, default=default_cache(), metavar="DIR")
     arguments = parser.parse_args()
     prepare_compiler(str(arguments.cache.resolve()))
     titles = (*TITLES, *LOOP_TITLES)
     print(f"| {' | '.join(titles)} |\n|---|{'---:|' * (len(titles) - 1)}")
     for variant in unique_variants(reported_variants(arguments.page_size)):
+        if arguments.only not in variant.name:
+            continue
         print(f"| {' | '.join(row(compile_variant(variant, arguments.arch)))} |", flush=True)
 
 

@@ -175,11 +175,12 @@ def models_table(report: dict[str, Any]) -> "Table":
     for name in ("num_layers", "hidden_size"):
         table.add_row(name, *(str(model[name]) for model in models))
     for part, name in _LAYER_SIZES:
-        table.add_row(name, *(_each_once(layer[part][name] for layer in model["layers"]) for model in models))
+        table.add_row(name, *(_each_once(of_layer[name] for of_layer in _parts(model, part, name)) for model in models))
     for name, words in _target_features(report["target"]).items():
         table.add_row(name, words, *(["none"] if report["draft"] else []))
     table.add_row("vocabulary", *map(str, vocab_sizes))
-    table.add_row("rope", *(_each_once(_rope_words(layer) for layer in model["layers"]) for model in models))
+    ropes = [[mixer["rope"] for mixer in _parts(model, "mixer", "rope")] for model in models]
+    table.add_row("rope", *(_each_once(map(_rope_words, of_model)) for of_model in ropes))
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
     table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
     has_ranks = report["mapping"]["world_size"] > 1
@@ -197,7 +198,17 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
     rows = {}
     mixers = [layer["mixer"] for layer in target["layers"]]
     experts = [layer["feed_forward"] for layer in target["layers"] if layer["feed_forward"]["kind"] == "moe"]
-    windows = [mixer["mask"]["window"] for mixer in mixers]
+    windows = [mixer["mask"]["window"] for mixer in _parts(target, "mixer", "mask")]
+    delta_nets = [mixer for mixer in mixers if mixer["kind"] == "gated_delta"]
+    latents = [mixer for mixer in mixers if mixer["kind"] == "mla"]
+    if delta_nets:
+        net = delta_nets[0]
+        rows["gated delta nets"] = f"{len(delta_nets)} of {target['num_layers']} layers"
+        keys, values = (f"{net[f'num_{kind}_heads']} x {net[f'{kind}_head_dim']}" for kind in ("key", "value"))
+        rows["  heads of keys, of values"] = f"{keys}, {values}"
+        rows["  bytes of state per request"] = f"{target['state_bytes_per_request']:,}"
+    if latents:
+        rows["latent attention"] = f"{latents[0]['latent_dim']} + {latents[0]['rope_dim']} features a token"
     if experts:
         moe = experts[0]
         rows["experts"] = (
@@ -206,7 +217,7 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
         )
     for window in sorted({window for window in windows if window is not None}):
         rows[f"window of {window} tokens"] = f"{windows.count(window)} of {target['num_layers']} layers"
-    if any(mixer["has_sinks"] for mixer in mixers):
+    if any(mixer["has_sinks"] for mixer in _parts(target, "mixer", "has_sinks")):
         rows["attention sinks"] = "one per head"
     return rows
 
@@ -225,8 +236,12 @@ def _each_once(values: "Iterable[Any]") -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def _rope_words(layer: dict[str, Any]) -> str:
-    rope = layer["mixer"]["rope"]
+def _parts(model: dict[str, Any], part: str, name: str) -> list[dict[str, Any]]:
+    """Mixers, or feed-forwards, of the layers whose kind has a field of this name."""
+    return [layer[part] for layer in model["layers"] if name in layer[part]]
+
+
+def _rope_words(rope: dict[str, Any]) -> str:
     return f"{rope['scaling']}, theta {rope['theta']:g}"
 
 

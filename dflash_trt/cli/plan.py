@@ -204,7 +204,8 @@ def _memory(made: "EnginePlan") -> dict[str, int]:
         "activations_bytes": memory.activations_bytes,
         "graph_pool_bytes": memory.graph_pool_bytes,
         "kv_bytes": 0 if made.pages is None else made.pages.total_bytes,
-        "state_bytes": 0 if made.pages is None else made.pages.slot_bytes + made.pages.snapshot_bytes,
+        "state_bytes": 0 if made.pages is None else made.pages.slot_bytes,
+        "snapshot_bytes": 0 if made.pages is None else made.pages.snapshot_bytes,
         "left_bytes": made.left_bytes,
     }
 
@@ -268,8 +269,10 @@ _PARTS = {
     "graph_pool_bytes": "activations of CUDA graphs",
     "kv_bytes": "K/V pages",
     "state_bytes": "recurrent state",
+    "snapshot_bytes": "snapshots of it, for prefixes",
     "left_bytes": "left over",
 }
+_OF_HYBRIDS = ("state_bytes", "snapshot_bytes")
 
 
 def _memory_table(report: dict[str, Any]) -> "Table":
@@ -277,6 +280,8 @@ def _memory_table(report: dict[str, Any]) -> "Table":
 
     table = Table("memory of each rank", "GiB", show_footer=True)
     for name, title in _PARTS.items():
+        if name in _OF_HYBRIDS and not report["rank_memory"][name]:
+            continue
         table.add_row(title, f"{report['rank_memory'][name] / 2**30:.2f}")
     table.columns[0].footer = f"one {report['gpu']['name']}"
     table.columns[1].footer = f"{report['gpu']['memory_bytes'] / 2**30:.2f}"

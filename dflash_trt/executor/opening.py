@@ -90,8 +90,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             found="attention over latents",
             hint="It is absorbed or direct by how many rows a step has. Leave it out.",
         )
-    has_snapshots = is_recurrent and device == "cpu"
-    _check_snapshots(config, is_recurrent=is_recurrent, device=device)
+    has_snapshots = is_recurrent and engine.manifest.backend == "torch"
+    _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)
     resolved: dict[str, object] = {
         "enable_prefix_caching": config.enable_prefix_caching and (has_snapshots or not is_recurrent),
         "device": device,
@@ -117,17 +117,18 @@ def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
         checked_draft_length(length, max_draft_len(engine), name=name)
 
 
-def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, device: Device) -> None:
-    """Raises SettingError: snapshots for a target that has no recurrent state, or on a device that does not copy it."""
+def _check_snapshots(config: RuntimeConfig, *, is_recurrent: bool, backend: str) -> None:
+    """Raises SettingError: snapshots for a target without recurrent state, or of a back end that does not copy it."""
     if not config.num_state_snapshots:
         return
     if not is_recurrent:
         hint = "Leave it out: pages are all that prefixes of this target need."
         expected, found = "a target with recurrent layers", "one whose layers all attend"
         raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
-    if device != "cpu":
-        hint = 'Leave it out: prompts are computed in full. Or use device "cpu".'
-        raise SettingError("num_state_snapshots", expected="an engine on a CPU", found=f"device {device}", hint=hint)
+    if backend != "torch":
+        hint = "Leave it out: prompts are computed in full. Or build the engine with --backend torch."
+        expected, found = "an engine of backend torch", f"one of backend {backend}"
+        raise SettingError("num_state_snapshots", expected=expected, found=found, hint=hint)
 
 
 def max_draft_len(engine: EngineDir) -> int:

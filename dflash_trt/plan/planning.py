@@ -132,7 +132,7 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         engine=described,
         gpu=gpu,
         memory=memory,
-        pages=_pages(described, free_bytes, fraction),
+        pages=_pages(described, free_bytes, fraction, has_snapshots=is_torch),
         free_fraction=fraction,
         notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
     )
@@ -161,8 +161,8 @@ def _weights_bytes(engine: EngineDescription) -> int:
     return sum(sum(by_format.values()) for by_format in rank_weight_bytes(engine.pretrained_config).values())
 
 
-def _pages(engine: EngineDescription, free_bytes: int, fraction: float) -> PagePlan | None:
-    config = RuntimeConfig(num_state_snapshots=0)  # no GPU copies recurrent states yet
+def _pages(engine: EngineDescription, free_bytes: int, fraction: float, *, has_snapshots: bool) -> PagePlan | None:
+    config = RuntimeConfig(num_state_snapshots=None if has_snapshots else 0)
     try:
         return plan_engine_pages(engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction)
     except CapacityError:

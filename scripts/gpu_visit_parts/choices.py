@@ -16,7 +16,8 @@ from dflash_trt.formats.registry import weight_format
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.quantize_fp8_launch import quantize_fp8
 from dflash_trt.network.ops import Linear
-from gpu_visit_parts.kernels import Call, Kernel, decode_attention
+from gpu_visit_parts.kernel_case import Call, Kernel
+from gpu_visit_parts.kernels import decode_attention
 from gpu_visit_parts.results import Row, Tables
 from gpu_visit_parts.setting import SETTING, Case
 from gpu_visit_parts.timing import device_us, machine_roofs, num_copies

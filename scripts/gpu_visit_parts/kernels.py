@@ -1,7 +1,6 @@
 """Each kernel alone, on the shapes of an 8B model: its time, its floor, and PyTorch's own kernel where there is one."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,57 +12,13 @@ from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS, StepSampling
 from dflash_trt.kernels import argmax_launch, attention_launch, norm_launch, quantize_fp8_launch, sampling_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store
-from gpu_visit_parts.results import Row
-from gpu_visit_parts.setting import SETTING, Case, LeftOutError
-from gpu_visit_parts.timing import device_us, machine_roofs, num_copies
-
-Call = Callable[[], object]
-
-
-@dataclass(kw_only=True)
-class Kernel:
-    """`make` gives one call on data of its own; `torch_kernels` the same work by PyTorch, by name, where it can."""
-
-    kernel: str
-    shape: str
-    num_bytes: float
-    make: Callable[[], Call]
-    flops: float = 0.0
-    is_fp8: bool = False
-    torch_kernels: dict[str, Callable[[], Call]] = field(default_factory=dict)
+from gpu_visit_parts.delta_nets import delta_net_kernels
+from gpu_visit_parts.kernel_case import Call, Kernel, cases_of
+from gpu_visit_parts.setting import SETTING, Case
 
 
 def cases() -> Iterator[Case]:
-    for kernel in kernels():
-        yield Case(name=f"{kernel.kernel}, {kernel.shape}", run=partial(_tables, kernel))
-
-
-def _tables(kernel: Kernel) -> dict[str, list[Row]]:
-    if kernel.is_fp8 and not machine_roofs().fp8_flops_per_s:
-        raise LeftOutError("this GPU has no FP8 product")
-    return {"kernels": [measured(kernel)]}
-
-
-def measured(kernel: Kernel) -> Row:
-    """Our own number first: whatever the comparison does, it stays."""
-    copies = num_copies(kernel.num_bytes)
-    took_us = device_us([kernel.make() for _ in range(copies)])
-    floor_us = machine_roofs().floor_us(num_bytes=kernel.num_bytes, flops=kernel.flops, is_fp8=kernel.is_fp8)
-    row: Row = {
-        "kernel": kernel.kernel,
-        "shape": kernel.shape,
-        "time_us": took_us,
-        "floor_us": floor_us,
-        "floor_fraction": floor_us / took_us,
-        "gb_per_s": kernel.num_bytes / took_us / 1e3,
-        "tflop_per_s": kernel.flops / took_us / 1e6,
-    }
-    for name, make in kernel.torch_kernels.items():
-        try:
-            row[f"{name}_us"] = device_us([make() for _ in range(copies)])
-        except Exception as error:  # noqa: BLE001 - PyTorch has no such kernel here, or it broke: not our number
-            row[f"{name}_us"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
-    return row
+    return cases_of(kernels())
 
 
 def kernels() -> Iterator[Kernel]:
@@ -79,6 +34,7 @@ def kernels() -> Iterator[Kernel]:
         yield from _linears(16 if SETTING.is_dry_run else num_rows)
     for num_rows in [2] if SETTING.is_dry_run else [1, 16, 128, 512]:
         yield from _vocabulary_kernels(num_rows)
+    yield from delta_net_kernels()
 
 
 def _pages(num_requests: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Engines of real shapes with random weights, made on the GPU: no checkpoint is needed to time a step."""
 
 import math
+from typing import Final
 
 import torch
 
@@ -20,7 +21,9 @@ from gpu_visit_parts.setting import SETTING
 
 
 def target_spec(model: str) -> TargetSpec:
-    """Sizes of Qwen/Qwen3-8B and meta-llama/Llama-3.1-8B, from their config.json; `tiny` is for trying the script."""
+    """Sizes of Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B and Qwen/Qwen3.6-27B, a hybrid; tiny ones are for dry runs."""
+    if model in _HYBRIDS:
+        return _hybrid_spec(*_HYBRIDS[model])
     hidden, ffn, heads, kv_heads, head_dim, layers, vocab_size, family = {
         "tiny": (64, 96, 2, 1, 32, 1, 512, "qwen3"),
         "qwen3-8b": (4096, 12288, 32, 8, 128, 36, 151936, "qwen3"),
@@ -44,15 +47,59 @@ def target_spec(model: str) -> TargetSpec:
     )
 
 
+# hidden, ffn, heads, K/V heads, head_dim, rotated, layers, vocabulary
+_HYBRIDS: Final = {
+    "qwen3.6-27b": (5120, 17408, 24, 4, 256, 64, 64, 248320),
+    "tiny-hybrid": (64, 96, 2, 1, 32, 16, 2, 512),
+}
+
+
+def _hybrid_spec(
+    hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, layers: int, vocab_size: int
+) -> TargetSpec:
+    """Attention in every fourth layer, or in the second of two."""
+    attention = Gqa(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=RopeSpec(theta=1e7),
+        rotary_dim=rotary_dim,
+        has_qk_norm=True,
+        has_output_gate=True,
+    )
+    interval, dense = min(4, layers), Dense(intermediate_size=ffn)
+    delta_net, attended = (LayerSpec(mixer=mixer, feed_forward=dense) for mixer in (SETTING.delta_net, attention))
+    return TargetSpec(
+        family="qwen3_5_text",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        rms_norm_eps=1e-6,
+        is_embedding_tied=False,
+        has_offset_norms=True,
+        max_position_embeddings=262144,
+        layers=tuple(delta_net if (i + 1) % interval else attended for i in range(layers)),
+    )
+
+
 def draft_spec(model: str, target: TargetSpec) -> DraftSpec:
-    """Sizes of z-lab/Qwen3-8B-DFlash-b16 and z-lab's drafter for Llama-3.1-8B (block size 10)."""
-    layers, taps, block_size = {
-        "qwen3-8b": (5, (1, 9, 17, 25, 33), 16),
-        "llama-3.1-8b": (5, (1, 8, 15, 22, 29), 10),
-        "tiny": (1, (0,), 4),
+    """Sizes of z-lab/Qwen3-8B-DFlash-b16, z-lab's drafter for Llama-3.1-8B and z-lab/Qwen3.6-27B-DFlash."""
+    layers, taps, block_size, heads, kv_heads, head_dim = {
+        "qwen3-8b": (5, (1, 9, 17, 25, 33), 16, 32, 8, 128),
+        "llama-3.1-8b": (5, (1, 8, 15, 22, 29), 10, 32, 8, 128),
+        "qwen3.6-27b": (5, (1, 16, 31, 46, 61), 16, 32, 8, 128),
+        "tiny": (1, (0,), 4, 2, 1, 32),
+        "tiny-hybrid": (1, (0,), 4, 2, 1, 32),
     }[model]
-    mixer = target.layers[0].mixer.model_copy(update={"mask": AttentionMask(is_causal=False), "has_qk_norm": True})
-    layer = LayerSpec(mixer=mixer, feed_forward=Dense(intermediate_size=12288 if model != "tiny" else 96))
+    mixer = Gqa(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=target.attentions[0].rope,
+        mask=AttentionMask(is_causal=False),
+        has_qk_norm=True,
+    )
+    ffn = {"llama-3.1-8b": 12288}.get(model) or target.layers[0].feed_forward.intermediate_size
+    layer = LayerSpec(mixer=mixer, feed_forward=Dense(intermediate_size=ffn))
     return DraftSpec(
         source_format="z-lab",
         hidden_size=target.hidden_size,
@@ -72,6 +119,16 @@ def kv_bytes(target: TargetSpec, draft: DraftSpec) -> int:
     return engine_states(target, draft, dtype=dtype_name(SETTING.dtype)).bytes_per_token
 
 
+def slot_bytes(target: TargetSpec, draft: DraftSpec) -> int:
+    """Of the recurrent states of one request."""
+    return engine_states(target, draft, dtype=dtype_name(SETTING.dtype)).bytes_per_slot
+
+
+def _is_kept(name: str) -> bool:
+    """In bfloat16, as the field's FP8 checkpoints keep it."""
+    return name == "target.lm_head" or name.endswith(".ba")
+
+
 def make_executor(
     target: TargetSpec,
     draft: DraftSpec,
@@ -85,9 +142,8 @@ def make_executor(
     device = SETTING.device
     table = engine_weights(target, draft, None)
     linears = [name for name, spec in table.items() if is_linear(spec, name)]
-    kept = {"target.lm_head"}  # as the field's FP8 checkpoints keep it
     quantization = QuantizationSpec(
-        linears={name: "fp8" for name in linears if weight_format == "fp8" and name not in kept}
+        linears={name: "fp8" for name in linears if weight_format == "fp8" and not _is_kept(name)}
     )
     tensors = {}
     for name, spec in table.items():
@@ -99,7 +155,8 @@ def make_executor(
                     else torch.full(layout.shape, 2e-4 if part.endswith("weight_scale") else 0.02, device=device)
                 )
         elif len(spec.shape) == 1:
-            tensors[name] = torch.ones(spec.shape, dtype=SETTING.dtype, device=device)
+            dtype = torch.float32 if spec.is_float32 else SETTING.dtype
+            tensors[name] = torch.ones(spec.shape, dtype=dtype, device=device)
         else:
             noise = torch.randn(spec.shape, dtype=SETTING.dtype, device=device)
             tensors[name] = noise.mul_(1 / math.sqrt(spec.shape[1]))
@@ -116,7 +173,7 @@ def make_executor(
         bind_tensors(target, draft, plain, quantized),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
-        max_num_tokens=max(2048, max_batch_size * (max_draft_len + 1)),
+        max_num_tokens=max(16 if SETTING.is_dry_run else 2048, max_batch_size * (max_draft_len + 1)),
         max_draft_len=max_draft_len,
         device=device,
         quantization=quantization,
@@ -131,7 +188,7 @@ def weight_bytes(target: TargetSpec, draft: DraftSpec, weight_format: str, *, ha
         is_unread = name.startswith("draft.") and name not in ("draft.fc", "draft.kv", "draft.context_norm")
         if name.endswith(".embedding") or (is_unread and not has_drafts):
             continue
-        is_fp8 = weight_format == "fp8" and is_linear(spec, name) and name != "target.lm_head"
+        is_fp8 = weight_format == "fp8" and is_linear(spec, name) and not _is_kept(name)
         passes = 2 if has_drafts and name in ("target.lm_head", "draft.kv") else 1  # the block's K/V use them again
         total += passes * math.prod(spec.shape) * (1 if is_fp8 else SETTING.dtype.itemsize)
     return total

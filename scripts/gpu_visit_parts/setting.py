@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dflash_trt.core.model.gated_delta import GatedDelta
 from gpu_visit_parts.results import Tables
+
+_QWEN3_5_27B = GatedDelta(num_key_heads=16, num_value_heads=48, key_head_dim=128, value_head_dim=128, conv_size=4)
 
 
 @dataclass(kw_only=True)
@@ -23,6 +26,7 @@ class Setting:
     ffn: int = 12288
     vocab: int = 151936
     page_size: int = 32
+    delta_net: GatedDelta = _QWEN3_5_27B
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
@@ -34,6 +38,8 @@ class Setting:
         self.dtype = torch.float32  # the interpreter's bfloat16 is not to be trusted
         self.heads, self.kv_heads, self.head_dim, self.page_size = 2, 1, 16, 4
         self.hidden, self.ffn, self.vocab = 64, 96, 300
+        sizes = {"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 16, "value_head_dim": 16}
+        self.delta_net = self.delta_net.model_copy(update=sizes)
 
 
 SETTING = Setting()

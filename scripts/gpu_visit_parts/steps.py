@@ -4,7 +4,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -12,7 +12,16 @@ import torch
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
-from gpu_visit_parts.models import draft_spec, kv_bytes, linear_flops, make_executor, target_spec, weight_bytes
+from dflash_trt.network.ops import RecurrentCache
+from gpu_visit_parts.models import (
+    draft_spec,
+    kv_bytes,
+    linear_flops,
+    make_executor,
+    slot_bytes,
+    target_spec,
+    weight_bytes,
+)
 from gpu_visit_parts.results import Tables
 from gpu_visit_parts.setting import SETTING, Case, LeftOutError
 from gpu_visit_parts.timing import elapsed_ms, machine_roofs
@@ -33,11 +42,31 @@ def cases() -> Iterator[Case]:
     for is_deterministic in (False, True):  # the cost of the setting is the ratio of two rows
         lens = draft_lens[::2] if is_deterministic else draft_lens
         for engine, num_requests, length in itertools.product(engines, batch_sizes, lens):
-            model, weights, context = engine
-            name = f"{model} {weights} over {context}, {num_requests} requests, {length} drafts"
-            name += ", deterministic" if is_deterministic else ""
-            opened = (*engine, batch_sizes[-1], is_deterministic)
-            yield Case(name=name, run=partial(_measured, opened, num_requests, length))
+            yield _case((*engine, batch_sizes[-1], is_deterministic), num_requests, length)
+    yield from _hybrid_cases()
+
+
+def _hybrid_cases() -> Iterator[Case]:
+    """Which have no deterministic steps on a GPU, and steps of prompts besides."""
+    if SETTING.is_dry_run:
+        engines, batch_sizes, draft_lens, lengths = [("tiny-hybrid", "fp8", 20)], (2,), (2,), (6,)
+    else:
+        engines = [("qwen3.6-27b", weights, 1024) for weights in ("bf16", "fp8")]
+        batch_sizes, draft_lens, lengths = (1, 4, 16, 64), (0, 3, 7, 15), (512, 2048)
+    for engine in engines:
+        opened = (*engine, batch_sizes[-1], False)
+        for num_requests, length in itertools.product(batch_sizes, draft_lens):
+            yield _case(opened, num_requests, length)
+        for length in lengths:
+            name = f"{engine[0]} {engine[1]}, a prompt of {length}"
+            yield Case(name=name, run=partial(_measured_prompt, opened, length))
+
+
+def _case(engine: _Engine, num_requests: int, length: int) -> Case:
+    model, weights, context, _, is_deterministic = engine
+    name = f"{model} {weights} over {context}, {num_requests} requests, {length} drafts"
+    name += ", deterministic" if is_deterministic else ""
+    return Case(name=name, run=partial(_measured, engine, num_requests, length))
 
 
 def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
@@ -46,17 +75,45 @@ def _measured(engine: _Engine, num_requests: int, num_drafts: int) -> Tables:
     draft = draft_spec(model, target)
     executor = open_executor(engine)
     if num_requests > executor.limits.max_batch_size:
-        raise LeftOutError(f"the K/V of {executor.limits.max_batch_size} requests fill the GPU")
+        raise LeftOutError(f"the states of {executor.limits.max_batch_size} requests fill the GPU")
     batch = decode_batch(num_requests, num_drafts, context, vocab_size=target.vocab_size)
     times = _step_times(executor, batch)
     num_rows = num_requests * (num_drafts + 1)
     flops = linear_flops(target, draft, num_tokens=num_rows, num_rows=num_rows, num_drafts=num_requests * num_drafts)
     num_bytes = weight_bytes(target, draft, weights, has_drafts=num_drafts > 0)
-    num_bytes += num_requests * context * kv_bytes(target, draft)
+    num_bytes += num_requests * (context * kv_bytes(target, draft) + 2 * slot_bytes(target, draft))
     floor_ms = machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8=weights == "fp8") / 1e3
     row = {"model": model, "weights": weights, "context": context, "requests": num_requests, "drafts": num_drafts}
     row |= {"deterministic": str(is_deterministic), "rows_per_s": 1e3 * num_rows / times["device_ms"]}
     return {"steps": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
+
+
+def _measured_prompt(engine: _Engine, length: int) -> Tables:
+    """One whole prompt, behind which a block is drafted."""
+    model, weights, *_ = engine
+    target = target_spec(model)
+    draft = draft_spec(model, target)
+    executor = open_executor(engine)
+    num_pages = -(-length // SETTING.page_size)
+    if length > executor.limits.max_num_tokens or num_pages > executor.limits.max_pages:
+        raise LeftOutError(f"steps of this engine have at most {executor.limits.max_num_tokens} tokens")
+    request = ScheduledRequest(
+        request_id="prompt",
+        token_ids=tuple(range(1, length + 1)),
+        context_len=0,
+        num_candidates=0,
+        page_ids=tuple(range(num_pages)),
+        sampling=StepSampling(),
+    )
+    batch = StepBatch(requests=(request,), num_draft_tokens=draft.max_draft_len)
+    times = _step_times(executor, batch)
+    flops = linear_flops(
+        target, draft, num_tokens=length, num_rows=draft.max_draft_len + 1, num_drafts=draft.max_draft_len
+    )
+    num_bytes = weight_bytes(target, draft, weights, has_drafts=True) + slot_bytes(target, draft)
+    floor_ms = machine_roofs().floor_us(num_bytes=num_bytes, flops=flops, is_fp8=weights == "fp8") / 1e3
+    row = {"model": model, "weights": weights, "tokens": length, "tok_per_s": 1e3 * length / times["device_ms"]}
+    return {"prompts": [row | times | {"floor_ms": floor_ms, "floor_fraction": floor_ms / times["device_ms"]}]}
 
 
 def open_executor(engine: _Engine) -> TorchGpuExecutor:
@@ -71,7 +128,8 @@ def open_executor(engine: _Engine) -> TorchGpuExecutor:
         max_seq_len = context + draft.max_draft_len + 1
         if SETTING.device.type == "cuda":
             free_bytes = torch.cuda.mem_get_info()[0] - _LEFT_BYTES
-            most = min(most, free_bytes // (max_seq_len * kv_bytes(target, draft)))
+            of_request = max_seq_len * kv_bytes(target, draft) + slot_bytes(target, draft)
+            most = min(most, free_bytes // of_request)
         if most < 1:
             raise LeftOutError("the K/V of one request do not fit")
         _open[engine] = make_executor(
@@ -102,14 +160,34 @@ def decode_batch(num_requests: int, num_drafts: int, context: int, *, vocab_size
 
 
 def _step_times(executor: TorchGpuExecutor, batch: StepBatch) -> dict[str, float]:
-    """`step_ms` from call to result; `device_ms` back to back on the device; the gap is what the host adds."""
+    """`step_ms` from call to result; `device_ms` back to back on the device; the gap is what the host adds.
+
+    A step that runs again folds no records, so recurrent states are set back: each step folds a whole block.
+    """
     num_steps = 1 if SETTING.is_dry_run else NUM_STEPS
     executor.warm_up([step_shape(plan_of(batch), executor.limits)])
-    walls = []
+    rewind, walls = _rewinding(executor, batch), []
     for _ in range(num_steps):
         started_s = time.perf_counter()
         run_batch(executor, batch)
+        rewind()
         walls.append(1e3 * (time.perf_counter() - started_s))
     step_ms = statistics.median(walls)
-    device_ms = elapsed_ms(lambda: executor.enqueue(batch, times=num_steps), executor.on_stream()) / num_steps
+    device_ms = (
+        elapsed_ms(lambda: executor.enqueue(batch, times=num_steps, after_each=rewind), executor.on_stream())
+        / num_steps
+    )
     return {"step_ms": step_ms, "device_ms": device_ms, "host_gap_fraction": max(0.0, 1 - device_ms / step_ms)}
+
+
+def _rewinding(executor: TorchGpuExecutor, batch: StepBatch) -> Callable[[], None]:
+    """Sets the states of verify blocks back by a block, on the current stream, in one launch for all layers."""
+    positions = [x.tensors["position"] for x in executor._state.target_kv if isinstance(x, RecurrentCache)]
+    width = max(len(request.token_ids) for request in batch.requests) if batch.requests[0].context_len else 0
+
+    def rewind() -> None:
+        if positions and width:
+            with executor.on_stream():
+                torch._foreach_sub_(positions, width)
+
+    return rewind

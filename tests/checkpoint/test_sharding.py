@@ -13,6 +13,7 @@ from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.weight_spec import WeightSpec, rank_shard
 from tests.checkpoint.joining import join, ranks
+from tests.factories import make_target
 
 
 @st.composite
@@ -85,6 +86,15 @@ def test_a_tp_size_that_would_cut_a_head_is_refused(checkpoints: Path, tp_size: 
     if names:
         with pytest.raises(ConfigError, match="mapping tp_size"):
             pair.iter_weights(dtype=torch.float32, mapping=mapping)
+
+
+def test_key_heads_of_a_gated_delta_net_are_not_cut(tmp_path: Path) -> None:
+    """Four query heads, vocabulary and MLP would allow four ranks."""
+    target = make_target(tmp_path, family="qwen3_5_text", linear_num_key_heads=2, linear_num_value_heads=4)
+    spec = open_pair(target, None).target
+    [problem] = mapping_problems(spec, None, Mapping(world_size=4, tp_size=4))
+    assert "expected a divisor of target num_key_heads 2, found 4" in problem
+    assert mapping_problems(spec, None, Mapping(world_size=2, tp_size=2)) == []
 
 
 def test_a_reduced_draft_vocabulary_must_be_divisible_too(checkpoints: Path) -> None:

@@ -1,10 +1,11 @@
 import json
 import math
 
+import pytest
 from safetensors.torch import load_file
 
 from dflash_trt.engine_dir import EngineDir
-from tests.factories import make_speculators_drafter
+from tests.factories import make_speculators_drafter, make_target
 
 FULL = {"window": None, "is_causal": False, "is_window_anchored": False, "first_key": 0}
 
@@ -90,6 +91,17 @@ def test_an_engine_without_a_drafter_is_described(target, tmp_path, invoke) -> N
     assert result.exit_code == 0
     assert "drafter" not in result.stdout
     assert f"engine {tmp_path}/engine[1]: version 3" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("qwen3_5_text", "2 x 8, 4 x 12"), ("deepseek_v3", "32 + 8 features a token")]
+)
+def test_layers_of_other_kinds_are_described(tmp_path, invoke, family, words) -> None:
+    target = make_target(tmp_path / "target", family=family)
+    assert invoke("build", "--target", target, "-o", tmp_path / "engine").exit_code == 0
+    result = invoke("inspect", tmp_path / "engine")
+    assert result.exit_code == 0, result.exception
+    assert words in result.stdout and "num_heads" in result.stdout
 
 
 def test_a_missing_engine_is_one_clear_error(tmp_path, invoke) -> None:

@@ -40,6 +40,25 @@ def test_an_engine_that_fits_says_for_how_many_requests(pair, invoke) -> None:
     assert f"fits on h200: K/V pages for {report['kv_tokens']:,} tokens" in shown
 
 
+def test_states_of_a_hybrid_and_their_snapshots_are_shown_and_of_other_targets_no_zeros(pair, invoke, tmp_path) -> None:
+    fields = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    }
+    target = write(tmp_path, "hybrid", QWEN3_8B | fields)
+    words = (target, "--gpu", "h200", "--max-batch-size", 7)
+    memory = plan(invoke, *words)["rank_memory"]
+    assert memory["snapshot_bytes"] == memory["state_bytes"] * 7 // 8 > 0  # one more slot is for padding
+    title = "snapshots of it, for prefixes"
+    assert title in invoke("plan", *words).stdout and title not in invoke("plan", *pair, "--gpu", "h200").stdout
+
+
 def test_speeds_of_users_follow_from_the_floor_and_the_acceptance_length(pair, invoke) -> None:
     words = ("--gpu", "h200", "--acceptance-length", "3,4.5", "--concurrency", "1,4", "--context", "2048")
     steps = plan(invoke, *pair, *words)["steps"]

@@ -14,7 +14,9 @@ from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, req
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from tests.factories import make_target, make_zlab_drafter
+from tests.kernels import test_prefixes_on_kernels as prefixes
 from tests.kernels import test_step_on_kernels as steps
+from tests.kernels.test_step_on_delta_nets import make_pair
 from tests.kernels.test_step_on_kernels import LOGPROB_TOLERANCE, PAGE_SIZE, assert_same, next_batch, prefill
 
 pytestmark = [
@@ -134,6 +136,20 @@ def test_speculation_does_not_change_greedy_text(executors):
         results = generate(executor, StepSampling(), num_steps, num_draft_tokens=num_draft_tokens)
         texts.append([token for result in results for token in result[0].emitted_tokens][:12])
     assert texts[0] == texts[1]
+
+
+def test_prefixes_of_a_hybrid_are_restored_between_graphs(tmp_path):
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    sizes = {"vocab_size": prefixes.VOCAB_SIZE, "tokenizer": False}
+    hybrid = make_pair(tmp_path, family="qwen3_5_text", **layers, **sizes)
+    reference, executor = steps.make_executors(hybrid, DEVICE, num_snapshots=2)
+    expected = prefixes.tokens_of(prefixes.make_loop(reference, 0, reuses=False), prefixes.PROMPTS, together=False)
+    executor.warm_up(warm_shapes(executor.limits, (NUM_DRAFT_TOKENS,)))
+    loop = prefixes.make_loop(executor, NUM_DRAFT_TOKENS, overlaps=True)
+    for together in (False, True):
+        assert prefixes.tokens_of(loop, prefixes.PROMPTS, together=together) == expected
+    assert executor.graphs.num_graphs > 0 and prefixes.num_hit_tokens(loop) > 0
+    loop.close()
 
 
 def bfloat16_executor(pair, *, is_deterministic=False):

@@ -22,6 +22,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The package, at the sizes of a dry run."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import gpu_visit_parts.choices
+    import gpu_visit_parts.kernel_case
     import gpu_visit_parts.kernels
     import gpu_visit_parts.models
     import gpu_visit_parts.results
@@ -50,10 +51,10 @@ def test_a_broken_kernel_of_pytorch_leaves_our_number(parts: Any) -> None:
         raise NotImplementedError("no such kernel\nhere")
 
     x = torch.ones(4)
-    kernel = parts.kernels.Kernel(
+    kernel = parts.kernel_case.Kernel(
         kernel="ours", shape="4", num_bytes=16.0, make=lambda: x.sum, torch_kernels={"theirs": broken}
     )
-    row = parts.kernels.measured(kernel)
+    row = parts.kernel_case.measured(kernel)
     assert row["time_us"] > 0 and row["theirs_us"] == "NotImplementedError: no such kernel"
 
 
@@ -138,11 +139,11 @@ def test_a_dry_run_leaves_json_and_tables_and_is_resumed(tmp_path: Path) -> None
     ]
     first = subprocess.run(command, capture_output=True, text=True, check=False)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "- part 3: 7 ok" in first.stdout and "## 3. steps" in (tmp_path / "out" / "results.md").read_text()
+    assert "- part 3: 9 ok" in first.stdout and "## 3. steps" in (tmp_path / "out" / "results.md").read_text()
     resumed = [*command[:-1], str(tmp_path / "next"), "--resume", str(tmp_path / "out")]
     second = subprocess.run(resumed, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "part 3: ok: tiny" not in second.stdout and "- part 3: 7 ok" in second.stdout
+    assert "part 3: ok: tiny" not in second.stdout and "- part 3: 9 ok" in second.stdout
 
 
 def test_carried_wheels_are_unpacked_without_an_index(parts: Any, tmp_path: Path) -> None:

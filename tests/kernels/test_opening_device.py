@@ -153,6 +153,19 @@ def test_steps_are_chained_on_a_gpu_unless_told_otherwise(tmp_path, monkeypatch,
     assert config.overlap_scheduling is overlaps
 
 
+def test_prefixes_of_hybrids_are_cached_where_their_states_are_copied(tmp_path, monkeypatch):
+    make_target(tmp_path / "target", family="qwen3_5_text")
+    engine = build(tmp_path, tmp_path / "engine", max_draft_len=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = resolved_config(engine, RuntimeConfig(device="cuda", num_state_snapshots=3))
+    assert config.enable_prefix_caching and config.num_state_snapshots == 3
+    compiled = replace(engine, manifest=engine.manifest.model_copy(update={"backend": "tensorrt"}))
+    assert not resolved_config(compiled, RuntimeConfig(device="cuda")).enable_prefix_caching
+    refusal = "num_state_snapshots: expected an engine of backend torch, found one of backend tensorrt"
+    with pytest.raises(ConfigError, match=refusal):
+        resolved_config(compiled, RuntimeConfig(device="cuda", num_state_snapshots=3))
+
+
 def test_tensorrt_refuses_deterministic_texts_by_name(tmp_path, monkeypatch):
     target = make_target(tmp_path / "target")
     engine = build(tmp_path, tmp_path / "engine", target=str(target), max_draft_len=0)

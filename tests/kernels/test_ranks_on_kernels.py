@@ -2,23 +2,44 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.executor.rank_engines import build, make_zlab_pair, opened
-from tests.kernels.rank_on_kernels import REQUESTS, run_rank
+from tests.kernels.rank_on_kernels import REQUESTS, prefix_hit, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
+
+HYBRID: dict[str, Any] = {
+    "family": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "draft": {"target_layer_ids": (0, 1)},
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
-@pytest.mark.parametrize("memory", [(), ("memory",)], ids=["gloo", "shared memory"])
-def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    make_zlab_pair(tmp_path)
-    engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
+@pytest.mark.parametrize(
+    ("make_pair", "memory"),
+    [
+        pytest.param(make_zlab_pair, (), id="gloo"),
+        pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
+        pytest.param(partial(make_zlab_pair, **HYBRID), (), id="gated delta nets"),
+    ],
+)
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
+    tmp_path: Path, make_pair: Callable[[Path], None], memory: tuple[str, ...]
+) -> None:
+    make_pair(tmp_path)
+    engines = [build(tmp_path, tp_size=tp_size, max_batch_size=2, max_num_tokens=16) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
-        expected, _ = trace(one, **REQUESTS)
+        hit = prefix_hit(one)
+        assert bool(hit) == (one.limits.num_snapshots is not None)
+        expected = trace(one, **REQUESTS)[0] + hit
         expected_logits = one.target_logits(PROMPTS[0])
     files = [engines[1].path, tmp_path / "store", *(tmp_path / name for name in memory)]
     words = [sys.executable, "-m", "tests.kernels.rank_on_kernels", *files]

@@ -156,7 +156,9 @@ import itertools, json, sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
-from tests.kernels.small_kernel_variants import logit_rule_variants, norm_variants, quantize_variant
+from tests.kernels.small_kernel_variants import (
+    logit_rule_variants, norm_variants, quantize_variant, slot_copy_variants
+)
 from plugins.aot.sampling_variants import draft_variants, sampling_variants
 
 def variants(dtype, vocab_size, forms):
@@ -167,6 +169,7 @@ def variants(dtype, vocab_size, forms):
         yield from draft_variants(dtype, vocab_size=vocab_size, has_map=has_map)
     yield quantize_variant(dtype)
     yield from logit_rule_variants(dtype, vocab_size=vocab_size)
+    yield from slot_copy_variants()
 
 plan = [
     (90, torch.bfloat16, 151936, (AS_THEY_ARE, FP8)),
@@ -196,5 +199,5 @@ def test_every_kernel_compiles_ahead_of_time(tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     counts = {arch: len(list(group)) for arch, group in itertools.groupby(rows, key=lambda row: row["arch"])}
-    assert counts == {90: 21, 100: 21, 103: 21}
+    assert counts == {90: 24, 100: 24, 103: 24}
     assert all(row["num_bytes"] > 1000 and row["shared"] <= 48 * 1024 and not row["spills"] for row in rows)

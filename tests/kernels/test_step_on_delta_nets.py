@@ -11,7 +11,7 @@ from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, request_results, run_batch
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights
-from tests.factories import make_target, make_zlab_drafter
+from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start
 
 # Sums in another order, of logits up to 11; measured in the interpreter: 5e-6.
@@ -56,8 +56,9 @@ def test_steps_over_the_kernels_give_the_tokens_of_plain_pytorch(pair: tuple[Pat
     assert_same(request_results(executor.submit(chained(plan_of(batch))).result()), expected)
 
 
-def test_so_they_do_with_experts_and_offset_norms(tmp_path: Path, device: torch.device) -> None:
-    reference, executor = make_executors(make_pair(tmp_path, family="qwen3_next", **SMALL), device)
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_moe_text", marks=pytest.mark.slow)])
+def test_so_they_do_with_experts_and_offset_norms(tmp_path: Path, device: torch.device, family: Family) -> None:
+    reference, executor = make_executors(make_pair(tmp_path, family=family, **SMALL), device)
     batch, expected = start(reference)
     assert_same(run_batch(executor, batch), expected)
     batch = next_batch(batch, expected, num_candidates=lambda r: 2)
@@ -72,6 +73,25 @@ def test_a_prompt_has_the_logits_of_plain_pytorch_and_a_slot_serves_one_after_th
     for tokens in ([5, 9, 2, 7], [9, 4]):
         found, expected = executor.target_logits(tokens), reference.target_logits(tokens)
         torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "fp8_block", "nvfp4_w4a16"])
+@pytest.mark.usefixtures("exact_codes")
+def test_a_packed_hybrid_has_the_logits_of_plain_pytorch(
+    tmp_path: Path, device: torch.device, weight_format: str
+) -> None:
+    """In the formats in which the families are published."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 12, "tokenizer": False}
+    values = {"linear_num_value_heads": 4, "linear_value_head_dim": 32, "num_attention_heads": 2, "head_dim": 64}
+    pair = make_pair(tmp_path, family="qwen3_5_text", **SMALL, **sizes, **values)
+    reference, executor = make_executors(pair, device, weight_format=weight_format)
+    mixer = executor.network.target_weights.layers[0].mixer
+    assert isinstance(mixer, GatedDeltaWeights) and not isinstance(mixer.qkvz.weight, torch.Tensor)
+    tokens = [5, 9, 2, 7]
+    found, expected = executor.target_logits(tokens).cpu(), reference.target_logits(tokens)
+    exact = make_executors(pair, device)[0].target_logits(tokens)
+    error, by_the_format = ((x - expected).abs().mean() for x in (found, exact))
+    assert error < 0.1 * by_the_format
 
 
 @pytest.mark.parametrize("name", ["conv", "log_rate", "dt_bias", "norm"])

@@ -147,17 +147,19 @@ def test_greedy_tokens_equal_those_of_transformers(pair: tuple[Path, Path]) -> N
     assert decode(alone, PROMPTS[-1], NUM_NEW, num_draft_tokens=0, chunk=7).tokens[:NUM_NEW] == expected[-1]
 
 
-@pytest.mark.parametrize("num_right", range(BLOCK_SIZE))
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "num_right"), [(1, 0), (1, 1), *((BLOCK_SIZE - 1, n) for n in range(BLOCK_SIZE))]
+)
 def test_a_rejection_at_any_place_leaves_the_state_of_the_accepted_tokens(
-    executor: TorchExecutor, expected: list[list[int]], num_right: int
+    executor: TorchExecutor, expected: list[list[int]], num_draft_tokens: int, num_right: int
 ) -> None:
     text = expected[-1]
 
     def propose(run: Decoding) -> tuple[int, ...]:
-        drafts = (text + PROMPTS[0] * 8)[len(run.tokens) : len(run.tokens) + BLOCK_SIZE - 1]
+        drafts = (text + PROMPTS[0] * 8)[len(run.tokens) : len(run.tokens) + num_draft_tokens]
         return tuple((token + (i == num_right)) % VOCAB_SIZE for i, token in enumerate(drafts))
 
-    run = decode(executor, PROMPTS[-1], NUM_NEW, num_draft_tokens=BLOCK_SIZE - 1, propose=propose)
+    run = decode(executor, PROMPTS[-1], NUM_NEW, num_draft_tokens=num_draft_tokens, propose=propose)
     assert run.tokens[:NUM_NEW] == text
     assert run.num_accepted[0] == num_right
 
@@ -215,14 +217,19 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path) -> N
     assert (ours - expected).abs().mean() < 1.2 * (theirs - expected).abs().mean()
 
 
-def test_two_ranks_give_the_tokens_of_one(one_pair: tuple[Path, Path], expected: list[list[int]]) -> None:
-    engine = build(one_pair[0].parent, tp_size=2, max_seq_len=128)
-    with LLM(engine.path, kv_cache_bytes=1 << 20, num_draft_tokens=3) as llm:
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        for _ in range(2):  # states of prefixes are on both ranks
-            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW))
-            found = [list(output.token_ids) for output in outputs]
-            assert found == [tokens[: len(row)] for tokens, row in zip(expected, found, strict=True)]
+@pytest.mark.parametrize(
+    "name", ["next", "3.5, six value heads, tied", pytest.param("3.5 with experts", marks=pytest.mark.slow)]
+)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+    target, _ = make_pair(tmp_path, **TARGETS[name])
+    expected = expected_tokens(target)
+    engine = build(tmp_path, tp_size=2, max_seq_len=128)
+    drafts_by_batch_size = {1: BLOCK_SIZE - 1, 2: 1, 3: 0}
+    with LLM(engine.path, kv_cache_bytes=1 << 20, draft_length=drafts_by_batch_size) as llm:
+        for first in (0, 3, 4):  # in later rounds states of prefixes are on both ranks
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[first:]]
+            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True))
+            assert [list(output.token_ids) for output in outputs] == expected[first:]
         assert llm.statistics.scheduler.num_prefix_hit_tokens >= 68
 
 

@@ -169,7 +169,8 @@ def test_recurrent_states_of_all_slots_are_counted(tmp_path: Path) -> None:
     assert made.pages is not None and made.fits
     state_bytes = 48 * 48 * 128 * 128 * 4
     assert 64 * state_bytes < made.slot_bytes == made.pages.slot_bytes < 1.05 * 64 * state_bytes
-    taken = made.pages.total_bytes + made.slot_bytes + made.memory.after_pages_bytes
+    assert made.pages.snapshot_bytes == 63 * (made.slot_bytes // 64), "a snapshot for each request"
+    taken = made.pages.total_bytes + made.slot_bytes + made.pages.snapshot_bytes + made.memory.after_pages_bytes
     assert made.left_bytes == made.free_bytes - taken
     crowded = plan_engine(BuildConfig(target="t", max_batch_size=1023), pair, gpu_of("h200"))
     assert crowded.pages is None and not crowded.fits

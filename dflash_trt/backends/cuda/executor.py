@@ -7,7 +7,7 @@ it runs in Triton's interpreter, which is for tests.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from dflash_trt.backends.cuda.linear import prepare_device_linear, prepare_fixed
 from dflash_trt.backends.cuda.logit_rules import DeviceRules, StepRules
 from dflash_trt.backends.cuda.ops import TorchGpuOps
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.cuda.snapshots import DeviceSnapshots
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
@@ -103,9 +104,10 @@ class TorchGpuExecutor:
             states,
             num_pages=page_plan.num_pages,
             page_size=page_plan.page_size,
-            num_slots=max_batch_size + 1,
+            num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             device=device,
         )
+        self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
             network.target,
@@ -157,7 +159,11 @@ class TorchGpuExecutor:
         )
         executor = cls(
             network,
-            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+            page_plan=replace(
+                page_plan,
+                num_pages=ranks.smallest(page_plan.num_pages),
+                num_snapshots=ranks.smallest(page_plan.num_snapshots),
+            ),
             max_batch_size=build.max_batch_size,
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,
@@ -179,12 +185,14 @@ class TorchGpuExecutor:
         with self.on_stream():
             started = new_timer(self._device)
             self._staging.upload()
+            self._snapshots.restore(plan.restores)
             reader, has_rules = logprobs_reader(plan, self._device), self._rules.update(plan)
             masks = None if plan.masks is None else DeviceMasks.upload(plan.masks, self._device)
             if reader is not None or has_rules or masks is not None:  # a graph keeps no logits and has no rules
                 self._enqueue(shape, reader, has_rules=has_rules, masks=masks)
             else:
                 self._run(shape)
+            self._snapshots.save(plan.saves)
             result = self._results.download(
                 shape, num_requests=plan.rows.num_requests, has_drafts=plan.rows.num_draft_tokens > 0
             )
@@ -196,6 +204,8 @@ class TorchGpuExecutor:
 
         The steps consist of padding alone, which touches no page and no request's slot.
         """
+        with self.on_stream():
+            self._snapshots.warm_up()
         for shape in shapes:
             padding = plan_of(StepBatch(requests=(), num_draft_tokens=shape.num_draft_tokens))
             self._staging.stage(padding, shape)
@@ -208,10 +218,10 @@ class TorchGpuExecutor:
         self.wait()
 
     @torch.inference_mode()
-    def enqueue(self, batch: StepBatch, *, times: int = 1) -> None:
+    def enqueue(self, batch: StepBatch, *, times: int = 1, after_each: Callable[[], object] | None = None) -> None:
         """Put one step on the stream so many times and read nothing back: for measuring the device alone.
 
-        Waits for the copy of the inputs before, and for nothing else.
+        Waits for the copy of the inputs before, and for nothing else. `after_each` may enqueue more.
         """
         plan = plan_of(batch)
         shape = self._shapes.of(plan)
@@ -220,6 +230,8 @@ class TorchGpuExecutor:
             self._staging.upload()
             for _ in range(times):
                 self._run(shape)
+                if after_each is not None:
+                    after_each()
 
     @property
     def tile_edges(self) -> list[int]:
@@ -312,7 +324,7 @@ class TorchGpuExecutor:
         if "network" not in vars(self):
             return
         self.wait()
-        for name in ("network", "graphs", "_state", "_resources", "_staging", "_results", "_rules"):
+        for name in ("network", "graphs", "_state", "_snapshots", "_resources", "_staging", "_results", "_rules"):
             del vars(self)[name]
         if self._stream is not None:
             torch.cuda.empty_cache()

@@ -13,9 +13,9 @@ SCALARS = {"eps": "fp32"} | dict.fromkeys(("num_rows", "num_requests", "state_in
 
 
 def gated_delta_variants(
-    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool = False
+    spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool
 ) -> tuple[KernelVariant, ...]:
-    """In the order of their launches. Grids use num_requests and num_rows."""
+    """In the order of their launches. Grids use num_requests and num_rows; `is_pooled`: the state is at addresses."""
     types = (
         SCALARS
         | dict.fromkeys(FLOAT32_ARGUMENTS, pointer(torch.float32))

@@ -1,0 +1,40 @@
+"""Snapshots of recurrent state on a GPU: slots behind those of requests, as in `backends/torch/snapshots.py`.
+
+The copies are launches on the stream of the steps, before a step's graph and behind it. So they have the order of the
+steps, whatever the host knows of them yet, and no graph depends on them.
+"""
+
+from torch import Tensor
+
+from dflash_trt.core.step_plan import StateCopies
+from dflash_trt.kernels.slot_copies_launch import SlotCopies
+from dflash_trt.network.ops import RecurrentCache, StepState
+
+
+class DeviceSnapshots:
+    """Copies between slots, on the current stream; snapshot i is slot `first_slot + i`."""
+
+    def __init__(self, state: StepState[Tensor], *, first_slot: int) -> None:
+        caches = [cache for cache in state.target_kv if isinstance(cache, RecurrentCache)]
+        tensors = [tensor for cache in caches for tensor in cache.tensors.values()]
+        self._slots = SlotCopies(tensors) if tensors else None
+        self._first_slot = first_slot
+
+    def restore(self, copies: StateCopies) -> None:
+        """Fill slots from snapshots, before a step."""
+        for slot, snapshot in zip(copies.slots.tolist(), copies.snapshots.tolist(), strict=True):
+            self._copy(self._first_slot + snapshot, slot)
+
+    def save(self, copies: StateCopies) -> None:
+        """Fill snapshots from slots, behind a step."""
+        for slot, snapshot in zip(copies.slots.tolist(), copies.snapshots.tolist(), strict=True):
+            self._copy(slot, self._first_slot + snapshot)
+
+    def warm_up(self) -> None:
+        """Compile the kernel, on the slot of padding."""
+        if self._slots is not None:
+            self._copy(self._first_slot - 1, self._first_slot - 1)
+
+    def _copy(self, source: int, destination: int) -> None:
+        assert self._slots is not None, "a target without recurrent layers has no snapshots"
+        self._slots.copy(source, destination)
