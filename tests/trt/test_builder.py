@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
-from dflash_trt.backends.tensorrt.network import pages_of
+from dflash_trt.backends.tensorrt.network import state_tensors_of
 from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
@@ -26,6 +26,8 @@ LIMITS = EngineLimits(
 )
 CHECK = PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability="SM120")
 
+HYBRID = ["linear_attention", "full_attention"]
+
 # One build covers several of the cases: the names of PAIRS, the dtype, and K.
 BUILDS = {
     "Qwen3, fp32, K 15, three taps": (
@@ -38,6 +40,10 @@ BUILDS = {
     ),
     "Qwen3, fp16, K 1, reduced vocabulary": ({**PAIRS["a reduced draft vocabulary"], "block_size": 2}, "float16"),
     "Qwen3, bf16, no drafter, sliding target": ({**PAIRS["sliding target layers"], "has_drafter": False}, "bfloat16"),
+    "Qwen3-Next, bf16, recurrent state by slot": (
+        {"family": "qwen3_next", "target": {"num_hidden_layers": 2, "layer_types": HYBRID}, "target_layer_ids": (0, 1)},
+        "bfloat16",
+    ),
 }
 
 
@@ -75,7 +81,7 @@ def test_the_network_of_one_of_two_ranks_sums_and_gathers_where_it_must(trt, tmp
     collectives = [layer for layer in layers if layer.type.name == "DIST_COLLECTIVE"]
     assert len(collectives) == 2 * (4 + 2) + 2
     assert {layer.num_ranks for layer in collectives} == {2}
-    pages = next(tensor for tensor in pages_of(defined.spec) if tensor.name == "target_kv.0")
+    pages = next(tensor for tensor in state_tensors_of(defined.spec) if tensor.name == "target_kv.0")
     assert pages.shape == (-1, 2, PAGE_SIZE, 1, 16)
 
 
