@@ -49,6 +49,10 @@ def delta_verify_kernel(
     POOLED: tl.constexpr,
 ):
     """Requests of at most RECORDS rows. Grid: (R, HEADS, ceil(VALUE_DIM / BLOCK_V))."""
+    if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
     request, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(token_offsets + request)
     num_rows = tl.load(token_offsets + request + 1) - start
@@ -118,6 +122,10 @@ def delta_prompt_kernel(
     POOLED: tl.constexpr,
 ):
     """Requests of more than RECORDS rows, whose state goes on to the end. Grid: as of `delta_verify_kernel`."""
+    if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
     request, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(token_offsets + request)
     num_rows = tl.load(token_offsets + request + 1) - start

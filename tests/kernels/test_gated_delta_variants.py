@@ -10,16 +10,16 @@ import torch
 
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.kernels import gated_delta_launch
+from plugins.aot.gated_delta_variants import gated_delta_variants
 from tests.kernels.gated_delta_steps import Layer, Row
-from tests.kernels.gated_delta_variants import gated_delta_variants
 from tests.kernels.test_sampling_variants import assert_is_launched_as, recorded
 
 
 def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=40, value_head_dim=48, conv_size=4)
     layer = Layer.make(spec, torch.device("cpu"), num_records=3, dtype=torch.float16)
-    variants = gated_delta_variants(layer.kernels.spec, torch.float16, num_requests=2)
-    recorders = [recorded(monkeypatch, gated_delta_launch, f"{variant.name}_kernel") for variant in variants]
+    variants = gated_delta_variants(layer.kernels.spec, torch.float16, num_requests=2, is_pooled=False)
+    recorders = [recorded(monkeypatch, gated_delta_launch, variant.kernel.__name__) for variant in variants]
     rows = [Row(0, 0, 5), Row(1, 0, 2)]
     layer.run_kernels(rows)
     for variant, recorder in zip(variants, recorders, strict=True):
@@ -36,7 +36,7 @@ from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
 import torch
 from dflash_trt.core.state_spec import Recurrent
-from tests.kernels.gated_delta_variants import gated_delta_variants
+from plugins.aot.gated_delta_variants import gated_delta_variants
 
 sizes = dict(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_size=4, num_records=16)
 spec = Recurrent(name="state", dtype="bfloat16", **sizes)
@@ -44,9 +44,10 @@ plan = [("90a", ("convolve", "delta_verify", "delta_prompt", "finish")), ("100a"
         ("103a", ("delta_verify",))]
 for architecture, names in plan:
     for variant in gated_delta_variants(spec, torch.bfloat16, num_requests=64, is_pooled=architecture != "90a"):
-        if variant.name in names:
+        name = variant.kernel.__name__.removesuffix("_kernel")
+        if name in names:
             kernel = compile_variant(variant, architecture)
-            print(json.dumps({"name": variant.name, "stack": kernel.stack_bytes, "registers": kernel.num_registers,
+            print(json.dumps({"name": name, "stack": kernel.stack_bytes, "registers": kernel.num_registers,
                               "blocks": kernel.blocks_per_multiprocessor}))
 """
 BLOCKS = {"convolve": 4, "delta_verify": 5, "delta_prompt": 2, "finish": 8}  # at least so many on a multiprocessor

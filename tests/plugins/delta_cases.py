@@ -85,6 +85,20 @@ CASES = {
 }
 
 
+def kept_state(case: DeltaCase, tensors: list[Tensor]) -> list[Tensor]:
+    """What a next step may read of each slot, and all of the slots that the step does not have; float32."""
+    kept = []
+    counts = dict(zip(case.slot_ids, case.num_rows, strict=True))
+    for name, tensor in zip(state_spec().tensors(), tensors, strict=True):
+        for slot in range(NUM_SLOTS):
+            count = counts.get(slot, 0)
+            num_records = 0 if count > NUM_RECORDS else count
+            ends = {"state": None, "position": None, "window": NET.conv_size - 1 + num_records}
+            end = ends.get(name, num_records) if count else None
+            kept.append(tensor[slot].float() if end is None else tensor[slot, :end].float())
+    return [part for part in kept if part.numel()]
+
+
 def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tensor]:
     """plugins/README.md in PyTorch: rows of no request get zeros, and requests without rows are left alone."""
     heads, value_dim, num_key_heads = len(x["log_rate"]), len(x["norm"]), int(settings["num_key_heads"])
