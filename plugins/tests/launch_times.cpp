@@ -65,9 +65,8 @@ void time_launches(void* library, nvinfer1::DataType type, int64_t head_dim)
     std::vector<Node> const prefill = make_nodes(type, false, head_dim, kPrefillTokens);
     for (size_t i = 0; i < verify.size(); ++i)
     {
-        // NCCL's own time; experts and delta nets of another library's sizes.
-        bool const has_own_sizes = verify[i].name == "Experts" || verify[i].name == "GatedDelta";
-        if (verify[i].is_collective() || (has_own_sizes && type != nvinfer1::DataType::kFLOAT))
+        // NCCL's own time; experts of another library's sizes.
+        if (verify[i].is_collective() || (verify[i].name == "Experts" && type != nvinfer1::DataType::kFLOAT))
         {
             continue;
         }
