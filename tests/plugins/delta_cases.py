@@ -29,7 +29,9 @@ class DeltaCase:
     positions: tuple[int, ...] = (0,) * NUM_SLOTS
     num_padding: int = 0  # rows of no request at the end
 
-    def node(self, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], dict[str, float], list[Tensor]]:
+    def node(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> tuple[dict[str, Tensor], dict[str, float], list[Tensor]]:
         """Named inputs, fields and the state's tensors, all new."""
         random = torch.Generator().manual_seed(7)
 
@@ -43,6 +45,7 @@ class DeltaCase:
         tensors["keys"] *= 0.3
         tensors["decays"] = -tensors["decays"].abs()
         tensors["position"] = torch.tensor(self.positions, dtype=torch.int32)
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         pools = torch.zeros(FIRST_STATE + len(tensors) + 1, dtype=torch.int64)
         for i, tensor in enumerate(tensors.values()):
             pools[FIRST_STATE + i] = tensor.data_ptr()
@@ -62,7 +65,7 @@ class DeltaCase:
             "context_lens": torch.tensor(self.context_lens, dtype=torch.int32),
         }
         fields = {"state": FIRST_STATE, "num_records": NUM_RECORDS, "num_key_heads": NET.num_key_heads, "eps": EPS}
-        return {name: inputs[name] for name in GATED_DELTA.inputs}, fields, list(tensors.values())
+        return {name: inputs[name].to(device) for name in GATED_DELTA.inputs}, fields, list(tensors.values())
 
 
 def state_spec(dtype: torch.dtype = torch.float32) -> Recurrent:
@@ -95,7 +98,7 @@ def kept_state(case: DeltaCase, tensors: list[Tensor]) -> list[Tensor]:
             num_records = 0 if count > NUM_RECORDS else count
             ends = {"state": None, "position": None, "window": NET.conv_size - 1 + num_records}
             end = ends.get(name, num_records) if count else None
-            kept.append(tensor[slot].float() if end is None else tensor[slot, :end].float())
+            kept.append((tensor[slot] if end is None else tensor[slot, :end]).float().cpu())
     return [part for part in kept if part.numel()]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from plugins.aot import command_line
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.variant import KernelVariant, unique_variants
-from plugins.aot.variants import LibrarySpec
+from plugins.aot.variants import FLOAT_TYPES, LibrarySpec
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.expert_cases import CASES
 
@@ -20,7 +20,8 @@ MAX_REQUESTS = 16
 class SmallLibrarySpec(LibrarySpec):
     def variants(self) -> tuple[KernelVariant, ...]:
         experts = [variant for case in CASES.values() for variant in case.kernels().variants("float32")]
-        deltas = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS).variants("float32")
+        kernels = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS)
+        deltas = [variant for dtype in FLOAT_TYPES if dtype in self.dtypes for variant in kernels.variants(dtype)]
         return unique_variants([*super().variants(), *experts, *deltas])
 
 

@@ -26,8 +26,6 @@ LIMITS = EngineLimits(
 )
 CHECK = PlanOptions(flavor="tensorrt_rtx", plugins="layers", compute_capability="SM120")
 
-HYBRID = ["linear_attention", "full_attention"]
-
 # One build covers several of the cases: the names of PAIRS, the dtype, and K.
 BUILDS = {
     "Qwen3, fp32, K 15, three taps": (
@@ -40,10 +38,6 @@ BUILDS = {
     ),
     "Qwen3, fp16, K 1, reduced vocabulary": ({**PAIRS["a reduced draft vocabulary"], "block_size": 2}, "float16"),
     "Qwen3, bf16, no drafter, sliding target": ({**PAIRS["sliding target layers"], "has_drafter": False}, "bfloat16"),
-    "Qwen3-Next, bf16, recurrent state by slot": (
-        {"family": "qwen3_next", "target": {"num_hidden_layers": 2, "layer_types": HYBRID}, "target_layer_ids": (0, 1)},
-        "bfloat16",
-    ),
 }
 
 

@@ -14,8 +14,9 @@ from dflash_trt.backends.tensorrt.support import unsupported_problems
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepSampling
 from tests.engines import make_executor
+from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
-from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_pair
+from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair
 from tests.trt.ranks import interpreted_ranks
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import make_pair
@@ -99,6 +100,24 @@ def test_two_ranks_that_divide_key_heads_give_the_tokens_of_one(
     assert integers(expected.steps_of(ours)) == integers(expected.greedy)
     shapes = [tuple(rank._state.slots["target_state.0.state"].shape[1:]) for rank in ours.ranks]
     assert shapes == [(2, 8, 12)] * 2  # of 4 value heads
+
+
+@pytest.mark.parametrize(("weights", "family"), [("fp8", "qwen3_5_text"), ("nvfp4_w4a16", "qwen3_next")])
+def test_the_steps_of_a_quantized_engine_equal_torchs(
+    trt: ModuleType, tmp_path: Path, weights: str, family: str
+) -> None:
+    blocks = {"shared_expert_intermediate_size": 48} if family == "qwen3_next" else {}
+    make_pair(tmp_path, family=family, target=SMALL | blocks, **DRAFT, intermediate_size=96)
+    write_calibration_prompts(tmp_path)
+    quantization = {"target": weights, "calibration": {"prompts": "prompts.jsonl"}}
+    engine = build(tmp_path, tp_size=1, quantization=quantization)
+    ours = InterpretedExecutor(define_engine(trt, engine), num_pages=NUM_PAGES)
+    options: dict[str, Any] = {"num_draft_tokens": (3,), "chunk": 6, "num_new": 6}
+    with opened(engine) as executor:
+        expected, _ = trace(executor, GREEDY[:2], **options)
+    found, _ = trace(ours, GREEDY[:2], **options)
+    assert integers(found) == integers(expected)
+    torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-3)
 
 
 def _fold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
