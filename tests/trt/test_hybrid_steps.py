@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dflash_trt.backends.tensorrt import lowering_gated_delta as lowering
+from dflash_trt.backends.tensorrt.canary import check_pages
+from dflash_trt.backends.tensorrt.exchange_check import _written
 from dflash_trt.backends.tensorrt.support import unsupported_problems
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepSampling
@@ -20,6 +22,7 @@ from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, 
 from tests.trt.ranks import interpreted_ranks
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import make_pair
+from tests.trt.test_trt_executor import make_ours
 
 SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 DRAFT = {"num_layers": 1, "target_layer_ids": (0, 1)}
@@ -90,6 +93,21 @@ def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
     node.fields["num_key_heads"] = 1
     other = expected.steps_of(ours, num_new=1)
     assert (logprobs(other[:1]) - logprobs(found[:1])).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pair", ["qwen3_5_text"], indirect=True)
+@pytest.mark.parametrize("plugins", ["layers", "plugin"])
+def test_the_executor_gives_torchs_tokens_in_padded_steps_and_its_slots_pass_the_canary(
+    trt: ModuleType, pair: tuple[Path, Path], expected: Expected, plugins: str
+) -> None:
+    """Steps of 3 requests are padded to 4, in plain layers with a block in the last slot."""
+    ours, engine = make_ours(trt, pair, plugins)
+    assert check_pages(ours) == "5 tokens in each of 8 pools, at 2 places"
+    compared = [name for name in _written(ours, (1, 2, 1)) if name.startswith("target")]
+    assert compared == ["target_state.0.window", "target_kv.1"]
+    assert integers(expected.steps_of(ours)) == integers(expected.greedy)
+    runs = [dict(shapes)["slot_ids"] for context in engine.contexts for shapes in context.ran]
+    assert (4,) in runs
 
 
 @pytest.mark.parametrize("pair", ["qwen3_5_text"], indirect=True)
