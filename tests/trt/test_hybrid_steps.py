@@ -1,7 +1,7 @@
 """Steps of Qwen's hybrids: the interpreted TensorRT network gives the torch backend's tokens, whatever is rejected."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_trt.backends.tensorrt import executor as trt_executor
 from dflash_trt.backends.tensorrt import lowering_gated_delta as lowering
+from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.exchange_check import _written
-from dflash_trt.backends.tensorrt.support import unsupported_problems
+from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
+from dflash_trt.backends.torch.process_group import ONE_RANK
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepSampling
+from dflash_trt.core.errors import CapacityError
+from dflash_trt.core.runtime_config import RuntimeConfig
 from tests.engines import make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
@@ -136,6 +141,27 @@ def test_the_steps_of_a_quantized_engine_equal_torchs(
     found, _ = trace(ours, GREEDY[:2], **options)
     assert integers(found) == integers(expected)
     torch.testing.assert_close(logprobs(found), logprobs(expected), rtol=0, atol=1e-3)
+
+
+def test_slots_are_in_the_memory_of_an_engine_and_snapshots_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pair(tmp_path, family="qwen3_5_text", target=SMALL, **DRAFT)
+    engine = build(tmp_path, tp_size=1)
+    spec = replace(network_spec(engine.manifest.pretrained_config, engine.manifest.build_config), plugins="plugin")
+    limits = trt_executor._limits_without_pages(engine, spec, RuntimeConfig())
+    assert limits.num_snapshots == 0  # prompts share no prefixes
+    slot_bytes = spec.states.bytes_per_slot
+    state = EngineState(spec, num_pages=1, num_slots=limits.max_batch_size + 1, device=torch.device("cpu"))
+    assert sum(tensor.nbytes for tensor in state.slots.values()) == 9 * slot_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * slot_bytes, 0))
+    pages = trt_executor._page_plan(engine, spec, RuntimeConfig(), ONE_RANK)
+    assert (pages.slot_bytes, pages.num_snapshots) == (9 * slot_bytes, 0)
+    page_bytes = 4 * pages.bytes_per_token
+    assert pages.total_bytes == 9 * slot_bytes // page_bytes * page_bytes  # what slots leave of 0.9 * 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 * slot_bytes, 0))
+    with pytest.raises(CapacityError, match=f"beside {9 * slot_bytes} bytes of recurrent state"):
+        trt_executor._page_plan(engine, spec, RuntimeConfig(), ONE_RANK)
 
 
 def _fold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
