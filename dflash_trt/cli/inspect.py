@@ -175,11 +175,13 @@ def models_table(report: dict[str, Any]) -> "Table":
     for name in ("num_layers", "hidden_size"):
         table.add_row(name, *(str(model[name]) for model in models))
     for part, name in _LAYER_SIZES:
-        table.add_row(name, *(_each_once(layer[part][name] for layer in model["layers"]) for model in models))
+        found = [[layer[part][name] for layer in model["layers"] if name in layer[part]] for model in models]
+        if any(found):
+            table.add_row(name, *map(_each_once, found))
     for name, words in _target_features(report["target"]).items():
         table.add_row(name, words, *(["none"] if report["draft"] else []))
     table.add_row("vocabulary", *map(str, vocab_sizes))
-    table.add_row("rope", *(_each_once(_rope_words(layer) for layer in model["layers"]) for model in models))
+    table.add_row("rope", *(_each_once(_rope_words(mixer) for mixer in _rotated(model)) for model in models))
     table.add_row("max_position_embeddings", *(str(model["max_position_embeddings"]) for model in models))
     table.add_row("parameters", *(f"{model['num_parameters']:,}" for model in models))
     has_ranks = report["mapping"]["world_size"] > 1
@@ -197,7 +199,8 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
     rows = {}
     mixers = [layer["mixer"] for layer in target["layers"]]
     experts = [layer["feed_forward"] for layer in target["layers"] if layer["feed_forward"]["kind"] == "moe"]
-    windows = [mixer["mask"]["window"] for mixer in mixers]
+    windows = [mixer["mask"]["window"] for mixer in mixers if "mask" in mixer]
+    num_nets = sum(mixer["kind"] == "gated_delta" for mixer in mixers)
     if experts:
         moe = experts[0]
         rows["experts"] = (
@@ -206,7 +209,9 @@ def _target_features(target: dict[str, Any]) -> dict[str, str]:
         )
     for window in sorted({window for window in windows if window is not None}):
         rows[f"window of {window} tokens"] = f"{windows.count(window)} of {target['num_layers']} layers"
-    if any(mixer["has_sinks"] for mixer in mixers):
+    if num_nets:
+        rows["gated delta nets"] = f"{num_nets} of {target['num_layers']} layers"
+    if any(mixer.get("has_sinks") for mixer in mixers):
         rows["attention sinks"] = "one per head"
     return rows
 
@@ -225,8 +230,12 @@ def _each_once(values: "Iterable[Any]") -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def _rope_words(layer: dict[str, Any]) -> str:
-    rope = layer["mixer"]["rope"]
+def _rotated(model: dict[str, Any]) -> list[dict[str, Any]]:
+    return [layer["mixer"] for layer in model["layers"] if "rope" in layer["mixer"]]
+
+
+def _rope_words(mixer: dict[str, Any]) -> str:
+    rope = mixer["rope"]
     return f"{rope['scaling']}, theta {rope['theta']:g}"
 
 

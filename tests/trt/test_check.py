@@ -82,6 +82,15 @@ def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
     assert planned["rank_memory"]["weights_bytes"] == report["plan_bytes"]
 
 
+def test_the_tables_of_a_plan_show_mixers_that_are_not_alike(tmp_path):
+    target = config_of(make_target(tmp_path / "hybrid", family="qwen3_5_text", tokenizer=False), tmp_path / "t")
+    result = CliRunner().invoke(cli, ["plan", "--target", str(target), *map(str, LIMITS), "--gpu", "h200"])
+    assert result.exit_code == 0, result.output
+    rows = {tuple(word.strip() for word in line.split("│")[1:-1]) for line in result.stdout.splitlines()}
+    assert {("gated delta nets", "3 of 4 layers"), ("num_heads", "4")} <= rows
+    assert any(row[:1] == ("rope",) and "theta" in row[1] for row in rows)
+
+
 def test_ranks_that_cannot_be_are_refused_before_any_work(tmp_path):
     target = config_of(make_target(tmp_path / "target"), tmp_path / "t")
     result = check("--target", target, "--tp-size", 3)
