@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from dflash_trt.core.batch import RequestResult, StepBatch, StepSampling, run_batch
+from dflash_trt.core.batch import RequestResult, StepBatch, StepSampling, plan_of, request_results
+from dflash_trt.core.step_plan import StepPlan
 from tests.engines import Decoding
 
 PROMPTS = ([5, 9, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [7], [3] * 14)  # of a vocabulary of 12
@@ -48,11 +51,22 @@ def trace(
         for run, text in zip(runs, proposals or (), strict=False):
             run.drafts = tuple(text[len(run.tokens) : len(run.tokens) + k])
         parts = [run.verify_part(min(k, len(run.drafts))) if run.tokens else run.prefill_part(chunk) for run in live]
-        results = run_batch(executor, StepBatch(requests=tuple(parts), num_draft_tokens=k))
+        slots = [i for i, run in enumerate(runs) if any(run is other for other in live)]
+        plan = _in_slots(plan_of(StepBatch(requests=tuple(parts), num_draft_tokens=k)), slots)
+        results = request_results(executor.submit(plan).result())
         steps.append(results)
         for run, part, result in zip(live, parts, results, strict=True):
             run.take(part, result)
     return steps, runs
+
+
+def _in_slots(plan: StepPlan, slots: Sequence[int]) -> StepPlan:
+    """The rows of `plan_of`, each in a slot of its own for all steps, where its recurrent state is."""
+    ids = np.array(slots)
+    updates = replace(plan.page_updates, slots=ids[plan.page_updates.slots])
+    slot_updates = tuple(replace(update, slot=slots[update.slot]) for update in plan.slot_updates)
+    rows = replace(plan.rows, slot_ids=ids)
+    return replace(plan, rows=rows, page_updates=updates, slot_updates=slot_updates)
 
 
 def integers(steps: Steps) -> list[Any]:

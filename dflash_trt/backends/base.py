@@ -19,6 +19,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
+from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan
@@ -112,12 +113,17 @@ def backend_of(name: BackendName) -> Backend:
     return cast(Backend, import_module(f"dflash_trt.backends.{name}.backend").BACKEND)
 
 
-def recurrent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for a target with recurrent layers, for a back end that has only attention."""
-    num_recurrent = sum(isinstance(layer.mixer, GatedDelta) for layer in target.layers)
-    if num_recurrent:
-        expected = f"attention in every layer {where} (no kernel for gated delta nets yet)"
-        yield problem("target", expected=expected, found=f"{num_recurrent} gated delta nets", hint=hint)
+def recurrent_problems(target: TargetSpec, draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for gated delta nets that are larger than the kernels are made for."""
+    nets = {layer.mixer for layer in target.layers if isinstance(layer.mixer, GatedDelta)}
+    sizes = {size for net in nets for size in (net.key_head_dim, net.value_head_dim)}
+    for size in sorted(size for size in sizes if size > MAX_DELTA_HEAD_DIM):
+        expected = f"at most {MAX_DELTA_HEAD_DIM} {where}"
+        yield problem("head_dim of gated delta nets", expected=expected, found=str(size), hint=hint)
+    if nets and draft is not None and draft.max_draft_len >= MAX_DELTA_RECORDS:
+        expected = f"less than {MAX_DELTA_RECORDS} {where}, for a target with gated delta nets"
+        instead = f"Build with fewer drafts, or {hint[0].lower()}{hint[1:]}"
+        yield problem("max_draft_len", expected=expected, found=str(draft.max_draft_len), hint=instead)
 
 
 def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:

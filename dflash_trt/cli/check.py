@@ -54,6 +54,7 @@ def describe(report: "CheckReport") -> dict[str, Any]:
         "weights_bytes": sizes.weights_bytes,
         "plan_bytes": sizes.plan_bytes,
         "kv_bytes_per_token": sizes.kv_bytes_per_token,
+        "state_bytes_per_slot": sizes.state_bytes_per_slot,
         "full_kv_bytes": sizes.kv_bytes_per_token * limits.max_batch_size * limits.max_seq_len,
         "build_time_s": round(sum(each.build_time_s for each in report.built.values()), 3),
         "peak_memory_bytes": max(each.peak_memory_bytes for each in report.built.values()),
@@ -117,9 +118,12 @@ def _print(fields: dict[str, Any]) -> None:
     console.print(profiles_table(fields["profiles"]))
     console.print(f"limits: {', '.join(f'{name} {value}' for name, value in fields['build_config'].items())}")
     console.print(f"flags: {', '.join(fields['flags']) or 'none'}", soft_wrap=True)
+    slot_bytes = fields["state_bytes_per_slot"]
+    slots = f", recurrent state {decimal(slot_bytes)} per request" if slot_bytes else ""
     console.print(
         f"each rank: weights {decimal(fields['weights_bytes'])}, plan {decimal(fields['plan_bytes'])} and kernels, "
-        f"K/V {fields['kv_bytes_per_token']:,} bytes per token, {decimal(fields['full_kv_bytes'])} for full batches",
+        f"K/V {fields['kv_bytes_per_token']:,} bytes per token, {decimal(fields['full_kv_bytes'])} for full batches"
+        f"{slots}",
         soft_wrap=True,
     )
     console.print(f"check: {fields['build_time_s']:.1f} s, peak memory {decimal(fields['peak_memory_bytes'])}")

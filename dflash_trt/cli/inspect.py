@@ -175,7 +175,9 @@ def models_table(report: dict[str, Any]) -> "Table":
     for name in ("num_layers", "hidden_size"):
         table.add_row(name, *(str(model[name]) for model in models))
     for part, name in _LAYER_SIZES:
-        table.add_row(name, *(_each_once(of_layer[name] for of_layer in _parts(model, part, name)) for model in models))
+        found = [[of_layer[name] for of_layer in _parts(model, part, name)] for model in models]
+        if any(found):
+            table.add_row(name, *map(_each_once, found))
     for name, words in _target_features(report["target"]).items():
         table.add_row(name, words, *(["none"] if report["draft"] else []))
     table.add_row("vocabulary", *map(str, vocab_sizes))

@@ -49,6 +49,10 @@ def delta_verify_kernel(
     POOLED: tl.constexpr,
 ):
     """Requests of at most RECORDS rows. Grid: (R, HEADS, ceil(VALUE_DIM / BLOCK_V))."""
+    if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
     request, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(token_offsets + request)
     num_rows = tl.load(token_offsets + request + 1) - start
@@ -61,10 +65,12 @@ def delta_verify_kernel(
         slot, folds = tl.load(slot_ids + request), tl.load(num_folded + request)
         state += (slot * HEADS + head) * (KEY_DIM * VALUE_DIM)
         row = tl.arange(0, BLOCK)
-        record = slot * RECORDS + row
-        key_rows = keys + (record * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
-        delta_rows = deltas + (record * HEADS + head) * VALUE_DIM
-        decay = tl.load(decays + record * HEADS + head, mask=row < folds, other=0.0)
+        first_record = slot * RECORDS
+        key_rows = (
+            keys + (first_record * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM + row * (KEY_HEADS * KEY_DIM)
+        )
+        delta_rows = deltas + (first_record * HEADS + head) * VALUE_DIM + row * (HEADS * VALUE_DIM)
+        decay = tl.load(decays + first_record * HEADS + head + row * HEADS, mask=row < folds, other=0.0)
         old = _columns(delta_rows, row < folds, VALUE_DIM, BLOCK_V)
         inputs = mixed + (start.to(tl.int64) + row) * (2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM)
         q_rows = inputs + (head // (HEADS // KEY_HEADS)) * KEY_DIM
@@ -118,6 +124,10 @@ def delta_prompt_kernel(
     POOLED: tl.constexpr,
 ):
     """Requests of more than RECORDS rows, whose state goes on to the end. Grid: as of `delta_verify_kernel`."""
+    if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
     request, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(token_offsets + request)
     num_rows = tl.load(token_offsets + request + 1) - start

@@ -43,6 +43,9 @@ def convolve_kernel(
 ):
     """Grid: (N, ceil(CHANNELS / BLOCK))."""
     if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
         window = pooled(state_pools, state_index + 4, window.dtype)
         position = pooled(state_pools, state_index + 5, position.dtype)
     row = tl.program_id(0)
@@ -111,6 +114,9 @@ def finish_kernel(
 ):
     """Grid: (N + R, the larger one of ceil(HEADS / BLOCK_HEADS) and ceil(CHANNELS / BLOCK))."""
     if POOLED:
+        address = tl.load(state_pools + state_index)
+        if address == 0:  # no state
+            return
         keys = pooled(state_pools, state_index + 1, keys.dtype)
         decays = pooled(state_pools, state_index + 3, decays.dtype)
         window = pooled(state_pools, state_index + 4, window.dtype)

@@ -2,7 +2,7 @@
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
 that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, and in the tiles that their
-groups of query heads fill. Of experts, all sizes are compiled in (`experts_of_engine.py`).
+groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all sizes are compiled in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,11 +16,12 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, paged
+from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, paged
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
+from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.page_variants import page_write_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
@@ -48,6 +49,7 @@ class EngineKernels:
     vocab_size: int
     draft_vocab_size: int | None = None  # of a drafter that has its own
     experts: tuple[ExpertsKernels, ...] = ()
+    deltas: tuple[DeltaKernels, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -71,6 +73,7 @@ class EngineKernels:
             vocab_size=config.target.vocab_size,
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
             experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
+            deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -87,6 +90,8 @@ class EngineKernels:
             )
         for experts in self.experts:
             yield from experts.variants(self.dtype)
+        for deltas in self.deltas:
+            yield from deltas.variants(self.dtype)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -165,6 +170,12 @@ def _layers(
             max_rows=max_rows,
             has_softcap=gqa.softcap is not None,
         )
+
+
+def _deltas(states: Iterable[LayerState], *, max_requests: int) -> Iterator[DeltaKernels]:
+    for state in states:
+        if isinstance(state, Recurrent):
+            yield DeltaKernels.of(state, max_requests=max_requests)
 
 
 def _tiles(dtype: torch.dtype, layer: LayerKernels) -> tuple[int, ...]:

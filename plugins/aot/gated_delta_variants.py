@@ -1,57 +1,128 @@
-"""The kernels of gated delta nets as they are launched: to be compiled ahead and looked at."""
+"""Variants of the kernels of gated delta nets to be compiled, as `gated_delta_launch.py` passes them.
+
+Sizes of a model are compiled in, so that a library has the nets of the engines that it is made for alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
+from dflash_trt.core.dtype import FloatDType, dtype_name, torch_dtype
 from dflash_trt.core.state_spec import Recurrent
-from dflash_trt.kernels import gated_delta, gated_delta_ends
 from dflash_trt.kernels import gated_delta_launch as launch
+from dflash_trt.kernels.gated_delta import delta_prompt_kernel, delta_verify_kernel
+from dflash_trt.kernels.gated_delta_ends import convolve_kernel, finish_kernel
 from plugins.aot.variant import KernelVariant, pointer
 
-FLOAT32_ARGUMENTS = ("log_rate", "dt_bias", "state", "keys", "deltas", "decays", "attended")
-INT32_ARGUMENTS = ("token_offsets", "context_lens", "num_folded", "position")
-SCALARS = {"eps": "fp32"} | dict.fromkeys(("num_rows", "num_requests", "state_index"), "i32")
+_FLOAT32 = ("log_rate", "dt_bias", "state", "keys", "deltas", "decays", "attended")
+_INT32 = ("token_offsets", "context_lens", "num_folded", "position")
+_INT64 = ("slot_ids", "state_pools")
+_SCALARS = {"eps": "fp32"} | dict.fromkeys(("num_rows", "num_requests", "state_index"), "i32")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class DeltaKernels:
+    """The nets of one kind, of one rank, for steps of at most `max_requests` requests."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int
+    num_records: int
+    max_requests: int
+
+    @classmethod
+    def of(cls, state: Recurrent, *, max_requests: int) -> Self:
+        sizes = {name: getattr(state, name) for name in cls.__dataclass_fields__ if name != "max_requests"}
+        return cls(**sizes, max_requests=max_requests)
+
+    def state(self, dtype: FloatDType) -> Recurrent:
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "max_requests"}
+        return Recurrent(name="state", dtype=dtype, **sizes)
+
+    def variants(self, dtype: FloatDType) -> tuple[KernelVariant, ...]:
+        """Those of a plugin."""
+        spec = self.state(dtype)
+        return gated_delta_variants(spec, torch_dtype(dtype), num_requests=self.max_requests, is_pooled=True)
 
 
 def gated_delta_variants(
     spec: Recurrent, dtype: torch.dtype, *, num_requests: int, is_pooled: bool
 ) -> tuple[KernelVariant, ...]:
     """In the order of their launches. Grids use num_requests and num_rows; `is_pooled`: the state is at addresses."""
-    types = (
-        SCALARS
-        | dict.fromkeys(FLOAT32_ARGUMENTS, pointer(torch.float32))
-        | dict.fromkeys(INT32_ARGUMENTS, pointer(torch.int32))
-        | dict.fromkeys(("slot_ids", "state_pools"), pointer(torch.int64))
-    )
+    return tuple(_variants(spec, dtype, num_requests, is_pooled))
+
+
+def _variants(spec: Recurrent, dtype: torch.dtype, num_requests: int, is_pooled: bool) -> Iterator[KernelVariant]:
     channel_blocks = -(-spec.num_channels // launch.CHANNELS)
     head_blocks = -(-spec.num_value_heads // launch.HEADS)
-    kernels = {
-        "convolve": (gated_delta_ends.convolve_kernel, launch.convolve_constants(spec, num_requests)),
-        "delta_verify": (gated_delta.delta_verify_kernel, launch.verify_constants(spec)),
-        "delta_prompt": (gated_delta.delta_prompt_kernel, launch.prompt_constants(spec)),
-        "finish": (gated_delta_ends.finish_kernel, launch.finish_constants(spec, num_requests)),
-    }
-    grids = {
-        "convolve": ("num_rows", str(channel_blocks), "1"),
-        "finish": ("num_rows + num_requests", str(max(head_blocks, channel_blocks)), "1"),
-    }
-    warps = {"delta_verify": launch.VERIFY_WARPS, "delta_prompt": launch.PROMPT_WARPS}
-    variants = []
-    for name, (kernel, constants) in kernels.items():
-        columns = -(-spec.value_head_dim // constants.get("BLOCK_V", 1))
-        constexprs = constants | {"POOLED": is_pooled}
-        variants.append(
-            KernelVariant(
-                name=name,
-                kernel=kernel,
-                signature={
-                    argument: types.get(argument, pointer(dtype))
-                    for argument in kernel.arg_names
-                    if argument not in constexprs
-                },
-                constexprs=constexprs,
-                num_warps=warps.get(name, launch.END_WARPS),
-                num_stages=launch.NUM_STAGES if name in warps else 1,
-                grid=grids.get(name, ("num_requests", str(spec.num_value_heads), str(columns))),
-            )
+    convolve = launch.convolve_constants(spec, num_requests)
+    finish = launch.finish_constants(spec, num_requests)
+    pooled = {"POOLED": is_pooled}
+    name = _name(spec, dtype, is_pooled)
+    yield _variant(
+        f"convolve_{name}_r{convolve['REQUESTS']}",
+        convolve_kernel,
+        dtype,
+        convolve | pooled,
+        num_warps=launch.END_WARPS,
+        grid=("num_rows", str(channel_blocks), "1"),
+    )
+    for kernel, constants, num_warps in (
+        (delta_verify_kernel, launch.verify_constants(spec), launch.VERIFY_WARPS),
+        (delta_prompt_kernel, launch.prompt_constants(spec), launch.PROMPT_WARPS),
+    ):
+        columns = -(-spec.value_head_dim // constants["BLOCK_V"])
+        yield _variant(
+            f"{kernel.__name__.removesuffix('_kernel')}_{name}",
+            kernel,
+            dtype,
+            constants | pooled,
+            num_warps=num_warps,
+            num_stages=launch.NUM_STAGES,
+            grid=("num_requests", str(spec.num_value_heads), str(columns)),
         )
-    return tuple(variants)
+    yield _variant(
+        f"finish_{name}_r{finish['REQUESTS']}",
+        finish_kernel,
+        dtype,
+        finish | pooled,
+        num_warps=launch.END_WARPS,
+        grid=("num_rows + num_requests", str(max(head_blocks, channel_blocks)), "1"),
+    )
+
+
+def _variant(
+    name: str,
+    kernel: Any,
+    dtype: torch.dtype,
+    constants: Mapping[str, int | bool],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    grid: tuple[str, str, str],
+) -> KernelVariant:
+    types = _SCALARS | {
+        argument: pointer(element)
+        for names, element in ((_FLOAT32, torch.float32), (_INT32, torch.int32), (_INT64, torch.int64))
+        for argument in names
+    }
+    arguments = [argument for argument in kernel.arg_names if argument not in constants]
+    return KernelVariant(
+        name=name,
+        kernel=kernel,
+        signature={argument: types.get(argument, pointer(dtype)) for argument in arguments},
+        constexprs=constants,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        grid=grid,
+    )
+
+
+def _name(spec: Recurrent, dtype: torch.dtype, is_pooled: bool) -> str:
+    heads = f"h{spec.num_key_heads}x{spec.num_value_heads}_d{spec.key_head_dim}x{spec.value_head_dim}"
+    parts = [dtype_name(dtype), *(["pooled"] if is_pooled else []), heads, f"c{spec.conv_size}", f"n{spec.num_records}"]
+    return "_".join(parts)

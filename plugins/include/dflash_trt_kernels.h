@@ -154,6 +154,28 @@ extern "C"
         void* out;
     } dflash_trt_experts_buffers;
 
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_rows; /* of the step, those of no request included */
+        int32_t num_requests;
+        int32_t num_channels; /* q, k and v of all heads */
+        int32_t conv_size;
+        int32_t key_heads;
+        int32_t value_heads;
+        int32_t value_dim;
+        int32_t num_records;
+        int32_t state; /* index in state_pools of the first of six */
+        float eps;
+    } dflash_trt_gated_delta_shape;
+
+    /* Device addresses in the order of GatedDelta's inputs, which dflash_trt_contract() lists. */
+    typedef struct
+    {
+        void const* const* inputs;
+        void* out;
+    } dflash_trt_gated_delta_buffers;
+
     /* Workspace: device memory of at least so many bytes, for one call at a time. */
     DFLASH_TRT_API int32_t dflash_trt_attend_pages_workspace(
         dflash_trt_attention_shape const* shape, size_t* num_bytes);
@@ -165,6 +187,8 @@ extern "C"
     DFLASH_TRT_API int32_t dflash_trt_draft_tokens_workspace(
         dflash_trt_draft_tokens_shape const* shape, size_t* num_bytes);
     DFLASH_TRT_API int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size_t* num_bytes);
+    DFLASH_TRT_API int32_t dflash_trt_gated_delta_workspace(
+        dflash_trt_gated_delta_shape const* shape, size_t* num_bytes);
 
     DFLASH_TRT_API int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape,
         dflash_trt_attend_pages_buffers const* buffers, void* workspace, dflash_trt_stream stream);
@@ -183,6 +207,9 @@ extern "C"
 
     DFLASH_TRT_API int32_t dflash_trt_experts(dflash_trt_experts_shape const* shape,
         dflash_trt_experts_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_gated_delta(dflash_trt_gated_delta_shape const* shape,
+        dflash_trt_gated_delta_buffers const* buffers, void* workspace, dflash_trt_stream stream);
 
     typedef struct
     {

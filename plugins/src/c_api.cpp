@@ -3,6 +3,7 @@
 #include "contract/contract.h"
 #include "operations/collective.h"
 #include "operations/experts.h"
+#include "operations/gated_delta.h"
 #include "operations/sampling.h"
 #include "operations/step_operations.h"
 #include "runtime/embedded_kernel.h"
@@ -112,6 +113,17 @@ ExpertsOptions experts_options_of(dflash_trt_experts_shape const& shape)
         shape.activation, shape.routing_scale, shape.limit, shape.alpha, matrix_of(shape.gate_up), matrix_of(shape.down)};
 }
 
+DeltaShape delta_of(dflash_trt_gated_delta_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_rows, shape.num_requests, shape.num_channels, shape.conv_size,
+        shape.key_heads, shape.value_heads, shape.value_dim};
+}
+
+DeltaOptions delta_options_of(dflash_trt_gated_delta_shape const& shape)
+{
+    return {shape.state, shape.num_records, shape.eps};
+}
+
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
@@ -150,6 +162,12 @@ int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size
 {
     return guarded(
         [&] { *num_bytes = experts_workspace_bytes(experts_of(required(shape)), experts_options_of(*shape)); });
+}
+
+int32_t dflash_trt_gated_delta_workspace(dflash_trt_gated_delta_shape const* shape, size_t* num_bytes)
+{
+    return guarded(
+        [&] { *num_bytes = gated_delta_workspace_bytes(delta_of(required(shape)), delta_options_of(*shape)); });
 }
 
 int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_trt_attend_pages_buffers const* buffers,
@@ -240,6 +258,21 @@ int32_t dflash_trt_experts(dflash_trt_experts_shape const* shape, dflash_trt_exp
             CallTensors const tensors{&required(given.inputs), outputs, workspace};
             auto const launches =
                 prepare_experts(experts_of(required(shape)), experts_options_of(*shape), Device::current());
+            run(launches, tensors, stream);
+        });
+}
+
+int32_t dflash_trt_gated_delta(dflash_trt_gated_delta_shape const* shape, dflash_trt_gated_delta_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            void* const outputs[] = {given.out};
+            CallTensors const tensors{&required(given.inputs), outputs, workspace};
+            auto const launches =
+                prepare_gated_delta(delta_of(required(shape)), delta_options_of(*shape), Device::current());
             run(launches, tensors, stream);
         });
 }

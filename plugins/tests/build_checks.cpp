@@ -254,6 +254,16 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("down_bias", 0, 1, "down_bias: expected [8, 64]");
         return;
     }
+    if (node.name == "GatedDelta")
+    {
+        refuses("qkvz", 1, kChannels, "qkvz: expected 256 along an axis");
+        refuses("ba", 0, kTokens + 1, "ba: expected 6 along an axis");
+        refuses("dt_bias", 0, 1, "dt_bias: expected 4 along an axis");
+        refuses("conv", 1, kConvSize + 1, "TAPS = 5");
+        refuses("conv", 0, kChannels + 2, "qkvz: expected 258 along an axis");
+        refuses("state_pools", 0, kDeltaStates - 1, "state_pools: expected 8 addresses or more");
+        return;
+    }
     bool const is_target = node.name == "AttendPages";
     refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
     refuses("page_table", 0, 100000, "REQUESTS");

@@ -40,6 +40,10 @@ struct Node
 // Sizes of a step; all different where they could be confused.
 constexpr int64_t kTokens = 6, kRequests = 2, kWidth = 3, kPagesPerRequest = 7, kStates = 5;
 constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
+// Of tests/plugins/delta_cases.py.
+constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
+constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
+constexpr int64_t kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim;
 constexpr int64_t kExperts = 8, kHidden = 64, kFfn = 96; // of MXFP4, as one of tests/plugins/expert_cases.py
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
@@ -112,6 +116,12 @@ inline std::vector<Node> make_nodes(
                 {"down_row_scale", {1, 1}, f32}, {"down_input_scale", {1, 1}, f32},
                 {"down_bias", {kExperts, kHidden}, f}},
             {{"out", {expert_rows, kHidden}, f}}, 5},
+        {"GatedDelta", {{"state", 2}, {"num_records", 4}, {"num_key_heads", int32_t{kKeyHeads}}, {"eps", 1e-6F}},
+            {{"qkvz", {num_tokens, kChannels + kValueHeads * kValueDim}, f}, {"ba", {num_tokens, 2 * kValueHeads}, f},
+                {"conv", {kChannels, kConvSize}, f}, {"log_rate", {kValueHeads}, f32}, {"dt_bias", {kValueHeads}, f32},
+                {"norm", {kValueDim}, f}, {"state_pools", {kDeltaStates}, i64}, per_request("slot_ids", i64),
+                token_offsets, per_request("context_lens", i32)},
+            {{"out", {num_tokens, kValueHeads * kValueDim}, f}}, 4},
         {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
         {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
             0},

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.plugins.building import build_library
 from tests.plugins.c_api import LibraryError, PluginLibrary
+from tests.plugins.delta_cases import CASES as DELTA_CASES
+from tests.plugins.delta_cases import kept_state
 from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, SAMPLING_NODES, STATE, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
@@ -46,7 +48,7 @@ def library() -> PluginLibrary:
     major, minor = torch.cuda.get_device_capability()
     architecture = f"{major}{minor}" + ("a" if major >= 9 else "")
     out = Path(__file__).parents[2] / "build" / "test_plugins_gpu"
-    built = build_library(out, "--arch", architecture, *KERNELS, timeout_s=1500)
+    built = build_library(out, "--arch", architecture, *KERNELS, module="tests.plugins.small_library", timeout_s=1500)
     return PluginLibrary(built.kernels)
 
 
@@ -93,6 +95,21 @@ def test_a_node_gives_what_pytorch_gives(library: PluginLibrary, node: str, case
     assert difference(found, expected) <= TOLERANCES[dtype]
     if node not in SAMPLING_NODES:
         assert torch.equal(found[-1].cpu().float(), expected[-1].float()), "pages are copied, or divided and rounded"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", DELTA_CASES)
+def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(
+    library: PluginLibrary, name: str, dtype: torch.dtype
+) -> None:
+    case = DELTA_CASES[name]
+    inputs, fields, state = case.node(dtype)
+    node = type("Node", (), {"name": "GatedDelta", "fields": fields})
+    expected = PluginReference()(node, list(inputs.values()))
+    inputs, fields, found_state = case.node(dtype, "cuda")
+    found = library("GatedDelta", inputs, fields)
+    assert difference(found, [tensor.float() for tensor in expected]) <= TOLERANCES[dtype]
+    assert difference(kept_state(case, found_state), kept_state(case, state)) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("node", NODES)

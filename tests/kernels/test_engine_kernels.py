@@ -95,6 +95,29 @@ def test_the_sampler_is_compiled_for_the_vocabulary_and_k(vocab_size: int, mark:
     assert {variant.constexprs["TILES"] for variant in kernels if "TILES" in variant.constexprs} == {64}
 
 
+def test_a_hybrid_has_kernels_for_each_kind_of_its_delta_nets(tmp_path: Path) -> None:
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
+    make_target(tmp_path / "target", family="qwen3_5_text", **sizes)
+    make_zlab_drafter(
+        tmp_path / "drafter", target_dir=tmp_path / "target", block_size=4, head_dim=32, target_layer_ids=(0,)
+    )
+    fields = {"target": "target", "drafter": "drafter", "dtype": "bfloat16", "max_batch_size": 40, "tp_size": 2}
+    kernels = kernels_of_config(build_config_from(fields, source="test"), tmp_path)
+    [deltas] = kernels.deltas  # of all three layers, a rank's half of the heads
+    state = deltas.state("bfloat16")
+    assert (state.num_key_heads, state.num_value_heads, state.num_records, deltas.max_requests) == (1, 2, 4, 40)
+    ours = [variant for variant in kernels.variants() if "h1x2_d16x16" in variant.name]
+    assert {variant.kernel.__name__ for variant in ours} == {
+        "convolve_kernel",
+        "delta_verify_kernel",
+        "delta_prompt_kernel",
+        "finish_kernel",
+    }
+    assert all(variant.constexprs["POOLED"] for variant in ours)
+    assert {variant.constexprs["REQUESTS"] for variant in ours if "REQUESTS" in variant.constexprs} == {64}
+    assert kernels.layers[0].head_dim == 16 and len(kernels.layers) == 2
+
+
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])
 def test_the_architecture_is_that_of_the_plans(capability: str, name: str) -> None:
     assert architecture_of(capability) == name

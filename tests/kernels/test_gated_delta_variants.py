@@ -34,16 +34,19 @@ COMPILE = """
 import json, sys
 from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
+from dataclasses import replace
 import torch
 from dflash_trt.core.state_spec import Recurrent
 from plugins.aot.gated_delta_variants import gated_delta_variants
 
 sizes = dict(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128, conv_size=4, num_records=16)
 spec = Recurrent(name="state", dtype="bfloat16", **sizes)
-plan = [("90a", ("convolve", "delta_verify", "delta_prompt", "finish")), ("100a", ("delta_prompt",)),
-        ("103a", ("delta_verify",))]
-for architecture, names in plan:
-    for variant in gated_delta_variants(spec, torch.bfloat16, num_requests=64, is_pooled=architecture != "90a"):
+wide = replace(spec, num_value_heads=48)  # of the 27B models
+plan = [("90a", spec, False, ("convolve", "delta_verify", "delta_prompt", "finish")),
+        ("100a", spec, True, ("delta_prompt",)), ("103a", spec, True, ("delta_verify",)),
+        ("90a", wide, True, ("delta_verify",))]
+for architecture, sizes, is_pooled, names in plan:
+    for variant in gated_delta_variants(sizes, torch.bfloat16, num_requests=64, is_pooled=is_pooled):
         name = variant.kernel.__name__.removesuffix("_kernel")
         if name in names:
             kernel = compile_variant(variant, architecture)
@@ -59,6 +62,6 @@ def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(t
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [kernel["name"] for kernel in kernels] == [*BLOCKS, "delta_prompt", "delta_verify"]
+    assert [kernel["name"] for kernel in kernels] == [*BLOCKS, "delta_prompt", "delta_verify", "delta_verify"]
     for kernel in kernels:
         assert kernel["stack"] == 0 and kernel["blocks"] >= BLOCKS[kernel["name"]], kernel

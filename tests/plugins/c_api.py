@@ -65,6 +65,13 @@ class ExpertsBuffers(ctypes.Structure):
     _fields_ = (("inputs", ctypes.POINTER(ctypes.c_void_p)), ("out", ctypes.c_void_p))
 
 
+_DELTA = "float_type num_rows num_requests num_channels conv_size key_heads value_heads value_dim num_records state"
+
+
+class DeltaShape(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int32) for name in _DELTA.split()), ("eps", ctypes.c_float))
+
+
 class LibraryError(Exception):
     pass
 
@@ -85,6 +92,7 @@ class PluginLibrary:
             "SampleAndAccept": self.sample_and_accept,
             "DraftTokens": self.draft_tokens,
             "Experts": self.experts,
+            "GatedDelta": self.gated_delta,
         }
         return own.get(name, self._draft)(inputs, fields)
 
@@ -151,6 +159,20 @@ class PluginLibrary:
         contract = next(plugin for plugin in PLUGINS if plugin.name == "Experts")
         buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(out.data_ptr()))
         self._call("experts", shape, buffers, _address(workspace))
+        return [out]
+
+    def gated_delta(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        num_channels, conv_size = x["conv"].shape
+        heads, value_dim = len(x["log_rate"]), len(x["norm"])
+        sizes = (len(x["qkvz"]), len(x["slot_ids"]), num_channels, conv_size, int(fields["num_key_heads"]), heads)
+        more = (value_dim, int(fields["num_records"]), int(fields["state"]), fields["eps"])
+        shape = DeltaShape(FLOAT_TYPES[x["qkvz"].dtype], *sizes, *more)
+        out = torch.empty((len(x["qkvz"]), heads * value_dim), dtype=x["qkvz"].dtype, device=x["qkvz"].device)
+        workspace = self._workspace("gated_delta", shape, out.device)
+        workspace.random_()  # it holds anything
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "GatedDelta")
+        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(out.data_ptr()))
+        self._call("gated_delta", shape, buffers, _address(workspace))
         return [out]
 
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:

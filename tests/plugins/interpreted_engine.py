@@ -20,10 +20,13 @@ import tensorrt_rtx
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.step_inputs import sequence_batch
+from dflash_trt.backends.tensorrt import self_test
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.backends.tensorrt.plugins import PLUGINS
+from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits
@@ -31,6 +34,7 @@ from tests import engines
 from tests.engines import make_executor
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
+from tests.plugins.delta_cases import NET, NUM_RECORDS
 from tests.plugins.interpreted_library import InterpretingDriver
 from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
@@ -102,6 +106,74 @@ def past_the_own_pages(executor: Any) -> str:
     return canary(executor)
 
 
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": NET.num_key_heads,
+    "linear_num_value_heads": NET.num_value_heads,
+    "linear_key_head_dim": NET.key_head_dim,
+    "linear_value_head_dim": NET.value_head_dim,
+    "linear_conv_kernel_dim": NET.conv_size,
+}
+
+
+def make_hybrid(root: Path) -> Any:
+    """Of the sizes that the library has kernels for."""
+    options = {"num_layers": 1, "target_layer_ids": (0, 2), "head_dim": 16, "block_size": NUM_RECORDS}
+    return make_pair(root, family="qwen3_5_text", target=HYBRID, **options)
+
+
+def same_verified(ours: Any, pair: Any) -> bool:
+    """The tokens of a trace whose blocks are cut at each of their tokens, beside prompts of two chunks."""
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    texts = trace(theirs, GREEDY[:2], num_draft_tokens=(0,), num_new=9)[1]
+    proposals = [[(token + (i % 3 == 2)) % 12 for i, token in enumerate(text.tokens)] for text in texts]
+    options: dict[str, Any] = {"num_draft_tokens": (3, 0, 2), "num_new": 8, "chunk": 6, "proposals": proposals}
+    expected, found = (trace(executor, GREEDY[:2], **options)[0] for executor in (theirs, ours))
+    assert {row.num_accepted for step in expected for row in step} == {0, 1, 2}
+    return integers(found) == integers(expected)
+
+
+def same_again(ours: Any) -> bool:
+    """A step that runs twice folds its records once."""
+    prompt = sequence_batch([5, 9, 2], page_size=LIMITS.page_size, num_draft_tokens=3)
+    block = sequence_batch([4, 1, 7, 7], page_size=LIMITS.page_size, context_len=3, num_draft_tokens=3)
+    after = sequence_batch([8, 1], page_size=LIMITS.page_size, context_len=6, num_draft_tokens=3)
+    found = [
+        [run_batch(ours, batch) for batch in batches]
+        for batches in ((prompt, block, after), (prompt, block, block, after, after))
+    ]
+    (_, once, last), (_, first, second, behind, again) = found
+    return once == first == second and last == behind == again
+
+
+def late(executor: Any, name: str) -> str:
+    """A part of a state that begins a slot late."""
+    index = list(executor.state.contents).index(name)
+    executor.state.tensors["state_pools"][index] += executor.state.contents[name][0].nbytes
+    return canary(executor)
+
+
+def hybrid(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
+    without = open_engine(pair, nodes)
+    without.state.tensors["state_pools"][0] = 0
+    return {
+        "tokens": same_verified(open_engine(pair, nodes), pair),
+        "again": same_again(open_engine(pair, nodes)),
+        "chained": self_test._chain(make_executor(*pair, max_seq_len=MAX_SEQ_LEN), open_engine(pair, nodes), 12),
+        "canary": canary(open_engine(pair, nodes)),
+        "no address": canary(without),
+        "a slot late": late(open_engine(pair, nodes), "target_state.2.deltas"),
+        "one state twice": canary(open_engine(pair, nodes, spoil=of_one_net_twice)),
+    }
+
+
+def of_one_net_twice(plugin_nodes: list[Any]) -> None:
+    first, second = (node for node in plugin_nodes if node.name == "GatedDelta")
+    second.fields["state"] = first.fields["state"]
+
+
 def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
@@ -124,6 +196,7 @@ def main() -> dict[str, Any]:
     results["canary"]["an address of 0"] = without_address(pair, nodes)
     results["canary"]["one state twice"] = canary(open_engine(pair, nodes, spoil=of_one_state_twice))
     results["canary"]["a page late"] = past_the_own_pages(open_engine(pair, nodes))
+    results["hybrid"] = hybrid(make_hybrid(root / "hybrid"), nodes)
     results["errors"] = driver.errors
     return results
 

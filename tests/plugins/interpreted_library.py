@@ -29,6 +29,8 @@ from dflash_trt import kernels
 from dflash_trt.core.dtype import torch_dtype, triton_type
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import LibraryError, PluginLibrary
+from tests.plugins.delta_cases import CASES as DELTA_CASES
+from tests.plugins.delta_cases import DeltaCase, kept_state
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.expert_cases import ExpertsCase
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
@@ -153,6 +155,30 @@ def run_experts(library: Any, driver: InterpretingDriver, case: ExpertsCase) -> 
     }
 
 
+def run_delta(library: Any, driver: InterpretingDriver, case: DeltaCase) -> dict[str, Any]:
+    """The largest difference of results and of the state behind them; also with every third row's decay corrupted.
+
+    Records behind the last row of a block, and those of prompts, mean nothing.
+    """
+    inputs, fields, theirs = case.node()
+    [expected] = reference("GatedDelta", inputs, fields)
+    expected_state = kept_state(case, theirs)
+    driver.launched.clear()
+    inputs, fields, ours = case.node()
+    [found] = library("GatedDelta", inputs, fields)
+    launched = list(driver.launched)
+    parts = zip(kept_state(case, ours), expected_state, strict=True)
+    inputs, fields, _state = case.node()  # which lives as long as its addresses are used
+    inputs["ba"][::3] += 1.0
+    [corrupted] = library("GatedDelta", inputs, fields)
+    return {
+        "difference": float((found - expected).abs().max()),
+        "state": max(float((a - b).abs().max()) for a, b in parts),
+        "corrupted": float((corrupted - expected).abs().max()),
+        "launches": launched,
+    }
+
+
 def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
     node_ = type("Node", (), {"name": name, "fields": fields})
     contracts = PluginReference().contracts
@@ -185,6 +211,7 @@ def main() -> dict[str, Any]:
         other_fields = {"is_window_anchored": 0.0}
         results["spoilt"][name] = compare(library, "AttendDraft", CASES[name], other_fields=other_fields)
     results["experts"] = {name: run_experts(library, driver, case) for name, case in EXPERT_CASES.items()}
+    results["deltas"] = {name: run_delta(library, driver, case) for name, case in DELTA_CASES.items()}
     results["errors"] = driver.errors
     results["refusals"] = refusals(library, driver)
     return results

@@ -1,4 +1,4 @@
-"""Kernels of the library that tests build: those of the lists given, and those of the cases of experts.
+"""Kernels of the library that tests build: those of the lists given, of the cases of experts and of delta nets.
 
 python -m tests.plugins.small_library OUT --cache DIR [lists of `python -m plugins.aot`]
 """
@@ -7,16 +7,22 @@ import sys
 from dataclasses import dataclass
 
 from plugins.aot import command_line
+from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.variant import KernelVariant, unique_variants
-from plugins.aot.variants import LibrarySpec
+from plugins.aot.variants import FLOAT_TYPES, LibrarySpec
+from tests.plugins.delta_cases import state_spec
 from tests.plugins.expert_cases import CASES
+
+MAX_REQUESTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallLibrarySpec(LibrarySpec):
     def variants(self) -> tuple[KernelVariant, ...]:
         experts = [variant for case in CASES.values() for variant in case.kernels().variants("float32")]
-        return unique_variants([*super().variants(), *experts])
+        kernels = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS)
+        deltas = [variant for dtype in FLOAT_TYPES if dtype in self.dtypes for variant in kernels.variants(dtype)]
+        return unique_variants([*super().variants(), *experts, *deltas])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,24 @@ def results(built: BuiltLibrary, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.mark.parametrize("engine", ["FP8 pages", "sinks, a scale and a soft cap"])
 def test_whole_steps_through_the_librarys_launches_give_torchs_tokens(results: dict[str, Any], engine: str) -> None:
     assert results["tokens"][engine] is True
+
+
+def test_whole_steps_over_recurrent_states_give_torchs_tokens(results: dict[str, Any]) -> None:
+    """Blocks cut everywhere, K that changes, chained steps, and steps that run twice."""
+    found = results["hybrid"]
+    assert found["tokens"] is True and found["again"] is True
+    assert re.match(r"5 steps, \d+ tokens equal", found["chained"])
+
+
+def test_an_engine_that_writes_its_slots_passes_and_others_are_refused_by_the_part(results: dict[str, Any]) -> None:
+    found = results["hybrid"]
+    assert found["canary"] == "5 tokens in each of 14 pools, at 2 places"  # 2 states of 6 parts, K/V of 2 layers
+    for engine, message in {
+        "no address": "slots of target_state.0.state: expected 1536 values of slot 0 to be written, found 0 of them",
+        "a slot late": "slots of target_state.2.deltas: expected no slot of others to be written, found 1 of them",
+        "one state twice": "slots of target_state.2.state: expected 1536 values of slot 0 to be written, found 0",
+    }.items():
+        assert found[engine].startswith(message), found[engine]
 
 
 @pytest.mark.parametrize("engine", ["with drafts", "without drafts"])

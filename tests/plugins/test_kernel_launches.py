@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from tests.plugins.building import BuiltLibrary, run_python
+from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
 TOLERANCE = 5e-6
 SPOILT = 0.1
+DELTA_TOLERANCE = 5e-5  # of numbers up to 10
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,22 @@ def test_experts_are_five_launches(results: dict[str, Any], case: str) -> None:
     kernels = ["reset_ticket", "routing", "expert_gate_up", "expert_down", "expert_sum"]
     launched = results["experts"][case]["launches"]
     assert all(variant.startswith(kernel) for variant, kernel in zip(launched, kernels, strict=True))
+
+
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(results: dict[str, Any], case: str) -> None:
+    found = results["deltas"][case]
+    assert max(found["difference"], found["state"]) <= DELTA_TOLERANCE
+    assert found["corrupted"] > SPOILT
+
+
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_a_delta_net_looks_for_prompts_where_there_may_be_one(results: dict[str, Any], case: str) -> None:
+    prompts = [] if case == "a block alone" else ["delta_prompt"]
+    kernels = ["convolve", "delta_verify", *prompts, "finish"]
+    launched = results["deltas"][case]["launches"]
+    assert len(launched) == len(kernels)
+    assert all(variant.startswith(f"{kernel}_") for variant, kernel in zip(launched, kernels, strict=True))
 
 
 def test_more_rows_take_larger_tiles_of_experts(results: dict[str, Any]) -> None:

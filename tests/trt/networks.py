@@ -44,6 +44,7 @@ from tests.engines import PAGE_SIZE
 from tests.trt.interpreter import NetworkInterpreter, Plugins
 
 MAX_SEQ_LEN = 128
+MAX_NUM_TOKENS = 64
 
 
 @dataclass(kw_only=True)
@@ -138,6 +139,7 @@ def open_spec(
         dtype=dtype,
         page_size=PAGE_SIZE,
         max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
+        max_num_tokens=MAX_NUM_TOKENS,
         mapping=mapping,
     )
     return spec, dict(pair.iter_weights(dtype=torch_dtype(dtype), mapping=mapping))
@@ -184,7 +186,7 @@ class InterpretedExecutor:
         self.limits = ExecutorLimits(
             max_batch_size=8,
             max_seq_len=max_seq_len,
-            max_num_tokens=1024,
+            max_num_tokens=spec.max_num_tokens,
             max_draft_len=spec.max_draft_len,
             page_size=spec.page_size,
             num_pages=num_pages,
@@ -192,7 +194,8 @@ class InterpretedExecutor:
         self._spec = spec
         self._slots = SlotMirror(self.limits.max_positions)
         self._interpreter = defined.interpreter(plugins)
-        self._state = EngineState(spec, num_pages=num_pages, device=torch.device("cpu"))
+        num_slots = self.limits.max_batch_size + 1
+        self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=torch.device("cpu"))
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -209,6 +212,7 @@ class InterpretedExecutor:
         num_draft_tokens = max(batch.num_draft_tokens, least)
         inputs = step_inputs(StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens))
         named = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+        named["slot_ids"] = torch.from_numpy(plan.rows.slot_ids)
         given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
         outputs = self._interpreter.run(named | given)
         written = {tensor.name for tensor in state_outputs_of(self._spec)}

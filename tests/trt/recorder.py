@@ -124,6 +124,9 @@ def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...
         return [(q.dtype, (-1, q.shape[1] * q.shape[2]))]
     if name == "Experts":
         return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
+    if name == "GatedDelta":
+        qkvz, norm, log_rate = inputs[0], inputs[5], inputs[3]
+        return [(qkvz.dtype, (-1, log_rate.shape[0] * norm.shape[0]))]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
     if name == "DraftTokens":

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from dflash_trt.backends.tensorrt.builder import PlanOptions, build_plan
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
-from dflash_trt.backends.tensorrt.network import pages_of
+from dflash_trt.backends.tensorrt.network import state_tensors_of
 from dflash_trt.backends.tensorrt.plan_stream import NoBytes
 from dflash_trt.backends.tensorrt.profiles import profile_inputs, step_profiles
 from dflash_trt.backends.tensorrt.timing_cache import load_timing_cache, store_timing_cache
@@ -75,7 +75,7 @@ def test_the_network_of_one_of_two_ranks_sums_and_gathers_where_it_must(trt, tmp
     collectives = [layer for layer in layers if layer.type.name == "DIST_COLLECTIVE"]
     assert len(collectives) == 2 * (4 + 2) + 2
     assert {layer.num_ranks for layer in collectives} == {2}
-    pages = next(tensor for tensor in pages_of(defined.spec) if tensor.name == "target_kv.0")
+    pages = next(tensor for tensor in state_tensors_of(defined.spec) if tensor.name == "target_kv.0")
     assert pages.shape == (-1, 2, PAGE_SIZE, 1, 16)
 
 

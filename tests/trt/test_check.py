@@ -65,6 +65,33 @@ def test_each_rank_whose_network_differs_is_checked(trt, tmp_path):
     assert "next_target_kv.0 BF16 [-1, 2, 4, 1, 16]" in report["outputs"]
 
 
+def test_hybrids_are_checked_with_their_recurrent_state(trt, tmp_path):
+    target = make_target(tmp_path / "hybrid", family="qwen3_5_text", tokenizer=False)
+    pair = ["--target", config_of(target, tmp_path / "t")]
+    result = check(*pair, *LIMITS, "--tp-size", 2, "--backend", "tensorrt", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["layer_ids"]["target"] == [0, 2]  # a delta net and attention
+    assert "slot_ids INT64 [-1]" in report["inputs"]
+    assert "next_target_state.0.keys FLOAT [-1, 1, 1, 8]" in report["outputs"]  # of one of two key heads
+    assert report["profiles"]["mixed"]["slots"] == [1, 5, 5]
+    heads, channels, records = 2, 2 * 8 + 2 * 12, 1
+    floats = heads * 8 * 12 + records * (8 + heads * 12 + heads)
+    window = (4 - 1 + records) * channels
+    assert report["state_bytes_per_slot"] == 3 * (4 * floats + 2 * window + 4)  # of three of four layers
+    planned = planned_for(*pair, *LIMITS, "--tp-size", 2, "--backend", "tensorrt")
+    assert planned["rank_memory"]["weights_bytes"] == report["plan_bytes"]
+
+
+def test_the_tables_of_a_plan_show_mixers_that_are_not_alike(tmp_path):
+    target = config_of(make_target(tmp_path / "hybrid", family="qwen3_5_text", tokenizer=False), tmp_path / "t")
+    result = CliRunner().invoke(cli, ["plan", "--target", str(target), *map(str, LIMITS), "--gpu", "h200"])
+    assert result.exit_code == 0, result.output
+    rows = {tuple(word.strip() for word in line.split("│")[1:-1]) for line in result.stdout.splitlines()}
+    assert {("gated delta nets", "3 of 4 layers"), ("num_heads", "4")} <= rows
+    assert any(row[:1] == ("rope",) and "theta" in row[1] for row in rows)
+
+
 def test_ranks_that_cannot_be_are_refused_before_any_work(tmp_path):
     target = config_of(make_target(tmp_path / "target"), tmp_path / "t")
     result = check("--target", target, "--tp-size", 3)

@@ -27,6 +27,7 @@ from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.kernels import reference_experts
+from tests.plugins.delta_cases import run_reference as run_delta
 from tests.plugins.expert_cases import decoded
 from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, view_at
@@ -150,6 +151,9 @@ class PluginReference:
             )
         ]
 
+    def _gated_delta(self, x, settings):
+        return run_delta(x, settings)
+
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
@@ -260,7 +264,17 @@ def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
-    assert counts == [4, num_draft_layers, 0, 1, int(num_draft_layers > 0), 0, 0, 0]  # no experts, no collectives
+    assert counts == [
+        4,
+        num_draft_layers,
+        0,
+        1,
+        int(num_draft_layers > 0),
+        0,
+        0,
+        0,
+        0,
+    ]  # no experts, no delta nets, no collectives
     plugins = FakePlugins(trt)
     define_pair(
         trt,

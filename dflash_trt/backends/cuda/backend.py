@@ -15,16 +15,15 @@ from dflash_trt.backends.base import (
     grouped_problems,
     latent_problems,
     layer_problems,
+    recurrent_problems,
     unsupported_formats,
 )
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
     yield from grouped_problems(target, where=where, hint=hint)
     yield from layer_problems(target, where=where, hint=hint)
     yield from drafter_problems(draft, where=where, hint=hint)
-    yield from _recurrent_problems(target, draft)
+    yield from recurrent_problems(target, draft, where=where, hint=hint)
 
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
@@ -91,26 +90,6 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
                 found=str(head_dim),
                 hint=hint,
             )
-
-
-def _recurrent_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]:
-    """Of gated delta nets that are larger than the kernels are made for."""
-    nets = {layer.mixer for layer in target.layers if isinstance(layer.mixer, GatedDelta)}
-    sizes = {size for net in nets for size in (net.key_head_dim, net.value_head_dim)}
-    for size in sorted(size for size in sizes if size > MAX_DELTA_HEAD_DIM):
-        yield problem(
-            "head_dim of gated delta nets",
-            expected=f"at most {MAX_DELTA_HEAD_DIM} on a GPU",
-            found=str(size),
-            hint='Run this engine with device "cpu".',
-        )
-    if nets and draft is not None and draft.max_draft_len >= MAX_DELTA_RECORDS:
-        yield problem(
-            "max_draft_len",
-            expected=f"less than {MAX_DELTA_RECORDS} on a GPU, for a target with gated delta nets",
-            found=str(draft.max_draft_len),
-            hint='Build with fewer drafts, or run this engine with device "cpu".',
-        )
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:

@@ -12,32 +12,38 @@ from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.tensorrt.network import (
     STATE_POOLS,
     StepNetworkSpec,
-    pages_of,
     state_outputs_of,
+    state_tensors_of,
     step_inputs_of,
     step_outputs_of,
+    step_tensors_of,
 )
 from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.step_plan import ExecutorLimits
-from dflash_trt.core.step_spec import STEP_INPUTS
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class EngineState:
-    """Pages of every state, as the network takes them: by address, or as tensors that leave as others."""
+    """Pages and slots of every state, as the network takes them: by address, or as tensors that leave as others."""
 
-    def __init__(self, spec: StepNetworkSpec, *, num_pages: int, device: torch.device) -> None:
-        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write."""
+    def __init__(self, spec: StepNetworkSpec, *, num_pages: int, num_slots: int, device: torch.device) -> None:
+        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write.
+
+        `num_slots` are those of requests and the last one, of padding.
+        """
         self._is_in_place = spec.plugins == "plugin"
-        size = num_pages if self._is_in_place else num_pages + 1
-        self.pages = {
-            tensor.name: torch.zeros((size, *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device)
-            for tensor in pages_of(spec)
+        sizes = {"pages": num_pages if self._is_in_place else num_pages + 1, "slots": num_slots}
+        self._kinds = {tensor.name: tensor.axes[0] for tensor in state_tensors_of(spec)}
+        self._tensors = {
+            tensor.name: torch.zeros(
+                (sizes[tensor.axes[0]], *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device
+            )
+            for tensor in state_tensors_of(spec)
         }
-        self._spare = {} if self._is_in_place else {name: torch.zeros_like(x) for name, x in self.pages.items()}
-        addresses = [pages.data_ptr() for pages in self.pages.values()]
+        self._spare = {} if self._is_in_place else {name: torch.zeros_like(x) for name, x in self._tensors.items()}
+        addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
         self._pools = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._unread = {
             tensor.name: torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype), device=device)
@@ -45,29 +51,44 @@ class EngineState:
         }
 
     @property
+    def contents(self) -> dict[str, Tensor]:
+        """All pages and slots in the order of their layers, as the last step left them."""
+        return dict(self._tensors)
+
+    @property
+    def pages(self) -> dict[str, Tensor]:
+        """By name of the state, [pages, ...]."""
+        return {name: tensor for name, tensor in self._tensors.items() if self._kinds[name] == "pages"}
+
+    @property
+    def slots(self) -> dict[str, Tensor]:
+        """The parts of recurrent states, [slots, ...]; names as of `slot_tensor_name`."""
+        return {name: tensor for name, tensor in self._tensors.items() if self._kinds[name] == "slots"}
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """What the next step is bound to, by name of the engine's tensor."""
         if self._is_in_place:
             return {STATE_POOLS: self._pools} | self._unread
-        return self.pages | {NEXT_PREFIX + name: tensor for name, tensor in self._spare.items()}
+        return self._tensors | {NEXT_PREFIX + name: tensor for name, tensor in self._spare.items()}
 
     @property
     def shapes(self) -> Shapes:
         """Of the inputs among them whose size is not the engine's own."""
-        return {} if self._is_in_place else {name: tuple(pages.shape) for name, pages in self.pages.items()}
+        return {} if self._is_in_place else {name: tuple(x.shape) for name, x in self._tensors.items()}
 
     @property
     def is_moving(self) -> bool:
-        """True if a step leaves the pages elsewhere: no graph can hold its addresses."""
+        """True if a step leaves the state elsewhere: no graph can hold its addresses."""
         return not self._is_in_place
 
     def finish_step(self) -> None:
         if self.is_moving:
-            self.pages, self._spare = self._spare, self.pages
+            self._tensors, self._spare = self._spare, self._tensors
 
     def fill(self, value: float) -> None:
         """Overwrite everything: for canaries, never while requests are alive."""
-        for tensor in (*self.pages.values(), *self._spare.values()):
+        for tensor in (*self._tensors.values(), *self._spare.values()):
             tensor.fill_(value)
 
 
@@ -81,6 +102,7 @@ class StepBuffers:
         self.staging = InputStaging(limits, device, scratch_page=scratch_page)
         self.results = ResultStaging(limits, device)
         self._max_pages = limits.max_pages
+        self._step_tensors = step_tensors_of(spec)
         self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
         self._outputs = tuple(tensor.name for tensor in step_outputs_of(spec))
 
@@ -92,7 +114,7 @@ class StepBuffers:
 
     def shapes(self, shape: StepShape) -> Shapes:
         sizes = shape.sizes(max_pages=self._max_pages)
-        return {tensor.name: tuple(tensor.extents(sizes)) for tensor in STEP_INPUTS}
+        return {tensor.name: tuple(tensor.extents(sizes)) for tensor in self._step_tensors}
 
     def store(self, shape: StepShape) -> None:
         """The last part of a step on the device, from its outputs."""

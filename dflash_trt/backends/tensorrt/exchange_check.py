@@ -2,7 +2,8 @@
 
 A collective that silently does nothing leaves a rank with its own partial sums, and all ranks still agree on the
 logits that they gather. So each rank in turn runs the same tokens twice, while the other ranks run the same and then
-others: its K/V of every layer after the first must change. What the sums should be is not known here.
+others: its K/V of every layer after the first, or what a recurrent layer keeps of its inputs, must change. What the
+sums should be is not known here.
 """
 
 import torch
@@ -38,9 +39,14 @@ def check_exchange(executor: PagedExecutor, *, rank: int, num_ranks: int) -> Non
 
 
 def _written(executor: PagedExecutor, token_ids: tuple[int, ...]) -> dict[str, Tensor]:
-    """The first page of each state after these tokens, in float32."""
+    """The first page of each layer's K/V after these tokens, or its window in the first slot; float32."""
     limits = executor.limits
     executor.state.fill(0.0)
     tokens = token_ids[: min(limits.page_size, limits.max_num_tokens, limits.max_seq_len)]
     run_batch(executor, sequence_batch(tokens, page_size=limits.page_size, num_draft_tokens=limits.max_draft_len))
-    return {name: pages[0].to(torch.float32, copy=True) for name, pages in executor.state.pages.items()}
+    state = executor.state
+    return {
+        name: tensor[0].to(torch.float32, copy=True)
+        for name, tensor in state.contents.items()
+        if name in state.pages or name.endswith(".window")
+    }

@@ -71,7 +71,8 @@ class TensorRTExecutor:
         self._stream = stream
         self._contexts = contexts
         self._buffers = StepBuffers(spec, engine_limits(spec, limits), device=device)
-        self.state = EngineState(spec, num_pages=limits.num_pages, device=device)
+        num_slots = limits.max_batch_size + 1  # the last one of padding
+        self.state = EngineState(spec, num_pages=limits.num_pages, num_slots=num_slots, device=device)
         self.graphs = GraphCache(capture)
         contexts.bind(self._buffers.tensors | self.state.tensors)
         if device.type == "cuda":
@@ -256,6 +257,7 @@ def _limits_without_pages(engine_dir: EngineDir, spec: StepNetworkSpec, config: 
         max_draft_len=spec.max_draft_len if config.use_drafter else 0,
         page_size=spec.page_size,
         num_pages=0,
+        num_snapshots=0 if spec.states.is_recurrent else None,  # none are copied: prompts are computed in full
         unsupported_sampling=LOGIT_RULE_FIELDS | LOGPROBS_FIELDS | frozenset(GRAMMAR_FIELDS),
     )
 
@@ -264,7 +266,8 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
     """Of this GPU's free memory, and no more pages than any other rank has."""
     pages = plan_engine_pages(
         engine_dir.manifest,
-        config.model_copy(update={"use_drafter": True}),  # the engine has the drafter's pages in any case
+        # The engine has the drafter's pages in any case, and no snapshots.
+        config.model_copy(update={"use_drafter": True, "num_state_snapshots": 0}),
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
         default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
         num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one

@@ -1,9 +1,9 @@
 """The whole step as one TensorRT network: its inputs, state and outputs, and the ops between them.
 
 Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
-network: one input, `state_pools`, has the addresses of all pages. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], and the written pages leave as
-`next_target_kv.{i}` and `next_draft_kv.{i}`.
+network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
+`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], or some, `target_state.{i}.{part}`, [slots, ...],
+and what was written leaves as `next_target_kv.{i}` and so on.
 """
 
 from collections.abc import Mapping as AbcMapping
@@ -13,29 +13,25 @@ from typing import Any, Final
 from dflash_trt.backends.tensorrt.collectives import make_collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
-from dflash_trt.backends.tensorrt.ops import (
-    NEXT_PREFIX,
-    LayersLowering,
-    PluginMode,
-    RopeTables,
-    StatefulLowering,
-    TrtOps,
-)
+from dflash_trt.backends.tensorrt.lowering_gated_delta import slot_tensor_name
+from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX, LayersLowering, PluginMode, RopeTables, TrtOps
 from dflash_trt.backends.tensorrt.plugins import CONTEXT_WRITTEN, PluginLowering
+from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, paged
-from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent
+from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, StepInputs, StepState
+from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
 STATE_POOLS: Final = "state_pools"
+SLOT_IDS: Final = next(tensor for tensor in PLAN_INPUTS if tensor.name == "slot_ids")  # where recurrent states are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +47,7 @@ class StepNetworkSpec:
     dtype: FloatDType
     page_size: int
     max_draft_len: int
+    max_num_tokens: int  # of a step: how deep plain layers of a recurrence are
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantizationSpec | None = None
     plugins: PluginMode = "plugin"
@@ -77,8 +74,13 @@ class IoTensor:
     axes: tuple[str, ...]
 
 
+def step_tensors_of(spec: StepNetworkSpec) -> tuple[StepTensor, ...]:
+    """The step's own inputs, and the slots of its requests where a state is found by slot."""
+    return (*STEP_INPUTS, SLOT_IDS) if spec.states.is_recurrent else STEP_INPUTS
+
+
 def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    return tuple(_io_tensor(tensor, spec) for tensor in STEP_INPUTS)
+    return tuple(_io_tensor(tensor, spec) for tensor in step_tensors_of(spec))
 
 
 def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
@@ -88,30 +90,38 @@ def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     )
 
 
-def pages_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
-    """Every state, whether or not it is a tensor of the engine."""
-    return tuple(
-        IoTensor(
-            name=state.name,
-            dtype=state.dtype,
-            shape=(-1, *state.page_shape(spec.page_size)),
-            axes=("pages", "2", "page_size", "kv_heads", "D"),
+def state_tensors_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
+    """Pages or slots of every state, in the order of `state_pools`, whether or not they are tensors of the engine."""
+    return tuple(tensor for state in spec.states for tensor in _tensors_of(state, spec.page_size))
+
+
+def _tensors_of(state: LayerState, page_size: int) -> tuple[IoTensor, ...]:
+    if isinstance(state, Recurrent):
+        return tuple(
+            IoTensor(
+                name=slot_tensor_name(state, part),
+                dtype=dtype,
+                shape=(-1, *shape),
+                axes=("slots", *(str(size) for size in shape)),
+            )
+            for part, (shape, dtype) in state.tensors().items()
         )
-        for state in paged(spec.states)
-    )
+    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
+    shape, axes = (-1, *state.page_shape(page_size)), ("pages", "2", "page_size", "kv_heads", "D")
+    return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
 def state_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Addresses of all states, int64 [states]; of plain layers the states."""
     if spec.plugins == "layers":
-        return pages_of(spec)
-    return (IoTensor(name=STATE_POOLS, dtype="int64", shape=(len(pages_of(spec)),), axes=("states",)),)
+        return state_tensors_of(spec)
+    return (IoTensor(name=STATE_POOLS, dtype="int64", shape=(len(state_tensors_of(spec)),), axes=("states",)),)
 
 
 def state_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Of plain layers the written states. Else one only where draft K/V are written and nobody reads them."""
     if spec.plugins == "layers":
-        return tuple(replace(tensor, name=NEXT_PREFIX + tensor.name) for tensor in pages_of(spec))
+        return tuple(replace(tensor, name=NEXT_PREFIX + tensor.name) for tensor in state_tensors_of(spec))
     if spec.draft is None or spec.has_drafts:
         return ()
     return (IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(spec.states.draft),), axes=("draft layers",)),)
@@ -130,24 +140,20 @@ def define_step_network(
     Raises:
         BuildError: TensorRT refused a layer, or the plugin library lacks a plugin.
     """
-    inputs: StepInputs[ITensor] = StepInputs(
-        **{tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
-    )
+    given = {tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
+    slot_ids = given.pop(SLOT_IDS.name, None)
+    inputs: StepInputs[ITensor] = StepInputs(**given)
     state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
-    ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, collectives)
-
-    def cache(kv: PagedKv) -> Cache[ITensor]:
-        return Cache(state[STATE_POOLS if spec.plugins == "plugin" else kv.name], kv)
+    ops = TrtOps(layers, _lowering(layers, inputs, slot_ids, state, spec), inputs, rope_tables, collectives)
+    caches = [_cache(found, state) for found in spec.states.target]
+    draft_caches = [_cache(found, state) for found in spec.states.draft]
 
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(
-            target_kv=[cache(kv) for kv in paged(spec.states.target) if isinstance(kv, PagedKv)],
-            draft_kv=[cache(kv) for kv in paged(spec.states.draft) if isinstance(kv, PagedKv)],
-        ),
+        StepState(target_kv=caches, draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)]),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):
@@ -158,12 +164,28 @@ def define_step_network(
         layers.mark_output(state_outputs[tensor.name], tensor.name)
 
 
+def _cache(state: LayerState, tensors: AbcMapping[str, ITensor]) -> LayerCache[ITensor]:
+    """The tensors of a state where they are some of the network, else the addresses of all states."""
+    pools = tensors.get(STATE_POOLS)
+    if isinstance(state, Recurrent):
+        parts = state.tensors()
+        found = {part: tensors.get(slot_tensor_name(state, part), pools) for part in parts}
+        return RecurrentCache(found, state)
+    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
+    return Cache(tensors.get(state.name, pools), state)
+
+
 def _lowering(
-    layers: Layers, inputs: StepInputs[ITensor], state: AbcMapping[str, ITensor], spec: StepNetworkSpec
+    layers: Layers,
+    inputs: StepInputs[ITensor],
+    slot_ids: ITensor | None,
+    state: AbcMapping[str, ITensor],
+    spec: StepNetworkSpec,
 ) -> StatefulLowering:
     if spec.plugins == "layers":
-        return LayersLowering(layers, inputs, page_size=spec.page_size)
-    return PluginLowering(layers, inputs, state[STATE_POOLS], spec.states, page_size=spec.page_size)
+        sizes = {"page_size": spec.page_size, "max_num_tokens": spec.max_num_tokens}
+        return LayersLowering(layers, inputs, slot_ids, **sizes)
+    return PluginLowering(layers, inputs, state[STATE_POOLS], spec.states, page_size=spec.page_size, slot_ids=slot_ids)
 
 
 def _bind(

@@ -7,8 +7,8 @@ values: the written ones become outputs.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Final, Literal
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
@@ -16,10 +16,13 @@ from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
 from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
+from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
@@ -27,9 +30,11 @@ from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
     Cache,
+    DeltaParameters,
     Experts,
     KvDestination,
     Linear,
+    RecurrentCache,
     Rows,
     StackedExperts,
     StepInputs,
@@ -42,54 +47,26 @@ NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain la
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
 
-class StatefulLowering(Protocol):
-    """The ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
-
-    def attend_pages(
-        self,
-        q: ITensor,
-        kv: tuple[ITensor, ITensor],
-        cache: Cache[ITensor],
-        gqa: Gqa,
-        sinks: ITensor | None,  # float32 [heads]
-    ) -> ITensor: ...
-
-    def attend_draft(
-        self,
-        context: tuple[ITensor, ITensor],
-        q: ITensor,
-        block: tuple[ITensor, ITensor],
-        cache: Cache[ITensor],
-        limits: ITensor,
-        gqa: Gqa,
-    ) -> ITensor: ...
-
-    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
-
-    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
-
-    def draft_tokens(
-        self,
-        logits: ITensor,
-        next_context_lens: ITensor,
-        draft_to_target: ITensor | None,  # int64 [V]
-    ) -> ITensor: ...
-
-    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor: ...
-
-    def state_outputs(self) -> Mapping[str, ITensor]:
-        """Outputs of the engine besides those of the step, by name."""
-        ...
-
-
 class LayersLowering:
     """Plain layers: slow and exact, buildable without the plugin library. Pages are inputs and outputs."""
 
-    def __init__(self, layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        inputs: StepInputs[ITensor],
+        slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
+        *,
+        page_size: int,
+        max_num_tokens: int,
+    ) -> None:
         self._layers = layers
         self._inputs = inputs
         self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
         self._written: dict[str, ITensor] = {}
+        self._deltas: DeltaLowering | None = None
+        if slot_ids is not None:
+            of_row = self._index.request_of_row
+            self._deltas = DeltaLowering(layers, inputs, slot_ids, of_row, max_num_tokens=max_num_tokens)
 
     def attend_pages(
         self,
@@ -138,8 +115,21 @@ class LayersLowering:
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor:
         return trt_experts.run_experts(self._layers, x, logits, experts, moe)
 
+    def gated_delta(
+        self,
+        qkvz: ITensor,
+        ba: ITensor,
+        parameters: DeltaParameters[ITensor],
+        cache: RecurrentCache[ITensor],
+        eps: float,
+    ) -> ITensor:
+        assert self._deltas is not None, "a target with recurrent layers has slots"
+        out, written = self._deltas.run(qkvz, ba, parameters, cache, eps)
+        self._written |= {NEXT_PREFIX + name: tensor for name, tensor in written.items()}
+        return out
+
     def state_outputs(self) -> dict[str, ITensor]:
-        """The written pages."""
+        """The written pages and slots."""
         return self._written
 
     def _take(self, cache: Cache[ITensor], written: Pages) -> None:
@@ -309,6 +299,20 @@ class TrtOps(RefusedOps):
         assert sinks is None, "DFlash drafters have none"
         store = self._stores.pop(cache.spec.name)
         return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa)
+
+    def gated_delta(
+        self,
+        qkvz: ITensor,
+        ba: ITensor,
+        parameters: DeltaParameters[Handle],
+        rows: Rows[ITensor],
+        cache: RecurrentCache[ITensor],
+        spec: GatedDelta,
+        eps: float,
+    ) -> ITensor:
+        assert rows.keeps_kv, "a draft block has no recurrent layers"
+        tensors = {item.name: self._layers.tensor(getattr(parameters, item.name)) for item in fields(parameters)}
+        return self._lowering.gated_delta(qkvz, ba, DeltaParameters(**tensors), cache, eps)
 
     def store_kv(
         self, kv: ITensor, layers: Sequence[KvDestination[ITensor]], rows: Rows[ITensor], limits: ITensor

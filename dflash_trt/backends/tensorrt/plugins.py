@@ -1,4 +1,4 @@
-"""Attention, sampling and experts as plugin nodes: the contract of plugins/README.md, from the network's side.
+"""Attention, recurrence, sampling and experts as plugin nodes: the contract of plugins/README.md, for the network.
 
 Knows the plugins' names, fields, inputs and outputs. The library itself is loaded by `compile/` before a network is
 defined; a plugin that the registry lacks is an error that names it.
@@ -7,6 +7,7 @@ defined; a plugin that the registry lacks is an error that names it.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
@@ -16,9 +17,9 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.core.state_spec import EngineStates
+from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent
 from dflash_trt.kernels.launch_rules import NO_WINDOW
-from dflash_trt.network.ops import Acceptance, Cache, StackedExperts, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"
@@ -109,6 +110,16 @@ EXPERTS: Final = PluginContract(
     ),
     real_fields=("routing_scale", "limit", "alpha"),
 )
+GATED_DELTA: Final = PluginContract(
+    name="GatedDelta",
+    inputs=(
+        *("qkvz", "ba", "conv", "log_rate", "dt_bias", "norm"),
+        *("state_pools", "slot_ids", "token_offsets", "context_lens"),
+    ),
+    outputs=("out",),
+    fields=("state", "num_records", "num_key_heads"),  # the first index of its six in `state_pools`
+    real_fields=("eps",),
+)
 ALL_REDUCE: Final = PluginContract(name="AllReduce", inputs=("x",), outputs=("summed",), fields=("num_ranks",))
 ALL_GATHER: Final = PluginContract(name="AllGather", inputs=("x",), outputs=("gathered",), fields=("num_ranks",))
 PLUGINS: Final = (
@@ -118,6 +129,7 @@ PLUGINS: Final = (
     SAMPLE_AND_ACCEPT,
     DRAFT_TOKENS,
     EXPERTS,
+    GATED_DELTA,
     ALL_REDUCE,
     ALL_GATHER,
 )
@@ -137,11 +149,14 @@ class PluginLowering:
         states: EngineStates,
         *,
         page_size: int,
+        slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
     ) -> None:
         self._layers = layers
         self._inputs = inputs
         self._state_pools = state_pools
-        self._indices = {state.name: index for index, state in enumerate(states)}
+        self._slot_ids = slot_ids
+        firsts = accumulate((num_pools(state) for state in states), initial=0)
+        self._indices = {state.name: index for state, index in zip(states, firsts, strict=False)}
         self._page_size = page_size
         self._num_nodes = 0
         self._written: list[ITensor] = []
@@ -196,6 +211,20 @@ class PluginLowering:
 
         given, fields = experts_node(self._layers, experts, moe, of_f=x)
         return self._node(EXPERTS, given | {"x": x, "logits": logits}, fields)[0]
+
+    def gated_delta(
+        self,
+        qkvz: ITensor,
+        ba: ITensor,
+        parameters: DeltaParameters[ITensor],
+        cache: RecurrentCache[ITensor],
+        eps: float,
+    ) -> ITensor:
+        state = cache.spec
+        given = {name: getattr(parameters, name) for name in ("conv", "log_rate", "dt_bias", "norm")}
+        given |= {"qkvz": qkvz, "ba": ba, "state_pools": self._state_pools, "slot_ids": self._slot_ids}
+        sizes = {"num_records": state.num_records, "num_key_heads": state.num_key_heads, "eps": eps}
+        return self._node(GATED_DELTA, given, {"state": self._indices[state.name]} | sizes)[0]
 
     def state_outputs(self) -> dict[str, ITensor]:
         """What keeps writers alive that nobody reads: TensorRT removes a node without a way to an output."""
@@ -257,6 +286,11 @@ def make_plugin(trt: Any, contract: PluginContract, *, name: str, fields: dict[s
             hint="Build the plugin library from the same version of dflash-trt.",
         )
     return plugin
+
+
+def num_pools(state: LayerState) -> int:
+    """Addresses of a state in `state_pools`, one for each of its tensors."""
+    return len(state.tensors()) if isinstance(state, Recurrent) else 1
 
 
 def missing_plugins(registry: Any) -> Sequence[str]:

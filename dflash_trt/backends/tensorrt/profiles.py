@@ -23,7 +23,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers pages, too."""
+    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers pages and slots, too."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -54,6 +54,8 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
     }
     if spec.plugins == "layers":
         shared["pages"] = AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits))
+    if spec.plugins == "layers" and spec.states.is_recurrent:
+        shared["slots"] = AxisRange(min=1, opt=batch + 1, max=batch + 1)  # and one for padding
     decode_tokens = min(batch * width, limits.max_num_tokens)
     tokens = {
         "decode": AxisRange(min=1, opt=decode_tokens, max=decode_tokens),

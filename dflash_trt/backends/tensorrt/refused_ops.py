@@ -10,7 +10,6 @@ def _refused(self: object, *_: object, **__: object) -> NoReturn:
 class RefusedOps:
     """The rest of `Ops`."""
 
-    gated_delta = _refused
     attend_latent = _refused
     pairs_to_halves = _refused
     tempered = _refused

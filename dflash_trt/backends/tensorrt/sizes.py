@@ -18,6 +18,7 @@ class RankSizes:
     weights_bytes: int
     plan_bytes: int
     kv_bytes_per_token: int
+    state_bytes_per_slot: int  # recurrent state of a request
 
 
 def rank_sizes(config: PretrainedConfig, limits: EngineLimits) -> RankSizes:
@@ -31,6 +32,7 @@ def rank_sizes(config: PretrainedConfig, limits: EngineLimits) -> RankSizes:
         weights_bytes=total,
         plan_bytes=total + sliced + _rope_bytes(config, limits),
         kv_bytes_per_token=config.states().bytes_per_token,
+        state_bytes_per_slot=config.states().bytes_per_slot,
     )
 
 

@@ -37,6 +37,7 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
         dtype=config.dtype,
         page_size=limits.page_size,
         max_draft_len=limits.max_draft_len if config.draft else 0,
+        max_num_tokens=limits.max_num_tokens,
         mapping=config.mapping,
         quantization=config.quantization,
     )
@@ -52,7 +53,7 @@ def unsupported_problems(
     """Problems for features that the backend does not support; of a `dtype`, if it is known already."""
     where, back = "in a TensorRT engine", "Build with --backend torch."
     models = [
-        *recurrent_problems(target, where=where, hint=back),
+        *recurrent_problems(target, draft, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
         *grouped_problems(target, where=where, hint=back),
         *layer_problems(target, where=where, hint=back),

@@ -138,6 +138,26 @@ constexpr FieldRule kExpertsFields[] = {
     {"alpha", FieldType::kFloat32, kLeastReal, kMostReal},
 };
 
+constexpr InputRule kGatedDeltaInputs[] = {
+    {"qkvz", kF, 2},
+    {"ba", kF, 2},
+    {"conv", kF, 2},
+    {"log_rate", kReal, 1},
+    {"dt_bias", kReal, 1},
+    {"norm", kF, 1},
+    {"state_pools", kLong, 1},
+    {"slot_ids", kLong, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+};
+constexpr OutputRule kGatedDeltaOutputs[] = {{"out", kF}};
+constexpr FieldRule kGatedDeltaFields[] = {
+    kState,
+    {"num_records", FieldType::kInt32, 1, 1 << 16},
+    {"num_key_heads", FieldType::kInt32, 1, 1 << 16},
+    {"eps", FieldType::kFloat32, kLeastReal, kMostReal},
+};
+
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
 constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
@@ -208,6 +228,7 @@ PluginContract const kWriteDraftContext{
 PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
 PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
 PluginContract const kExperts{"Experts", kExpertsInputs, kExpertsOutputs, kExpertsFields};
+PluginContract const kGatedDelta{"GatedDelta", kGatedDeltaInputs, kGatedDeltaOutputs, kGatedDeltaFields};
 PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
 PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
@@ -215,7 +236,7 @@ std::string describe_contract()
 {
     std::string plugins;
     for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept,
-             &kDraftTokens, &kExperts, &kAllReduce, &kAllGather})
+             &kDraftTokens, &kExperts, &kGatedDelta, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

@@ -81,6 +81,7 @@ extern PluginContract const kWriteDraftContext;
 extern PluginContract const kSampleAndAccept;
 extern PluginContract const kDraftTokens;
 extern PluginContract const kExperts;
+extern PluginContract const kGatedDelta;
 extern PluginContract const kAllReduce;
 extern PluginContract const kAllGather;
 

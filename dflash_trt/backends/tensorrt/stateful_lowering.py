@@ -1,0 +1,58 @@
+"""The ops of a step that read or write state, sample, or run experts: what a lowering computes in its own way."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from dflash_trt.backends.tensorrt.layers import Handle, ITensor
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts
+
+
+class StatefulLowering(Protocol):
+    """The ops that exist as a plugin node and as plain layers; see `Ops` for what they compute."""
+
+    def attend_pages(
+        self,
+        q: ITensor,
+        kv: tuple[ITensor, ITensor],
+        cache: Cache[ITensor],
+        gqa: Gqa,
+        sinks: ITensor | None,  # float32 [heads]
+    ) -> ITensor: ...
+
+    def attend_draft(
+        self,
+        context: tuple[ITensor, ITensor],
+        q: ITensor,
+        block: tuple[ITensor, ITensor],
+        cache: Cache[ITensor],
+        limits: ITensor,
+        gqa: Gqa,
+    ) -> ITensor: ...
+
+    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
+
+    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]: ...
+
+    def draft_tokens(
+        self,
+        logits: ITensor,
+        next_context_lens: ITensor,
+        draft_to_target: ITensor | None,  # int64 [V]
+    ) -> ITensor: ...
+
+    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor: ...
+
+    def gated_delta(
+        self,
+        qkvz: ITensor,
+        ba: ITensor,
+        parameters: DeltaParameters[ITensor],
+        cache: RecurrentCache[ITensor],
+        eps: float,
+    ) -> ITensor: ...
+
+    def state_outputs(self) -> Mapping[str, ITensor]:
+        """Outputs of the engine besides those of the step, by name."""
+        ...
