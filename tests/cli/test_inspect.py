@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from dflash_trt.engine_dir import EngineDir
 from tests.factories import make_speculators_drafter, make_target
 
-FULL = {"window": None, "is_causal": False, "is_window_anchored": False, "first_key": 0}
+FULL = {"window": None, "chunk": None, "is_causal": False, "is_window_anchored": False, "first_key": 0}
 
 
 def test_json_describes_both_models_limits_files_and_provenance(engine_dir, invoke) -> None:
