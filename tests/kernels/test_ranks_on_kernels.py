@@ -7,15 +7,40 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.dflash2_files import make_dflash2_drafter
 from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.factories import make_target
 from tests.kernels.rank_on_kernels import REQUESTS, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
 
+def make_pair(root: Path, algorithm: str) -> None:
+    if algorithm == "dflash":
+        make_zlab_pair(root)
+        return
+    target = make_target(root / "target", vocab_size=12, tokenizer=False)
+    if algorithm == "dflash2":
+        make_dflash2_drafter(root / "drafter", target_dir=target)
+        return
+    from tests.eagle3_files import save_eagle3_head  # skips without `speculators`
+
+    save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
-@pytest.mark.parametrize("memory", [(), ("memory",)], ids=["gloo", "shared memory"])
-def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    make_zlab_pair(tmp_path)
+@pytest.mark.parametrize(
+    ("algorithm", "memory"),
+    [
+        pytest.param("dflash", (), id="gloo"),
+        pytest.param("dflash", ("memory",), id="shared memory"),
+        pytest.param("dflash2", ("memory",), id="dflash2, shared memory", marks=pytest.mark.slow),
+        pytest.param("eagle3", (), id="eagle3, gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
+    tmp_path: Path, algorithm: str, memory: tuple[str, ...]
+) -> None:
+    make_pair(tmp_path, algorithm)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         expected, _ = trace(one, **REQUESTS)

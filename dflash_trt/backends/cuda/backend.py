@@ -11,7 +11,6 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
-    drafter_problems,
     grouped_problems,
     latent_problems,
     layer_problems,
@@ -24,7 +23,7 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
+from dflash_trt.kernels.capacity import MAX_CANDIDATES, MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
     yield from latent_problems(target, where=where, hint=hint)
     yield from grouped_problems(target, where=where, hint=hint)
     yield from layer_problems(target, where=where, hint=hint)
-    yield from drafter_problems(draft, where=where, hint=hint)
+    yield from _selector_problems(draft)
     yield from _recurrent_problems(target, draft)
 
 
@@ -91,6 +90,17 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
                 found=str(head_dim),
                 hint=hint,
             )
+
+
+def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
+    """Of a choice of more candidates than the kernels are made for."""
+    if draft is not None and draft.selector is not None and draft.selector.top_k > MAX_CANDIDATES:
+        yield problem(
+            "selector top_k of the drafter",
+            expected=f"at most {MAX_CANDIDATES} on a GPU",
+            found=str(draft.selector.top_k),
+            hint='Run this engine with device "cpu".',
+        )
 
 
 def _recurrent_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]:
