@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from dflash_trt.backends.base import (
-    Compiler,
-    EngineExecutor,
-    grouped_problems,
-    latent_problems,
-    layer_problems,
-    unsupported_formats,
-)
+from dflash_trt.backends.base import Compiler, EngineExecutor, latent_problems, layer_problems, unsupported_formats
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
@@ -74,7 +67,6 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
         if spec is not None:
             yield from _head_problems(spec)
     yield from latent_problems(target, where=where, hint=hint)
-    yield from grouped_problems(target, where=where, hint=hint)
     yield from layer_problems(target, where=where, hint=hint)
     yield from _selector_problems(draft)
     yield from _recurrent_problems(target, draft)

@@ -191,19 +191,28 @@ class TrtOps(RefusedOps):
         return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
 
     def rms_norm(self, x: ITensor, weight: Handle | None, eps: float) -> ITensor:
-        layers = self._layers
+        return self._normed(x, self._mean_square(x), weight, eps)
+
+    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+        mean_square = self._mean_square(x)
+        if self._collectives is not None:  # of features that the ranks share evenly
+            total = self._collectives.all_reduce(mean_square)
+            mean_square = self._layers.binary("DIV", total, float(self._collectives.num_ranks))
+        return self._normed(x, mean_square, weight, eps)
+
+    def _mean_square(self, x: ITensor) -> ITensor:
+        """Over the last axis, which stays with one element; float32."""
+        wide = self._layers.cast(x, "float32")
+        return self._layers.reduce("AVG", self._layers.binary("PROD", wide, wide), len(x.shape) - 1)
+
+    def _normed(self, x: ITensor, mean_square: ITensor, weight: Handle | None, eps: float) -> ITensor:
+        layers, last = self._layers, len(x.shape) - 1
         wide = layers.cast(x, "float32")  # fp32 inside
-        last = len(x.shape) - 1
-        mean_square = layers.reduce("AVG", layers.binary("PROD", wide, wide), last)
         normed = layers.binary("DIV", wide, layers.unary("SQRT", layers.binary("SUM", mean_square, eps)))
         if weight is None:
             return layers.cast_like(normed, x)
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
-
-    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
-        assert self._collectives is None, "refused by `unsupported_problems`"
-        return self.rms_norm(x, weight, eps)
 
     def add(self, a: ITensor, b: ITensor) -> ITensor:
         return self._layers.binary("SUM", a, b)
