@@ -135,7 +135,8 @@ def define_step_network(
     )
     state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
-    ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, collectives)
+    lowering = _lowering(layers, inputs, state, spec)
+    ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
 
     def cache(kv: PagedKv) -> Cache[ITensor]:
         return Cache(state[STATE_POOLS if spec.plugins == "plugin" else kv.name], kv)

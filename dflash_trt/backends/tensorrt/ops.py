@@ -14,8 +14,9 @@ from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
+from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
 from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
@@ -157,7 +158,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps(RefusedOps):
+class TrtOps(DrafterOps, RefusedOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(
@@ -167,10 +168,11 @@ class TrtOps(RefusedOps):
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
         collectives: Collectives | None = None,  # None: one rank
+        *,
+        max_draft_len: int = 0,
     ) -> None:
-        self._layers = layers
+        super().__init__(layers, inputs, max_draft_len=max_draft_len)
         self._lowering = lowering
-        self._inputs = inputs
         self._rope_tables = rope_tables
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
@@ -374,12 +376,6 @@ class TrtOps(RefusedOps):
         rows = layers.dim(logits, 0)
         by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
-
-
-def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:
-    """K."""
-    width = layers.dim(inputs.logit_rows, 1)
-    return width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
 
 
 def _pages(cache: Cache[ITensor]) -> Pages:
