@@ -141,12 +141,12 @@ void check(ExpertsShape const& shape, ExpertsOptions const& options)
                 + std::to_string(shape.num_experts),
             "Logits are [N, experts].");
     }
-    bool const is_even = shape.num_experts % options.num_groups == 0;
-    int64_t const per_group = shape.num_experts / options.num_groups;
+    bool const is_even = options.num_groups > 0 && shape.num_experts % options.num_groups == 0;
     if (!is_even || options.num_chosen_groups > options.num_groups
-        || options.num_chosen_groups * per_group < options.num_chosen)
+        || options.num_chosen_groups * (shape.num_experts / options.num_groups) < options.num_chosen)
     {
-        throw Problem("groups of experts", "some of equal groups, with " + std::to_string(options.num_chosen) + " experts",
+        throw Problem("groups of experts",
+            "some of equal groups, with " + std::to_string(options.num_chosen) + " experts",
             std::to_string(options.num_chosen_groups) + " of " + std::to_string(options.num_groups),
             "num_groups divides num_experts, and the chosen ones hold num_chosen.");
     }
