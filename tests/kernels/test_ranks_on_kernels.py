@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,33 +15,33 @@ from tests.kernels.rank_on_kernels import REQUESTS, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
 
-def make_pair(root: Path, algorithm: str) -> None:
-    if algorithm == "dflash":
-        make_zlab_pair(root)
-        return
-    target = make_target(root / "target", vocab_size=12, tokenizer=False)
-    if algorithm == "dflash2":
-        make_dflash2_drafter(root / "drafter", target_dir=target)
-        return
+def make_dflash2_pair(root: Path) -> None:
+    make_dflash2_drafter(
+        root / "drafter", target_dir=make_target(root / "target", vocab_size=12, tokenizer=False), block_size=4
+    )
+
+
+def make_eagle3_pair(root: Path) -> None:
     from tests.eagle3_files import save_eagle3_head  # skips without `speculators`
 
+    target = make_target(root / "target", vocab_size=12, tokenizer=False)
     save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
 @pytest.mark.parametrize(
-    ("algorithm", "memory"),
+    ("make_pair", "memory"),
     [
-        pytest.param("dflash", (), id="gloo"),
-        pytest.param("dflash", ("memory",), id="shared memory"),
-        pytest.param("dflash2", ("memory",), id="dflash2, shared memory", marks=pytest.mark.slow),
-        pytest.param("eagle3", (), id="eagle3, gloo", marks=pytest.mark.slow),
+        pytest.param(make_zlab_pair, (), id="gloo"),
+        pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
+        pytest.param(make_dflash2_pair, ("memory",), id="DFlash2, shared memory", marks=pytest.mark.slow),
+        pytest.param(make_eagle3_pair, (), id="EAGLE-3", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
-    tmp_path: Path, algorithm: str, memory: tuple[str, ...]
+    tmp_path: Path, make_pair: Callable[[Path], None], memory: tuple[str, ...]
 ) -> None:
-    make_pair(tmp_path, algorithm)
+    make_pair(tmp_path)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         expected, _ = trace(one, **REQUESTS)
