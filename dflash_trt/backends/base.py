@@ -133,20 +133,11 @@ def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[st
         yield problem("target", expected=expected, found=f"{len(target.latents)} layers over latents", hint=hint)
 
 
-def grouped_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for a router that chooses groups of experts first, for a back end that chooses among all."""
-    groups = {moe.num_groups for layer in target.layers if isinstance(moe := layer.feed_forward, Moe)} - {1}
-    for count in sorted(groups):
-        expected = f"a router that chooses among all experts {where} (no kernel for groups yet)"
-        yield problem("experts of the target", expected=expected, found=f"{count} groups of them", hint=hint)
-
-
 def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
     """A problem for a drafting algorithm of which a back end lacks the ops."""
-    if draft is not None and draft.algorithm != "dflash":
-        yield problem(
-            "drafter", expected=f"dflash {where} (no kernels for others yet)", found=draft.algorithm, hint=hint
-        )
+    if draft is not None and draft.algorithm == "eagle3":
+        expected = f"dflash or dflash2 {where} (no lowering for chains yet)"
+        yield problem("drafter", expected=expected, found=draft.algorithm, hint=hint)
 
 
 def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:

@@ -220,6 +220,7 @@ def attention_kernel(
     PAGE_RUN: tl.constexpr,  # keys whose page is looked up once; divides page_size and KEY_BLOCK
     HAS_SOFTCAP: tl.constexpr,
     HAS_FULL_LOOP: tl.constexpr,
+    FIRST_KEY: tl.constexpr,  # positions before it are hidden
     POOLED: tl.constexpr,
     PLANNED: tl.constexpr,
 ):
@@ -281,6 +282,8 @@ def attention_kernel(
     if HAS_BLOCK:
         anchor -= tl.where(window_step > 0, 0, token - request * block_rows)
     lowest = anchor + row * window_step - max_lag
+    if FIRST_KEY > 0:
+        lowest = tl.maximum(lowest, FIRST_KEY)
     highest = tl.minimum(position + row + max_lead, key_end - 1)
 
     state = (
@@ -294,6 +297,8 @@ def attention_kernel(
     full_end = key_begin
     if HAS_FULL_LOOP:  # the blocks that every row of the tile sees whole, without masks
         last_lowest = anchor + (num_rows - 1) * window_step - max_lag
+        if FIRST_KEY > 0:
+            last_lowest = tl.maximum(last_lowest, FIRST_KEY)
         first_full = ceil_div(tl.maximum(last_lowest, key_begin), KEY_BLOCK) * KEY_BLOCK
         last_full = tl.minimum(position + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
         full_begin = tl.where(first_full < last_full, first_full, key_begin)

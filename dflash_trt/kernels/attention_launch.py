@@ -319,6 +319,7 @@ class _Launch:
             PAGE_RUN=page_run(page_size=page_size, key_block=part.key_block),
             HAS_SOFTCAP=options.softcap is not None,
             HAS_FULL_LOOP=has_full_loop(tile=part.tile, is_split_fixed=part.split_blocks > 0),
+            FIRST_KEY=options.first_key,
             POOLED=False,
             PLANNED=True,
             **attention_options(tile=part.tile, head_dim=head_dim, dtype=self.q.dtype),

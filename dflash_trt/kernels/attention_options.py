@@ -11,9 +11,9 @@ from dflash_trt.kernels.launch_rules import NO_WINDOW, max_lag, max_lead
 class AttentionOptions:
     """Options of one layer's attention.
 
-    `window` and `is_window_anchored` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5. `softcap` c
-    turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator that have no
-    value. The other scales are those of FP8 pages.
+    `window`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5.
+    `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator
+    that have no value. The other scales are those of FP8 pages.
 
     `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
     and the result of a row depends on its own position and keys alone, to the last bit.
@@ -22,6 +22,7 @@ class AttentionOptions:
     window: int | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
+    first_key: int = 0
     score_scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None

@@ -8,6 +8,7 @@ _CAPACITIES = (16, 64, 256, 1024, 4096)
 MAX_REQUESTS = _CAPACITIES[-1]
 MAX_DELTA_HEAD_DIM: Final = 128  # of gated delta nets
 MAX_DELTA_RECORDS: Final = 64
+MAX_CANDIDATES: Final = 64  # of a slot of a draft block
 
 
 def next_power_of_2(n: int) -> int:

@@ -15,6 +15,7 @@ SOFTMAX_TOP_K, TOP_K_SOFTMAX, SIGMOID_TOP_K = 0, 1, 2  # KIND
 
 _SOFTMAX_TOP_K, _TOP_K_SOFTMAX, _SIGMOID_TOP_K = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _LOWEST = tl.constexpr(-3.0e38)  # finite: above what is chosen already, below every score
+_HALF_LOWEST = tl.constexpr(-1.5e38)
 _MIN_LOGIT = tl.constexpr(-80.0)  # of a sigmoid, whose exponential must not overflow
 _NEGLIGIBLE = tl.constexpr(1e-20)  # added to a sum of sigmoids, which may underflow
 
@@ -46,7 +47,10 @@ def routing_kernel(
     KIND: tl.constexpr,
     NORMALIZES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    num_groups: tl.constexpr,  # of as many experts, of which `num_chosen_groups` are chosen from
+    num_chosen_groups: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two >= num_experts
+    GROUPS: tl.constexpr,  # power of two >= num_groups
     CHOSEN: tl.constexpr,  # power of two >= num_chosen
     ROWS: tl.constexpr,  # of one program
     PROGRAMS: tl.constexpr,  # whose counts are added up at once
@@ -61,6 +65,9 @@ def routing_kernel(
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts
     scores, choice_scores = _scores(logits, choice_bias, rows, is_row, experts, is_expert, num_experts, KIND, HAS_BIAS)
+    if num_groups > 1:
+        group_of = experts // (num_experts // num_groups)
+        choice_scores = _of_best_groups(choice_scores, experts, group_of, num_groups, num_chosen_groups, ROWS, GROUPS)
     chosen = tl.arange(0, CHOSEN)
     ids = tl.zeros((ROWS, CHOSEN), tl.int32)
     values = tl.zeros((ROWS, CHOSEN), tl.float32)
@@ -119,6 +126,33 @@ def _scores(
     # So that rows of NaN, too, go through experts that there are, each once. Their weights stay NaN.
     choice_scores = tl.where(choice_scores > _LOWEST, choice_scores, _LOWEST)
     return scores, tl.where(is_expert[None, :], choice_scores, float("-inf"))
+
+
+@triton.jit
+def _of_best_groups(
+    choice_scores,  # float32 [ROWS, EXPERTS]
+    experts,
+    group_of,  # int32 [EXPERTS]
+    num_groups: tl.constexpr,
+    num_chosen_groups: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """`choice_scores` of the groups with the largest sums of their two best, and of no other."""
+    groups = tl.arange(0, GROUPS)
+    sums = tl.full((ROWS, GROUPS), float("-inf"), tl.float32)
+    for group in tl.static_range(num_groups):
+        here = tl.where((group_of == group)[None, :], choice_scores, float("-inf"))
+        best = tl.argmax(here, axis=1, tie_break_left=True)
+        others = tl.where(experts[None, :] == best[:, None], float("-inf"), here)
+        best_two = tl.maximum(tl.max(here, axis=1), _HALF_LOWEST) + tl.maximum(tl.max(others, axis=1), _HALF_LOWEST)
+        sums = tl.where(groups[None, :] == group, best_two[:, None], sums)
+    is_open = group_of[None, :] < tl.zeros((ROWS, 1), tl.int32)
+    for _ in tl.static_range(num_chosen_groups):
+        best = tl.argmax(sums, axis=1, tie_break_left=True)
+        is_open = is_open | (group_of[None, :] == best[:, None])
+        sums = tl.where(groups[None, :] == best[:, None], float("-inf"), sums)
+    return tl.where(is_open, choice_scores, float("-inf"))
 
 
 @triton.jit

@@ -27,6 +27,8 @@ class Router:
     "softmax_top_k": softmax over all experts, then the top k, divided by their sum if `normalizes`. "top_k_softmax":
     softmax over the top k logits. "sigmoid_top_k": the top k of sigmoid(logit) + `choice_bias`, weighed by sigmoids,
     which are divided by their sum if `normalizes`. Weights are multiplied by `factor`, but for "top_k_softmax".
+    Of `num_groups` of adjacent experts only the `num_chosen_groups` with the largest sums of their two best scores are
+    chosen from.
     `num_here` experts from `first_expert` on are computed here.
     """
 
@@ -37,6 +39,8 @@ class Router:
     first_expert: int = 0
     num_here: int | None = None  # experts of this rank; None: all
     choice_bias: Tensor | None = None  # float32 [num_experts]
+    num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,10 +119,15 @@ def route(
         num_here,
         router.factor,
         **routing_constants(router, num_experts=num_experts, tokens=tokens),
-        num_warps=4,
+        num_warps=routing_warps(router),
         enable_fp_fusion=True,
     )
     return routing
+
+
+def routing_warps(router: Router) -> int:
+    """So many that no register of a choice of more experts spills."""
+    return 4 if router.num_chosen <= 4 else 8
 
 
 def routing_constants(router: Router, *, num_experts: int, tokens: int) -> dict[str, int | bool]:
@@ -129,7 +138,10 @@ def routing_constants(router: Router, *, num_experts: int, tokens: int) -> dict[
         "KIND": KINDS[router.kind],
         "NORMALIZES": router.normalizes,
         "HAS_BIAS": router.choice_bias is not None,
+        "num_groups": router.num_groups,
+        "num_chosen_groups": router.num_chosen_groups,
         "EXPERTS": experts,
+        "GROUPS": next_power_of_2(router.num_groups),
         "CHOSEN": next_power_of_2(router.num_chosen),
         "ROWS": max(1, min(_MAX_ROWS, _MAX_SCORES // experts)),
         "PROGRAMS": max(1, _MAX_SCORES // experts),

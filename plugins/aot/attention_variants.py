@@ -29,6 +29,7 @@ def attention_variants(
     max_requests: int = 256,
     tiles: tuple[int, ...] = TILES,
     page_size: int | None = None,
+    first_key: int = 0,
 ) -> tuple[KernelVariant, ...]:
     """Attention and reduction of one geometry, for every tile: what is compiled ahead for a layer of this kind.
 
@@ -44,8 +45,9 @@ def attention_variants(
         }
         geometry = f"{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
         types = "_".join(str(name).removeprefix("torch.") for name in (dtype, page_dtype))
-        name = f"{types}_{'softcap_' if has_softcap else ''}{geometry}"
-        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap, page_size))
+        kind = f"{'softcap_' if has_softcap else ''}{'chain_' if first_key else ''}"
+        name = f"{types}_{kind}{geometry}"
+        variants.append(_attention_variant(name, dtype, page_dtype, constants, has_softcap, page_size, first_key))
         # Partial results are the same whatever the pages hold.
         name = f"{str(dtype).removeprefix('torch.')}_{geometry}"
         variants.append(_reduction_variant(name, dtype, constants, is_planned=page_size is not None))
@@ -81,6 +83,7 @@ def _attention_variant(
     constants: dict[str, int | bool],
     has_softcap: bool,
     page_size: int | None,
+    first_key: int,
 ) -> KernelVariant:
     tile = int(constants["TILE"])
     run = PAGE_RUN if page_size is None else page_run(page_size=page_size, key_block=int(constants["KEY_BLOCK"]))
@@ -100,7 +103,7 @@ def _attention_variant(
         signature=signature,
         constexprs=constants
         | {"PAGE_RUN": run, "HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": has_full_loop(tile=tile)}
-        | {"POOLED": page_size is None, "PLANNED": page_size is not None},
+        | {"FIRST_KEY": first_key, "POOLED": page_size is None, "PLANNED": page_size is not None},
         grid=("kv_heads", f"{_TILE_CAPACITY.format(tile=tile)} + work_slots", "1"),
         **attention_options(tile=tile, head_dim=int(constants["HEAD_DIM"]), dtype=dtype),
     )

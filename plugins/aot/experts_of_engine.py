@@ -39,6 +39,8 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     routing=moe.routing,
                     normalizes=moe.normalizes_top_k,
                     has_choice_bias=moe.has_choice_bias,
+                    num_groups=moe.num_groups,
+                    num_chosen_groups=moe.num_chosen_groups,
                     activation=moe.activation,
                     gate_up=of_gate_up,
                     down=of_down,

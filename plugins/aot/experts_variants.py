@@ -26,7 +26,7 @@ from dflash_trt.kernels.launch_rules import tile_tokens
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
-from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, routing_constants
+from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, routing_constants, routing_warps
 from plugins.aot.variant import KernelVariant, pointer
 
 FLOATS: Final = pointer(torch.float32)
@@ -89,6 +89,8 @@ class ExpertsKernels:
     routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
     normalizes: bool
     has_choice_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
     activation: Literal["silu", "clamped_swiglu"]
     gate_up: MatrixKernels
     down: MatrixKernels
@@ -107,10 +109,18 @@ class ExpertsKernels:
 
     def _routing(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
         bias = torch.empty(self.num_experts, device="meta") if self.has_choice_bias else None
-        router = Router(kind=self.routing, num_chosen=self.num_chosen, normalizes=self.normalizes, choice_bias=bias)
+        router = Router(
+            kind=self.routing,
+            num_chosen=self.num_chosen,
+            normalizes=self.normalizes,
+            choice_bias=bias,
+            num_groups=self.num_groups,
+            num_chosen_groups=self.num_chosen_groups,
+        )
         constants = routing_constants(router, num_experts=self.num_experts, tokens=tokens)
         parts = ["routing", _name(dtype), self.routing, *(["normalized"] if self.normalizes else [])]
         parts += ["biased"] if self.has_choice_bias else []
+        parts += [f"g{self.num_chosen_groups}of{self.num_groups}"] if self.num_groups > 1 else []
         return KernelVariant(
             name="_".join([*parts, f"e{self.num_experts}", f"k{self.num_chosen}", f"t{tokens}"]),
             kernel=routing_kernel,
@@ -124,7 +134,7 @@ class ExpertsKernels:
                 "factor": "fp32",
             },
             constexprs=constants,
-            num_warps=4,
+            num_warps=routing_warps(router),
             num_stages=1,
             grid=(f"(num_rows + {constants['ROWS'] - 1}) / {constants['ROWS']}", "1", "1"),
         )

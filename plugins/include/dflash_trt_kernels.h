@@ -139,6 +139,8 @@ extern "C"
         int32_t routing;
         int32_t normalizes;
         int32_t has_choice_bias; /* else choice_bias is not read */
+        int32_t num_groups;
+        int32_t num_chosen_groups;
         int32_t activation;
         float routing_scale;
         float limit;

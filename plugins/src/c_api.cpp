@@ -110,7 +110,8 @@ ExpertMatrix matrix_of(dflash_trt_expert_matrix const& matrix)
 ExpertsOptions experts_options_of(dflash_trt_experts_shape const& shape)
 {
     return {shape.first_expert, shape.num_chosen, shape.routing, shape.normalizes != 0, shape.has_choice_bias != 0,
-        shape.activation, shape.routing_scale, shape.limit, shape.alpha, matrix_of(shape.gate_up), matrix_of(shape.down)};
+        shape.num_groups, shape.num_chosen_groups, shape.activation, shape.routing_scale, shape.limit, shape.alpha,
+        matrix_of(shape.gate_up), matrix_of(shape.down)};
 }
 
 DeltaShape delta_of(dflash_trt_gated_delta_shape const& shape)

@@ -1,5 +1,7 @@
 """The kernels of routing, experts and packed layers with the sizes of gpt-oss, to be compiled ahead and looked at."""
 
+from dataclasses import replace
+
 import torch
 
 from dflash_trt.kernels.experts import expert_down_kernel, expert_gate_up_kernel
@@ -17,7 +19,7 @@ from dflash_trt.kernels.packed_linear_launch import packed_linear_constants, til
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import routing_kernel
-from dflash_trt.kernels.routing_launch import Router, routing_constants
+from dflash_trt.kernels.routing_launch import Router, routing_constants, routing_warps
 from plugins.aot.variant import KernelVariant, pointer
 
 HIDDEN = FFN = 2880
@@ -120,15 +122,20 @@ def linear_variant(form: str, *, num_rows: int, has_input_scale: bool = False) -
     )
 
 
-def routing_variant(num_experts: int, num_chosen: int) -> KernelVariant:
+def routing_variant(num_experts: int, num_chosen: int, *, groups: tuple[int, int] | None = None) -> KernelVariant:
+    """With `groups`, how many there are and how many are chosen: sigmoids and a bias, as in DeepSeek-V3."""
     router = Router(kind="softmax_top_k", num_chosen=num_chosen, normalizes=True)
+    if groups is not None:
+        bias = torch.empty(num_experts, device="meta")
+        sigmoids = Router(kind="sigmoid_top_k", num_chosen=num_chosen, normalizes=True, choice_bias=bias)
+        router = replace(sigmoids, num_groups=groups[0], num_chosen_groups=groups[1])
     integers = ("order", "tiles", "ranks", "counts", "ticket")
     return KernelVariant(
         name=f"routing_e{num_experts}_k{num_chosen}",
         kernel=routing_kernel,
         signature={
             "logits": F,
-            "choice_bias": INTS,
+            "choice_bias": INTS if groups is None else FLOATS,
             "expert_ids": INTS,
             "weights": FLOATS,
             **dict.fromkeys(integers, INTS),
@@ -136,7 +143,7 @@ def routing_variant(num_experts: int, num_chosen: int) -> KernelVariant:
             "factor": "fp32",
         },
         constexprs=routing_constants(router, num_experts=num_experts, tokens=16),
-        num_warps=4,
+        num_warps=routing_warps(router),
         num_stages=1,
         grid=("num_rows", "1", "1"),
     )

@@ -17,6 +17,12 @@ def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:  # ids int64
         scores = scores.sigmoid()
     wanted = scores if router.choice_bias is None else scores + router.choice_bias
     wanted = wanted.nan_to_num(nan=-torch.inf)
+    if router.num_groups > 1:
+        grouped = wanted.unflatten(1, (router.num_groups, -1))
+        sums = grouped.topk(2, dim=2).values.sum(2)
+        best = sums.sort(dim=1, descending=True, stable=True).indices[:, : router.num_chosen_groups]
+        is_open = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
+        wanted = torch.where(is_open[..., None], grouped, -torch.inf).flatten(1)
     ids = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen]
     weights = scores.gather(1, ids)
     if router.kind == "top_k_softmax":

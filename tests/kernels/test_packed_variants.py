@@ -16,6 +16,7 @@ from tests.kernels.packed_variants import experts_variants, linear_variant, rout
 
 hopper = [
     routing_variant(128, 4),
+    routing_variant(256, 8, groups=(8, 4)),
     *experts_variants("mxfp4", tokens=16),
     *experts_variants("fp8", tokens=64, has_input_scale=True),
     experts_variants("fp8_block", tokens=64)[1],

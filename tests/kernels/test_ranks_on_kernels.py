@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dflash2_files import make_dflash2_drafter
 from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.factories import make_target
 from tests.kernels.rank_on_kernels import REQUESTS, prefix_hit, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
@@ -22,6 +24,19 @@ HYBRID: dict[str, Any] = {
 }
 
 
+def make_dflash2_pair(root: Path) -> None:
+    make_dflash2_drafter(
+        root / "drafter", target_dir=make_target(root / "target", vocab_size=12, tokenizer=False), block_size=4
+    )
+
+
+def make_eagle3_pair(root: Path) -> None:
+    from tests.eagle3_files import save_eagle3_head  # skips without `speculators`
+
+    target = make_target(root / "target", vocab_size=12, tokenizer=False)
+    save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
 @pytest.mark.parametrize(
     ("make_pair", "memory"),
@@ -29,6 +44,8 @@ HYBRID: dict[str, Any] = {
         pytest.param(make_zlab_pair, (), id="gloo"),
         pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
         pytest.param(partial(make_zlab_pair, **HYBRID), (), id="gated delta nets"),
+        pytest.param(make_dflash2_pair, ("memory",), id="DFlash2, shared memory", marks=pytest.mark.slow),
+        pytest.param(make_eagle3_pair, (), id="EAGLE-3", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(

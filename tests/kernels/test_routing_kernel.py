@@ -1,5 +1,7 @@
 """The choice of experts and its order, against plain PyTorch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,6 +71,38 @@ def test_the_choice_is_that_of_the_reference_backend(routing_kind, normalizes):
     logits[3, 5] += 10
     other = run(logits, router)
     assert other.expert_ids[3, 0] == 5 and routing.expert_ids[3, 0] != 5
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "num_chosen_groups", "num_chosen"),
+    [(8, 4, 2, 3), (20, 4, 1, 5), (12, 3, 1, 3), (256, 8, 4, 8), (4, 2, 2, 1)],
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_only_experts_of_the_best_groups_are_chosen(num_experts, num_groups, num_chosen_groups, num_chosen, has_bias):
+    bias = make_logits(1, num_experts, seed=1)[0] / 4 if has_bias else None
+    groups = {"num_groups": num_groups, "num_chosen_groups": num_chosen_groups}
+    fields = {"num_experts": num_experts, "num_experts_per_token": num_chosen, "intermediate_size": 8}
+    moe = Moe(**fields, routing="sigmoid_top_k", normalizes_top_k=True, has_choice_bias=has_bias, **groups)
+    of_device = None if bias is None else bias.to(DEVICE)
+    router = Router(kind="sigmoid_top_k", num_chosen=num_chosen, normalizes=True, choice_bias=of_device, **groups)
+    for num_levels in (0, 4):
+        logits = make_logits(37, num_experts, num_levels=num_levels)
+        routing, expected = run(logits, router), chosen_experts(logits, moe, bias)
+        assert torch.equal(routing.expert_ids.cpu().long(), expected.expert_ids)
+        torch.testing.assert_close(routing.weights.cpu(), expected.weights, rtol=1e-6, atol=1e-7)
+        assert torch.equal(reference_experts.route(logits.to(DEVICE), router)[0].cpu(), expected.expert_ids)
+        assert_sorted(routing, num_experts)
+        of_all = run(logits, replace(router, num_groups=1, num_chosen_groups=1))  # the negative control
+        assert torch.equal(of_all.expert_ids, routing.expert_ids) == (num_chosen_groups == num_groups)
+
+
+def test_rows_without_numbers_have_experts_of_open_groups():
+    router = Router(kind="sigmoid_top_k", num_chosen=4, normalizes=True, num_groups=4, num_chosen_groups=2)
+    logits = make_logits(3, 12)
+    logits[1] = torch.nan
+    logits[2, 3:] = torch.nan
+    for ids in run(logits, router).expert_ids.tolist():
+        assert len(set(ids)) == 4 and len({expert // 3 for expert in ids}) == 2
 
 
 @settings(max_examples=25, deadline=None)

@@ -22,6 +22,7 @@ from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
+from tests.dflash2_files import make_dflash2_drafter
 from tests.engine_dir.building import build
 from tests.factories import Family, make_target, make_zlab_drafter
 from tests.kernels.specializations import recorded_specializations
@@ -29,7 +30,9 @@ from tests.scheduler.driver import Driver, make_request
 
 LIMITS = {"max_seq_len": 512, "max_num_tokens": 900, "page_size": 32}
 POLICY = BatchSizeDraftLength({1: 7, 5: 5, 20: 3})
-STAND_INS = {"draft_block_kernel": lambda arguments: arguments["token_ids"].zero_()}  # they are looked up
+STAND_INS = dict.fromkeys(  # tokens are looked up
+    ("draft_block_kernel", "combine_argmax_kernel"), lambda arguments: arguments["token_ids"].zero_()
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
 
@@ -97,7 +100,31 @@ def engine_of_delta_nets(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     return make_engine(tmp_path_factory.mktemp("delta_nets"), family="qwen3_5_text", max_batch_size=24, **layers)
 
 
-@pytest.fixture(params=["engine", "engine_of_delta_nets", "engine_of_experts", "engine_of_experts, deterministic"])
+@pytest.fixture(scope="module")
+def engine_of_dflash2(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    root = tmp_path_factory.mktemp("dflash2")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    target = make_target(root / "target", num_hidden_layers=1, **heads)
+    drafter = make_dflash2_drafter(
+        root / "drafter", target_dir=target, target_layer_ids=(0,), block_size=8, window=80, **heads
+    )
+    return build(root, root / "engine", target=str(target), drafter=str(drafter), max_batch_size=24, **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def engine_of_chains(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    from tests.eagle3_files import save_eagle3_head  # skips without `speculators`
+
+    root = tmp_path_factory.mktemp("chains")
+    target = make_target(root / "target", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    head = save_eagle3_head(root / "head", target_dir=target, aux_hidden_state_layer_ids=(1,), draft_tokens=range(200))
+    return build(root, root / "engine", target=str(target), drafter=str(head), max_batch_size=24, **LIMITS)
+
+
+ENGINES = ("engine", "engine_of_delta_nets", "engine_of_experts", "engine_of_dflash2", "engine_of_chains")
+
+
+@pytest.fixture(params=[*ENGINES, "engine_of_experts, deterministic"])
 def executor(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_trt.backends.base import backend_of, drafter_problems
+from dflash_trt.backends.base import backend_of
+from dflash_trt.backends.cuda.backend import model_problems
 from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.checkpoint.pair import open_pair
@@ -85,10 +86,16 @@ def test_bfloat16_drafts_as_well(pair: tuple[Path, Path]) -> None:
     assert len(some.blocks) > 8 and some.blocks[0][0] == none.tokens[0]
 
 
-def test_a_gpu_and_tensorrt_refuse_the_algorithm_by_name(pair: tuple[Path, Path]) -> None:
+def test_tensorrt_refuses_chains_by_name_and_a_gpu_does_not(pair: tuple[Path, Path]) -> None:
     checked = open_pair(*pair)
-    assert checked.draft is not None
-    [refusal] = backend_of("tensorrt").unsupported(checked.target, checked.draft, None, Mapping())
-    [on_a_gpu] = drafter_problems(checked.draft, where="on a GPU", hint="")
-    for text in (refusal, on_a_gpu):
-        assert text.startswith("drafter: expected dflash") and f"found {checked.draft.algorithm}" in text
+    draft = checked.draft
+    assert draft is not None
+    on_a_gpu = model_problems(checked.target, draft)
+    assert all(text.startswith("head_dim") for text in on_a_gpu), "for which these are too small"
+    refusals = backend_of("tensorrt").unsupported(checked.target, draft, None, Mapping())
+    assert len(refusals) == (draft.algorithm == "eagle3")
+    assert all(text.startswith("drafter: expected dflash or dflash2") for text in refusals)
+    if draft.selector is not None:
+        wide = draft.model_copy(update={"selector": draft.selector.model_copy(update={"top_k": 65})})
+        *_, problem = model_problems(checked.target, wide)
+        assert problem.startswith("selector top_k of the drafter: expected at most 64 on a GPU, found 65")

@@ -43,7 +43,10 @@ SamplingBuffers = _structure("SamplingBuffers", "inputs outputs", ctypes.POINTER
 ExpertMatrix = _structure("ExpertMatrix", "form has_row_scale num_input_scales has_bias num_block_rows", ctypes.c_int32)
 
 
-EXPERT_INTEGERS = ("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias", "activation")
+EXPERT_INTEGERS = (
+    *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias"),
+    *("num_groups", "num_chosen_groups", "activation"),
+)
 
 
 class ExpertsShape(ctypes.Structure):

@@ -33,6 +33,8 @@ class ExpertsCase:
     routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"] = "softmax_top_k"
     normalizes: bool = True
     has_choice_bias: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
     routing_scale: float = 1.0
     activation: Literal["silu", "clamped_swiglu"] = "silu"
     input_scales: tuple[float, ...] = ()
@@ -57,6 +59,8 @@ class ExpertsCase:
             routing=self.routing,
             normalizes=self.normalizes,
             has_choice_bias=self.has_choice_bias,
+            num_groups=self.num_groups,
+            num_chosen_groups=self.num_chosen_groups,
             activation=self.activation,
             gate_up=matrix(is_down=False),
             down=matrix(is_down=True),
@@ -78,6 +82,8 @@ class ExpertsCase:
             "routing": KINDS[self.routing],
             "normalizes": int(self.normalizes),
             "has_choice_bias": int(self.has_choice_bias),
+            "num_groups": self.num_groups,
+            "num_chosen_groups": self.num_chosen_groups,
             "activation": ACTIVATIONS[self.activation],
             "routing_scale": self.routing_scale,
             "limit": 0.7,
@@ -116,6 +122,9 @@ CASES = {
     "unquantized, weights as they are": ExpertsCase(form="plain", normalizes=False),
     "sigmoids and a bias of the choice": ExpertsCase(
         form="plain", routing="sigmoid_top_k", has_choice_bias=True, routing_scale=2.5
+    ),
+    "groups of experts": ExpertsCase(
+        form="plain", routing="sigmoid_top_k", has_choice_bias=True, num_groups=4, num_chosen_groups=2
     ),
     "half of the experts": ExpertsCase(form="plain", num_here=4, first_expert=4),
     "tiles of 32": ExpertsCase(form="plain", num_rows=60),

@@ -232,7 +232,18 @@ def refusals(library: Any, driver: InterpretingDriver) -> dict[str, str]:
             return str(error)
         return "accepted"
 
+    def message_of_experts(**changed: float) -> str:
+        inputs, fields = EXPERT_CASES["groups of experts"].node()
+        try:
+            library("Experts", inputs, fields | changed)
+        except LibraryError as error:
+            return str(error)
+        return "accepted"
+
     found = {
+        "no groups": message_of_experts(num_groups=0),
+        "uneven groups": message_of_experts(num_groups=3),
+        "groups": message_of_experts(num_chosen_groups=1),
         "head_dim": message(replace(case, head_dim=48)),
         "score_scale": message(replace(case, score_scale=-1.0)),
         "softcap": message(replace(case, softcap=-1.0)),

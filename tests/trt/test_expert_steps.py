@@ -10,6 +10,7 @@ import torch
 
 from dflash_trt.backends.tensorrt import lowering_experts
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.ops import TrtOps
 from dflash_trt.backends.tensorrt.plugins import EXPERTS
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.engine_dir import EngineDir
@@ -25,11 +26,13 @@ from tests.trt.test_plugins import PluginReference, define_engine_with_plugins
 
 K = 3
 NUM_PAGES = 128
-PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gpt_oss in MXFP4": ("gpt_oss", {}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "glm4_moe": ("glm4_moe", {}),
-    "qwen3_moe in NVFP4": ("qwen3_moe", {"quantization": "nvfp4_w4a16"}),
+# Family, and fields of its config and of the build.
+PAIRS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "gpt_oss in MXFP4": ("gpt_oss", {}, {}),
+    "qwen3_moe": ("qwen3_moe", {}, {}),
+    "glm4_moe, groups of experts": ("glm4_moe", {"n_group": 2, "topk_group": 1}, {}),
+    "minimax_m2": ("minimax_m2", {}, {}),
+    "qwen3_moe in NVFP4": ("qwen3_moe", {}, {"quantization": "nvfp4_w4a16"}),
 }
 
 
@@ -37,12 +40,13 @@ PAIRS: dict[str, tuple[Any, dict[str, Any]]] = {
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A root with target and drafter, and the fields of their build."""
     root = tmp_path_factory.mktemp("pair")
-    family, fields = PAIRS[request.param]
-    target = make_target(root / "target", family=family, vocab_size=12, tokenizer=False, num_hidden_layers=2)
+    family, config, fields = PAIRS[request.param]
+    sizes = {"vocab_size": 12, "num_hidden_layers": 2}
+    target = make_target(root / "target", family=family, tokenizer=False, **sizes, **config)
     if family == "gpt_oss":
         to_mxfp4(target)
-    sizes = {"num_layers": 1, "target_layer_ids": (0, 1), "intermediate_size": 96}
-    make_zlab_drafter(root / "drafter", target_dir=target, attention_bias=True, **sizes)
+    draft = {"num_layers": 1, "target_layer_ids": (0, 1), "intermediate_size": 96}
+    make_zlab_drafter(root / "drafter", target_dir=target, attention_bias=True, **draft)
     return root, fields
 
 
@@ -69,8 +73,17 @@ def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, engine: EngineDir,
         torch.testing.assert_close(logprobs(found), logprobs(expected[name]), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4", "qwen3_moe in NVFP4"], indirect=True)
-@pytest.mark.parametrize("ep_size", [1, 2])
+@pytest.mark.parametrize(
+    ("pair", "ep_size"),
+    [
+        ("gpt_oss in MXFP4", 1),
+        ("gpt_oss in MXFP4", 2),
+        ("qwen3_moe in NVFP4", 1),
+        ("qwen3_moe in NVFP4", 2),
+        ("minimax_m2", 2),  # whose norms are over the heads of both
+    ],
+    indirect=["pair"],
+)
 def test_two_ranks_that_divide_experts_give_the_tokens_of_one(
     trt: ModuleType, pair: tuple[Path, dict[str, Any]], expected: dict[str, Steps], ep_size: int
 ) -> None:
@@ -79,6 +92,16 @@ def test_two_ranks_that_divide_experts_give_the_tokens_of_one(
     found, _ = trace(interpreted_engine(trt, two, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,))
     assert integers(found) == integers(expected["greedy"])
     torch.testing.assert_close(logprobs(found), logprobs(expected["greedy"]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["minimax_m2"], indirect=True)
+def test_norms_that_each_rank_takes_alone_are_noticed(
+    trt: ModuleType, pair: tuple[Path, dict[str, Any]], expected: dict[str, Steps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrtOps, "joint_rms_norm", TrtOps.rms_norm)
+    two = build(pair[0], tp_size=2, overwrite=True, **pair[1])
+    found, _ = trace(interpreted_engine(trt, two, num_pages=NUM_PAGES), GREEDY, num_draft_tokens=(K,), num_new=1)
+    assert (logprobs(found[:1]) - logprobs(expected["greedy"][:1])).abs().max() > 1e-3
 
 
 def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +136,20 @@ def _exchange_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowering_experts, "activated", exchanged)
 
 
-@pytest.mark.parametrize("pair", ["gpt_oss in MXFP4"], indirect=True)
-@pytest.mark.parametrize("perturb", [_weigh_all_alike, _choose_the_next_expert, _exchange_gate_and_up])
+def _open_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering_experts, "_of_best_groups", lambda layers, wanted, moe: wanted)
+
+
+@pytest.mark.parametrize(
+    ("pair", "perturb"),
+    [
+        ("gpt_oss in MXFP4", _weigh_all_alike),
+        ("gpt_oss in MXFP4", _choose_the_next_expert),
+        ("gpt_oss in MXFP4", _exchange_gate_and_up),
+        ("glm4_moe, groups of experts", _open_all_groups),
+    ],
+    indirect=["pair"],
+)
 def test_a_perturbed_lowering_is_noticed(
     trt: ModuleType,
     engine: EngineDir,

@@ -130,6 +130,8 @@ class PluginReference:
             normalizes=bool(settings["normalizes"]),
             factor=settings["routing_scale"],
             choice_bias=x["choice_bias"] if settings["has_choice_bias"] else None,
+            num_groups=settings["num_groups"],
+            num_chosen_groups=settings["num_chosen_groups"],
         )
         ids, weights = reference_experts.route(x["logits"], router)
         gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))

@@ -11,8 +11,6 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
-    drafter_problems,
-    grouped_problems,
     latent_problems,
     layer_problems,
     recurrent_problems,
@@ -24,6 +22,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.kernels.capacity import MAX_CANDIDATES
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -74,9 +73,8 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
         if spec is not None:
             yield from _head_problems(spec)
     yield from latent_problems(target, where=where, hint=hint)
-    yield from grouped_problems(target, where=where, hint=hint)
     yield from layer_problems(target, where=where, hint=hint)
-    yield from drafter_problems(draft, where=where, hint=hint)
+    yield from _selector_problems(draft)
     yield from recurrent_problems(target, draft, where=where, hint=hint)
 
 
@@ -90,6 +88,17 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
                 found=str(head_dim),
                 hint=hint,
             )
+
+
+def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
+    """Of a choice of more candidates than the kernels are made for."""
+    if draft is not None and draft.selector is not None and draft.selector.top_k > MAX_CANDIDATES:
+        yield problem(
+            "selector top_k of the drafter",
+            expected=f"at most {MAX_CANDIDATES} on a GPU",
+            found=str(draft.selector.top_k),
+            hint='Run this engine with device "cpu".',
+        )
 
 
 def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:

@@ -51,6 +51,7 @@ from dflash_trt.kernels.rope_and_pages_launch import MAX_POSITIONS, DraftLayers,
 from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
+from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
 from dflash_trt.network.ops import Cache, StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
@@ -358,8 +359,9 @@ def _check_sizes(max_batch_size: int, num_positions: int, page_size: int) -> Non
 def _draft_layers(network: Network[Tensor], state: StepState[Tensor]) -> DraftLayers | None:
     if network.drafter is None:
         return None
-    assert isinstance(network.drafter, DFlashDrafter)
-    norms = [layer.attention.k_norm for layer in network.drafter.layers]
+    assert isinstance(network.drafter, DFlashDrafter | Eagle3Drafter)
+    layers = network.drafter.layers if isinstance(network.drafter, DFlashDrafter) else (network.drafter.layer,)
+    norms = [layer.attention.k_norm for layer in layers]
     scales = [cache.spec.scales or LayerKvScales() for cache in state.draft_kv]
     return stack_draft_layers(
         [cache.tensor for cache in state.draft_kv],

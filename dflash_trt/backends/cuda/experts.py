@@ -50,6 +50,8 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         normalizes=moe.normalizes_top_k,
         factor=moe.routing_scale,
         choice_bias=experts.choice_bias,
+        num_groups=moe.num_groups,
+        num_chosen_groups=moe.num_chosen_groups,
         first_expert=experts.first_expert,
         num_here=None if experts.num_experts == moe.num_experts else experts.num_experts,
     )

@@ -6,7 +6,7 @@ float32, for tests.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache as cached
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
+from dflash_trt.backends.cuda.drafter_ops import DrafterOps
 from dflash_trt.backends.cuda.experts import DeviceExperts, run_device_experts
 from dflash_trt.backends.cuda.gated_delta import StepSlots, apply_gated_delta
 from dflash_trt.backends.cuda.handles import (
@@ -31,6 +32,7 @@ from dflash_trt.backends.cuda.handles import (
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
+from dflash_trt.backends.cuda.rows import rows_of
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
@@ -39,10 +41,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
-from dflash_trt.kernels.argmax_launch import draft_tokens
-from dflash_trt.kernels.attention_fixed import Piece
 from dflash_trt.kernels.attention_options import AttentionOptions
-from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.norm_launch import sigmoid_mul
 from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store, rotate_block, store_draft_context
 from dflash_trt.kernels.row_codes_launch import RowCodes
@@ -57,19 +56,10 @@ from dflash_trt.network.ops import (
     RecurrentCache,
     Rows,
     StepInputs,
-    TokenBlocks,
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowsIndex:
-    """Requests of some rows, and the pieces in which they are attended."""
-
-    requests: RequestTensors
-    pieces: tuple[Piece, ...]
-
-
-class TorchGpuOps:
+class TorchGpuOps(DrafterOps):
     """Implements `Ops[Value]` for one step; `run_step` may treat the handles as tensors."""
 
     def __init__(
@@ -85,12 +75,11 @@ class TorchGpuOps:
         slots: StepSlots | None = None,
     ) -> None:
         """`outputs`: where sampling writes, when the caller wants a fixed place. Recurrent layers need `slots`."""
+        super().__init__(inputs, num_draft_tokens=num_draft_tokens)
         self._rules = rules
         self._masks = masks
         self._slots = slots
-        self._inputs = inputs
         self._resources = resources
-        self._num_draft_tokens = num_draft_tokens
         self._outputs = outputs
         self._ranks = ranks
 
@@ -175,7 +164,7 @@ class TorchGpuOps:
 
     def token_rows(self) -> Rows[Any]:
         inputs = self._inputs
-        return _rows(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
+        return rows_of(inputs.positions, inputs.token_offsets, inputs.context_lens, inputs.page_table, keeps_kv=True)
 
     def attend(
         self,
@@ -299,33 +288,12 @@ class TorchGpuOps:
             self._masks.write_logprobs(raw, scores, outputs)
         return Acceptance(**{name: getattr(outputs, name) for name in SamplingOutputs.__dataclass_fields__})
 
-    def token_blocks(self, acceptance: Acceptance[Any], *, fill: int) -> TokenBlocks[Any]:
-        shape = (len(acceptance.bonus_tokens), self._num_draft_tokens + 1)
-        token_ids, positions = (torch.empty(shape, dtype=torch.int32, device=self._device) for _ in range(2))
-        starts, inputs = acceptance.next_context_lens, self._inputs
-        sampling_launch.draft_block(acceptance.bonus_tokens, starts, token_ids, positions, mask_token_id=fill)
-        rows = _rows(positions.flatten(), inputs.token_offsets, starts, inputs.page_table, keeps_kv=False)
-        return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
-
-    def without_first(self, hidden: Value) -> Tensor:
-        x = tensor_of(hidden)
-        blocks = x.view(-1, self._num_draft_tokens + 1, x.shape[-1])
-        return blocks[:, 1:].reshape(-1, x.shape[-1])
-
-    def draft_tokens(self, logits: Value, acceptance: Acceptance[Any], draft_to_target: Value | None) -> Tensor:
-        inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
-        return draft_tokens(tensor_of(logits), inputs.temperature, inputs.seed, acceptance.next_context_lens, mapped)
-
     def all_reduce(self, x: Value) -> Tensor | RankSum:
         rows, peers = tensor_of(x), self._resources.peers
         return RankSum(rows, peers) if peers is not None and peers.takes(rows) else self._ranks.all_reduce(rows)
 
     def all_gather_vocab(self, logits: Value) -> Tensor:
         return self._ranks.all_gather_columns(tensor_of(logits))
-
-    @property
-    def _device(self) -> torch.device:
-        return self._inputs.token_ids.device
 
 
 @cached
@@ -334,27 +302,13 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
 
-def _rows(
-    positions: Tensor, token_offsets: Tensor, context_lens: Tensor, page_table: Tensor, *, keeps_kv: bool
-) -> Rows[Any]:
-    """The offsets of blocks are read by no kernel; the step's are there in their place."""
-    requests = RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=page_table)
-    return Rows(
-        positions=positions,
-        token_offsets=token_offsets if keeps_kv else None,
-        context_lens=context_lens,
-        page_table=page_table,
-        keeps_kv=keeps_kv,
-        index=RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),
-    )
-
-
 def _options(cache: Cache[Any], gqa: Gqa, sinks: Value | None) -> AttentionOptions:
     scales = cache.spec.scales or LayerKvScales()
     return AttentionOptions(
         window=gqa.mask.window,
         is_causal=gqa.mask.is_causal,
         is_window_anchored=gqa.mask.is_window_anchored,
+        first_key=gqa.mask.first_key,
         score_scale=gqa.scale,
         softcap=gqa.softcap,
         sinks=None if sinks is None else tensor_of(sinks).float(),

@@ -34,6 +34,8 @@ def experts_node(
         "routing": KINDS[moe.routing],
         "normalizes": int(moe.normalizes_top_k),
         "has_choice_bias": int(experts.choice_bias is not None),
+        "num_groups": moe.num_groups,
+        "num_chosen_groups": moe.num_chosen_groups,
         "activation": ACTIVATIONS[moe.activation],
         "routing_scale": moe.routing_scale,
         "limit": moe.limit or NOT_READ,

@@ -12,6 +12,7 @@ from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Linear, StackedExperts
 
 NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
+_CLOSED: Final = -3.0e38  # scores of a group that is not chosen from
 
 
 def run_experts(
@@ -76,6 +77,8 @@ def _largest_sigmoids(
     if choice_bias is not None:
         bias = layers.reshape(layers.tensor(choice_bias), (1, moe.num_experts))
         wanted = layers.binary("SUM", scores, bias)
+    if moe.num_groups > 1:
+        wanted = _of_best_groups(layers, wanted, moe)
     _, expert_ids = layers.top_k(wanted, moe.num_experts_per_token, 1)
     by_choice = layers.reshape(expert_ids, (-1, moe.num_experts_per_token, 1))
     is_chosen = layers.binary("EQUAL", by_choice, layers.ints(range(moe.num_experts), (1, 1, moe.num_experts)))
@@ -86,6 +89,19 @@ def _largest_sigmoids(
         total = layers.binary("SUM", layers.reduce("SUM", weights, 1), NEGLIGIBLE)
         weights = layers.binary("DIV", weights, total)
     return layers.binary("PROD", weights, moe.routing_scale), expert_ids
+
+
+def _of_best_groups(layers: Layers, wanted: ITensor, moe: Moe) -> ITensor:
+    """`wanted` [N, E] where the router may choose, far below it elsewhere."""
+    grouped = layers.reshape(wanted, (-1, moe.num_groups, moe.num_experts // moe.num_groups))
+    best_two, _ = layers.top_k(grouped, 2, 2)
+    _, group_ids = layers.top_k(layers.reduce("SUM", best_two, 2, keep_dims=False), moe.num_chosen_groups, 1)
+    by_choice = layers.reshape(group_ids, (-1, moe.num_chosen_groups, 1))
+    is_chosen = layers.binary("EQUAL", by_choice, layers.ints(range(moe.num_groups), (1, 1, moe.num_groups)))
+    count = layers.reduce("SUM", layers.cast(is_chosen, "float32"), 1, keep_dims=False)  # [N, groups]
+    is_open = layers.binary("GREATER", layers.reshape(count, (-1, moe.num_groups, 1)), 0.0)
+    of_open = layers.where(is_open, grouped, layers.floats([_CLOSED], (1, 1, 1)))
+    return layers.reshape(of_open, (-1, moe.num_experts))
 
 
 def _expert_rows(layers: Layers, x: ITensor) -> ITensor:  # [N, E] -> [E, N, 1]

@@ -36,6 +36,16 @@ def noise_of_tokens(layers: Layers, seed: ITensor, position: ITensor, tokens: IT
     return _gumbel(layers, layers.reduce("SUM", words, 2, keep_dims=False))
 
 
+def noise_of_row_tokens(layers: Layers, seed: ITensor, position: ITensor, tokens: ITensor) -> ITensor:  # int64 [N, M]
+    """float32 [N, M], of each row's own tokens."""
+    quads, word = _divmod(layers, tokens, 4)
+    numbers = layers.ints([0, 1, 2, 3], (1, 1, 4), "int64")
+    by_token = layers.reshape(word, (-1, tokens.shape[1], 1))
+    is_word = layers.cast(layers.binary("EQUAL", by_token, numbers), "int64")
+    words = layers.binary("PROD", _words(layers, seed, position, quads), is_word)
+    return _gumbel(layers, layers.reduce("SUM", words, 2, keep_dims=False))
+
+
 def philox(layers: Layers, key: ITensor, even: ITensor, odd: ITensor) -> ITensor:
     """Ten rounds over int64 words below 2**32.
 
@@ -55,13 +65,13 @@ def philox(layers: Layers, key: ITensor, even: ITensor, odd: ITensor) -> ITensor
     return layers.reshape(layers.concat(pairs, 3), (-1, even.shape[1], 4))
 
 
-def _words(layers: Layers, seed: ITensor, position: ITensor, quads: ITensor) -> ITensor:  # quads int64 [1, Q]
+def _words(layers: Layers, seed: ITensor, position: ITensor, quads: ITensor) -> ITensor:  # quads int64 [1 or N, Q]
     """int64 [N, Q, 4]."""
     low_and_high = layers.ints([1, _WORD], (1, 2), "int64")
     key = _modulo(layers, layers.binary("DIV", layers.reshape(seed, (-1, 1)), low_and_high), _WORD)
     is_first = layers.ints([1, 0], (1, 1, 2), "int64")  # words 2 and 3 of a counter are 0
     even = layers.binary("PROD", layers.reshape(position, (-1, 1, 1)), is_first)
-    odd = layers.binary("PROD", layers.reshape(quads, (1, -1, 1)), is_first)
+    odd = layers.binary("PROD", layers.reshape(quads, (-1, quads.shape[1], 1)), is_first)
     return philox(layers, layers.reshape(key, (-1, 1, 2)), even, odd)
 
 

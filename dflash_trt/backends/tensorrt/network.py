@@ -145,7 +145,8 @@ def define_step_network(
     inputs: StepInputs[ITensor] = StepInputs(**given)
     state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
-    ops = TrtOps(layers, _lowering(layers, inputs, slot_ids, state, spec), inputs, rope_tables, collectives)
+    lowering = _lowering(layers, inputs, slot_ids, state, spec)
+    ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
     caches = [_cache(found, state) for found in spec.states.target]
     draft_caches = [_cache(found, state) for found in spec.states.draft]
 

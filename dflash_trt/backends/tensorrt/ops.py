@@ -14,8 +14,9 @@ from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
+from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
@@ -147,7 +148,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps(RefusedOps):
+class TrtOps(DrafterOps, RefusedOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(
@@ -157,10 +158,11 @@ class TrtOps(RefusedOps):
         inputs: StepInputs[ITensor],
         rope_tables: RopeTables,
         collectives: Collectives | None = None,  # None: one rank
+        *,
+        max_draft_len: int = 0,
     ) -> None:
-        self._layers = layers
+        super().__init__(layers, inputs, max_draft_len=max_draft_len)
         self._lowering = lowering
-        self._inputs = inputs
         self._rope_tables = rope_tables
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
@@ -181,19 +183,28 @@ class TrtOps(RefusedOps):
         return layers.binary("SUM", out, layers.reshape(layers.tensor(linear.bias), (1, -1)))
 
     def rms_norm(self, x: ITensor, weight: Handle | None, eps: float) -> ITensor:
-        layers = self._layers
+        return self._normed(x, self._mean_square(x), weight, eps)
+
+    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
+        mean_square = self._mean_square(x)
+        if self._collectives is not None:  # of features that the ranks share evenly
+            total = self._collectives.all_reduce(mean_square)
+            mean_square = self._layers.binary("DIV", total, float(self._collectives.num_ranks))
+        return self._normed(x, mean_square, weight, eps)
+
+    def _mean_square(self, x: ITensor) -> ITensor:
+        """Over the last axis, which stays with one element; float32."""
+        wide = self._layers.cast(x, "float32")
+        return self._layers.reduce("AVG", self._layers.binary("PROD", wide, wide), len(x.shape) - 1)
+
+    def _normed(self, x: ITensor, mean_square: ITensor, weight: Handle | None, eps: float) -> ITensor:
+        layers, last = self._layers, len(x.shape) - 1
         wide = layers.cast(x, "float32")  # fp32 inside
-        last = len(x.shape) - 1
-        mean_square = layers.reduce("AVG", layers.binary("PROD", wide, wide), last)
         normed = layers.binary("DIV", wide, layers.unary("SQRT", layers.binary("SUM", mean_square, eps)))
         if weight is None:
             return layers.cast_like(normed, x)
         gain = layers.reshape(layers.cast(layers.tensor(weight), "float32"), (1,) * last + (-1,))
         return layers.cast_like(layers.binary("PROD", normed, gain), x)  # back to x's dtype
-
-    def joint_rms_norm(self, x: ITensor, weight: Handle, eps: float) -> ITensor:
-        assert self._collectives is None, "refused by `unsupported_problems`"
-        return self.rms_norm(x, weight, eps)
 
     def add(self, a: ITensor, b: ITensor) -> ITensor:
         return self._layers.binary("SUM", a, b)
@@ -369,12 +380,6 @@ class TrtOps(RefusedOps):
         rows = layers.dim(logits, 0)
         by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
-
-
-def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:
-    """K."""
-    width = layers.dim(inputs.logit_rows, 1)
-    return width - 1 if isinstance(width, int) else layers.binary("SUB", width, 1)
 
 
 def _pages(cache: Cache[ITensor]) -> Pages:

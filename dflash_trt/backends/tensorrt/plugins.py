@@ -105,7 +105,8 @@ EXPERTS: Final = PluginContract(
     ),
     outputs=("out",),
     fields=(
-        *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias", "activation"),
+        *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias"),
+        *("num_groups", "num_chosen_groups", "activation"),
         *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_FIELDS),
     ),
     real_fields=("routing_scale", "limit", "alpha"),

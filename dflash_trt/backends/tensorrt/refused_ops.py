@@ -13,8 +13,6 @@ class RefusedOps:
     attend_latent = _refused
     pairs_to_halves = _refused
     tempered = _refused
-    block_conv = _refused
-    select_tokens = _refused
     chain_blocks = _refused
     previous_rows = _refused
     context_rows = _refused

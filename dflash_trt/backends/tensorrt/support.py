@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from dflash_trt.backends.base import (
     drafter_problems,
-    grouped_problems,
     latent_problems,
     layer_problems,
     recurrent_problems,
@@ -55,9 +54,8 @@ def unsupported_problems(
     models = [
         *recurrent_problems(target, draft, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
-        *grouped_problems(target, where=where, hint=back),
         *layer_problems(target, where=where, hint=back),
-        *_head_problems(target, mapping, hint=back),
+        *_head_problems(target, hint=back),
         *drafter_problems(draft, where=where, hint=back),
     ]
     hint = "Build with one of these formats, or with --backend torch."
@@ -68,10 +66,7 @@ def unsupported_problems(
     return [*models, *problems]
 
 
-def _head_problems(target: TargetSpec, mapping: Mapping, *, hint: str) -> Iterator[str]:
+def _head_problems(target: TargetSpec, *, hint: str) -> Iterator[str]:
     for head_dim in sorted({gqa.head_dim for gqa in target.attentions if gqa.head_dim > MAX_HEAD_DIM}):
         expected = f"at most {MAX_HEAD_DIM} in a TensorRT engine"
         yield problem("head_dim of the target", expected=expected, found=str(head_dim), hint=hint)
-    if mapping.tp_size > 1 and any(gqa.has_joint_qk_norm for gqa in target.attentions):
-        expected = "norms of q and k over a head each, in a TensorRT engine of several ranks"
-        yield problem("q_norm of the target", expected=expected, found="a norm over the heads of all ranks", hint=hint)

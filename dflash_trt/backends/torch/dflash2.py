@@ -7,6 +7,8 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch.philox import gumbel_noise_of
 from dflash_trt.network.ops import Acceptance, Codebooks, StepInputs
 
+_MAX_INT32 = 2**31 - 1
+
 
 def block_conv(
     x: Tensor,  # [R*S, H]
@@ -34,9 +36,13 @@ def select_tokens(
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
 ) -> Tensor:
-    """See `Ops.select_tokens`; fp32 from the logits on."""
+    """See `Ops.select_tokens`; fp32 from the logits on.
+
+    Of equal logits the smaller token is the likelier; of equal scores the likelier token is taken.
+    """
     num_requests = len(inputs.temperature)
-    top = logits.float().topk(codebooks.top_k, dim=1)
+    ids = _most_likely(logits.float(), codebooks.top_k)
+    top = (logits.float().gather(1, ids), ids)
     scores, candidates = (x.view(num_requests, -1, codebooks.top_k).unbind(1) for x in top)
     rows = (inputs.temperature > 0).nonzero()[:, 0]
     seed, temperature, start = (x[rows] for x in (inputs.seed, inputs.temperature, acceptance.next_context_lens))
@@ -51,3 +57,12 @@ def select_tokens(
         token = ids.gather(1, score.argmax(dim=1, keepdim=True))[:, 0]
         path.append(token)
     return torch.stack(path, dim=1).int()
+
+
+def _most_likely(logits: Tensor, count: int) -> Tensor:  # float32 [N, V] -> int64 [N, count]
+    """Best first. A logit and its token are one integer, as torch.topk has no rule for ties; NaN is below all."""
+    bits = (logits.masked_fill(logits.isnan(), -torch.inf) + 0.0).view(torch.int32)  # the zeros are equal
+    ordered = torch.where(bits < 0, bits ^ _MAX_INT32, bits).long()
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    rankings = (ordered << 32) | (_MAX_INT32 - tokens)
+    return _MAX_INT32 - (rankings.topk(count, dim=1).values & _MAX_INT32)

@@ -124,6 +124,8 @@ constexpr FieldRule kExpertsFields[] = {
     {"routing", FieldType::kInt32, 0, 2},
     {"normalizes", FieldType::kInt32, 0, 1},
     {"has_choice_bias", FieldType::kInt32, 0, 1},
+    {"num_groups", FieldType::kInt32, 1, 4096},
+    {"num_chosen_groups", FieldType::kInt32, 1, 4096},
     {"activation", FieldType::kInt32, 0, 1},
     {"gate_up_form", FieldType::kInt32, 0, 5},
     {"gate_up_has_row_scale", FieldType::kInt32, 0, 1},

@@ -51,6 +51,8 @@ KernelChoice routing_choice(ExpertsShape const& shape, ExpertsOptions const& opt
         .equal("KIND", options.routing)
         .equal("NORMALIZES", options.normalizes ? 1 : 0)
         .equal("HAS_BIAS", options.has_choice_bias ? 1 : 0)
+        .equal("num_groups", options.num_groups)
+        .equal("num_chosen_groups", options.num_chosen_groups)
         .equal("TOKENS", tokens_of_tile(shape, options));
 }
 
@@ -138,6 +140,15 @@ void check(ExpertsShape const& shape, ExpertsOptions const& options)
             std::to_string(shape.num_rows) + " rows, " + std::to_string(options.num_chosen) + " chosen of "
                 + std::to_string(shape.num_experts),
             "Logits are [N, experts].");
+    }
+    bool const is_even = options.num_groups > 0 && shape.num_experts % options.num_groups == 0;
+    if (!is_even || options.num_chosen_groups > options.num_groups
+        || options.num_chosen_groups * (shape.num_experts / options.num_groups) < options.num_chosen)
+    {
+        throw Problem("groups of experts",
+            "some of equal groups, with " + std::to_string(options.num_chosen) + " experts",
+            std::to_string(options.num_chosen_groups) + " of " + std::to_string(options.num_groups),
+            "num_groups divides num_experts, and the chosen ones hold num_chosen.");
     }
     if (options.first_expert + shape.num_here > shape.num_experts)
     {

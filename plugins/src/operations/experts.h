@@ -38,6 +38,8 @@ struct ExpertsOptions
     int64_t routing;      // as `routing.py` counts the kinds
     bool normalizes;
     bool has_choice_bias; // else choice_bias is not read
+    int64_t num_groups;   // of adjacent experts, as many each
+    int64_t num_chosen_groups;
     int64_t activation;   // as `experts.py` counts them
     float routing_scale;
     float limit;

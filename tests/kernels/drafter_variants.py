@@ -1,0 +1,82 @@
+"""The kernels of drafters as they are launched: to be compiled ahead and looked at."""
+
+import torch
+
+from dflash_trt.kernels import block_conv_launch, paged_rows, paged_rows_launch, selector, selector_launch
+from dflash_trt.kernels.block_conv import block_conv_kernel
+from dflash_trt.kernels.capacity import request_capacity
+from plugins.aot.variant import KernelVariant, pointer
+
+INT32 = ("bonus_tokens", "next_context_lens", "token_ids", "candidates", "positions", "token_offsets", "context_lens")
+TYPES = {name: pointer(torch.int32) for name in (*INT32, "page_table", "lengths")}
+TYPES |= {name: pointer(torch.float32) for name in ("candidate_logits", "temperature")}
+TYPES |= {name: pointer(torch.int64) for name in ("tile_rankings", "seed")}
+SIZES = ("num_slots", "vocab_size", "num_rankings", "rank", "width", "num_requests", "pages_per_request", "page_shift")
+TYPES |= dict.fromkeys((*SIZES, "filter_stride", "hidden_size"), "i32")
+
+
+def block_conv_variant(dtype: torch.dtype, *, hidden_size: int, group_size: int, num_taps: int) -> KernelVariant:
+    """The grid uses num_rows."""
+    num_groups = hidden_size // group_size
+    constants = block_conv_launch.block_conv_constants(hidden_size, num_groups=num_groups, num_taps=num_taps)
+    return _variant(
+        "block_conv",
+        block_conv_kernel,
+        dtype,
+        constants,
+        grid=("num_rows", str(-(-hidden_size // constants["BLOCK"])), "1"),
+        num_warps=block_conv_launch.CONV_WARPS,
+    )
+
+
+def selector_variants(dtype: torch.dtype, *, vocab_size: int, top_k: int, rank: int) -> list[KernelVariant]:
+    """In the order of their launches. Grids use num_requests, num_rows and num_tiles."""
+    return [
+        _variant(
+            name,
+            getattr(selector, f"{name}_kernel"),
+            dtype,
+            selector_launch.selector_constants(name, vocab_size=vocab_size, top_k=top_k, rank=rank),
+            grid=selector_launch.SELECTOR_GRIDS[name],
+            num_warps=selector_launch.SELECTOR_WARPS[name],
+        )
+        for name in selector_launch.SELECTOR_KERNELS
+    ]
+
+
+def paged_rows_variants(dtype: torch.dtype, *, width: int, max_requests: int) -> list[KernelVariant]:
+    """Grids use num_rows and num_requests."""
+    block = paged_rows_launch.row_block(width)
+    blocks, requests = str(-(-width // block)), {"REQUESTS": request_capacity(max_requests)}
+    return [
+        _variant(
+            f"{name}_rows",
+            getattr(paged_rows, f"{name}_rows_kernel"),
+            dtype,
+            constants | {"BLOCK": block},
+            grid=(count, blocks, "1"),
+            num_warps=paged_rows_launch.ROW_WARPS,
+        )
+        for name, count, constants in (("previous", "num_rows", requests), ("last", "num_requests", {}))
+    ]
+
+
+def _variant(
+    name: str,
+    kernel: object,
+    dtype: torch.dtype,
+    constants: dict[str, int],
+    *,
+    grid: tuple[str, str, str],
+    num_warps: int,
+) -> KernelVariant:
+    arguments: list[str] = kernel.arg_names  # type: ignore[attr-defined]
+    return KernelVariant(
+        name=name,
+        kernel=kernel,
+        signature={name: TYPES.get(name, pointer(dtype)) for name in arguments if name not in constants},
+        constexprs=constants,
+        num_warps=num_warps,
+        num_stages=1,
+        grid=grid,
+    )
