@@ -74,7 +74,7 @@ _OPTIONS = (
         help="Compare at so many tok/s per user. Several times.  [default: the highest that all reach]",
     ),
     click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
-    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH.svg", help="A figure to write."),
+    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
 )
 
 
@@ -135,7 +135,7 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
     """Print the reports, and write the files."""
     from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
     from dflash_trt.bench.pareto import curves, shared_interactivity
-    from dflash_trt.bench.pareto_figure import Figure, ratio_text, svg
+    from dflash_trt.bench.pareto_figure import Figure, draw, ratio_text
 
     unit = "GPU" if options["num_gpus"] else "server"
     points = {name: found for name, found in curves(reports).items() if found}
@@ -151,7 +151,7 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
         caption = tuple(f"{name.capitalize()}: {text}" for name, text in facts.items())
         title = f"Throughput per {unit} against speed per user"
         figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
-        options["figure"].write_text(svg(figure))
+        draw(figure, options["figure"])
     if options["as_json"]:
         click.echo(json.dumps(facts | {"reports": [asdict(report) for report in reports]}, indent=2))
         return
@@ -288,8 +288,10 @@ def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
     for path in (csv_path, figure):
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
-    if figure is not None and figure.suffix != ".svg":
-        raise ConfigError.about("--figure", expected="a name that ends with .svg", found=figure.name)
+    if figure is not None:
+        from dflash_trt.bench.pareto_figure import check_figure
+
+        check_figure(figure)
 
 
 def _this_machine() -> str:

@@ -122,7 +122,7 @@ def test_an_engine_is_served_with_its_options_and_once_more_without_its_drafter(
         ([URL, URL], "distinct names"),
         ([URL, "--autoregressive"], "an engine directory"),
         ([URL, "--goodput", "itl:3"], "ttft, tpot, e2el with milliseconds"),
-        ([URL, "--figure", "f.png"], "ends with .svg"),
+        ([URL, "--figure", "f.pdf"], "ends with .png or .svg"),
         ([URL, "--csv", "no/such/directory/t.csv"], "a directory that exists"),
         ([URL, "--category", "c"], "found a, b"),
         (["no/engine"], "no/engine"),
@@ -137,17 +137,27 @@ def test_what_cannot_be_measured_is_refused_at_once(words, message, rows, sweep,
 def test_reports_are_printed_and_written(rows, tmp_path, invoke, monkeypatch) -> None:
     fast = replace(REPORT, server="fast", tok_per_s_per_user=Percentiles(mean=200, p50=200, p90=200, p99=200))
     monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT, fast])
-    csv, figure = tmp_path / "t.csv", tmp_path / "f.svg"
-    words = ["--csv", csv, "--figure", figure, "--hardware", "a laptop", "--interactivity", "50"]
+    csv = tmp_path / "t.csv"
+    words = ["--csv", csv, "--hardware", "a laptop", "--interactivity", "50"]
     ran = invoke("bench", "serve", URL, "--input-file", rows, *words)
     assert ran.exit_code == 0, ran.stderr
     assert "At 50 tok/s per user, throughput relative to s: fast 1.00x." in ran.stdout
     assert f"command: dflash-trt bench serve {URL}" in ran.stdout and "hardware: a laptop" in ran.stdout
     assert [line.split(",")[0] for line in csv.read_text().splitlines()] == ["server", "s", "fast"]
-    drawn = figure.read_text()
-    assert "At 50 tok/s" in drawn and "Hardware: a laptop" in drawn and "Workload: 3 rows of rows.jsonl" in drawn
     told = json.loads(invoke("bench", "serve", URL, "--input-file", rows, "--json").stdout)
     assert told["hardware"] == "not stated" and [report["server"] for report in told["reports"]] == ["s", "fast"]
+
+
+def test_a_figure_has_the_facts_of_its_measurement(rows, tmp_path, invoke, monkeypatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
+    monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT])
+    figure, picture = tmp_path / "f.svg", tmp_path / "f.png"
+    words = ["--hardware", "a laptop", "--interactivity", "50"]
+    for path in (figure, picture):
+        assert invoke("bench", "serve", URL, "--input-file", rows, "--figure", path, *words).exit_code == 0
+    drawn = figure.read_text()
+    assert "At 50 tok/s" in drawn and "Hardware: a laptop" in drawn and "Workload: 3 rows of rows.jsonl" in drawn
+    assert picture.stat().st_size > 10_000
 
 
 def test_rows_of_speed_bench_are_sent_turn_by_turn(tmp_path) -> None:
