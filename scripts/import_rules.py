@@ -144,6 +144,7 @@ RULES: dict[str, Rule] = {
             "serving servers bench doctor demo recipes"
         ),
         libraries=_set("click rich yaml pydantic"),
+        file_libraries={"data_sets.py": _set("pyarrow")},
         is_lazy=True,
         lazy_packages=_set("core"),
         lazy_libraries=_set("click pydantic"),

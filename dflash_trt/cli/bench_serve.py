@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, PER_CLIENT, ROUNDS
+from dflash_trt.cli.data_sets import columns_of
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.load_prompts import read_conversations
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -33,6 +34,14 @@ _OPTIONS = (
     click.option(
         "--autoregressive", is_flag=True, help="Each engine once more, in front of the others, without its drafter."
     ),
+    click.option(
+        "--column",
+        "columns",
+        multiple=True,
+        metavar="FIELD=COLUMN",
+        help="Where the rows have a field, such as prompt=text: these columns alone are read. Several times.",
+    ),
+    click.option("--split", metavar="NAME", help="Of a data set that has several, for example qualitative/test."),
     click.option("--category", "categories", multiple=True, metavar="NAME", help="Rows of it only. Several times."),
     click.option(
         "--concurrency",
@@ -102,7 +111,8 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     """Throughput, latencies and acceptance by concurrency and request rate, of one server or several in turn.
 
     A URL is a server that runs. An engine is served for its turns, with the options of its runtime and without prefix
-    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's.
+    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's;
+    instead of a file they may be a Hugging Face data set on this disk.
     """
     from dflash_trt.bench.server_sweep import sweep_servers
 
@@ -110,7 +120,8 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
     _check_paths(options["csv_path"], options["figure"])
-    conversations = read_conversations(input_file, categories=options["categories"])
+    columns, split = columns_of(options["columns"]), options["split"]
+    conversations = read_conversations(input_file, categories=options["categories"], columns=columns, split=split)
     sides = _sides(sources, runtime, options)
     fields: dict[str, Any] = {"max_tokens": options["max_new_tokens"], "temperature": options["temperature"]}
     if options["ignore_eos"]:

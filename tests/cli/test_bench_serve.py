@@ -60,7 +60,9 @@ WORDS += [
     "--rounds",
     "7",
 ]
+WORDS += ["--column", "prompt=prompt", "--column", "category=category"]
 WORDS += ["--goodput", "ttft:500,tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
+SPLIT = ["--split", "test"]
 REPORTS = ["--hardware", "h", "--interactivity", "5", "--csv", "c", "--figure", "f.svg", "--json", "--autoregressive"]
 RUNTIME_CASES = runtime_cases("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 
@@ -80,7 +82,9 @@ def test_every_option_of_the_load_reaches_it(rows, sweep, invoke) -> None:
         "num_rounds": 7,
     }
     minimal = [URL, "--input-file", "rows"]
-    never_set = options_never_set(bench.commands["serve"], minimal, *([*minimal, *words] for words in (WORDS, REPORTS)))
+    never_set = options_never_set(
+        bench.commands["serve"], minimal, *([*minimal, *words] for words in (WORDS, REPORTS, SPLIT))
+    )
     of_engines = options_never_set(
         bench.commands["serve"], minimal, *([*minimal, *words] for words, _ in RUNTIME_CASES)
     )
@@ -125,6 +129,8 @@ def test_an_engine_is_served_with_its_options_and_once_more_without_its_drafter(
         ([URL, "--figure", "f.pdf"], "ends with .png or .svg"),
         ([URL, "--csv", "no/such/directory/t.csv"], "a directory that exists"),
         ([URL, "--category", "c"], "found a, b"),
+        ([URL, *SPLIT], "--split: expected a directory of a data set"),
+        ([URL, "--column", "text"], "--column: expected FIELD=COLUMN"),
         (["no/engine"], "no/engine"),
     ],
 )
