@@ -366,6 +366,7 @@ DRAFTERS: dict[str, Config] = {
         taps=[3, 11, 23, 35, 43],
         mask=151669,
         intermediate_size=6144,
+        max_position_embeddings=262144,
     ),
     "z-lab/gemma-4-31B-it-DFlash": _GEMMA_DRAFTER,
     "z-lab/gemma-4-26B-A4B-it-DFlash": _GEMMA_DRAFTER
