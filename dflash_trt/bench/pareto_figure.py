@@ -65,8 +65,8 @@ def ratio_text(curves: Mapping[str, Sequence[Point]], per_user: float) -> str:
     ratios = ratios_at(curves, per_user)
     words = [f"{name} {ratio:.2f}x" for name, ratio in ratios.items() if ratio is not None and name != first]
     missing = [name for name, points in curves.items() if per_gpu_at(points, per_user) is None]
-    text = f"At {per_user:.4g} tok/s per user, throughput relative to {first}: {', '.join(words) or 'none to compare'}."
-    return text + (f" Not as fast at any load: {', '.join(missing)}." if missing else "")
+    text = f"At {per_user:.4g} tok/s per user, throughput relative to {first}: {'; '.join(words) or 'none to compare'}."
+    return text + (f" Not as fast at any load: {'; '.join(missing)}." if missing else "")
 
 
 def _canvas(figure: Figure) -> Any:
@@ -100,9 +100,10 @@ def _draw_curves(axes: Any, figure: Figure) -> None:
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         x, y = [point.per_user for point in points], [point.per_gpu for point in points]
         axes.plot(x, y, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name, gid=f"curve-{index}")
-        side = -13 if index % 2 else 5  # neighbours on different sides: labels of close points stay apart
+        # Beside a curve that falls, and those of neighbours on different sides: labels of close points stay apart.
+        offset, anchor = ((-6, -12), "right") if index % 2 else ((6, 5), "left")
         for point in points:
-            _note(axes, point.label, (point.per_user, point.per_gpu), offset=(6, side), color=colour)
+            _note(axes, point.label, (point.per_user, point.per_gpu), offset=offset, ha=anchor, color=colour)
     outline = hull(figure.curves)
     x, y = [point.per_user for point in outline], [point.per_gpu for point in outline]
     axes.plot(x, y, color=_HULL, linewidth=7, alpha=0.45, zorder=1, label="hull of all", gid="hull")
