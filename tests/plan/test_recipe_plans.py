@@ -79,7 +79,8 @@ def test_a_recipe_is_checked_by_tensorrt_or_refused_by_name(read: Read) -> None:
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: pip install 'dflash-trt[check]'")
     config = read.config.model_copy(update={"target": str(read.base_dir / read.config.target)})
     config = config.model_copy(update={"drafter": str(read.base_dir / str(read.config.drafter))})
-    problems = unsupported_problems(read.pair.target, read.pair.draft, read.pair.quantization, config.dtype)
+    pair = read.pair
+    problems = unsupported_problems(pair.target, pair.draft, pair.quantization, config.dtype, config.mapping)
     if problems:
         with pytest.raises(BuildError, match="backend tensorrt"):
             check_config(config, base_dir=read.base_dir)
