@@ -126,7 +126,7 @@ RULES: dict[str, Rule] = {
         knows="measurements",
         packages=_set("serving scheduler executor engine_dir core"),
         libraries=_set("numpy"),
-        file_libraries={"openai_client.py": _set("aiohttp")},
+        file_libraries={"openai_client.py": _set("aiohttp"), "pareto_figure.py": _set("matplotlib")},
     ),
     "doctor": Rule(
         knows="versions, devices and what works on a machine",
@@ -144,6 +144,7 @@ RULES: dict[str, Rule] = {
             "serving servers bench doctor demo recipes"
         ),
         libraries=_set("click rich yaml pydantic"),
+        file_libraries={"data_sets.py": _set("pyarrow")},
         is_lazy=True,
         lazy_packages=_set("core"),
         lazy_libraries=_set("click pydantic"),

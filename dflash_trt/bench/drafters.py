@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_trt.bench.speculation import run_prompts
-from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions, specdec_bench_acceptance_length
 from dflash_trt.core.errors import ConfigError, problem, raise_all
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -23,7 +23,7 @@ class DrafterReport:
     """One side. `algorithm` None is autoregressive decoding, which is the measure of speed and of texts.
 
     Medians over rounds; `speedup` is the median of the rounds' ratios of tokens per second. `acceptance_length` counts
-    the bonus.
+    the bonus; that of specdec_bench is by the harness's counting.
     """
 
     algorithm: str | None
@@ -34,6 +34,7 @@ class DrafterReport:
     speedup: float
     speedup_by_round: tuple[float, ...]
     acceptance_length: float | None
+    specdec_bench_acceptance_length: float | None
     accepted_fraction_by_position: tuple[float, ...]
     num_equal_texts: int
 
@@ -102,6 +103,7 @@ class _Side:
             speedup=statistics.median(ratios),
             speedup_by_round=ratios,
             acceptance_length=acceptance_length(self._outputs) if is_drafted else None,
+            specdec_bench_acceptance_length=specdec_bench_acceptance_length(self._outputs) if is_drafted else None,
             accepted_fraction_by_position=accepted_fractions(self._outputs) if is_drafted else (),
             num_equal_texts=sum(ours.token_ids == theirs.token_ids for ours, theirs in pairs),
         )

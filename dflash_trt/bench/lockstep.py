@@ -64,6 +64,7 @@ class PolicyReport:
     concurrency: int
     speeds: tuple[PolicySpeed, ...]
     best_fixed: str
+    best_fixed_length: int
     adaptive_to_best_fixed: float
     adaptive_to_best_fixed_by_round: tuple[float, ...]
 
@@ -105,7 +106,7 @@ def compare_policies(
                     runs.append(sides.run(work, concurrency=concurrency))
                     speeds = ", ".join(f"{name} {run.output_tok_per_s:.0f}" for name, run in runs[-1].items())
                     progress(f"{concurrency} clients, round {index}: {speeds} tok/s")
-            reports.append(_report(concurrency, runs[1:]))
+            reports.append(_report(concurrency, runs[1:], fixed))
     return reports
 
 
@@ -114,7 +115,19 @@ def prompt_reader(engine: EngineDir) -> PromptReader:
     return PromptReader(open_codec(engine), vocab_size=engine.manifest.target.vocab_size)
 
 
-def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> PolicyReport:
+def best_lengths(reports: Sequence[PolicyReport]) -> dict[int, int]:
+    """`draft_length` of a runtime: the best fixed K of the smallest load from 1 request on, of each larger from there.
+
+    A load whose best K is that of the smaller one before needs no entry.
+    """
+    table: dict[int, int] = {}
+    for report in sorted(reports, key=lambda report: report.concurrency):
+        if not table or report.best_fixed_length != list(table.values())[-1]:
+            table[report.concurrency if table else 1] = report.best_fixed_length
+    return table
+
+
+def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]], fixed: Mapping[str, int]) -> PolicyReport:
     speeds = {name: statistics.median(run[name].output_tok_per_s for run in runs) for name in runs[0]}
     best = max((name for name in speeds if name != _ADAPTIVE), key=lambda name: speeds[name])
     ratios = tuple(run[_ADAPTIVE].output_tok_per_s / run[best].output_tok_per_s for run in runs)
@@ -125,6 +138,7 @@ def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]]) -> P
             for name, speed in speeds.items()
         ),
         best_fixed=best,
+        best_fixed_length=fixed[best],
         adaptive_to_best_fixed=statistics.median(ratios),
         adaptive_to_best_fixed_by_round=ratios,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash_trt.bench.distinct import distinct_fraction
-from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions, specdec_bench_acceptance_length
 from dflash_trt.core.request import GenerationOutput, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.serving.llm import LLM
@@ -21,8 +21,8 @@ from dflash_trt.serving.prompts import Prompt
 class SpeculationReport:
     """Medians over rounds. `speedup` is the median of the rounds' ratios of tokens per second.
 
-    `acceptance_length` counts the bonus. `distinct_4gram_fraction` is over each text's own 4-grams of token ids, mean
-    over texts: near 0 is a loop, 1 repeats nothing.
+    `acceptance_length` counts the bonus; that of specdec_bench is by the harness's counting. `distinct_4gram_fraction`
+    is over each text's own 4-grams of token ids, mean over texts: near 0 is a loop, 1 repeats nothing.
     """
 
     num_prompts: int
@@ -35,6 +35,7 @@ class SpeculationReport:
     speedup: float
     speedup_by_round: tuple[float, ...]
     acceptance_length: float | None
+    specdec_bench_acceptance_length: float | None
     accepted_fraction_by_position: tuple[float, ...]
     has_equal_tokens: bool
     num_equal_texts: int
@@ -81,6 +82,7 @@ def compare(
         speedup=statistics.median(ratios),
         speedup_by_round=ratios,
         acceptance_length=acceptance_length(outputs),
+        specdec_bench_acceptance_length=specdec_bench_acceptance_length(outputs),
         accepted_fraction_by_position=accepted_fractions(outputs),
         has_equal_tokens=num_equal == len(prompts),
         num_equal_texts=num_equal,

@@ -199,9 +199,10 @@ def draft_length(
     """A closed load of so many clients on every policy at once, step by step in turn.
 
     The policies share one executor. Whichever has used the least time steps next, so a machine that slows down for a
-    while slows all of them. What the adaptive policy has learned stays from round to round.
+    while slows all of them. What the adaptive policy has learned stays from round to round. The last line is the table
+    of the best fixed K for --draft-length.
     """
-    from dflash_trt.bench.lockstep import compare_policies
+    from dflash_trt.bench.lockstep import best_lengths, compare_policies
 
     reports = compare_policies(
         engine_dir,
@@ -215,6 +216,8 @@ def draft_length(
         progress=lambda line: click.echo(line, err=True),
     )
     _print_all(reports, _policies_line, as_json=as_json)
+    if not as_json:
+        click.echo(f"draft_length: --draft-length {lengths_text(best_lengths(reports))}, the best fixed K by requests")
 
 
 @bench.command(
@@ -345,7 +348,8 @@ def _listed(ratios: Sequence[float]) -> str:
 def _lines(report: "SpeculationReport", config: RuntimeConfig) -> list[str]:
     drafts = lengths_text(config.draft_length) if config.draft_length else report.num_draft_tokens
     rates = "  ".join(f"{i}: {rate:.2f}" for i, rate in enumerate(report.accepted_fraction_by_position, start=1))
-    length = "none" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    lengths = (report.acceptance_length, report.specdec_bench_acceptance_length)
+    length, harness = ("none" if value is None else f"{value:.2f}" for value in lengths)
     return [
         f"{report.num_prompts} prompts, {report.max_new_tokens} new tokens each, {report.concurrency} at a time, "
         f"median of {report.num_rounds} rounds",
@@ -354,6 +358,7 @@ def _lines(report: "SpeculationReport", config: RuntimeConfig) -> list[str]:
         f"speedup            {report.speedup:8.2f} x  "
         f"(rounds: {', '.join(f'{ratio:.2f}' for ratio in report.speedup_by_round)})",
         f"acceptance length  {length:>8} tokens per verify step, bonus included",
+        f"by specdec_bench   {harness:>8} tokens per step, the prefill's first token a step of 1, mean over requests",
         f"accepted by draft position: {rates}",
         f"equal texts: {report.num_equal_texts} of {report.num_prompts}",
         f"distinct 4-grams: {report.distinct_4gram_fraction:.2f} of all",

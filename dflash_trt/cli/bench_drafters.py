@@ -57,7 +57,9 @@ def drafters(
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
     width = max(len(_name(report)) for report in reports)
-    click.echo(f"{'':{width}}     tok/s  speedup  acceptance length  equal texts  accepted by draft position")
+    click.echo(
+        f"{'':{width}}     tok/s  speedup  acceptance length  by specdec_bench  equal texts  accepted by draft position"
+    )
     for report in reports:
         click.echo(_line(report, width))
 
@@ -69,9 +71,10 @@ def _name(report: "DrafterReport") -> str:
 
 
 def _line(report: "DrafterReport", width: int) -> str:
-    length = "" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    lengths = (report.acceptance_length, report.specdec_bench_acceptance_length)
+    length, harness = ("" if value is None else f"{value:.2f}" for value in lengths)
     rates = " ".join(f"{rate:.2f}" for rate in report.accepted_fraction_by_position)
     return (
-        f"{_name(report):{width}}  {report.output_tok_per_s:8.1f}  {report.speedup:6.2f}x  {length:>17}"
+        f"{_name(report):{width}}  {report.output_tok_per_s:8.1f}  {report.speedup:6.2f}x  {length:>17}  {harness:>16}"
         f"  {f'{report.num_equal_texts} of {report.num_prompts}':>11}  {rates}"
     ).rstrip()

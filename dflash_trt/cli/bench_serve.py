@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, PER_CLIENT, ROUNDS
+from dflash_trt.cli.data_sets import columns_of
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.load_prompts import read_conversations
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -33,6 +34,14 @@ _OPTIONS = (
     click.option(
         "--autoregressive", is_flag=True, help="Each engine once more, in front of the others, without its drafter."
     ),
+    click.option(
+        "--column",
+        "columns",
+        multiple=True,
+        metavar="FIELD=COLUMN",
+        help="Where the rows have a field, such as prompt=text: these columns alone are read. Several times.",
+    ),
+    click.option("--split", metavar="NAME", help="Of a data set that has several, for example qualitative/test."),
     click.option("--category", "categories", multiple=True, metavar="NAME", help="Rows of it only. Several times."),
     click.option(
         "--concurrency",
@@ -74,7 +83,7 @@ _OPTIONS = (
         help="Compare at so many tok/s per user. Several times.  [default: the highest that all reach]",
     ),
     click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
-    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH.svg", help="A figure to write."),
+    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
 )
 
 
@@ -102,7 +111,8 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     """Throughput, latencies and acceptance by concurrency and request rate, of one server or several in turn.
 
     A URL is a server that runs. An engine is served for its turns, with the options of its runtime and without prefix
-    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's.
+    caching. Servers alternate by rounds. Rows are those of `run`, with a `category` if they have one, or SPEED-Bench's;
+    instead of a file they may be a Hugging Face data set on this disk.
     """
     from dflash_trt.bench.server_sweep import sweep_servers
 
@@ -110,7 +120,8 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
     _check_paths(options["csv_path"], options["figure"])
-    conversations = read_conversations(input_file, categories=options["categories"])
+    columns, split = columns_of(options["columns"]), options["split"]
+    conversations = read_conversations(input_file, categories=options["categories"], columns=columns, split=split)
     sides = _sides(sources, runtime, options)
     fields: dict[str, Any] = {"max_tokens": options["max_new_tokens"], "temperature": options["temperature"]}
     if options["ignore_eos"]:
@@ -135,7 +146,7 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
     """Print the reports, and write the files."""
     from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
     from dflash_trt.bench.pareto import curves, shared_interactivity
-    from dflash_trt.bench.pareto_figure import Figure, ratio_text, svg
+    from dflash_trt.bench.pareto_figure import Figure, draw, ratio_text
 
     unit = "GPU" if options["num_gpus"] else "server"
     points = {name: found for name, found in curves(reports).items() if found}
@@ -151,7 +162,7 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
         caption = tuple(f"{name.capitalize()}: {text}" for name, text in facts.items())
         title = f"Throughput per {unit} against speed per user"
         figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
-        options["figure"].write_text(svg(figure))
+        draw(figure, options["figure"])
     if options["as_json"]:
         click.echo(json.dumps(facts | {"reports": [asdict(report) for report in reports]}, indent=2))
         return
@@ -288,8 +299,10 @@ def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
     for path in (csv_path, figure):
         if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
             raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
-    if figure is not None and figure.suffix != ".svg":
-        raise ConfigError.about("--figure", expected="a name that ends with .svg", found=figure.name)
+    if figure is not None:
+        from dflash_trt.bench.pareto_figure import check_figure
+
+        check_figure(figure)
 
 
 def _this_machine() -> str:

@@ -1,4 +1,4 @@
-"""Conversations of a load test: the rows of `dflash-trt run`, with a category, or those of SPEED-Bench.
+"""Conversations of a load test: the rows of `dflash-trt run`, with a category, those of SPEED-Bench, or of a data set.
 
 SPEED-Bench (nvidia/SPEED-Bench, prepared with specdec_bench or NeMo-Skills) has `question_id`, `category`, and
 `messages` or `turns`: what the user says turn by turn. Its data are not ours to ship.
@@ -7,11 +7,12 @@ SPEED-Bench (nvidia/SPEED-Bench, prepared with specdec_bench or NeMo-Skills) has
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.cli.data_sets import is_data_set, rows_of_data_set
 from dflash_trt.cli.prompts import KWARGS_FIELD, MAX_LISTED_ROWS, Defaults, Job, Refusal, rows_of_jsonl
 from dflash_trt.core.errors import ConfigError, RequestError, problem, raise_all
 from dflash_trt.core.request import SamplingParams
@@ -24,21 +25,19 @@ _OF_SOURCE = ("sub_category", "source", "src_id", "difficulty", "multiturn")
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
-def read_conversations(path: Path, *, categories: Sequence[str] = ()) -> list[Conversation]:
-    """The rows of a JSONL file, or those of the named categories; their sampling does not count.
+def read_conversations(
+    path: Path, *, categories: Sequence[str] = (), columns: Mapping[str, str] | None = None, split: str | None = None
+) -> list[Conversation]:
+    """The rows of a JSONL file or of a data set, or those of the named categories; their sampling does not count.
 
-    They come one of each category in turn, so that a load that takes few of them has its share of all.
+    They come one of each category in turn, so that a load that takes few of them has its share of all. `columns` are
+    columns by field: only these are read then. `split` is one of a data set.
 
     Raises:
         ConfigError: rows are wrong, there is none, or none of a category.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        found = str(error.strerror)
-        raise ConfigError.about(str(path), expected="a JSONL file", found=found, hint="Check the path.") from error
     conversations, refused = [], []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path, columns or {}, split), start=1):
         if line.strip():
             try:
                 conversations.append(_conversation(line))
@@ -55,6 +54,52 @@ def read_conversations(path: Path, *, categories: Sequence[str] = ()) -> list[Co
         hint = 'Write one JSON object per line, for example {"prompt": "Hello"}.'
         raise ConfigError.about(str(path), expected="at least one prompt", found="none", hint=hint)
     return _interleaved(chosen)
+
+
+def _lines(path: Path, columns: Mapping[str, str], split: str | None) -> Iterator[bytes]:
+    """Rows as JSON. Raises ConfigError."""
+    if is_data_set(path):
+        for number, row in enumerate(rows_of_data_set(path, columns=columns, split=split), start=1):
+            yield _json_of(_by_turns(row, number), f"{path}, row {number}")
+        return
+    if split is not None:
+        raise ConfigError.about("--split", expected="a directory of a data set", found=str(path))
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        found = str(error.strerror)
+        hint = "Check the path."
+        raise ConfigError.about(str(path), expected="a JSONL file or a data set", found=found, hint=hint) from error
+    for number, line in enumerate(lines, start=1):
+        yield _renamed(line, columns, number) if columns and line.strip() else line
+
+
+def _renamed(line: bytes, columns: Mapping[str, str], number: int) -> bytes:
+    """The row with these columns alone; one that is no JSON object as it is, for the reader of rows to refuse."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if not isinstance(fields, dict):
+        return line
+    chosen = {name: fields[column] for name, column in columns.items() if fields.get(column) is not None}
+    return json.dumps(_by_turns(chosen, number)).encode()
+
+
+def _by_turns(fields: dict[str, Any], number: int) -> dict[str, Any]:
+    """Turns make a row one of SPEED-Bench's layout; a text is one turn."""
+    if isinstance(fields.get("turns"), str):
+        fields["turns"] = [fields["turns"]]
+    return {"question_id": number, **fields} if "turns" in fields else fields
+
+
+def _json_of(fields: Mapping[str, Any], subject: str) -> bytes:
+    """Raises ConfigError for values that JSON does not have, such as bytes and dates."""
+    try:
+        return json.dumps(fields).encode()
+    except TypeError as error:
+        hint = "Read other columns with --column."
+        raise ConfigError.about(subject, expected="text, numbers, lists", found=str(error), hint=hint) from error
 
 
 def _interleaved(conversations: Sequence[Conversation]) -> list[Conversation]:

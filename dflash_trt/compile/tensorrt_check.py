@@ -72,7 +72,7 @@ def check_config(
         config,
         pair,
         unsupported=lambda target, draft, quantization, mapping: unsupported_problems(
-            target, draft, quantization, config.dtype
+            target, draft, quantization, config.dtype, mapping
         ),
         subject="backend tensorrt",
         capability=local_capability(),

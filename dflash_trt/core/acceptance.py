@@ -17,6 +17,17 @@ def acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
     return sum(output.num_emitted_by_verify for output in counted) / num_verify_steps
 
 
+def specdec_bench_acceptance_length(outputs: Iterable[GenerationOutput]) -> float | None:
+    """`Average_AL` of NVIDIA's specdec_bench, the harness of SPEED-Bench: the mean over requests of their mean step.
+
+    Other than in `acceptance_length` every step that gave a token counts, the one that ended the prefill as one of
+    length 1, and a step's tokens are those that are left after a stop. None when no request has a token.
+    """
+    lengths = [[len(event.token_ids) for event in output.steps if event.token_ids] for output in outputs]
+    means = [sum(steps) / len(steps) for steps in lengths if steps]
+    return sum(means) / len(means) if means else None
+
+
 def accepted_fractions(outputs: Sequence[GenerationOutput]) -> tuple[float, ...]:
     """Fraction of the steps verifying draft i (from 0) that accepted it, and so every draft before it."""
     steps = [event for output in outputs for event in output.steps if event.num_candidates]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dflash_trt.bench import lockstep, serving_sweep, speculation
-from dflash_trt.bench.lockstep import Lockstep, LockstepReport, PolicyReport, PolicySpeed
+from dflash_trt.bench.lockstep import Lockstep, LockstepReport, PolicyReport, PolicySpeed, best_lengths
 from dflash_trt.bench.serving_sweep import ConcurrencyReport
 from dflash_trt.bench.soak import SoakReport
 from dflash_trt.bench.speculation import SpeculationReport
@@ -88,6 +89,7 @@ def test_a_speedup_is_the_median_of_the_ratios_of_rounds_without_the_first(
         speedup=2.5,
         speedup_by_round=(3.0, 1.0, 2.5),
         acceptance_length=3.5,
+        specdec_bench_acceptance_length=None,
         accepted_fraction_by_position=(),
         has_equal_tokens=False,
         num_equal_texts=1,
@@ -219,7 +221,7 @@ def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_wi
         {"K = 0": side(99), "K = 3": side(20, 2.0), "adaptive": side(40, 2.5)},
         {"K = 0": side(10), "K = 3": side(20, 3.0), "adaptive": side(10, 3.5)},
     ]
-    assert lockstep._report(5, runs) == PolicyReport(
+    assert lockstep._report(5, runs, {"K = 0": 0, "K = 3": 3}) == PolicyReport(
         concurrency=5,
         speeds=(
             PolicySpeed(policy="K = 0", output_tok_per_s=10, acceptance_length=None),
@@ -227,6 +229,7 @@ def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_wi
             PolicySpeed(policy="adaptive", output_tok_per_s=30, acceptance_length=3.5),
         ),
         best_fixed="K = 3",
+        best_fixed_length=3,
         adaptive_to_best_fixed=1.5,
         adaptive_to_best_fixed_by_round=(1.5, 2.0, 0.5),
     )
@@ -330,6 +333,7 @@ def test_the_text_of_a_speedup_says_each_number_with_its_unit(monkeypatch, tmp_p
         speedup=2.0,
         speedup_by_round=(1.5, 2.5),
         acceptance_length=3.25,
+        specdec_bench_acceptance_length=3.125,
         accepted_fraction_by_position=(0.75, 0.5),
         has_equal_tokens=False,
         num_equal_texts=2,
@@ -344,6 +348,7 @@ def test_the_text_of_a_speedup_says_each_number_with_its_unit(monkeypatch, tmp_p
         "speculative, K = 4 222.2 tok/s",
         "speedup 2.00 x (rounds: 1.50, 2.50)",
         "acceptance length 3.25 tokens per verify step, bonus included",
+        "by specdec_bench 3.12 tokens per step, the prefill's first token a step of 1, mean over requests",
         "accepted by draft position: 1: 0.75 2: 0.50",
         "equal texts: 2 of 3",
         "distinct 4-grams: 0.88 of all",
@@ -378,12 +383,20 @@ def test_the_text_of_a_comparison_of_policies_names_the_best(monkeypatch, tmp_pa
         concurrency=4,
         speeds=speeds,
         best_fixed="K = 0",
+        best_fixed_length=0,
         adaptive_to_best_fixed=2.982,
         adaptive_to_best_fixed_by_round=(2.5, 3.5),
     )
     words = ("draft-length", "dir", "--input-file", "ROWS")
     text, _ = printed(monkeypatch, tmp_path, "dflash_trt.bench.lockstep.compare_policies", [report], *words)
-    assert text == (" 4 clients tok/s K = 0: 11 adaptive: 33 | adaptive / best fixed (K = 0) 2.982 (2.50 3.50)\n")
+    assert text == (
+        " 4 clients tok/s K = 0: 11 adaptive: 33 | adaptive / best fixed (K = 0) 2.982 (2.50 3.50)\n"
+        "draft_length: --draft-length 1:0, the best fixed K by requests\n"
+    )
+    loads = ((64, 3), (4, 5), (1, 5), (16, 5))
+    reports = [replace(report, concurrency=number, best_fixed_length=length) for number, length in loads]
+    assert best_lengths(reports) == {1: 5, 64: 3}, "as `draft_length` of a runtime takes it"
+    assert RuntimeConfig(draft_length=best_lengths(reports)).draft_length == {1: 5, 64: 3}
 
 
 def test_the_text_of_a_soak_says_what_became_of_every_request(monkeypatch, tmp_path) -> None:

@@ -1,8 +1,7 @@
-"""Numbers of records that are known, curves, and the figure."""
+"""Numbers of records that are known, and curves."""
 
 import json
 from dataclasses import asdict, replace
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from dflash_trt.bench.load_report import Limits, acceptance, report_of
 from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
 from dflash_trt.bench.openai_client import RequestRecord
 from dflash_trt.bench.pareto import Point, curves, frontier, hull, per_gpu_at, ratios_at, shared_interactivity
-from dflash_trt.bench.pareto_figure import Figure, svg
 from dflash_trt.bench.request_load import Load, LoadRun
 
 LOAD = Load(num_conversations=4, concurrency=4)
@@ -118,21 +116,3 @@ def test_a_report_is_a_point_of_its_servers_curve() -> None:
     expected = Point(per_user=REPORT.tok_per_s_per_user.p50, per_gpu=REPORT.output_tok_per_s, label="4")
     assert point == expected
     assert curves([replace(REPORT, tok_per_s_per_user=None)]) == {"s": []}
-
-
-def test_the_figure_says_what_it_shows() -> None:
-    caption = ("Command: dflash-trt bench serve <x> & y", "Hardware: a laptop")
-    figure = Figure(title="T", curves=CURVES, unit="GPU", caption=caption, interactivity=(100, 150))
-    root = ElementTree.fromstring(svg(figure))
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    for expected in ("T", "plain", "drafted", "hull of all", *caption, "throughput: output tok/s per GPU"):
-        assert expected in texts
-    assert any(text.startswith("interactivity: output tok/s per user") for text in texts)
-    assert "At 100 tok/s per user, throughput relative to plain: drafted 2.57x." in texts
-    assert any("none to compare. Not as fast at any load: plain." in text for text in texts)
-    lines = [e.get("points") for e in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    outline, plain, drafted = ([tuple(map(float, place.split(","))) for place in line.split()] for line in lines)
-    ticks = {e.text: float(e.get("x")) for e in root.iter("{http://www.w3.org/2000/svg}text") if e.text in ("0", "50")}
-    assert plain[0][0] == pytest.approx(ticks["50"]), "at its tick"
-    assert plain[0][1] < drafted[0][1] < plain[1][1] and drafted[1][0] > plain[1][0]
-    assert outline[0] == plain[0] and outline[-1] == drafted[1]

@@ -60,7 +60,9 @@ WORDS += [
     "--rounds",
     "7",
 ]
+WORDS += ["--column", "prompt=prompt", "--column", "category=category"]
 WORDS += ["--goodput", "ttft:500,tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
+SPLIT = ["--split", "test"]
 REPORTS = ["--hardware", "h", "--interactivity", "5", "--csv", "c", "--figure", "f.svg", "--json", "--autoregressive"]
 RUNTIME_CASES = runtime_cases("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 
@@ -80,7 +82,9 @@ def test_every_option_of_the_load_reaches_it(rows, sweep, invoke) -> None:
         "num_rounds": 7,
     }
     minimal = [URL, "--input-file", "rows"]
-    never_set = options_never_set(bench.commands["serve"], minimal, *([*minimal, *words] for words in (WORDS, REPORTS)))
+    never_set = options_never_set(
+        bench.commands["serve"], minimal, *([*minimal, *words] for words in (WORDS, REPORTS, SPLIT))
+    )
     of_engines = options_never_set(
         bench.commands["serve"], minimal, *([*minimal, *words] for words, _ in RUNTIME_CASES)
     )
@@ -122,9 +126,11 @@ def test_an_engine_is_served_with_its_options_and_once_more_without_its_drafter(
         ([URL, URL], "distinct names"),
         ([URL, "--autoregressive"], "an engine directory"),
         ([URL, "--goodput", "itl:3"], "ttft, tpot, e2el with milliseconds"),
-        ([URL, "--figure", "f.png"], "ends with .svg"),
+        ([URL, "--figure", "f.pdf"], "ends with .png or .svg"),
         ([URL, "--csv", "no/such/directory/t.csv"], "a directory that exists"),
         ([URL, "--category", "c"], "found a, b"),
+        ([URL, *SPLIT], "--split: expected a directory of a data set"),
+        ([URL, "--column", "text"], "--column: expected FIELD=COLUMN"),
         (["no/engine"], "no/engine"),
     ],
 )
@@ -137,17 +143,27 @@ def test_what_cannot_be_measured_is_refused_at_once(words, message, rows, sweep,
 def test_reports_are_printed_and_written(rows, tmp_path, invoke, monkeypatch) -> None:
     fast = replace(REPORT, server="fast", tok_per_s_per_user=Percentiles(mean=200, p50=200, p90=200, p99=200))
     monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT, fast])
-    csv, figure = tmp_path / "t.csv", tmp_path / "f.svg"
-    words = ["--csv", csv, "--figure", figure, "--hardware", "a laptop", "--interactivity", "50"]
+    csv = tmp_path / "t.csv"
+    words = ["--csv", csv, "--hardware", "a laptop", "--interactivity", "50"]
     ran = invoke("bench", "serve", URL, "--input-file", rows, *words)
     assert ran.exit_code == 0, ran.stderr
     assert "At 50 tok/s per user, throughput relative to s: fast 1.00x." in ran.stdout
     assert f"command: dflash-trt bench serve {URL}" in ran.stdout and "hardware: a laptop" in ran.stdout
     assert [line.split(",")[0] for line in csv.read_text().splitlines()] == ["server", "s", "fast"]
-    drawn = figure.read_text()
-    assert "At 50 tok/s" in drawn and "Hardware: a laptop" in drawn and "Workload: 3 rows of rows.jsonl" in drawn
     told = json.loads(invoke("bench", "serve", URL, "--input-file", rows, "--json").stdout)
     assert told["hardware"] == "not stated" and [report["server"] for report in told["reports"]] == ["s", "fast"]
+
+
+def test_a_figure_has_the_facts_of_its_measurement(rows, tmp_path, invoke, monkeypatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
+    monkeypatch.setattr("dflash_trt.bench.server_sweep.sweep_servers", lambda *_, **__: [REPORT])
+    figure, picture = tmp_path / "f.svg", tmp_path / "f.png"
+    words = ["--hardware", "a laptop", "--interactivity", "50"]
+    for path in (figure, picture):
+        assert invoke("bench", "serve", URL, "--input-file", rows, "--figure", path, *words).exit_code == 0
+    drawn = figure.read_text()
+    assert "At 50 tok/s" in drawn and "Hardware: a laptop" in drawn and "Workload: 3 rows of rows.jsonl" in drawn
+    assert picture.stat().st_size > 10_000
 
 
 def test_rows_of_speed_bench_are_sent_turn_by_turn(tmp_path) -> None:

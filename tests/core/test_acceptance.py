@@ -1,6 +1,10 @@
 """Acceptance over finished requests."""
 
-from dflash_trt.core.acceptance import acceptance_length, accepted_fractions
+from dataclasses import replace
+
+import pytest
+
+from dflash_trt.core.acceptance import acceptance_length, accepted_fractions, specdec_bench_acceptance_length
 from dflash_trt.core.request import GenerationOutput, TokenEvent
 
 
@@ -32,6 +36,17 @@ def test_acceptance_over_requests_weighs_every_verify_step_alike() -> None:
     assert acceptance_length(outputs[2:]) is None and outputs[2].acceptance_length is None
     assert outputs[0].acceptance_length == 7 / 3
     assert accepted_fractions(outputs) == (3 / 4, 1 / 3, 1 / 2)
+
+
+def test_the_harness_counts_every_step_with_a_token_and_weighs_requests_alike() -> None:
+    """The token of the prefill is a step of 1; of the last step counts what a stop left; a step without a token no."""
+    lengths = [(1, 4, 2), (1, 1, 1, 3), (1, 0), (0,)]
+    outputs = [
+        replace(output(), steps=tuple(TokenEvent(request_id="r", token_ids=(7,) * length) for length in steps))
+        for steps in lengths
+    ]
+    assert specdec_bench_acceptance_length(outputs) == pytest.approx((7 / 3 + 6 / 4 + 1) / 3)
+    assert specdec_bench_acceptance_length(outputs[3:]) is None
 
 
 def test_the_time_between_tokens_leaves_the_first_one_out() -> None:

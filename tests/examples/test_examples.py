@@ -51,5 +51,6 @@ def test_the_second_turn_of_the_conversation_finds_the_first(engine: Path) -> No
 
 
 def test_every_example_is_run() -> None:
-    tests = Path(__file__).read_text() + (ROOT / "tests" / "triton_server" / "test_examples.py").read_text()
+    places = (Path(__file__).parent.glob("test_*.py"), [ROOT / "tests" / "triton_server" / "test_examples.py"])
+    tests = "".join(path.read_text() for paths in places for path in paths)
     assert [path.name for path in (ROOT / "examples").glob("*.py") if path.name not in tests] == []

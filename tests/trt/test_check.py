@@ -99,6 +99,16 @@ def test_ranks_that_cannot_be_are_refused_before_any_work(tmp_path):
     assert "num_heads" in result.stderr
 
 
+def test_what_tensorrt_lacks_on_so_many_ranks_is_refused_before_any_work(tmp_path, monkeypatch):
+    def problems(target, draft, quantization, dtype, mapping):
+        return [f"refused on {mapping.tp_size} ranks in {dtype}"]
+
+    monkeypatch.setattr("dflash_trt.compile.tensorrt_check.unsupported_problems", problems)
+    result = check("--target", config_of(make_target(tmp_path / "target"), tmp_path / "t"), "--tp-size", 2)
+    assert result.exit_code == 1
+    assert "refused on 2 ranks in bfloat16" in result.stderr
+
+
 @pytest.mark.parametrize("words", [(), pytest.param(("--tp-size", 2, "--ep-size", 2), marks=pytest.mark.slow)])
 def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     target = make_target(tmp_path / "moe", family="gpt_oss", tokenizer=False)

@@ -45,7 +45,7 @@ class CudaBackend:
     ) -> list[str]:
         problems = list(model_problems(target, draft))
         if quantization is not None:
-            problems += _format_problems(quantization, torch.cuda.get_device_capability())
+            problems += format_problems(quantization, torch.cuda.get_device_capability())
         return problems
 
     def compiler(self, config: BuildConfig, base_dir: Path) -> Compiler | None:
@@ -101,7 +101,7 @@ def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:
         )
 
 
-def _format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
+def format_problems(quantization: QuantizationSpec, capability: tuple[int, int]) -> Iterator[str]:
     from dflash_trt.backends.cuda.linear import ACTIVATIONS, WEIGHT_ONLY
     from dflash_trt.formats.registry import weight_format
 

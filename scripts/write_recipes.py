@@ -1,0 +1,145 @@
+"""Writes the recipes of pairs that have none written by hand: `python -m scripts.write_recipes`.
+
+A pair has recipes when its family is read and the GPU backend refuses nothing of it: one for each GPU, H200 and B300,
+or one for both where they take as many ranks, the fewest that hold the weights and 16 requests of 8192 tokens. Run it
+after a backend has learned something; tests/plan/test_recipe_plans.py finds what is missing.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_trt.compile.description import describe_engine
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import DFlashError
+from dflash_trt.engine_dir.weight_bytes import rank_weight_bytes
+from dflash_trt.plan.gpus import Gpu
+from dflash_trt.plan.planning import plan_engine
+from scripts.pair_support import GPUS, RANKS, Form, described_pairs, forms_of, problems_of
+
+RECIPES = Path(__file__).resolve().parents[1] / "dflash_trt" / "recipes"
+MARK = "# From here on written by scripts/write_recipes.py."
+BY_HAND = (
+    "Qwen3-4B",
+    "Qwen3-8B",
+    "Llama-3.1-8B-Instruct",
+    "Qwen3-Coder-30B-A3B-Instruct",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+)
+_REQUESTS, _CONTEXT_LEN, _MAX_SEQ_LEN = 16, 8192, 131072
+_NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
+# By the format of most weights: the end of a name, and words.
+_FORMATS = {
+    "bf16": ("bf16", "bfloat16", "in bfloat16"),
+    "fp8_block": ("fp8", "fp8_block", "in FP8 as published (blocks of 128 x 128), its drafter in bfloat16"),
+    "int4": ("int4", "int4", "with its experts in INT4 as published, all else in bfloat16"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A recipe as files have it. `entry` is its section of recipes.toml."""
+
+    name: str
+    text: str
+    entry: str
+
+
+def written_recipes() -> list[Written]:
+    """In the order of known_pairs.toml."""
+    with tempfile.TemporaryDirectory() as directory:
+        pairs = [pair for pair in described_pairs() if pair.target.partition("/")[2] not in BY_HAND]
+        return [
+            recipe
+            for pair in pairs
+            if pair.needs is None
+            for recipe in _recipes_of(next(forms_of(pair, Path(directory))))
+        ]
+
+
+def _recipes_of(form: Form) -> Iterator[Written]:
+    counts = [(gpu, num_ranks) for gpu in GPUS if (num_ranks := _num_ranks(form, gpu)) is not None]
+    if len(counts) == len(GPUS) and len({num_ranks for _, num_ranks in counts}) == 1:
+        yield _written(form, GPUS, counts[0][1], suffix="")
+        return
+    for gpu, num_ranks in counts:
+        yield _written(form, (gpu,), num_ranks, suffix=f"-{gpu.name}")
+
+
+def _num_ranks(form: Form, gpu: Gpu) -> int | None:
+    """The fewest; None where the GPU backend refuses, or eight GPUs are too few."""
+    for num_ranks in RANKS:
+        if problems_of(form, "cuda", num_ranks, gpu):
+            continue
+        try:
+            made = plan_engine(_config(form, num_ranks), form.specs, gpu)
+        except DFlashError:
+            continue
+        if made.fits and made.max_requests(_CONTEXT_LEN) >= _REQUESTS:
+            return num_ranks
+    return None
+
+
+def _config(form: Form, num_ranks: int) -> BuildConfig:
+    return BuildConfig(
+        target=form.pair.target,
+        drafter=form.pair.drafter,
+        tp_size=num_ranks,
+        ep_size=num_ranks if form.has_experts else 1,
+        max_num_tokens=4096,
+        max_seq_len=min(_MAX_SEQ_LEN, form.specs.target.max_position_embeddings),
+    )
+
+
+def _written(form: Form, gpus: tuple[Gpu, ...], num_ranks: int, *, suffix: str) -> Written:
+    end, stored, words = _FORMATS[form.name]
+    config, target = _config(form, num_ranks), form.pair.target.partition("/")[2]
+    name = f"{target.removesuffix('-it').lower()}-{end}{suffix}"
+    devices = " or ".join(gpu.name.upper() for gpu in gpus)
+    lines = [
+        f"# {target} {words}, on {_NUMBERS[num_ranks]} {devices}.",
+        f"target: {config.target}",
+        f"drafter: {config.drafter}",
+        f"dtype: {config.dtype}",
+        "",
+        *([f"tp_size: {num_ranks}"] if num_ranks > 1 else []),
+        *([f"ep_size: {num_ranks} # each rank has whole experts"] if config.ep_size > 1 else []),
+        f"max_batch_size: {config.max_batch_size}",
+        f"max_num_tokens: {config.max_num_tokens}",
+        f"max_seq_len: {config.max_seq_len}",
+    ]
+    listed = ", ".join(f'"{gpu.name.upper()}"' for gpu in gpus)
+    entry = [f'["{name}"]', f'format = "{stored}"', f"gpus = [{listed}]", f"weights_gib = {_weights_gib(form, config)}"]
+    return Written(name=name, text="\n".join(lines) + "\n", entry="\n".join(entry) + "\n")
+
+
+def _weights_gib(form: Form, config: BuildConfig) -> float:
+    described = describe_engine(config, form.specs, unsupported=lambda *_: [], subject="recipe", capability=None)
+    by_model = rank_weight_bytes(described.pretrained_config).values()
+    return round(sum(sum(by_format.values()) for by_format in by_model) * config.tp_size / 2**30, 1)
+
+
+def files() -> dict[Path, str]:
+    """The files by path, recipes.toml among them."""
+    made = written_recipes()
+    table = RECIPES / "recipes.toml"
+    by_hand = table.read_text().partition(MARK)[0].rstrip()
+    entries = "\n".join(recipe.entry for recipe in made)
+    return {RECIPES / f"{recipe.name}.yaml": recipe.text for recipe in made} | {
+        table: f"{by_hand}\n\n{MARK}\n\n{entries}"
+    }
+
+
+def main() -> int:
+    for path, text in files().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"{path.name}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
