@@ -10,13 +10,16 @@ import click
 
 from dflash_trt.cli.build import build, merged_config
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.plan_sweep import OPTION_NAMES, add_options, refuse_options, run_sweep
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dflash_trt.plan.gpus import Gpu
     from dflash_trt.plan.planning import EnginePlan
     from dflash_trt.plan.remedies import Remedy
+    from dflash_trt.plan.step_costs import StepCosts
     from dflash_trt.plan.step_floor import Step
 
 _NOT_OF_PLANS = ("config_file", "output", "checked_layers", "overwrite", "as_json")
@@ -51,7 +54,10 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 @click.argument(
     "sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path)
 )
-@click.option("--gpu", required=True, metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
+@click.option("--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
+@click.option(
+    "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Instead, a machine file of `bench machine`."
+)
 @click.option(
     "--acceptance-length",
     "acceptance_lengths",
@@ -73,13 +79,20 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     metavar="N,...",
     help="Tokens of each request (default: 1024,8192,32768,131072).",
 )
+@click.option("--sweep", is_flag=True, help="Simulate loads: tok/s per user against tok/s per GPU.")
+@add_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
 def plan(
+    context: click.Context,
+    /,
     sources: tuple[Path, ...],
-    gpu: str,
+    gpu: str | None,
+    machine: Path | None,
     acceptance_lengths: tuple[float, ...] | None,
     concurrencies: tuple[int, ...] | None,
     contexts: tuple[int, ...] | None,
+    sweep: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -87,15 +100,26 @@ def plan(
 
     Sources are a YAML file of `build` or a recipe's name; or a target and its drafter, names on the Hugging Face hub or
     directories, of which config.json is enough.
+
+    With --sweep the scheduler runs in simulated time, over steps that take what their bytes and FLOPs take: tok/s per
+    user against tok/s per GPU without a drafter and with each, in every --layout. Nothing of it is measured.
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
-    from dflash_trt.plan.gpus import gpu_of
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.plan.remedies import remedies
 
-    chosen = gpu_of(gpu)
+    chosen, costs = _machine(gpu, machine)
+    options = {name: flags.pop(name) for name in OPTION_NAMES}
     config, base_dir = merged_config(*_with_sources(sources, flags))
+    if sweep:
+        if acceptance_lengths or contexts:
+            hint = "Say --accepted and --prompt-tokens instead."
+            raise ConfigError.about("--sweep", expected="no --acceptance-length, no --context", found="one", hint=hint)
+        options["concurrencies"] = concurrencies
+        run_sweep(context, config, base_dir, chosen, costs, options, as_json=as_json)
+        return
+    refuse_options(options)
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config = found.config
     pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
@@ -114,6 +138,21 @@ def plan(
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
+
+
+def _machine(gpu: str | None, machine: Path | None) -> "tuple[Gpu, StepCosts | None]":
+    """Raises ConfigError: neither is given, or both."""
+    if (gpu is None) == (machine is None):
+        found = "neither" if gpu is None else "both"
+        raise ConfigError.about("plan", expected="--gpu NAME or --machine FILE", found=found)
+    if machine is not None:
+        from dflash_trt.plan.machine_file import read_machine_file
+
+        read = read_machine_file(machine)
+        return read.gpu, read.costs
+    from dflash_trt.plan.gpus import gpu_of
+
+    return gpu_of(str(gpu)), None
 
 
 def _with_sources(sources: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
