@@ -121,7 +121,7 @@ class ProbeEngine:
     def __init__(self, size: ProbeSize, device: torch.device, *, has_drafter: bool) -> None:
         self._device = device
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        target, draft = _specs(size)
+        target, draft = probe_specs(size)
         config = PretrainedConfig(target=target, draft=draft, dtype="float32" if device.type == "cpu" else "bfloat16")
         self.work = EngineWork(config, has_drafter=has_drafter)
         tensors = _random_tensors(target, draft, dtype, device)
@@ -257,7 +257,7 @@ def _non_negative(a: Any, b: Any) -> Any:  # float64 [N, C], [N] -> [C]
     return x
 
 
-def _specs(size: ProbeSize) -> tuple[TargetSpec, DraftSpec]:
+def probe_specs(size: ProbeSize) -> tuple[TargetSpec, DraftSpec]:
     mixer = Gqa(
         num_heads=size.num_heads,
         num_kv_heads=size.num_kv_heads,

@@ -26,7 +26,7 @@ MACHINE = click.option(
 
 @click.command(
     short_help="Measure this machine, for plan --sweep and for floors.",
-    epilog=examples("dflash-trt bench machine -o machine.json", "dflash-trt plan demo --sweep --machine machine.json"),
+    epilog=examples("dflash-trt bench machine -o machine.json", "dflash-trt bench machine --num-threads 1"),
 )
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="To write (default: standard output)."

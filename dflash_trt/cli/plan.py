@@ -26,6 +26,7 @@ _NOT_OF_PLANS = ("config_file", "output", "checked_layers", "overwrite", "as_jso
 _ENGINE_OPTIONS = [param for param in build.params if param.name not in _NOT_OF_PLANS]
 _ACCEPTANCE_LENGTHS = (2.0, 3.0, 4.0, 5.0)
 _CONCURRENCIES = (1, 8, 64)
+_STEPS_WIDTH = 110  # columns, where there is no terminal
 _CONTEXTS = (1024, 8192, 32768, 131072)
 
 
@@ -49,7 +50,10 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 
 @click.command(
     short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.",
-    epilog=examples("dflash-trt plan Qwen/Qwen3-8B --gpu h200", "dflash-trt plan qwen3-8b-nvfp4 --gpu b300"),
+    epilog=examples(
+        "dflash-trt plan Qwen/Qwen3-8B --gpu h200",
+        "dflash-trt plan qwen3-8b-nvfp4 --gpu b300 --sweep --accepted 0.8,0.6,0.45,0.3 --per-user 200",
+    ),
 )
 @click.argument(
     "sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path)
@@ -130,6 +134,7 @@ def plan(
         made,
         () if made.fits else tuple(remedies(config, pair, chosen)),
         backend=config.backend,
+        costs=costs,
         acceptance_lengths=lengths,
         concurrencies=concurrencies or _within(_CONCURRENCIES, limits.max_batch_size),
         contexts=contexts or _within(_CONTEXTS, limits.max_seq_len),
@@ -193,11 +198,15 @@ def describe(
     remedies: Sequence["Remedy"],
     *,
     backend: str,
+    costs: "StepCosts | None",
     acceptance_lengths: Sequence[float],
     concurrencies: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them."""
+    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them.
+
+    `costs` are those of a machine file, None of a GPU of the table: assumed then.
+    """
     from dflash_trt.cli.inspect import describe_models
     from dflash_trt.plan.step_floor import Step
 
@@ -223,7 +232,7 @@ def describe(
         "kv_tokens": _num_tokens(made),
         "kv_pages": None if made.pages is None else asdict(made.pages),
         "max_requests": {str(length): made.max_requests(length) for length in contexts},
-        "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths) for step in steps],
+        "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths, costs) for step in steps],
         "notes": list(made.notes),
     }
 
@@ -248,11 +257,21 @@ def _memory(made: "EnginePlan") -> dict[str, int]:
     }
 
 
-def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float]) -> dict[str, Any]:
-    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding."""
-    from dflash_trt.plan.step_floor import Step
+def _step(
+    made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float], costs: "StepCosts | None"
+) -> dict[str, Any]:
+    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding.
 
-    floor = made.floor(step, has_drafter=made.pretrained_config.draft is not None)
+    `expected_s` is what the cost model of `plan --sweep` says, of which `reached_fraction` is the floor.
+    """
+    from dflash_trt.plan.step_costs import StepClock, assumed_costs
+    from dflash_trt.plan.step_floor import Step
+    from dflash_trt.plan.step_work import EngineWork
+
+    has_drafter = made.pretrained_config.draft is not None
+    floor = made.floor(step, has_drafter=has_drafter)
+    work = EngineWork(made.pretrained_config, has_drafter=has_drafter).of(step.rows)
+    expected_s = StepClock(made.gpu, costs or assumed_costs(made.gpu)).time(work).device_s
     plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
     return {
         "num_requests": step.num_requests,
@@ -260,6 +279,8 @@ def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float])
         "num_draft_tokens": step.num_draft_tokens,
         **asdict(floor),
         "total_s": floor.total_s,
+        "expected_s": expected_s,
+        "reached_fraction": floor.total_s / expected_s,
         "autoregressive_tok_per_s": 1 / made.floor(plain, has_drafter=False).total_s,
         "tok_per_s_by_acceptance_length": {f"{length:g}": length / floor.total_s for length in acceptance_lengths},
     }
@@ -290,10 +311,14 @@ def _print(report: dict[str, Any]) -> None:
     console.print(_requests_table(report))
     if report["steps"]:
         drafts = report["build_config"]["max_draft_len"]
-        title = f"floor of a verify step, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
+        title = (
+            f"floors of a verify step in ms, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
+        )
         console.print(title, soft_wrap=True)
-        console.print(_steps_table(report))
-        console.print("No kernel is below a floor, and none reaches it.")
+        Console(highlight=False, markup=False, width=max(console.width, _STEPS_WIDTH)).print(_steps_table(report))
+        console.print(
+            "No kernel is below a floor. Expected to be reached of it: docs/simulation.md has the assumptions."
+        )
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
 
@@ -336,15 +361,19 @@ def _steps_table(report: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
-    table = Table("batch x context", "GB", "ms", "bound", "AR", *lengths)
+    has_links = any(step["exchange_s"] for step in report["steps"])
+    links = ["links"] if has_links else []
+    table = Table("batch x context", "GB", "memory", "compute", *links, "reach", "AR", *lengths)
     for column in table.columns:
         column.no_wrap = True
     for step in report["steps"]:
         table.add_row(
             f"{step['num_requests']} x {step['context_len']:,}",
             f"{(step['weights_bytes'] + step['kv_bytes']) / 1e9:.1f}",
-            f"{1e3 * step['total_s']:.2f}",
-            max(("memory", "compute", "exchange"), key=lambda part: step[f"{part}_s"]),
+            f"{1e3 * step['memory_s']:.2f}",
+            f"{1e3 * step['compute_s']:.2f}",
+            *([f"{1e3 * step['exchange_s']:.2f}"] if has_links else []),
+            f"{step['reached_fraction']:.0%}",
             f"{step['autoregressive_tok_per_s']:.0f}",
             *(f"{speed:.0f}" for speed in step["tok_per_s_by_acceptance_length"].values()),
         )
