@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from dflash_trt.cli.main import main
+from dflash_trt.cli.main import cli
 
 CONFIGS = Path(__file__).parent / "full_size"
 DFLASH = "0.85,0.70,0.55,0.40,0.30,0.22,0.17,0.12,0.09"
@@ -56,11 +56,11 @@ def run(directory: Path, options: list[str]) -> None:
     words += ["--other-drafter", str(directory / "eagle3-head"), "--accepted", DFLASH, "--accepted", EAGLE]
     words += [word for layout in ("tp1x8", "tp2ep2x4", "tp4ep4x2", "tp8ep8") for word in ("--layout", layout)]
     words += [word for length in ("3", "5", "9") for word in ("--sweep-draft-length", length)]
-    words += ["--max-batch-size", "128", "--max-seq-len", "4096", "--max-num-tokens", "4096", "--concurrency", LOADS]
+    words += ["--max-batch-size", "512", "--max-seq-len", "4096", "--max-num-tokens", "4096", "--concurrency", LOADS]
     words += ["--prompt-tokens", "512", "--output-tokens", "512", "--requests-per-client", "2"]
     words += [word for speed in ("500", "550", "600") for word in ("--per-user", speed)]
     words += ["--csv", str(directory / "points.csv"), "--figure", str(directory / "points.svg")]
-    main([*words, *options])
+    cli.main([*words, *options])
 
 
 def _write(directory: Path, config: dict[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.bench_machine import MACHINE, context_len_of, roofs_of
+from dflash_trt.cli.bench_machine import MACHINE, context_len_of, machine_of
 from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -46,8 +46,11 @@ def drafters(
     --num-draft-tokens for all.
     """
     from dflash_trt.bench.drafters import compare_drafters
+    from dflash_trt.bench.roofline import Roofs
+    from dflash_trt.engine_dir import EngineDir
 
     config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    at_hand = machine_of(machine, config)
     reports = compare_drafters(
         engine_dirs,
         prompts,
@@ -59,7 +62,7 @@ def drafters(
     )
     context_len = context_len_of(engine_dirs[0], prompts, max_new_tokens)
     rooflines = [
-        roofs_of(Path(report.engine_dir), machine, config).beside(
+        Roofs(EngineDir.open(Path(report.engine_dir)), at_hand).beside(
             report.output_tok_per_s,
             num_requests=concurrency,
             context_len=context_len,

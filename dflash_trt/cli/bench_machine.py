@@ -61,8 +61,7 @@ def roofs_of(engine_dir: Path, path: Path | None, config: RuntimeConfig) -> "Roo
     from dflash_trt.bench.roofline import Roofs
     from dflash_trt.engine_dir import EngineDir
 
-    engine = EngineDir.open(engine_dir)
-    return Roofs(engine, _machine(path, device=config.device, num_threads=config.num_threads))
+    return Roofs(EngineDir.open(engine_dir), machine_of(path, config))
 
 
 def context_len_of(engine_dir: Path, prompts: "Sequence[Prompt]", mean_output_tokens: float) -> int:
@@ -84,14 +83,15 @@ def machine_name() -> str:
     return names[0] if names else f"{host()['processor']}, {host()['num_cores']} cores"
 
 
-def _machine(path: Path | None, *, device: str, num_threads: int | None) -> "MachineFile":
+def machine_of(path: Path | None, config: RuntimeConfig) -> "MachineFile":
+    """Of the file, or the roofs of the machine at hand, as the engine will be opened."""
     if path is not None:
         from dflash_trt.plan.machine_file import read_machine_file
 
         return read_machine_file(path)
     from dflash_trt.bench.machine import measure_roofs
 
-    return measure_roofs(machine_name(), _device(device, num_threads))
+    return measure_roofs(machine_name(), _device(config.device, config.num_threads))
 
 
 def _device(device: str, num_threads: int | None) -> Any:

@@ -218,10 +218,12 @@ def _engines(
     if drafted.acceptance is None:
         return [first], []
     most = min(made.build_config.max_draft_len, len(drafted.acceptance.fractions))
-    engines = [replace(first, num_draft_tokens=length) for length in draft_lengths or (most,)]
+    lengths = [length for length in draft_lengths if length <= most] or [min(draft_lengths, default=most)]
+    engines = [replace(first, num_draft_tokens=length) for length in lengths]
     for engine in engines:
         check_drafts(engine)
-    return engines, []
+    beyond = [str(length) for length in draft_lengths if length not in lengths]
+    return engines, [f"{name}: K = {', '.join(beyond)}, beyond its {most}"] if beyond else []
 
 
 def _layout(text: str) -> tuple[int, int, int]:
