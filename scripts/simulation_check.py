@@ -1,10 +1,13 @@
+#!/usr/bin/env python3
 """Simulated against measured speeds of an engine on this CPU: tok/s and tok/s per user, by concurrency and K.
 
     scripts/simulation_check.py ENGINE PROMPTS.jsonl [--rounds 3] [--tokens 64] [--concurrency 1,2,4,8,16] [--json FILE]
 
 One thread computes everything, and all times are CPU times of that thread, so that other processes count no more than
-by what they do to caches and clocks. Rounds alternate: the machine (as `dflash-trt bench machine`), the engine at all
-points, the machine, and so on. A round is simulated with the machine before it and the one after it. Acceptance is
+by what they do to caches and clocks. These change speed by tens of percent within a minute where machines are shared,
+so a fixed reference work (steps of a probe engine) is timed before and after every point and every measurement of the
+machine: times of a point count in units of that reference. Rounds alternate: the machine (as `dflash-trt bench machine`), the engine at all
+points, the machine, the engine at all points in the opposite order, and so on. A round is simulated with the machine before it and the one after it. Acceptance is
 that of K = 7, measured; the simulation of K = 3 takes its first three positions.
 """
 
@@ -12,13 +15,16 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dflash_trt.bench.machine import measure_machine
+from dflash_trt.bench.machine_probes import CPU_SIZES, ProbeEngine
 from dflash_trt.core.acceptance import accepted_fractions
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.runtime_config import RuntimeConfig
@@ -35,6 +41,7 @@ from dflash_trt.simulation.load import LoadResult, RequestLoad, drive, result_of
 from dflash_trt.simulation.sweep import SimulatedEngine, simulate
 
 DRAFTS = (0, 3, 7)
+R = TypeVar("R")
 _KV_BYTES = 512 << 20
 
 
@@ -42,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--concurrency", default="1,2,4,8,16")
     parser.add_argument("--json", type=Path)
@@ -54,18 +61,43 @@ def main() -> None:
     sides = Sides(engine)
     sides.run(loads[counts[0]], 0), sides.run(loads[counts[0]], 7)  # warm
     rows: list[dict[str, Any]] = []
-    machines = [machine()]
+    pace = Pace()
+    machines = [pace.around(machine)]
     for index in range(options.rounds):
-        measured = {(count, drafts): sides.run(load, drafts) for count, load in loads.items() for drafts in DRAFTS}
+        order = [(count, drafts) for count in counts for drafts in DRAFTS][:: -1 if index % 2 else 1]
+        measured = {key: pace.around(partial(sides.run, loads[key[0]], key[1])) for key in order}
         acceptance = AcceptanceByPosition(sides.accepted())
-        machines.append(machine())
-        for (count, drafts), found in measured.items():
-            around = [simulated(engine, item, loads[count], drafts, acceptance) for item in machines[-2:]]
+        machines.append(pace.around(machine))
+        for (count, drafts), (found, reference_s) in measured.items():
+            around = [
+                (simulated(engine, item, loads[count], drafts, acceptance), known_s / reference_s)
+                for item, known_s in machines[-2:]
+            ]
             rows.append(row_of(index, count, drafts, found, around))
     report(rows)
     if options.json:
-        files = [json.loads(item.text()) for item in machines]
+        files = [json.loads(item.text()) | {"reference_s": seconds} for item, seconds in machines]
         options.json.write_text(json.dumps({"rows": rows, "machines": files}, indent=1))
+
+
+class Pace:
+    """How fast this thread is now: seconds of a fixed reference work."""
+
+    def __init__(self) -> None:
+        device = torch.device("cpu")
+        self._engines = [ProbeEngine(CPU_SIZES[-1], device, has_drafter=has) for has in (False, True)]
+        self._probes = [
+            engine.step(num_requests=4, num_tokens=drafts + 1, context_len=200, num_drafts=drafts)
+            for engine, drafts in zip(self._engines, (0, 7), strict=True)
+        ]
+
+    def around(self, run: Callable[[], R]) -> tuple[R, float]:
+        """What `run` gives, and the mean of the reference before and after it."""
+        before_s = self._seconds()
+        return run(), (before_s + self._seconds()) / 2
+
+    def _seconds(self) -> float:
+        return sum(statistics.median(probe.seconds(probe.plan) for _ in range(7)) for probe in self._probes)
 
 
 def machine() -> MachineFile:
@@ -130,25 +162,29 @@ def simulated(
     return simulate(described, load, EngineWork(manifest.pretrained_config, has_drafter=drafts > 0))[0]
 
 
-def row_of(index: int, count: int, drafts: int, found: LoadResult, around: list[LoadResult]) -> dict[str, Any]:
-    per_user = [item.tok_per_s_per_user or 0.0 for item in around]
+def row_of(
+    index: int, count: int, drafts: int, found: LoadResult, around: list[tuple[LoadResult, float]]
+) -> dict[str, Any]:
+    """`around` are simulations, with the pace of the point over that of the simulation's machine."""
+    per_user = [pace * (item.tok_per_s_per_user or 0.0) for item, pace in around]
     return {
         "round": index,
         "clients": count,
         "num_draft_tokens": drafts,
         "measured_tok_per_s": found.output_tok_per_s,
-        "simulated_tok_per_s": statistics.harmonic_mean([item.output_tok_per_s for item in around]),
+        "simulated_tok_per_s": statistics.harmonic_mean([pace * item.output_tok_per_s for item, pace in around]),
         "measured_tok_per_s_per_user": found.tok_per_s_per_user,
         "simulated_tok_per_s_per_user": statistics.harmonic_mean(per_user),
         "measured_acceptance_length": found.acceptance_length,
-        "simulated_acceptance_length": around[0].acceptance_length,
+        "simulated_acceptance_length": around[0][0].acceptance_length,
+        "pace": statistics.fmean(pace for _, pace in around),
     }
 
 
 def report(rows: list[dict[str, Any]]) -> None:
     print("clients  K   tok/s measured simulated  ratio (rounds)        per user measured simulated  ratio")
     worst = 0.0
-    for key in dict.fromkeys((row["clients"], row["num_draft_tokens"]) for row in rows):
+    for key in sorted({(row["clients"], row["num_draft_tokens"]) for row in rows}):
         mine = [row for row in rows if (row["clients"], row["num_draft_tokens"]) == key]
         cells, ratios = [], []
         for name in ("tok_per_s", "tok_per_s_per_user"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_trt.core.errors import CapacityError, ConfigError
@@ -210,7 +210,8 @@ def curves(points: Sequence[SimulatedPoint], key: Callable[[SimulatedPoint], str
     found: dict[str, list[Point]] = {}
     for point in points:
         if point.tok_per_s_per_user is not None:
-            label = f"{point.load}" if key(point) == point.configuration else f"{point.layout} {point.load}"
+            drafts = f" K{point.num_draft_tokens}" if point.num_draft_tokens else ""
+            label = point.load if key(point) == point.configuration else f"{point.layout}{drafts}: {point.load}"
             height = point.output_tok_per_s_per_gpu
             found.setdefault(key(point), []).append(
                 Point(per_user=point.tok_per_s_per_user, per_gpu=height, label=label)
@@ -232,8 +233,3 @@ def check_drafts(engine: SimulatedEngine) -> None:
         expected = f"K of at most {min(known, engine.limits.max_draft_len)}"
         hint = f"The drafter makes {engine.limits.max_draft_len} drafts, and acceptance is given for {known} positions."
         raise ConfigError.about(engine.name, expected=expected, found=str(engine.num_draft_tokens), hint=hint)
-
-
-def without_drafter(engine: SimulatedEngine) -> SimulatedEngine:
-    """Autoregressive decoding by the same engine; see `replace` for its pages."""
-    return replace(engine, drafter="AR", num_draft_tokens=0, acceptance=None)

@@ -9,6 +9,7 @@ from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.engine_dir import PretrainedConfig
 from dflash_trt.plan.gpus import Gpu
@@ -21,7 +22,7 @@ DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_he
 MOE = Moe(num_experts=8, num_experts_per_token=2, intermediate_size=32, routing="softmax_top_k")
 
 
-def work(*mixers: Gqa | GatedDelta, feed_forward: Dense | Moe | None = None) -> EngineWork:
+def work(*mixers: Gqa | Mla | GatedDelta, feed_forward: Dense | Moe | None = None) -> EngineWork:
     layers = tuple(
         LayerSpec(mixer=mixer, feed_forward=feed_forward or Dense(intermediate_size=FFN)) for mixer in mixers
     )
@@ -66,6 +67,18 @@ def test_a_recurrent_state_is_read_and_written_once_whatever_the_context() -> No
     assert near.kv_bytes == far.kv_bytes == 2 * engine._config.states().bytes_per_slot
     per_token = 4 * 16 * 8 * 6 + 2 * DELTA.num_channels * 4
     assert engine.of(rows((30, 0))).mixing_flops == 30 * per_token
+
+
+def test_latents_are_absorbed_by_a_token_and_expanded_for_a_prompt() -> None:
+    latent = Mla(
+        num_heads=4, latent_dim=32, nope_dim=16, rope_dim=8, v_head_dim=16, rope=RopeSpec(theta=1e4), scale=0.2
+    )
+    factors = 2 * 4 * (16 + 16) * 32  # K and V of a latent, or a query and a sum taken to latents and back
+    decode = work(latent).of(rows((1, 1000)))
+    assert decode.mixing_flops == 2 * 4 * (2 * 32 + 8) * 1001 + factors
+    assert decode.kv_bytes == (32 + 8) * 4 * (1000 + 1)
+    keys = 500 * 501 / 2
+    assert work(latent).of(rows((500, 0))).mixing_flops == 2 * 4 * (16 + 16 + 8) * keys + factors * 500
 
 
 def test_rows_choose_experts_and_each_expert_multiplies_its_share() -> None:
