@@ -6,9 +6,11 @@
 One thread computes everything, and all times are CPU times of that thread, so that other processes count no more than
 by what they do to caches and clocks. These change speed by tens of percent within a minute where machines are shared,
 so a fixed reference work (steps of a probe engine) is timed before and after every point and every measurement of the
-machine: times of a point count in units of that reference. Rounds alternate: the machine (as `dflash-trt bench machine`), the engine at all
-points, the machine, the engine at all points in the opposite order, and so on. A round is simulated with the machine before it and the one after it. Acceptance is
-that of K = 7, measured; the simulation of K = 3 takes its first three positions.
+machine: times of a point count in units of that reference.
+
+Rounds alternate: the machine (as `dflash-trt bench machine`), the engine at all points, the machine, the engine at all
+points in the opposite order, and so on. A round is simulated with the machine before it and the one after it.
+Acceptance is that of K = 7, measured; the simulation of K = 3 takes its first three positions.
 """
 
 import argparse

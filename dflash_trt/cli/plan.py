@@ -316,8 +316,8 @@ def _print(report: dict[str, Any]) -> None:
         )
         console.print(title, soft_wrap=True)
         Console(highlight=False, markup=False, width=max(console.width, _STEPS_WIDTH)).print(_steps_table(report))
-        console.print("No kernel is below a floor. Reach: the part of a step that its floor takes by the cost model,")
-        console.print("whose assumptions docs/simulation.md has.")
+        reach = "Reach: the part of a step that its floor takes by the cost model of --sweep."
+        console.print(f"No kernel is below a floor. {reach}", soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
 
