@@ -44,15 +44,14 @@ def machine(output: Path | None, name: str | None, device: str, num_threads: int
     """
     from dflash_trt.bench.machine import measure_machine
 
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise ConfigError.about("--output", expected="a file in a directory that exists", found=str(output))
     chosen = _device(device, num_threads)
     found = measure_machine(name or machine_name(), chosen, lambda line: click.echo(line, err=True))
     if output is None:
         click.echo(found.text(), nl=False)
         return
-    try:
-        output.write_text(found.text())
-    except OSError as error:
-        raise ConfigError.about("--output", expected="a file that can be written", found=str(error)) from error
+    output.write_text(found.text())
     click.echo(f"{output}: {found.name}, {found.copy_bytes_per_s / 1e9:.4g} GB/s copied", err=True)
 
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import numpy as np
@@ -157,8 +157,3 @@ ASSUMPTIONS: Final = (
     f"the host takes {1e6 * _HOST_STEP_S:g} us a step and {1e6 * _HOST_REQUEST_S:g} us a request, hidden behind the "
     "device where that is longer",
 )
-
-
-def parts_of(time: StepTime) -> dict[str, float]:
-    """For reports: seconds by name."""
-    return {item.name: getattr(time, item.name) for item in fields(time) if item.name.endswith("_s")}

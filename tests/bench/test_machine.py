@@ -1,6 +1,7 @@
 """Measuring a machine: what is fitted is what was there, and what is measured is of this machine."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from dflash_trt.bench.machine import measure_roofs
 from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, ProbeEngine, ProbeTime, fitted_costs
+from dflash_trt.plan.machine_file import read_machine_file
 from dflash_trt.plan.step_floor import floor_of
 from dflash_trt.plan.step_work import ComputedRows, EngineWork
+from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
 
 CPU = torch.device("cpu")
 
@@ -64,3 +67,27 @@ def test_roofs_of_this_machine_bound_what_it_does() -> None:
     fraction = floor_of(probe.work, machine.gpu).total_s / min(probe.seconds(probe.plan) for _ in range(5))
     engine.close()
     assert 0 < fraction < 1.5  # the machine is shared: a slow moment of either may be 1.5 times the other's
+
+
+def test_the_command_writes_a_file_that_plan_simulates_with(
+    tmp_path: Path,
+    invoke: Invoke,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one probe engine, the smallest, instead of three: the measurement itself is whole."""
+    monkeypatch.setattr("dflash_trt.bench.machine.CPU_SIZES", CPU_SIZES[:1])
+    path = tmp_path / "machine.json"
+    result = invoke("bench", "machine", "-o", path, "--device", "cpu", "--name", "this CPU")
+    assert result.exit_code == 0, result.stderr
+    machine = read_machine_file(path)
+    assert machine.name == "this CPU" and machine.costs is not None
+    rates = [rate for _, rate in sorted(machine.costs.product_rates.items())]
+    assert rates == sorted(rates) and rates[-1] > 1e8
+    assert machine.costs.layer_s > 0 and machine.costs.host_step_s > 0
+    words = ("--sweep", "--accepted", "0.8,0.5", "--concurrency", "1,2", "--prompt-tokens", 20, "--output-tokens", 10)
+    swept = invoke("plan", "demo", "--machine", path, *words)
+    assert swept.exit_code == 0, swept.stderr
+    assert "simulated: target on 1 x this CPU" in swept.stdout
+    assert "times of steps are those of the machine file" in swept.stdout
+    refused = invoke("bench", "machine", "--device", "cpu", "-o", tmp_path / "none" / "machine.json")
+    assert refused.exit_code == 2 and "--output: expected a file in a directory that exists" in refused.stderr
