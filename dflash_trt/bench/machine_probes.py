@@ -258,6 +258,7 @@ def _non_negative(a: Any, b: Any) -> Any:  # float64 [N, C], [N] -> [C]
 
 
 def probe_specs(size: ProbeSize) -> tuple[TargetSpec, DraftSpec]:
+    """A target of Qwen3's kind with a tied head, and a DFlash drafter that taps every other layer."""
     mixer = Gqa(
         num_heads=size.num_heads,
         num_kv_heads=size.num_kv_heads,

@@ -88,9 +88,14 @@ def machine_of(path: Path | None, config: RuntimeConfig) -> "MachineFile":
         from dflash_trt.plan.machine_file import read_machine_file
 
         return read_machine_file(path)
-    from dflash_trt.bench.machine import measure_roofs
+    from dflash_trt.core.omp_waiting import let_threads_sleep
 
-    return measure_roofs(machine_name(), _device(config.device, config.num_threads))
+    let_threads_sleep()  # before PyTorch is imported
+    from dflash_trt.bench.machine import device_at_hand, measure_roofs
+    from dflash_trt.executor.threads import run_in_thread
+
+    # In a thread that ends, and its team of OpenMP's with it: idle threads would disturb what is measured next.
+    return run_in_thread(lambda: measure_roofs(machine_name(), device_at_hand(config.device, config.num_threads)))
 
 
 def _device(device: str, num_threads: int | None) -> Any:

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
 from dflash_trt.core.model.decoder import LayerSpec, TargetSpec
+from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.feed_forward import Dense, Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
@@ -117,9 +119,24 @@ def test_a_machine_that_keeps_16_bits_reads_half_of_float32_weights_as_fast_as_i
     assert cpu.read_rate(1 << 9) == 8e9 and cpu.read_rate(1 << 30) == 4e9
 
 
-def test_a_drafter_that_makes_no_draft_only_observes() -> None:
-    from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
+def test_dflash2_filters_every_sublayer_of_its_block_and_projects_for_its_selector() -> None:
+    target, draft = probe_specs(CPU_SIZES[0])
+    conv, selector = BlockConv(kernel_size=3, group_size=32), CandidateSelector(rank=8, top_k=4)
+    second = draft.model_copy(update={"algorithm": "dflash2", "conv": conv, "selector": selector})
+    found = []
+    for spec in (draft, second):
+        config = PretrainedConfig(target=target, draft=spec, dtype="float32")
+        step = ComputedRows.decode(num_requests=2, context_len=30, num_draft_tokens=7)
+        found.append(EngineWork(config, has_drafter=True).of(step))
+    hidden = draft.hidden_size
+    filters = 2 * draft.num_layers * 2 * conv.num_coefficients(hidden) * hidden + selector.rank * hidden
+    elements = [sum(item.elements for item in work.products) for work in found]
+    assert elements[1] - elements[0] == filters
+    assert found[1].mixing_flops == found[0].mixing_flops
+    assert sum(p.flops for p in found[1].products) - sum(p.flops for p in found[0].products) == 2 * 16 * filters
 
+
+def test_a_drafter_that_makes_no_draft_only_observes() -> None:
     target, draft = probe_specs(CPU_SIZES[0])
     config = PretrainedConfig(target=target, draft=draft, dtype="float32")
     with_drafter, without = (EngineWork(config, has_drafter=has) for has in (True, False))
