@@ -10,7 +10,7 @@ import click
 
 from dflash_trt.cli.bench_drafters import drafters
 from dflash_trt.cli.bench_host import host
-from dflash_trt.cli.bench_machine import MACHINE, context_len_of, machine, roofs_of
+from dflash_trt.cli.bench_machine import MACHINE, context_len_of, machine, read_machine, roofs_of
 from dflash_trt.cli.bench_options import (
     CONCURRENCY,
     FIXED_BY_ROUNDS,
@@ -94,7 +94,7 @@ def speedup(
     from dflash_trt.bench.speculation import compare
 
     config, prompts = runtime_from_options(runtime), read_prompts(input_file)
-    roofs = roofs_of(engine_dir, machine, config)
+    measured = read_machine(machine)
     report = compare(
         engine_dir,
         prompts,
@@ -104,6 +104,7 @@ def speedup(
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
     )
+    roofs = roofs_of(engine_dir, measured, config)
     shape = {"num_requests": concurrency, "context_len": context_len_of(engine_dir, prompts, max_new_tokens)}
     sides = {
         "autoregressive": (report.autoregressive_tok_per_s, None, 0),
@@ -177,7 +178,7 @@ def serving(
     from dflash_trt.bench.serving_sweep import sweep
 
     config, prompts = runtime_from_options(runtime), read_prompts(input_file)
-    roofs = roofs_of(engine_dir, machine, config)
+    measured = read_machine(machine)
     reports = sweep(
         engine_dir,
         prompts,
@@ -188,6 +189,7 @@ def serving(
         max_new_tokens=max_new_tokens,
         progress=lambda line: click.echo(line, err=True),
     )
+    roofs = roofs_of(engine_dir, measured, config)
     context_len = context_len_of(engine_dir, prompts, max_new_tokens / 3)
     rooflines = [
         [
@@ -244,7 +246,7 @@ def draft_length(
     from dflash_trt.bench.lockstep import compare_policies
 
     config, prompts = runtime_from_options(runtime), read_prompts(input_file)
-    roofs = roofs_of(engine_dir, machine, config)
+    measured = read_machine(machine)
     reports = compare_policies(
         engine_dir,
         prompts,
@@ -256,6 +258,7 @@ def draft_length(
         config=config,
         progress=lambda line: click.echo(line, err=True),
     )
+    roofs = roofs_of(engine_dir, measured, config)
     context_len = context_len_of(engine_dir, prompts, max_new_tokens / 3)
     rooflines = [
         [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dflash_trt.cli.bench_machine import MACHINE, context_len_of, machine_of
+from dflash_trt.cli.bench_machine import MACHINE, context_len_of, measure_now, read_machine
 from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -50,7 +50,7 @@ def drafters(
     from dflash_trt.engine_dir import EngineDir
 
     config, prompts = runtime_from_options(runtime), read_prompts(input_file)
-    at_hand = machine_of(machine, config)
+    measured = read_machine(machine)
     reports = compare_drafters(
         engine_dirs,
         prompts,
@@ -60,7 +60,7 @@ def drafters(
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
     )
-    context_len = context_len_of(engine_dirs[0], prompts, max_new_tokens)
+    at_hand, context_len = measured or measure_now(config), context_len_of(engine_dirs[0], prompts, max_new_tokens)
     rooflines = [
         Roofs(EngineDir.open(Path(report.engine_dir)), at_hand).beside(
             report.output_tok_per_s,

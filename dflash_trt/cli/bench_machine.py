@@ -55,12 +55,19 @@ def machine(output: Path | None, name: str | None, device: str, num_threads: int
     click.echo(f"{output}: {found.name}, {found.copy_bytes_per_s / 1e9:.4g} GB/s copied", err=True)
 
 
-def roofs_of(engine_dir: Path, path: Path | None, config: RuntimeConfig) -> "Roofs":
-    """Floors of the engine on the machine of the file, or on the one at hand."""
+def read_machine(path: Path | None) -> "MachineFile | None":
+    """The file, before minutes of measurement. Raises ConfigError."""
+    from dflash_trt.plan.machine_file import read_machine_file
+
+    return None if path is None else read_machine_file(path)
+
+
+def roofs_of(engine_dir: Path, machine: "MachineFile | None", config: RuntimeConfig) -> "Roofs":
+    """Floors of the engine on this machine, or on the one at hand, whose roofs are measured now."""
     from dflash_trt.bench.roofline import Roofs
     from dflash_trt.engine_dir import EngineDir
 
-    return Roofs(EngineDir.open(engine_dir), machine_of(path, config))
+    return Roofs(EngineDir.open(engine_dir), machine or measure_now(config))
 
 
 def context_len_of(engine_dir: Path, prompts: "Sequence[Prompt]", mean_output_tokens: float) -> int:
@@ -82,12 +89,8 @@ def machine_name() -> str:
     return names[0] if names else f"{host()['processor']}, {host()['num_cores']} cores"
 
 
-def machine_of(path: Path | None, config: RuntimeConfig) -> "MachineFile":
-    """Of the file, or the roofs of the machine at hand, as the engine will be opened."""
-    if path is not None:
-        from dflash_trt.plan.machine_file import read_machine_file
-
-        return read_machine_file(path)
+def measure_now(config: RuntimeConfig) -> "MachineFile":
+    """The roofs of the machine at hand, with the device and the threads of the engine."""
     from dflash_trt.core.omp_waiting import let_threads_sleep
 
     let_threads_sleep()  # before PyTorch is imported

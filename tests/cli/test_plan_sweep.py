@@ -74,6 +74,20 @@ def test_everything_that_is_written_says_that_it_is_simulated_and_what_was_assum
     assert "best at 1 tok/s per user: " in result.stdout
 
 
+def test_arrivals_take_as_long_as_they_come_and_not_as_the_engine_takes(pair, invoke) -> None:
+    """40 requests of 24 tokens in about 10 s; with a spread of lengths the tokens differ, and the rate hardly."""
+    words = (pair[0], "--gpu", "h200", "--request-rate", 4, "--duration", 10)
+    speeds = []
+    for spread in (0.0, 0.5):
+        [point] = sweep(invoke, *words, "--spread", spread)["points"]
+        assert (point["concurrency"], point["request_rate_per_s"]) == (None, 4)
+        speeds.append(point["output_tok_per_s"])
+        assert point["time_to_first_token_p50_s"] < 0.05
+    assert speeds[0] == pytest.approx(4 * 24, rel=0.3) and speeds[0] != speeds[1]
+    closed = sweep(invoke, pair[0], "--gpu", "h200", "--concurrency", 1)["points"]
+    assert closed[0]["output_tok_per_s"] > 1.5 * speeds[0]
+
+
 def test_a_machine_file_takes_the_place_of_the_gpu(pair, invoke, tmp_path) -> None:
     """The file's costs are a GPU's, its bandwidth is a CPU's: steps wait for weights."""
     target, _, _ = pair
