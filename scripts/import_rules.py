@@ -95,8 +95,9 @@ RULES: dict[str, Rule] = {
         libraries=_set("torch tensorrt tensorrt_rtx"),
     ),
     "plan": Rule(
-        knows="whether an engine fits a GPU, and the floor of its step: arithmetic over configs",
+        knows="whether an engine fits a GPU, the floor of its step and what a step costs: arithmetic over configs",
         packages=_set("compile backends kernels checkpoint engine_dir formats core"),
+        libraries=_set("numpy pydantic"),
         file_libraries={"rank_memory.py": _set("torch")},
     ),
     "executor": Rule(
@@ -124,9 +125,18 @@ RULES: dict[str, Rule] = {
     ),
     "bench": Rule(
         knows="measurements",
-        packages=_set("serving scheduler executor engine_dir core"),
+        packages=_set("serving scheduler executor plan backends network engine_dir core"),
         libraries=_set("numpy"),
-        file_libraries={"openai_client.py": _set("aiohttp"), "pareto_figure.py": _set("matplotlib")},
+        file_libraries={
+            "openai_client.py": _set("aiohttp"),
+            "pareto_figure.py": _set("matplotlib"),
+            "machine*.py": _set("torch"),
+        },
+    ),
+    "simulation": Rule(
+        knows="loads on an engine that is not here: the scheduler over steps that cost what a plan says",
+        packages=_set("bench serving scheduler plan engine_dir core"),
+        libraries=_set("numpy pydantic"),
     ),
     "doctor": Rule(
         knows="versions, devices and what works on a machine",
@@ -141,7 +151,7 @@ RULES: dict[str, Rule] = {
         knows="commands",
         packages=_set(
             "core formats engine_dir checkpoint quantize kernels network backends compile plan executor scheduler "
-            "serving servers bench doctor demo recipes"
+            "serving servers bench simulation doctor demo recipes"
         ),
         libraries=_set("click rich yaml pydantic"),
         file_libraries={"data_sets.py": _set("pyarrow")},

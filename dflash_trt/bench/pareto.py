@@ -1,9 +1,13 @@
 """Curves of speed per user against speed per GPU: their hull, and ratios at the same interactivity."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dflash_trt.bench.load_report import LoadReport
+if TYPE_CHECKING:
+    from dflash_trt.bench.load_report import LoadReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

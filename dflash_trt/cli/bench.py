@@ -1,14 +1,16 @@
 """`dflash-trt bench`: what an engine does on this machine, measured."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dflash_trt.cli.bench_drafters import drafters
+from dflash_trt.cli.bench_host import host
+from dflash_trt.cli.bench_machine import MACHINE, context_len_of, machine, read_machine, roofs_of
 from dflash_trt.cli.bench_options import (
     CONCURRENCY,
     FIXED_BY_ROUNDS,
@@ -17,6 +19,7 @@ from dflash_trt.cli.bench_options import (
     LENGTH,
     PER_CLIENT,
     ROUNDS,
+    print_reports,
     read_prompts,
 )
 from dflash_trt.cli.bench_serve import serve
@@ -28,7 +31,6 @@ from dflash_trt.core.request import SamplingParams
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 
 if TYPE_CHECKING:
-    from dflash_trt.bench.host import HostReport
     from dflash_trt.bench.lockstep import PolicyReport
     from dflash_trt.bench.serving_sweep import ConcurrencyReport
     from dflash_trt.bench.speculation import SpeculationReport
@@ -45,8 +47,6 @@ _FIXED_BY_COMPARISONS = (
 _FIXED_BY_SOAK = (*KV_BUDGET, "adaptive_draft_length", "max_queue_len", "seed")
 _SOAK_QUEUE_LEN = 64
 
-R = TypeVar("R", bound=Any)  # a report, which is a dataclass
-
 _ENGINE = click.argument("engine_dir", metavar="ENGINE_DIR", type=click.Path(path_type=Path))
 
 
@@ -59,6 +59,8 @@ def bench() -> None:
 
 
 bench.add_command(drafters)
+bench.add_command(host)
+bench.add_command(machine)
 bench.add_command(serve)
 
 
@@ -72,6 +74,7 @@ bench.add_command(serve)
 @CONCURRENCY
 @ROUNDS
 @runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
+@MACHINE
 @JSON
 def speedup(
     engine_dir: Path,
@@ -79,6 +82,7 @@ def speedup(
     max_new_tokens: int,
     concurrency: int,
     rounds: int,
+    machine: Path | None,
     as_json: bool,
     **runtime: Any,
 ) -> None:
@@ -89,17 +93,36 @@ def speedup(
     """
     from dflash_trt.bench.speculation import compare
 
-    config = runtime_from_options(runtime)
+    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    measured = read_machine(machine)
     report = compare(
         engine_dir,
-        read_prompts(input_file),
+        prompts,
         SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
         config=config,
         concurrency=concurrency,
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
     )
-    click.echo(json.dumps(asdict(report), indent=2) if as_json else "\n".join(_lines(report, config)))
+    roofs = roofs_of(engine_dir, measured, config)
+    shape = {"num_requests": concurrency, "context_len": context_len_of(engine_dir, prompts, max_new_tokens)}
+    sides = {
+        "autoregressive": (report.autoregressive_tok_per_s, None, 0),
+        "speculative": (report.speculative_tok_per_s, report.acceptance_length, _fixed_drafts(report, config)),
+    }
+    rooflines = [
+        roofs.beside(speed, acceptance_length=length, num_draft_tokens=drafts, label=name, **shape)
+        for name, (speed, length, drafts) in sides.items()
+    ]
+    if as_json:
+        click.echo(json.dumps(asdict(report) | {"rooflines": [asdict(roof) for roof in rooflines]}, indent=2))
+    else:
+        click.echo("\n".join([*_lines(report, config), *map(str, rooflines)]))
+
+
+def _fixed_drafts(report: "SpeculationReport", config: RuntimeConfig) -> int | None:
+    """K, where it is one number."""
+    return None if config.draft_length or config.draft_length_by_context else report.num_draft_tokens
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -135,6 +158,7 @@ _ROUNDS = click.option(
 @PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
+@MACHINE
 @JSON
 def serving(
     engine_dir: Path,
@@ -143,6 +167,7 @@ def serving(
     max_new_tokens: int,
     requests_per_client: int,
     rounds: int,
+    machine: Path | None,
     as_json: bool,
     **runtime: Any,
 ) -> None:
@@ -152,17 +177,32 @@ def serving(
     """
     from dflash_trt.bench.serving_sweep import sweep
 
+    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    measured = read_machine(machine)
     reports = sweep(
         engine_dir,
-        read_prompts(input_file),
-        config=runtime_from_options(runtime),
+        prompts,
+        config=config,
         concurrencies=concurrencies,
         num_rounds=rounds,
         requests_per_client=requests_per_client,
         max_new_tokens=max_new_tokens,
         progress=lambda line: click.echo(line, err=True),
     )
-    _print_all(reports, _serving_line, as_json=as_json)
+    roofs = roofs_of(engine_dir, measured, config)
+    context_len = context_len_of(engine_dir, prompts, max_new_tokens / 3)
+    rooflines = [
+        [
+            roofs.beside(
+                report.output_tok_per_s,
+                num_requests=report.concurrency,
+                context_len=context_len,
+                acceptance_length=report.acceptance_length,
+            )
+        ]
+        for report in reports
+    ]
+    print_reports(reports, _serving_line, as_json=as_json, rooflines=rooflines)
 
 
 @bench.command(
@@ -184,6 +224,7 @@ def serving(
 @PER_CLIENT
 @_ROUNDS
 @runtime_options(without=_FIXED_BY_COMPARISONS)
+@MACHINE
 @JSON
 def draft_length(
     engine_dir: Path,
@@ -193,6 +234,7 @@ def draft_length(
     max_new_tokens: int,
     requests_per_client: int,
     rounds: int,
+    machine: Path | None,
     as_json: bool,
     **runtime: Any,
 ) -> None:
@@ -204,63 +246,38 @@ def draft_length(
     """
     from dflash_trt.bench.lockstep import best_lengths, compare_policies
 
+    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    measured = read_machine(machine)
     reports = compare_policies(
         engine_dir,
-        read_prompts(input_file),
+        prompts,
         concurrencies=concurrencies,
         fixed_lengths=fixed_lengths,
         num_rounds=rounds,
         requests_per_client=requests_per_client,
         max_new_tokens=max_new_tokens,
-        config=runtime_from_options(runtime),
+        config=config,
         progress=lambda line: click.echo(line, err=True),
     )
-    _print_all(reports, _policies_line, as_json=as_json)
+    roofs = roofs_of(engine_dir, measured, config)
+    context_len = context_len_of(engine_dir, prompts, max_new_tokens / 3)
+    rooflines = [
+        [
+            roofs.beside(
+                speed.output_tok_per_s,
+                num_requests=report.concurrency,
+                context_len=context_len,
+                acceptance_length=speed.acceptance_length,
+                num_draft_tokens=int(speed.policy[4:]) if speed.policy.startswith("K = ") else None,
+                label=speed.policy,
+            )
+            for speed in report.speeds
+        ]
+        for report in reports
+    ]
+    print_reports(reports, _policies_line, as_json=as_json, rooflines=rooflines)
     if not as_json:
         click.echo(f"draft_length: --draft-length {lengths_text(best_lengths(reports))}, the best fixed K by requests")
-
-
-@bench.command(
-    short_help="What the host costs per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
-)
-@click.option(
-    "--requests",
-    "sizes",
-    multiple=True,
-    type=click.IntRange(1, 4096),
-    default=(1, 64, 256),
-    show_default=True,
-    metavar="N",
-    help="Requests that decode at the same time. May be given several times.",
-)
-@click.option(
-    "--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1), help="Steps to measure."
-)
-@click.option(
-    "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
-)
-@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
-@JSON
-def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
-    """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
-
-    Medians over steps of verify blocks: all of a step (planning, packing, reading, committing, delivering), and the
-    part between two dependent submissions, for which a device could wait.
-    """
-    from dflash_trt.bench.host import measure_host
-
-    reports = [
-        measure_host(
-            size,
-            num_steps=num_steps,
-            num_draft_tokens=num_draft_tokens,
-            num_prompt_tokens=prompt_tokens,
-            is_chained=is_chained,
-        )
-        for size in sizes
-        for is_chained in (True, False)
-    ]
-    _print_all(reports, _host_line, as_json=as_json)
 
 
 @bench.command(
@@ -305,22 +322,6 @@ def soak(engine_dir: Path, duration_s: float, seed: int, as_json: bool, **runtim
     click.echo(
         f"{report.num_output_tokens} tokens, {report.num_preemptions} preemptions, "
         f"prefix hits {report.prefix_hit_fraction or 0:.2f} of prompt tokens, leaked pages: {report.num_leaked_pages}"
-    )
-
-
-def _print_all(reports: Sequence[R], line: Callable[[R], str], *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
-        return
-    for report in reports:
-        click.echo(line(report))
-
-
-def _host_line(report: "HostReport") -> str:
-    loop = "chained loop" if report.is_chained else "plain loop  "
-    return (
-        f"{report.num_requests:4d} requests, {loop}  {report.step_ms:6.3f} ms per step, "
-        f"{report.between_ms:6.3f} ms of it between two submissions"
     )
 
 

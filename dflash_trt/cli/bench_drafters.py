@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.bench_machine import MACHINE, context_len_of, measure_now, read_machine
 from dflash_trt.cli.bench_options import CONCURRENCY, FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, ROUNDS, read_prompts
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 @CONCURRENCY
 @ROUNDS
 @runtime_options(without=[*FIXED_BY_ROUNDS, "use_drafter", "adaptive_draft_length"])
+@MACHINE
 @JSON
 def drafters(
     engine_dirs: tuple[Path, ...],
@@ -33,6 +35,7 @@ def drafters(
     max_new_tokens: int,
     concurrency: int,
     rounds: int,
+    machine: Path | None,
     as_json: bool,
     **runtime: Any,
 ) -> None:
@@ -43,18 +46,35 @@ def drafters(
     --num-draft-tokens for all.
     """
     from dflash_trt.bench.drafters import compare_drafters
+    from dflash_trt.bench.roofline import Roofs
+    from dflash_trt.engine_dir import EngineDir
 
+    config, prompts = runtime_from_options(runtime), read_prompts(input_file)
+    measured = read_machine(machine)
     reports = compare_drafters(
         engine_dirs,
-        read_prompts(input_file),
+        prompts,
         SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True),
-        config=runtime_from_options(runtime),
+        config=config,
         concurrency=concurrency,
         num_rounds=rounds,
         progress=lambda line: click.echo(line, err=True),
     )
+    at_hand, context_len = measured or measure_now(config), context_len_of(engine_dirs[0], prompts, max_new_tokens)
+    rooflines = [
+        Roofs(EngineDir.open(Path(report.engine_dir)), at_hand).beside(
+            report.output_tok_per_s,
+            num_requests=concurrency,
+            context_len=context_len,
+            num_draft_tokens=report.num_draft_tokens,
+            acceptance_length=report.acceptance_length,
+            label=_name(report),
+        )
+        for report in reports
+    ]
     if as_json:
-        click.echo(json.dumps([asdict(report) for report in reports], indent=2))
+        found = [asdict(report) | {"roofline": asdict(roof)} for report, roof in zip(reports, rooflines, strict=True)]
+        click.echo(json.dumps(found, indent=2))
         return
     width = max(len(_name(report)) for report in reports)
     click.echo(
@@ -62,6 +82,8 @@ def drafters(
     )
     for report in reports:
         click.echo(_line(report, width))
+    for roof in rooflines:
+        click.echo(str(roof))
 
 
 def _name(report: "DrafterReport") -> str:

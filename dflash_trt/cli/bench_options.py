@@ -1,7 +1,10 @@
 """Options that the commands of `dflash-trt bench` share."""
 
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -9,9 +12,10 @@ from dflash_trt.cli.prompts import Defaults, read_jobs
 from dflash_trt.core.request import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from dflash_trt.bench.roofline import Roofline
     from dflash_trt.serving.prompts import Prompt
+
+R = TypeVar("R", bound=Any)  # a report, which is a dataclass
 
 # Rounds are greedy, under a closed load, and must not profit from the ones before.
 FIXED_BY_ROUNDS = ("enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
@@ -32,3 +36,22 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print the report as
 
 def read_prompts(input_file: Path) -> "Sequence[Prompt]":
     return [job.prompt for job in read_jobs(input_file, Defaults(sampling=SamplingParams()))]
+
+
+def print_reports(
+    reports: Sequence[R],
+    line: Callable[[R], str],
+    *,
+    as_json: bool,
+    rooflines: Sequence[Sequence["Roofline"]] = (),  # of each report
+) -> None:
+    if as_json:
+        found = [asdict(report) for report in reports]
+        for fields, roofs in zip(found, rooflines, strict=False):
+            fields["rooflines"] = [asdict(roof) for roof in roofs]
+        click.echo(json.dumps(found, indent=2))
+        return
+    for index, report in enumerate(reports):
+        click.echo(line(report))
+        for roof in rooflines[index] if rooflines else ():
+            click.echo(f"     {roof}")

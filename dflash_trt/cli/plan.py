@@ -10,19 +10,23 @@ import click
 
 from dflash_trt.cli.build import build, merged_config
 from dflash_trt.cli.help_text import examples
+from dflash_trt.cli.plan_sweep import OPTION_NAMES, add_options, refuse_options, run_sweep
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from dflash_trt.plan.gpus import Gpu
     from dflash_trt.plan.planning import EnginePlan
     from dflash_trt.plan.remedies import Remedy
+    from dflash_trt.plan.step_costs import StepCosts
     from dflash_trt.plan.step_floor import Step
 
 _NOT_OF_PLANS = ("config_file", "output", "checked_layers", "overwrite", "as_json")
 _ENGINE_OPTIONS = [param for param in build.params if param.name not in _NOT_OF_PLANS]
 _ACCEPTANCE_LENGTHS = (2.0, 3.0, 4.0, 5.0)
 _CONCURRENCIES = (1, 8, 64)
+_STEPS_WIDTH = 110  # columns, where there is no terminal
 _CONTEXTS = (1024, 8192, 32768, 131072)
 
 
@@ -46,12 +50,18 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
 
 @click.command(
     short_help="Plan an engine on GPUs: memory, K/V tokens, floors of a step.",
-    epilog=examples("dflash-trt plan Qwen/Qwen3-8B --gpu h200", "dflash-trt plan qwen3-8b-nvfp4 --gpu b300"),
+    epilog=examples(
+        "dflash-trt plan Qwen/Qwen3-8B --gpu h200",
+        "dflash-trt plan qwen3-8b-nvfp4 --gpu b300 --sweep --accepted 0.8,0.6,0.45,0.3 --per-user 200",
+    ),
 )
 @click.argument(
     "sources", metavar="[CONFIG.yaml | RECIPE | TARGET [DRAFTER]]", nargs=-1, type=click.Path(path_type=Path)
 )
-@click.option("--gpu", required=True, metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
+@click.option("--gpu", metavar="NAME", help="h100, h200, b200, b300, or a GPU's memory in GiB.")
+@click.option(
+    "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Instead, a machine file of `bench machine`."
+)
 @click.option(
     "--acceptance-length",
     "acceptance_lengths",
@@ -73,13 +83,20 @@ def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Pa
     metavar="N,...",
     help="Tokens of each request (default: 1024,8192,32768,131072).",
 )
+@click.option("--sweep", is_flag=True, help="Simulate loads: tok/s per user against tok/s per GPU.")
+@add_options
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
 def plan(
+    context: click.Context,
+    /,
     sources: tuple[Path, ...],
-    gpu: str,
+    gpu: str | None,
+    machine: Path | None,
     acceptance_lengths: tuple[float, ...] | None,
     concurrencies: tuple[int, ...] | None,
     contexts: tuple[int, ...] | None,
+    sweep: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -87,15 +104,26 @@ def plan(
 
     Sources are a YAML file of `build` or a recipe's name; or a target and its drafter, names on the Hugging Face hub or
     directories, of which config.json is enough.
+
+    With --sweep the scheduler runs in simulated time, over steps that take what their bytes and FLOPs take: tok/s per
+    user against tok/s per GPU without a drafter and with each, in every --layout. Nothing of it is measured.
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
-    from dflash_trt.plan.gpus import gpu_of
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.plan.remedies import remedies
 
-    chosen = gpu_of(gpu)
+    chosen, costs = _machine(gpu, machine)
+    options = {name: flags.pop(name) for name in OPTION_NAMES}
     config, base_dir = merged_config(*_with_sources(sources, flags))
+    if sweep:
+        if acceptance_lengths or contexts:
+            hint = "Say --accepted and --prompt-tokens instead."
+            raise ConfigError.about("--sweep", expected="no --acceptance-length, no --context", found="one", hint=hint)
+        options["concurrencies"] = concurrencies
+        run_sweep(context, config, base_dir, chosen, costs, options, as_json=as_json)
+        return
+    refuse_options(options)
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config = found.config
     pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
@@ -106,6 +134,7 @@ def plan(
         made,
         () if made.fits else tuple(remedies(config, pair, chosen)),
         backend=config.backend,
+        costs=costs,
         acceptance_lengths=lengths,
         concurrencies=concurrencies or _within(_CONCURRENCIES, limits.max_batch_size),
         contexts=contexts or _within(_CONTEXTS, limits.max_seq_len),
@@ -114,6 +143,21 @@ def plan(
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
+
+
+def _machine(gpu: str | None, machine: Path | None) -> "tuple[Gpu, StepCosts | None]":
+    """Raises ConfigError: neither is given, or both."""
+    if (gpu is None) == (machine is None):
+        found = "neither" if gpu is None else "both"
+        raise ConfigError.about("plan", expected="--gpu NAME or --machine FILE", found=found)
+    if machine is not None:
+        from dflash_trt.plan.machine_file import read_machine_file
+
+        read = read_machine_file(machine)
+        return read.gpu, read.costs
+    from dflash_trt.plan.gpus import gpu_of
+
+    return gpu_of(str(gpu)), None
 
 
 def _with_sources(sources: Sequence[Path], flags: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
@@ -154,11 +198,15 @@ def describe(
     remedies: Sequence["Remedy"],
     *,
     backend: str,
+    costs: "StepCosts | None",
     acceptance_lengths: Sequence[float],
     concurrencies: Sequence[int],
     contexts: Sequence[int],
 ) -> dict[str, Any]:
-    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them."""
+    """Everything that `plan` says, as plain JSON types; models, mapping and limits as `inspect` says them.
+
+    `costs` are those of a machine file, None of a GPU of the table: assumed then.
+    """
     from dflash_trt.cli.inspect import describe_models
     from dflash_trt.plan.step_floor import Step
 
@@ -184,7 +232,7 @@ def describe(
         "kv_tokens": _num_tokens(made),
         "kv_pages": None if made.pages is None else asdict(made.pages),
         "max_requests": {str(length): made.max_requests(length) for length in contexts},
-        "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths) for step in steps],
+        "steps": [] if gpu.bytes_per_s is None else [_step(made, step, acceptance_lengths, costs) for step in steps],
         "notes": list(made.notes),
     }
 
@@ -210,11 +258,21 @@ def _memory(made: "EnginePlan") -> dict[str, int]:
     }
 
 
-def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float]) -> dict[str, Any]:
-    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding."""
-    from dflash_trt.plan.step_floor import Step
+def _step(
+    made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float], costs: "StepCosts | None"
+) -> dict[str, Any]:
+    """Floors of a verify step, and the most that they mean for each user, beside those of autoregressive decoding.
 
-    floor = made.floor(step, has_drafter=made.pretrained_config.draft is not None)
+    `expected_s` is what the cost model of `plan --sweep` says, of which `reached_fraction` is the floor.
+    """
+    from dflash_trt.plan.step_costs import StepClock, assumed_costs
+    from dflash_trt.plan.step_floor import Step
+    from dflash_trt.plan.step_work import EngineWork
+
+    has_drafter = made.pretrained_config.draft is not None
+    floor = made.floor(step, has_drafter=has_drafter)
+    work = EngineWork(made.pretrained_config, has_drafter=has_drafter).of(step.rows)
+    expected_s = StepClock(made.gpu, costs or assumed_costs(made.gpu)).time(work).device_s
     plain = Step(num_requests=step.num_requests, context_len=step.context_len, num_draft_tokens=0)
     return {
         "num_requests": step.num_requests,
@@ -222,6 +280,8 @@ def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float])
         "num_draft_tokens": step.num_draft_tokens,
         **asdict(floor),
         "total_s": floor.total_s,
+        "expected_s": expected_s,
+        "reached_fraction": floor.total_s / expected_s,
         "autoregressive_tok_per_s": 1 / made.floor(plain, has_drafter=False).total_s,
         "tok_per_s_by_acceptance_length": {f"{length:g}": length / floor.total_s for length in acceptance_lengths},
     }
@@ -252,10 +312,13 @@ def _print(report: dict[str, Any]) -> None:
     console.print(_requests_table(report))
     if report["steps"]:
         drafts = report["build_config"]["max_draft_len"]
-        title = f"floor of a verify step, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
+        title = (
+            f"floors of a verify step in ms, K = {drafts}; tok/s per user: autoregressive (AR), by acceptance length"
+        )
         console.print(title, soft_wrap=True)
-        console.print(_steps_table(report))
-        console.print("No kernel is below a floor, and none reaches it.")
+        Console(highlight=False, markup=False, width=max(console.width, _STEPS_WIDTH)).print(_steps_table(report))
+        reach = "Reach: the part of a step that its floor takes by the cost model of --sweep."
+        console.print(f"No kernel is below a floor. {reach}", soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
 
@@ -302,15 +365,19 @@ def _steps_table(report: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
-    table = Table("batch x context", "GB", "ms", "bound", "AR", *lengths)
+    has_links = any(step["exchange_s"] for step in report["steps"])
+    links = ["links"] if has_links else []
+    table = Table("batch x context", "GB", "memory", "compute", *links, "reach", "AR", *lengths)
     for column in table.columns:
         column.no_wrap = True
     for step in report["steps"]:
         table.add_row(
             f"{step['num_requests']} x {step['context_len']:,}",
             f"{(step['weights_bytes'] + step['kv_bytes']) / 1e9:.1f}",
-            f"{1e3 * step['total_s']:.2f}",
-            max(("memory", "compute", "exchange"), key=lambda part: step[f"{part}_s"]),
+            f"{1e3 * step['memory_s']:.2f}",
+            f"{1e3 * step['compute_s']:.2f}",
+            *([f"{1e3 * step['exchange_s']:.2f}"] if has_links else []),
+            f"{step['reached_fraction']:.0%}",
             f"{step['autoregressive_tok_per_s']:.0f}",
             *(f"{speed:.0f}" for speed in step["tok_per_s_by_acceptance_length"].values()),
         )

@@ -1,5 +1,7 @@
 """GPUs to plan for, as data: their memory as PyTorch reports it, and the peaks of their datasheets.
 
+`machine_file` reads others, measured by `dflash-trt bench machine`; a CPU is a machine among them.
+
 Peaks are dense: a datasheet that says "with sparsity" gives twice as much. Boards are SXM. Sources, of November 2026:
 
 - memory: "GPU 0 has a total capacity of ... GiB" of PyTorch's out-of-memory errors in public logs; the smallest where
@@ -11,21 +13,27 @@ Peaks are dense: a datasheet that says "with sparsity" gives twice as much. Boar
   (developer.nvidia.com/blog/inside-nvidia-blackwell-ultra-the-chip-powering-the-ai-factory-era)
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from dflash_trt.core.errors import ConfigError
 
 _MAX_GIB = 1 << 20
+PLAIN_BITS: Final = 16  # of unquantized operands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU. Without a bandwidth only its memory is known.
+    """One GPU, or another machine that computes a rank. Without a bandwidth only its memory is known.
 
-    `peak_flops` are FLOPs per second by the bits of an operand, 16 (bfloat16), 8 (FP8) or 4 (FP4); a GPU that lacks a
-    width computes in the next wider one.
+    `peak_flops` are FLOPs per second by the bits of an operand, 32 (float32), 16 (bfloat16), 8 (FP8) or 4 (FP4); one
+    that lacks a width computes in the next wider one. `read_bytes_per_s` is the bandwidth by the bytes that are read
+    again and again, of a machine whose caches hold a small model. `plain_weight_bits` is how wide it keeps unquantized
+    weights, None: as they are stored (a CPU keeps float32 weights that bfloat16 holds exactly in 16 bits).
     """
 
     name: str
@@ -35,10 +43,52 @@ class Gpu:
     bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None  # NVLink, in one direction
     peak_flops: Mapping[int, float] = field(default_factory=dict)
+    read_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
+    plain_weight_bits: int | None = None
 
     def flops_of(self, bits: int) -> float:
         """The peak for operands of so many bits."""
         return self.peak_flops[min(width for width in self.peak_flops if width >= bits)]
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second between ranks.
+
+        Raises:
+            ConfigError: it has no links, or nobody measured them.
+        """
+        if self.link_bytes_per_s is None:
+            hint = "Plan one rank, or write link_bytes_per_s into the machine file."
+            raise ConfigError.about(self.name, expected="a bandwidth between ranks", found="none", hint=hint)
+        return self.link_bytes_per_s
+
+    def read_rate(self, num_bytes: float) -> float:
+        """Bytes per second of a step that reads so many; between two measured sizes linear in the logarithm."""
+        assert self.bytes_per_s is not None
+        known = sorted(self.read_bytes_per_s.items())
+        if not known or num_bytes >= known[-1][0]:
+            return known[-1][1] if known else self.bytes_per_s
+        rate = np.interp(math.log(max(num_bytes, 1.0)), [math.log(size) for size, _ in known], [v for _, v in known])
+        return float(rate)
+
+    def kept_bytes(self, num_bytes: float, num_elements: float, format_name: str | None) -> float:
+        """Of weights that an engine stores in so many bytes."""
+        if format_name is not None or self.plain_weight_bits is None:
+            return num_bytes
+        return min(num_bytes, num_elements * self.plain_weight_bits / 8)
+
+    def operand_bits(self, format_name: str | None) -> int:
+        """Bits of a GEMM's operands: those of the codes where activations are quantized, else of the activations."""
+        if format_name is None:
+            return PLAIN_BITS
+        from dflash_trt.formats.registry import weight_format
+
+        known = weight_format(format_name)
+        if not known.has_input_scale or self.capability is None or self.capability < (known.first_capability or (0, 0)):
+            return PLAIN_BITS
+        columns = known.columns_per_block * 2
+        codes = next(iter(known.layout((1, columns), (1,)).values()))
+        return codes.num_bytes * 8 // columns
 
 
 def _gib(number: float) -> int:

@@ -115,7 +115,7 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     target, draft, mapping = config.target, config.draft, config.mapping
     rows = _max_rows(limits)
     kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
-    layer = num_tokens * max(_features_of(layer, target.hidden_size, config) for layer in target.layers)
+    layer = num_tokens * max(layer_features(layer, target.hidden_size, config) for layer in target.layers)
     logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
     phases = [layer, logits]
     if draft is not None:
@@ -123,13 +123,13 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
         fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
         phases.append(num_tokens * (fused + 2 * kv_size))
         block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
-        of_layer = max(_features_of(layer, draft.hidden_size, config) for layer in draft.layers)
+        of_layer = max(layer_features(layer, draft.hidden_size, config) for layer in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
         phases.append(rows * (block + max(of_layer, 2 * draft.hidden_size + columns)))
     return (kept + max(phases)) * num_bytes_of(config.dtype)
 
 
-def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
+def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
     """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     if isinstance(mixer, Gqa):

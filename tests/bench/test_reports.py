@@ -1,6 +1,7 @@
 """The measurements measure what they say; how fast anything is, is for docs/benchmarks.md."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dflash_trt.executor.opening import open_executor
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.serving.prompts import PromptReader
 from tests.factories import make_target, make_zlab_drafter
+from tests.plan.test_machine_file import MACHINE
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,28 @@ def test_speedup_compares_equal_texts_of_the_asked_length(engine_dir, input_file
     assert len(report["speedup_by_round"]) == 2
     assert report["num_draft_tokens"] == 3 == len(report["accepted_fraction_by_position"])
     assert 1 <= report["specdec_bench_acceptance_length"] <= report["acceptance_length"] <= 4
+    plain, speculative = report["rooflines"]
+    assert (plain["num_draft_tokens"], speculative["num_draft_tokens"]) == (0, 3)
+    assert plain["context_len"] == speculative["context_len"] > 6  # half of the answer
+    speeds = (report["autoregressive_tok_per_s"], report["speculative_tok_per_s"])
+    for roof, speed in zip((plain, speculative), speeds, strict=True):
+        assert roof["floor_s"] == max(roof["memory_floor_s"], roof["compute_floor_s"]) > 0
+        assert roof["reached_fraction"] == pytest.approx(speed / roof["floor_tok_per_s"])
+        assert 0 < roof["reached_fraction"] < 1
+    assert speculative["floor_tok_per_s"] == pytest.approx(2 * report["acceptance_length"] / speculative["floor_s"])
+
+
+def test_a_machine_file_takes_the_place_of_a_measurement_of_now(engine_dir, input_file, tmp_path):
+    path, words = tmp_path / "machine.json", ["--input-file", input_file, "--rounds", 1, "--max-new-tokens", 4]
+    floors = []
+    for rate in (1e6, 2e6):
+        path.write_text(
+            MACHINE.model_copy(update={"copy_bytes_per_s_by_working_set_bytes": {1: rate}, "name": "slow"}).text()
+        )
+        roof = bench_json("speedup", engine_dir, *words, "--machine", path)["rooflines"][0]
+        assert roof["machine"] == "slow"
+        floors.append(roof["memory_floor_s"])
+    assert floors[0] == pytest.approx(2 * floors[1])
 
 
 def test_serving_reports_every_concurrency(engine_dir, input_file):
@@ -62,6 +86,7 @@ def test_serving_reports_every_concurrency(engine_dir, input_file):
     for report in reports:
         ratios = (report["in_flight_to_static_batching"], report["overlapped_to_plain"])
         assert min(*ratios, report["output_tok_per_s"], report["mean_time_to_first_token_s"]) > 0
+        assert [roof["num_requests"] for roof in report["rooflines"]] == [report["concurrency"]]
 
 
 def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, input_file):
@@ -87,6 +112,9 @@ def test_draft_length_reports_every_policy_at_every_concurrency(engine_dir, inpu
         assert plain in (None, 1.0) and drafting >= 1
         assert report["best_fixed"] == f"K = {report['best_fixed_length']}" and report["best_fixed_length"] in (0, 3)
         assert len(report["adaptive_to_best_fixed_by_round"]) == 2
+        labels = [(roof["label"], roof["num_draft_tokens"]) for roof in report["rooflines"]]
+        adaptive = math.ceil(report["speeds"][2]["acceptance_length"] or 1) - 1
+        assert labels == [("K = 0", 0), ("K = 3", 3), ("adaptive", adaptive)]
 
 
 def test_a_length_beyond_the_engine_is_refused(engine_dir, input_file):

@@ -21,6 +21,7 @@ from dflash_trt.cli.doctor import doctor
 from dflash_trt.cli.eval import evaluate
 from dflash_trt.cli.inspect import inspect
 from dflash_trt.cli.plan import plan
+from dflash_trt.cli.plan_sweep import OPTION_NAMES
 from dflash_trt.cli.run import run
 from dflash_trt.cli.serve import serve, worker
 from dflash_trt.core.config import BuildConfig
@@ -278,7 +279,7 @@ def test_every_option_of_a_measurement_reaches_it(names, words, expected, decide
     never_set = options_never_set(
         bench.commands[subcommand], minimal, *([*minimal, *words, *runtime] for runtime, _ in cases)
     )
-    assert never_set == {*given, "input_file", "as_json"}
+    assert never_set == {*given, "input_file", "machine", "as_json"}  # tests/bench/test_reports.py has a machine
 
 
 def test_every_option_of_a_soak_reaches_it(engine_dir, invoke, monkeypatch) -> None:
@@ -313,6 +314,20 @@ def test_every_option_of_bench_host_reaches_it(invoke, monkeypatch) -> None:
     expected = {"num_requests": 3, "num_steps": 5, "num_draft_tokens": 2, "num_prompt_tokens": 9, "is_chained": True}
     assert measure.arguments == expected
     assert options_never_set(bench.commands["host"], [], words) == {"as_json"}
+
+
+def test_every_option_of_bench_machine_reaches_it(invoke, monkeypatch, tmp_path) -> None:
+    """What it writes is in tests/bench/test_machine.py."""
+    import torch
+
+    measure = recorded(monkeypatch, "dflash_trt.bench.machine", "measure_machine")
+    threads: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    words = ["--name", "n", "--device", "cpu", "--num-threads", "3", "--output", str(tmp_path / "machine.json")]
+    assert invoke("bench", "machine", *words).stderr == "error: recorded\n"
+    assert callable(measure.arguments.pop("progress"))
+    assert measure.arguments == {"name": "n", "device": torch.device("cpu")} and threads == [3]
+    assert options_never_set(bench.commands["machine"], [], words) == set()
 
 
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
@@ -406,6 +421,7 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
         assert planner.arguments["config"] == config
     cases = (["--gpu", "b300", *words] for words in ([*BUILD, *ranks], TENSORRT, COLLECTIVES))
     of_the_report = {"sources", "acceptance_lengths", "concurrencies", "contexts", "as_json"}  # test_plan.py has them
+    of_the_report |= {"machine", "sweep", *OPTION_NAMES}  # test_plan_sweep.py has these
     assert options_never_set(plan, ["--gpu", "h200"], *cases) == of_the_report
     unset = {"config_file", "output", "checked_layers", "overwrite", "as_json"}
     assert {item.name for item in build.params} - unset <= {item.name for item in plan.params}
@@ -575,7 +591,7 @@ def test_every_command_with_options_is_here() -> None:
 
     known = {"bench", "build", "deploy", "doctor", "eval", "inspect", "plan", "recipes", "run", "serve", "worker"}
     assert set(cli.commands) == known
-    assert set(bench.commands) == {"draft-length", "drafters", "host", "serve", "serving", "soak", "speedup"}
+    assert set(bench.commands) == {"draft-length", "drafters", "host", "machine", "serve", "serving", "soak", "speedup"}
     assert isinstance(cli.commands["deploy"], click.Group)
     assert set(cli.commands["deploy"].commands) == {"mpi", "slurm", "triton"}
 

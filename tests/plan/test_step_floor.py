@@ -99,7 +99,9 @@ def test_fp8_halves_what_is_read_and_doubles_the_peak(pair: PairSpecs) -> None:
     heads = 2 * 2 * V * H  # which keep bfloat16
     assert floors[1].weights_bytes - heads == pytest.approx((floors[0].weights_bytes - heads) / 2, rel=1e-3)
     assert floors[1].kv_bytes * 2 == floors[0].kv_bytes
-    unchanged = 2 * V * H * (16 + 15) + 4 * 4096 * (8192 + 16) * 16 * (LAYERS + 5)  # heads and attention
+    causal = 8192 * 16 + 16 * 17 / 2  # keys that the rows of a block see: those before them, or the whole block
+    attention = 4 * 4096 * (LAYERS * causal + 5 * (8192 + 16) * 16)
+    unchanged = 2 * V * H * (16 + 15) + attention
     assert floors[1].compute_s == pytest.approx(unchanged / 989e12 + (floors[1].flops - unchanged) / 1979e12)
     weight_only = planned(pair, quantization=QuantizationConfig(target="nvfp4_w4a16")).floor(ONE, has_drafter=True)
     assert weight_only.compute_s == pytest.approx(floors[0].compute_s)

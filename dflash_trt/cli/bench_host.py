@@ -1,0 +1,62 @@
+"""`dflash-trt bench host`: the cost of the host alone."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from dflash_trt.cli.bench_options import JSON, print_reports
+from dflash_trt.cli.help_text import examples
+
+if TYPE_CHECKING:
+    from dflash_trt.bench.host import HostReport
+
+
+@click.command(
+    short_help="What the host costs per step, without a device.", epilog=examples("dflash-trt bench host --requests 64")
+)
+@click.option(
+    "--requests",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(1, 4096),
+    default=(1, 64, 256),
+    show_default=True,
+    metavar="N",
+    help="Requests that decode at the same time. May be given several times.",
+)
+@click.option(
+    "--steps", "num_steps", default=200, show_default=True, type=click.IntRange(min=1), help="Steps to measure."
+)
+@click.option(
+    "--num-draft-tokens", default=7, show_default=True, type=click.IntRange(min=0), metavar="K", help="Drafts per step."
+)
+@click.option("--prompt-tokens", default=1000, show_default=True, type=click.IntRange(min=1), help="Of every prompt.")
+@JSON
+def host(sizes: tuple[int, ...], num_steps: int, num_draft_tokens: int, prompt_tokens: int, as_json: bool) -> None:
+    """CPU time of the engine's thread per step, with an executor that costs nothing; no engine is needed.
+
+    Medians over steps of verify blocks: all of a step (planning, packing, reading, committing, delivering), and the
+    part between two dependent submissions, for which a device could wait.
+    """
+    from dflash_trt.bench.host import measure_host
+
+    reports = [
+        measure_host(
+            size,
+            num_steps=num_steps,
+            num_draft_tokens=num_draft_tokens,
+            num_prompt_tokens=prompt_tokens,
+            is_chained=is_chained,
+        )
+        for size in sizes
+        for is_chained in (True, False)
+    ]
+    print_reports(reports, _host_line, as_json=as_json)
+
+
+def _host_line(report: "HostReport") -> str:
+    loop = "chained loop" if report.is_chained else "plain loop  "
+    return (
+        f"{report.num_requests:4d} requests, {loop}  {report.step_ms:6.3f} ms per step, "
+        f"{report.between_ms:6.3f} ms of it between two submissions"
+    )

@@ -1,0 +1,265 @@
+"""`dflash-trt plan --sweep`: throughput against speed per user before the hardware, in simulated time."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.core.config import BuildConfig
+from dflash_trt.core.errors import CapacityError, ConfigError, DFlashError
+
+if TYPE_CHECKING:
+    from dflash_trt.checkpoint.specs import PairSpecs
+    from dflash_trt.plan.gpus import Gpu
+    from dflash_trt.plan.step_costs import StepCosts
+    from dflash_trt.simulation.acceptance import AcceptanceByPosition
+    from dflash_trt.simulation.sweep import SimulatedEngine, Workload
+
+_CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+_LAYOUT = re.compile(r"tp(\d+)(?:ep(\d+))?(?:x(\d+))?")
+_NAMES = {"dflash": "DFlash", "dflash2": "DFlash2", "eagle3": "EAGLE-3"}
+_POSITIVE = click.IntRange(min=1)
+_SPEED = click.FloatRange(min=0, min_open=True)
+
+OPTIONS = (
+    click.option(
+        "--layout",
+        "layouts",
+        multiple=True,
+        metavar="tpNepNxN",
+        help="Ranks, groups of experts and replicas, such as tp8ep8 or tp1x8. Several times (default: of --tp-size).",
+    ),
+    click.option(
+        "--other-drafter", "other_drafters", multiple=True, metavar="DRAFTER", help="Of the same target. Several times."
+    ),
+    click.option(
+        "--accepted",
+        multiple=True,
+        metavar="P,...|FILE",
+        help="Part of the verify steps that accept each draft, or a JSON report of bench; for each drafter in turn.",
+    ),
+    click.option(
+        "--sweep-draft-length",
+        "draft_lengths",
+        multiple=True,
+        type=_POSITIVE,
+        metavar="K",
+        help="Drafts per step. Several times (default: as many as the drafter makes and --accepted has).",
+    ),
+    click.option("--prompt-tokens", type=_POSITIVE, metavar="N", help="Of a request (default: 1024)."),
+    click.option("--output-tokens", type=_POSITIVE, metavar="N", help="Of a request (default: 256)."),
+    click.option("--spread", type=click.FloatRange(0, 0.9), metavar="FRACTION", help="Of both lengths (default: 0.2)."),
+    click.option(
+        "--request-rate", "request_rates", multiple=True, type=_SPEED, metavar="PER_SECOND", help="Poisson arrivals."
+    ),
+    click.option("--requests-per-client", type=_POSITIVE, metavar="N", help="One after the other (default: 3)."),
+    click.option("--duration", type=_SPEED, metavar="SECONDS", help="Of arrivals at a rate (default: 60)."),
+    click.option("--per-user", multiple=True, type=_SPEED, metavar="TOK_PER_S", help="Name the best configuration."),
+    click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
+    click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
+)
+OPTION_NAMES = (
+    "layouts",
+    "other_drafters",
+    "accepted",
+    "draft_lengths",
+    "prompt_tokens",
+    "output_tokens",
+    "spread",
+    "request_rates",
+    "requests_per_client",
+    "duration",
+    "per_user",
+    "csv_path",
+    "figure",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """A drafter of the target, None for autoregressive decoding, and how far its drafts are accepted."""
+
+    config: BuildConfig
+    pair: "PairSpecs"
+    acceptance: "AcceptanceByPosition | None"
+
+    @property
+    def name(self) -> str:
+        draft = self.pair.draft
+        return "AR" if draft is None else _NAMES[draft.algorithm]
+
+
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    """Raises ConfigError: options of a sweep without --sweep."""
+    given = [name for name in OPTION_NAMES if options[name] not in (None, ())]
+    if given:
+        words = ", ".join(option.replace("_", "-") for option in given)
+        raise ConfigError.about("plan", expected="--sweep beside its options", found=words, hint="Add --sweep.")
+
+
+def run_sweep(
+    context: click.Context,
+    config: BuildConfig,
+    base_dir: Path,
+    gpu: "Gpu",
+    costs: "StepCosts | None",
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Simulate every drafter in every layout with every K, print the points, and write the files.
+
+    Raises:
+        ConfigError: an option is wrong, or nothing is known about this machine's speed.
+        CapacityError: no configuration fits.
+    """
+    from dflash_trt.plan.step_costs import assumed_costs
+    from dflash_trt.simulation.report import SweepReport, assumptions
+    from dflash_trt.simulation.sweep import sweep
+
+    if gpu.bytes_per_s is None:
+        hint = "Name a GPU, or pass --machine FILE of `dflash-trt bench machine`."
+        raise ConfigError.about("--sweep", expected="a machine whose bandwidth is known", found=gpu.name, hint=hint)
+    _check_paths(options["csv_path"], options["figure"])
+    workload = _workload(options)
+    drafted = list(_drafters(config, base_dir, options))
+    layouts = [_layout(text) for text in options["layouts"]] or [(config.tp_size, config.ep_size, 1)]
+    found = [
+        _engines(item, layout, gpu, costs or assumed_costs(gpu), options["draft_lengths"])
+        for item in drafted
+        for layout in layouts
+    ]
+    engines = [engine for fitting, _ in found for engine in fitting]
+    left_out = tuple(reason for _, reasons in found for reason in reasons)
+    if not engines:
+        raise CapacityError("plan --sweep: no configuration fits\n" + "\n".join(left_out))
+    points = sweep(engines, workload, progress=lambda line: click.echo(line, err=True))
+    report = SweepReport(
+        subject=Path(str(config.target)).name,
+        hardware=f"{max(engine.num_gpus for engine in engines)} x {gpu.name}",
+        command=shlex.join(context.find_root().obj or ["dflash-trt", "plan", "--sweep"]),
+        assumptions=assumptions(engines, workload, gpu, is_measured=costs is not None),
+        points=tuple(points),
+        per_user=options["per_user"],
+        left_out=left_out,
+    )
+    if options["csv_path"] is not None:
+        report.write_csv(options["csv_path"])
+    if options["figure"] is not None:
+        report.write_figure(options["figure"])
+    click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
+
+
+def _drafters(config: BuildConfig, base_dir: Path, options: dict[str, Any]) -> Iterator[Drafted]:
+    """Autoregressive decoding, the pair's drafter, and the others, with an acceptance each."""
+    from dflash_trt.checkpoint.pair import read_pair
+    from dflash_trt.checkpoint.sources import find_checkpoints
+    from dflash_trt.simulation.acceptance import read_acceptance
+
+    names = [name for name in (config.drafter, *options["other_drafters"]) if name is not None]
+    if len(options["accepted"]) != len(names):
+        hint = "Acceptance is measured by `dflash-trt bench speedup --json`, or given by position: 0.8,0.6,0.4."
+        expected, found = f"one for each of {len(names)} drafters", str(len(options["accepted"]))
+        raise ConfigError.about("--accepted", expected=expected, found=found, hint=hint)
+    for index, name in enumerate([None, *names]):
+        changed = config.model_copy(update={"drafter": name, "drafter_overrides": {}} if name != config.drafter else {})
+        if index != 1 and changed.max_draft_len is not None:
+            changed = changed.model_copy(update={"max_draft_len": None})
+        found_paths = find_checkpoints(
+            changed, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True)
+        )
+        paths = found_paths.paths
+        pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=found_paths.config.drafter_overrides)
+        acceptance = None
+        if name is not None:
+            assert pair.draft is not None
+            acceptance = read_acceptance(options["accepted"][index - 1], algorithm=pair.draft.algorithm)
+        yield Drafted(config=found_paths.config, pair=pair, acceptance=acceptance)
+
+
+def _engines(
+    drafted: Drafted, layout: tuple[int, int, int], gpu: "Gpu", costs: "StepCosts", draft_lengths: Sequence[int]
+) -> tuple[list["SimulatedEngine"], list[str]]:
+    """One for each K, or why there is none."""
+    from dflash_trt.plan.planning import plan_engine
+    from dflash_trt.simulation.sweep import SimulatedEngine, check_drafts
+
+    tp_size, ep_size, num_replicas = layout
+    config = drafted.config.model_copy(update={"tp_size": tp_size, "ep_size": ep_size})
+    name = f"{drafted.name}, tp{tp_size}ep{ep_size}"
+    try:
+        made = plan_engine(config, drafted.pair, gpu)
+    except DFlashError as error:
+        return [], [f"{name}: {error}"]
+    if made.pages is None or not made.fits:
+        return [], [f"{name}: each rank lacks {made.missing_bytes / 2**30:.2f} GiB"]
+    first = SimulatedEngine(
+        pretrained_config=made.pretrained_config,
+        limits=made.build_config,
+        num_pages=made.pages.num_pages,
+        gpu=gpu,
+        costs=costs,
+        drafter=drafted.name,
+        num_draft_tokens=0,
+        acceptance=drafted.acceptance,
+        num_replicas=num_replicas,
+    )
+    if drafted.acceptance is None:
+        return [first], []
+    most = min(made.build_config.max_draft_len, len(drafted.acceptance.fractions))
+    lengths = [length for length in draft_lengths if length <= most] or [min(draft_lengths, default=most)]
+    engines = [replace(first, num_draft_tokens=length) for length in lengths]
+    for engine in engines:
+        check_drafts(engine)
+    beyond = [str(length) for length in draft_lengths if length not in lengths]
+    return engines, [f"{name}: K = {', '.join(beyond)}, beyond its {most}"] if beyond else []
+
+
+def _layout(text: str) -> tuple[int, int, int]:
+    """Ranks, groups of experts, replicas."""
+    match = _LAYOUT.fullmatch(text)
+    numbers = tuple(int(word or 1) for word in match.groups()) if match else (0,)
+    if not all(1 <= number <= 1024 for number in numbers):
+        expected = "tp with the ranks of a replica, ep with groups of experts, x with replicas, such as tp8ep8 or tp1x8"
+        raise ConfigError.about("--layout", expected=expected, found=repr(text))
+    return numbers[0], numbers[1], numbers[2]
+
+
+def _workload(options: dict[str, Any]) -> "Workload":
+    from dflash_trt.simulation.load import Lengths
+    from dflash_trt.simulation.sweep import Workload
+
+    rates = options["request_rates"]
+    concurrencies = options["concurrencies"] or (() if rates else _CONCURRENCIES)
+    return Workload(
+        concurrencies=tuple(concurrencies),
+        request_rates_per_s=tuple(rates),
+        lengths=Lengths(
+            num_prompt_tokens=options["prompt_tokens"] or 1024, num_output_tokens=options["output_tokens"] or 256
+        ),
+        spread_fraction=0.2 if options["spread"] is None else options["spread"],
+        requests_per_client=options["requests_per_client"] or 3,
+        duration_s=options["duration"] or 60.0,
+    )
+
+
+def _check_paths(csv_path: Path | None, figure: Path | None) -> None:
+    """Raises ConfigError before minutes of simulation."""
+    for path in (csv_path, figure):
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            raise ConfigError.about(str(path), expected="a file in a directory that exists", found="none")
+    if figure is not None:
+        from dflash_trt.bench.pareto_figure import check_figure
+
+        check_figure(figure)

@@ -1,0 +1,261 @@
+"""What a step of an engine moves and computes on each rank: products, K/V, activations, exchanges, calls of layers.
+
+Weights are read once by each GEMM that uses them, K/V as far as a layer sees. Experts are chosen evenly and
+independently of one another. Counts alone: how long they take is for `step_floor` and `step_costs`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dflash_trt.core.dtype import num_bytes_of
+from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.model.draft import DraftSpec, engine_weights
+from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.step_plan import Array
+from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
+from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
+from dflash_trt.plan.attention_work import Mixing, mixings_of
+from dflash_trt.plan.rank_memory import layer_features
+
+# Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
+# a chain so far, its last slots, the drafts.
+_TOKENS: Final = "tokens"
+_LOGITS: Final = "logits"
+_SLOTS: Final = "slots"
+_CHAIN: Final = "chain"
+_LAST: Final = "last"
+_DRAFTS: Final = "drafts"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputedRows:
+    """The rows of a step, by request; int64. Every request gets K drafts, one that decodes has at most K + 1 tokens."""
+
+    num_tokens: Array  # [R]
+    context_lens: Array  # [R], before the step
+    num_draft_tokens: int  # K
+
+    @classmethod
+    def decode(cls, *, num_requests: int, context_len: int, num_draft_tokens: int) -> ComputedRows:
+        """Verify blocks of requests that are alike."""
+        return cls(
+            num_tokens=np.full(num_requests, num_draft_tokens + 1),
+            context_lens=np.full(num_requests, context_len),
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """GEMMs alike: `elements` of weights in all, each multiplied with so many rows. `format` None is unquantized."""
+
+    rows: float
+    elements: float
+    num_bytes: float
+    format: str | None
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.elements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """Of each rank. `vector_bytes` are weights that multiply no matrix.
+
+    `activation_bytes` are written and read by operators one by one, as PyTorch runs them; a floor leaves them out: they
+    fit into the caches, and kernels fuse them. `num_layers` are calls of layers, `num_passes` those of the drafter.
+    """
+
+    num_requests: int
+    num_tokens: int
+    products: tuple[Product, ...]
+    vector_bytes: float
+    kv_bytes: float
+    mixing_flops: float  # scores and their products with V, or of recurrent states
+    activation_bytes: float
+    num_logits: int  # elements
+    num_layers: int
+    num_passes: int
+    exchange_bytes: float
+    num_exchanges: int
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.vector_bytes + sum(product.num_bytes for product in self.products)
+
+
+def chosen_fraction(moe: Moe, num_rows: float) -> float:
+    """Expected part of the experts that so many rows choose."""
+    return 1.0 - math.pow(1.0 - moe.num_experts_per_token / moe.num_experts, num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Weights that are used alike."""
+
+    rows: str
+    format: str | None
+    moe: Moe | None
+    is_product: bool
+
+
+class EngineWork:
+    """The work of an engine's steps, with its drafter or without. Made once: counting a step is a few operations."""
+
+    def __init__(self, config: PretrainedConfig, *, has_drafter: bool) -> None:
+        self._config = config
+        self._draft = config.draft if has_drafter else None
+        self._itemsize = num_bytes_of(config.dtype)
+        self._sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])  # elements and bytes
+        self._count_weights()
+        states = config.states()
+        self._mixings: list[Mixing] = list(mixings_of(config.target, states.target, config.mapping))
+        if self._draft is not None:
+            self._mixings += mixings_of(self._draft, states.draft, config.mapping)
+        self._features = [
+            sum(layer_features(layer, decoder.hidden_size, config) for layer in decoder.layers)
+            for decoder in self._decoders()
+        ]
+
+    def of(self, rows: ComputedRows) -> StepWork:
+        """What a step of these rows does."""
+        num_requests, num_tokens = rows.num_requests, int(rows.num_tokens.sum())
+        drafts, draft = rows.num_draft_tokens, self._draft
+        num_passes = draft.num_passes(drafts) if draft is not None and drafts else 0
+        slots = num_requests * (drafts + 1)
+        uses = {
+            _TOKENS: (num_tokens, 1),
+            _LOGITS: (slots, 1),
+            _SLOTS: (slots, num_passes),
+            _CHAIN: (num_requests * (drafts + 1) / 2, num_passes),
+            _LAST: (num_requests, num_passes),
+            _DRAFTS: (num_requests * drafts / max(1, num_passes), num_passes),
+        }
+        vocab_size = self._config.target.vocab_size
+        draft_vocab_size = vocab_size if draft is None else draft.draft_vocab_size or vocab_size
+        draft_rows = slots if draft is None or draft.chain is None else num_requests
+        layers = self._config.target.num_layers + (num_passes * draft.num_layers if draft is not None else 0)
+        moved = num_tokens * self._features[0]
+        if draft is not None:
+            moved += num_passes * draft_rows * self._features[1]
+        mixed = [mixing.of(rows, num_passes) for mixing in self._mixings]
+        return StepWork(
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            products=tuple(self._products(uses)),
+            vector_bytes=sum(b * uses[k.rows][1] for k, (_, b) in self._sums.items() if not k.is_product),
+            kv_bytes=sum(num_bytes for num_bytes, _ in mixed),
+            mixing_flops=sum(flops for _, flops in mixed),
+            activation_bytes=2.0 * moved * self._itemsize,
+            num_logits=slots * vocab_size + num_requests * drafts * draft_vocab_size * bool(num_passes),
+            num_layers=layers,
+            num_passes=num_passes,
+            exchange_bytes=self._exchange_bytes(num_tokens, slots, draft_rows, num_requests * drafts, num_passes),
+            num_exchanges=0 if self._config.mapping.tp_size == 1 else 2 * layers + 1 + num_passes,
+        )
+
+    def _products(self, uses: dict[str, tuple[float, int]]) -> Iterator[Product]:
+        for kind, (elements, num_bytes) in self._sums.items():
+            rows, times = uses[kind.rows]
+            if not kind.is_product or not times:
+                continue
+            part = 1.0
+            if kind.moe is not None:
+                part = chosen_fraction(kind.moe, rows)
+                rows *= kind.moe.num_experts_per_token / (kind.moe.num_experts * part)
+            part *= times
+            yield Product(rows=rows, elements=part * elements, num_bytes=part * num_bytes, format=kind.format)
+
+    def _exchange_bytes(self, tokens: int, logits: int, draft_rows: int, drafts: int, num_passes: int) -> float:
+        """Bytes that a rank receives: two all-reduces a layer, of which it needs twice (n - 1) / n, and the logits."""
+        config, num_ranks = self._config, self._config.mapping.tp_size
+        if num_ranks == 1:
+            return 0.0
+        target, draft = config.target, self._draft
+        elements = 4.0 * target.num_layers * tokens * target.hidden_size + logits * target.vocab_size
+        if draft is not None and num_passes:
+            elements += 4.0 * num_passes * draft.num_layers * draft_rows * draft.hidden_size
+            elements += drafts * (draft.draft_vocab_size or target.vocab_size)
+        return round(elements * (num_ranks - 1) / num_ranks) * self._itemsize
+
+    def _decoders(self) -> list[DecoderSpec]:
+        return [self._config.target, *([self._draft] if self._draft is not None else [])]
+
+    def _count_weights(self) -> None:
+        """Every use of a weight in a step. The rows of embeddings that the tokens name are too few to count."""
+        config = self._config
+        whole = engine_weights(config.target, config.draft, config.quantization)
+        table = {name: rank_shard(spec, config.mapping) for name, spec in whole.items()}
+        sizes = _bytes_by_weight(config, table)
+        experts = _experts_of(config.target)
+        for name, spec in table.items():
+            if name.endswith((".embedding", "lm_head")) or spec.is_integer:
+                continue
+            if not name.startswith("draft."):
+                moe = experts.get(name.rpartition(".")[0]) if spec.num_experts else None
+                self._add(name, _TOKENS, spec, sizes[name], moe=moe)
+            elif self._draft is not None:
+                for rows in _draft_rows(name, self._draft):
+                    self._add(name, rows, spec, sizes[name])
+        heads = [("target.lm_head", _LOGITS)] + ([("draft.lm_head", _DRAFTS)] if self._draft is not None else [])
+        for name, rows in heads:
+            name = next((known for known in (name, "target.lm_head") if known in table), "target.embedding")
+            # Of tied embeddings a rank reads its part of the rows.
+            part = 1 / config.mapping.tp_size if name == "target.embedding" else 1.0
+            self._add(name, rows, table[name], sizes[name], part=part)
+
+    def _add(
+        self, name: str, rows: str, spec: WeightSpec, num_bytes: int, *, moe: Moe | None = None, part: float = 1.0
+    ) -> None:
+        quantization = self._config.quantization
+        is_product = is_linear(spec, name) or name == "target.embedding"
+        kind = _Kind(
+            rows=rows,
+            format=None if quantization is None else quantization.linears.get(name),
+            moe=moe,
+            is_product=is_product or moe is not None,
+        )
+        sums = self._sums[kind]
+        sums[0] += part * math.prod(spec.shape) * (is_linear(spec, name) or moe is None)
+        sums[1] += part * num_bytes
+
+
+def _draft_rows(name: str, draft: DraftSpec) -> Iterator[str]:
+    """A chain uses its layer for each draft, its MLP and norm on a row of each request."""
+    is_of_context = name.startswith(("draft.fc", "draft.context_norm"))
+    if is_of_context or name == "draft.kv":
+        yield _TOKENS
+    if is_of_context:
+        return
+    if draft.chain is None:
+        yield _SLOTS
+    else:
+        yield _CHAIN if name == "draft.kv" or name.endswith((".q", ".o")) else _LAST
+
+
+def _experts_of(decoder: DecoderSpec) -> dict[str, Moe]:
+    return {
+        f"{decoder.role}.layers.{i}.experts": layer.feed_forward
+        for i, layer in enumerate(decoder.layers)
+        if isinstance(layer.feed_forward, Moe)
+    }
+
+
+def _bytes_by_weight(config: PretrainedConfig, table: dict[str, WeightSpec]) -> dict[str, int]:
+    """Codes and scales of a weight together."""
+    sizes = dict.fromkeys(table, 0)
+    for name, header in tensor_headers(config).items():
+        sizes[name if name in sizes else name.rpartition(".")[0]] += header.num_bytes
+    return sizes

@@ -1,0 +1,104 @@
+"""An executor without a device, whose steps take the time that a plan says, on a clock that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepResult
+from dflash_trt.plan.gpus import Gpu
+from dflash_trt.plan.step_costs import StepClock, StepTime
+from dflash_trt.plan.step_floor import floor_of
+from dflash_trt.plan.step_work import ComputedRows, EngineWork
+from dflash_trt.simulation.acceptance import AcceptanceByPosition
+
+
+class SimulatedTime:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """As a clock of an engine loop."""
+        return self.now_s
+
+    def reach(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
+
+
+class SimulatedStep:
+    """A submitted step, on a device that computes one after the other."""
+
+    def __init__(self, result: StepResult, elapsed_s: float, wait: Callable[[], None]) -> None:
+        self._result, self._wait = result, wait
+        self.elapsed_s = elapsed_s
+
+    def result(self) -> StepResult:
+        self._wait()
+        return self._result
+
+
+class SimulatedExecutor:
+    """Implements StepExecutor. Tokens are zeros; drafts are accepted by `acceptance`, None without a drafter.
+
+    The host's part of a step passes when it is submitted, the device's when its result is read: a chained loop, which
+    has the next step in the queue by then, hides the one behind the other.
+    """
+
+    has_queue = True
+    can_retry = False
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        work: EngineWork,
+        clock: StepClock,
+        time: SimulatedTime,
+        *,
+        gpu: Gpu,
+        acceptance: AcceptanceByPosition | None,
+        seed: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.num_steps = 0
+        self.device_s = 0.0
+        self.floor_s = 0.0
+        self._work, self._clock, self._time, self._gpu = work, clock, time, gpu
+        self._acceptance = acceptance
+        self._dice = np.random.default_rng(seed)
+        self._context_lens = np.zeros(limits.max_batch_size, np.int64)  # by slot
+        self._free_s = 0.0  # when the device has done what it was given
+
+    def submit(self, plan: StepPlan) -> SimulatedStep:
+        rows = plan.rows
+        starts = np.where(rows.context_lens == CHAINED, self._context_lens[rows.slot_ids], rows.context_lens)
+        computed = ComputedRows(num_tokens=rows.num_tokens, context_lens=starts, num_draft_tokens=rows.num_draft_tokens)
+        work = self._work.of(computed)
+        took = self._clock.time(work)
+        ends_s = self._enqueue(took)
+        self.num_steps += 1
+        self.device_s += took.device_s
+        self.floor_s += floor_of(work, self._gpu).total_s
+        return SimulatedStep(self._result(plan, starts), took.device_s, lambda: self._time.reach(ends_s))
+
+    def _enqueue(self, took: StepTime) -> float:
+        self._time.now_s += took.host_s
+        self._free_s = max(self._free_s, self._time.now_s) + took.device_s
+        return self._free_s
+
+    def _result(self, plan: StepPlan, starts: Array) -> StepResult:
+        rows, width = plan.rows, plan.rows.num_draft_tokens + 1
+        num_accepted = np.zeros(rows.num_requests, np.int64)
+        if self._acceptance is not None:
+            num_accepted = self._acceptance.draw(self._dice, rows.num_candidates)
+        next_lens = starts + rows.num_tokens - rows.num_candidates + num_accepted
+        self._context_lens[rows.slot_ids] = next_lens
+        return StepResult(
+            emitted_tokens=np.zeros((rows.num_requests, width), np.int32),
+            emitted_logprobs=np.zeros((rows.num_requests, width), np.float32),
+            num_accepted=num_accepted.astype(np.int32),
+            next_context_lens=next_lens.astype(np.int32),
+            draft_tokens=np.zeros((rows.num_requests, width - 1), np.int32),
+        )

@@ -1,0 +1,93 @@
+"""Measuring a machine: what is fitted is what was there, and what is measured is of this machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_trt.bench.machine import measure_roofs
+from dflash_trt.bench.machine_probes import COSTS, CPU_SIZES, ProbeEngine, ProbeTime, fitted_costs
+from dflash_trt.plan.machine_file import read_machine_file
+from dflash_trt.plan.step_floor import floor_of
+from dflash_trt.plan.step_work import ComputedRows, EngineWork
+from tests.cli.conftest import Invoke, invoke  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+
+
+def probes(costs: dict[str, float]) -> list[ProbeTime]:
+    """Steps of engines of all sizes that would take exactly this."""
+    from dflash_trt.bench.machine_probes import probe_specs
+    from dflash_trt.engine_dir import PretrainedConfig
+
+    found = []
+    for size in CPU_SIZES:
+        target, draft = probe_specs(size)
+        config = PretrainedConfig(target=target, draft=draft, dtype="float32")
+        for drafts in (0, 3, 7):
+            engine = EngineWork(config, has_drafter=drafts > 0)
+            for requests, context, chunk in ((1, 64, 0), (4, 448, 0), (16, 64, 0), (16, 448, 0), (2, 0, 90)):
+                tokens = chunk or drafts + 1
+                step = engine.of(
+                    ComputedRows(
+                        num_tokens=np.full(requests, tokens),
+                        context_lens=np.full(requests, context),
+                        num_draft_tokens=drafts,
+                    )
+                )
+                seconds = sum(costs[name] * (getattr(step, count) if count else 1) for name, count in COSTS.items())
+                found.append(ProbeTime(work=step, seconds=1e-3 + seconds))
+    return found
+
+
+def test_costs_that_made_the_times_are_found_again() -> None:
+    costs = {"kv_s_per_byte": 8e-11, "mixing_s_per_flop": 9e-12, "activation_s_per_byte": 5e-11, "logit_s": 5e-9}
+    costs |= {"token_s": 4e-7, "request_s": 2e-6, "layer_s": 1e-4, "pass_s": 3e-5, "step_s": 6e-5}
+    found = fitted_costs(probes(costs), lambda work: 1e-3)
+    assert found == pytest.approx(costs, rel=1e-5)
+    assert fitted_costs(probes(costs | {"layer_s": 2e-4}), lambda work: 1e-3)["layer_s"] == pytest.approx(2e-4)
+
+
+def test_a_cost_is_never_negative() -> None:
+    costs = dict.fromkeys(COSTS, 0.0) | {"layer_s": 1e-4}
+    times = [replace(item, seconds=item.seconds - 1e-5 * item.work.num_passes) for item in probes(costs)]
+    found = fitted_costs(times, lambda work: 1e-3)
+    assert min(found.values()) >= 0 and found["pass_s"] == 0
+
+
+def test_roofs_of_this_machine_bound_what_it_does() -> None:
+    machine = measure_roofs("this CPU", CPU)
+    rates = machine.copy_bytes_per_s_by_working_set_bytes
+    assert machine.copy_bytes_per_s == rates[max(rates)] > 1e8
+    assert machine.gpu.flops_of(16) > 1e8
+    engine = ProbeEngine(CPU_SIZES[0], CPU, has_drafter=True)
+    probe = engine.step(num_requests=2, num_tokens=8, context_len=40, num_drafts=7)
+    fraction = floor_of(probe.work, machine.gpu).total_s / min(probe.seconds(probe.plan) for _ in range(5))
+    engine.close()
+    assert 0 < fraction < 1.5  # the machine is shared: a slow moment of either may be 1.5 times the other's
+
+
+def test_the_command_writes_a_file_that_plan_simulates_with(
+    tmp_path: Path,
+    invoke: Invoke,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one probe engine, the smallest, instead of three: the measurement itself is whole."""
+    monkeypatch.setattr("dflash_trt.bench.machine.CPU_SIZES", CPU_SIZES[:1])
+    path = tmp_path / "machine.json"
+    result = invoke("bench", "machine", "-o", path, "--device", "cpu", "--name", "this CPU")
+    assert result.exit_code == 0, result.stderr
+    machine = read_machine_file(path)
+    assert machine.name == "this CPU" and machine.costs is not None
+    rates = [rate for _, rate in sorted(machine.costs.product_rates.items())]
+    assert rates == sorted(rates) and rates[-1] > 1e8
+    assert machine.costs.layer_s > 0 and machine.costs.host_step_s > 0
+    words = ("--sweep", "--accepted", "0.8,0.5", "--concurrency", "1,2", "--prompt-tokens", 20, "--output-tokens", 10)
+    swept = invoke("plan", "demo", "--machine", path, *words)
+    assert swept.exit_code == 0, swept.stderr
+    assert "simulated: target on 1 x this CPU" in swept.stdout
+    assert "times of steps are those of the machine file" in swept.stdout
+    refused = invoke("bench", "machine", "--device", "cpu", "-o", tmp_path / "none" / "machine.json")
+    assert refused.exit_code == 2 and "--output: expected a file in a directory that exists" in refused.stderr

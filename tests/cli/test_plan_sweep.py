@@ -1,0 +1,134 @@
+"""`dflash-trt plan --sweep` from config.json files: the points, the files, what they say of themselves, refusals."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Invoke
+from tests.plan.test_machine_file import MACHINE
+from tests.plan.test_step_floor import DRAFTER, QWEN3_8B, write
+
+SIZES = ("--max-seq-len", 2048, "--prompt-tokens", 100, "--output-tokens", 24, "--requests-per-client", 1)
+ACCEPTED = "0.8,0.6,0.4,0.2"
+HEAD = QWEN3_8B | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 19, 34]},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    root = tmp_path_factory.mktemp("published")
+    return write(root, "target", QWEN3_8B), write(root, "drafter", DRAFTER), write(root, "head", HEAD)
+
+
+def sweep(invoke: Invoke, *words: Any) -> dict[str, Any]:
+    result = invoke("plan", *words, "--sweep", *SIZES, "--json")
+    assert result.exit_code == 0, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_every_drafter_is_simulated_in_every_layout_with_every_k(pair, invoke) -> None:
+    target, drafter, head = pair
+    words = ("--gpu", "h200", "--layout", "tp1", "--layout", "tp2x2", "--concurrency", "2", "--per-user", 100)
+    drafters = ("--other-drafter", head, "--accepted", ACCEPTED, "--accepted", "0.7,0.4,0.2")
+    report = sweep(invoke, target, drafter, *words, *drafters, "--sweep-draft-length", 2, "--sweep-draft-length", 3)
+    points = report["points"]
+    sides = [("AR", 0), ("DFlash", 2), ("DFlash", 3), ("EAGLE-3", 2), ("EAGLE-3", 3)]
+    found = [(point["drafter"], point["num_draft_tokens"], point["layout"]) for point in points]
+    assert sorted(found) == sorted((*side, layout) for side in sides for layout in ("tp1x1", "tp2x2"))
+    for point in points:
+        assert 0 < point["floor_fraction"] < 1
+        assert point["num_gpus"] == (1 if point["layout"] == "tp1x1" else 4)
+        assert point["output_tok_per_s_per_gpu"] * point["num_gpus"] == pytest.approx(point["output_tok_per_s"])
+    plain, *_, dflash = (point for point in points if point["layout"] == "tp1x1" and point["drafter"] != "EAGLE-3")
+    assert dflash["tok_per_s_per_user"] > plain["tok_per_s_per_user"]
+    assert dflash["acceptance_length"] > 1.5 and plain["acceptance_length"] is None
+    [named] = report["best"]
+    assert named["point"]["output_tok_per_s_per_gpu"] == max(
+        point["output_tok_per_s_per_gpu"] for point in points if point["tok_per_s_per_user"] >= 100
+    )
+
+
+def test_everything_that_is_written_says_that_it_is_simulated_and_what_was_assumed(pair, invoke, tmp_path) -> None:
+    target, drafter, _ = pair
+    files = ("--csv", tmp_path / "points.csv", "--figure", tmp_path / "points.svg", "--per-user", 1)
+    words = (target, drafter, "--gpu", "b300", "--sweep", *SIZES, "--concurrency", "1,2", "--accepted", ACCEPTED)
+    result = invoke("plan", *words, *files)
+    assert result.exit_code == 0, result.stderr
+    with (tmp_path / "points.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["kind"] for row in rows} == {"simulated"} and len(rows) == 4
+    figure = (tmp_path / "points.svg").read_text()
+    assert "Throughput against speed per user, simulated" in figure and "DFlash (simulated)" in figure
+    for text in (result.stdout, figure.replace("\n", " ")):
+        assert "accepted by position: 0.8, 0.6, 0.4, 0.2" in text and "simulated" in text.lower()
+    assert "reach 80% of the datasheet" in result.stdout
+    assert "best at 1 tok/s per user: " in result.stdout
+
+
+def test_arrivals_take_as_long_as_they_come_and_not_as_the_engine_takes(pair, invoke) -> None:
+    """40 requests of 24 tokens in about 10 s; with a spread of lengths the tokens differ, and the rate hardly."""
+    words = (pair[0], "--gpu", "h200", "--request-rate", 4, "--duration", 10)
+    speeds = []
+    for spread in (0.0, 0.5):
+        [point] = sweep(invoke, *words, "--spread", spread)["points"]
+        assert (point["concurrency"], point["request_rate_per_s"]) == (None, 4)
+        speeds.append(point["output_tok_per_s"])
+        assert point["time_to_first_token_p50_s"] < 0.05
+    assert speeds[0] == pytest.approx(4 * 24, rel=0.3) and speeds[0] != speeds[1]
+    closed = sweep(invoke, pair[0], "--gpu", "h200", "--concurrency", 1)["points"]
+    assert closed[0]["output_tok_per_s"] > 1.5 * speeds[0]
+
+
+def test_a_machine_file_takes_the_place_of_the_gpu(pair, invoke, tmp_path) -> None:
+    """The file's costs are a GPU's, its bandwidth is a CPU's: steps wait for weights."""
+    target, _, _ = pair
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.model_copy(update={"memory_bytes": 1 << 36}).text())
+    report = sweep(invoke, target, "--machine", path, "--concurrency", "1")
+    [point] = report["points"]
+    assert point["tok_per_s_per_user"] == pytest.approx(0.8e10 / (2 * 7.57e9), rel=0.05)
+    assert any("machine file" in text for text in report["assumptions"])
+    shown = invoke("plan", target, "--machine", path, "--max-seq-len", 2048)
+    assert shown.exit_code == 0 and "fits on a CPU" in shown.stdout
+
+
+def test_what_does_not_fit_is_left_out_with_its_reason(pair, invoke, tmp_path) -> None:
+    target, _, _ = pair
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.model_copy(update={"memory_bytes": 13 << 30, "link_bytes_per_s": 1e11}).text())
+    layouts = ("--layout", "tp1", "--layout", "tp2", "--layout", "tp3")
+    limits = ("--max-batch-size", 4, "--max-num-tokens", 256)
+    report = sweep(invoke, target, "--machine", path, *layouts, *limits, "--concurrency", 1)
+    assert [point["layout"] for point in report["points"]] == ["tp2x1"]
+    lacks, refused = report["left_out"]
+    assert lacks.startswith("AR, tp1ep1: each rank lacks ") and "num_heads" in refused
+    nothing = invoke("plan", target, "--machine", path, "--sweep", *SIZES, *limits)
+    assert nothing.exit_code == 1 and "no configuration fits" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "h200", "--csv", "x.csv"), "--sweep beside its options, found csv-path"),
+        (("--gpu", "h200", "--sweep"), "--accepted: expected one for each of 1 drafters, found 0"),
+        (("--gpu", "48", "--sweep", "--accepted", "0.5"), "a machine whose bandwidth is known"),
+        (("--gpu", "h200", "--sweep", "--context", "9"), "no --acceptance-length, no --context"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--layout", "8"), "--layout: expected tp with the ranks"),
+        (("--gpu", "h200", "--sweep", "--accepted", "0.5", "--sweep-draft-length", 2), "K of at most 1, found 2"),
+        (("--gpu", "h200", "--machine", "m.json"), "--gpu NAME or --machine FILE, found both"),
+        ((), "--gpu NAME or --machine FILE, found neither"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(pair, invoke, words, message) -> None:
+    result = invoke("plan", *pair[:2], *words)
+    assert result.exit_code == 2
+    assert message in result.stderr

@@ -1,0 +1,151 @@
+"""Simulated loads: times are sums of the steps' times, acceptance is what was given, and nothing is lost."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflash_trt.bench.machine_probes import CPU_SIZES, probe_specs
+from dflash_trt.core.errors import CapacityError, ConfigError
+from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.plan.gpus import gpu_of
+from dflash_trt.plan.step_costs import StepClock, assumed_costs
+from dflash_trt.plan.step_work import ComputedRows, EngineWork
+from dflash_trt.simulation.acceptance import AcceptanceByPosition, read_acceptance
+from dflash_trt.simulation.load import Lengths, RequestLoad
+from dflash_trt.simulation.sweep import SimulatedEngine, Workload, best, curves, simulate, sweep
+
+TARGET, DRAFT = probe_specs(CPU_SIZES[0])
+LIMITS = EngineLimits(max_batch_size=8, max_seq_len=512, max_num_tokens=256, max_draft_len=7, page_size=16)
+H200 = gpu_of("h200")
+COSTS = assumed_costs(H200).model_copy(update={"is_host_hidden": False, "host_step_s": 1e-4, "host_request_s": 1e-5})
+GIVEN = AcceptanceByPosition((0.9, 0.6, 0.5))
+PLAIN = SimulatedEngine(
+    pretrained_config=PretrainedConfig(target=TARGET, draft=DRAFT, dtype="bfloat16"),
+    limits=LIMITS,
+    num_pages=400,
+    gpu=H200,
+    costs=COSTS,
+    drafter="AR",
+    num_draft_tokens=0,
+    acceptance=None,
+)
+DRAFTED = replace(PLAIN, drafter="DFlash", num_draft_tokens=3, acceptance=GIVEN)
+
+
+def load(*lengths: tuple[int, int], concurrency: int | None = 1, rate: float | None = None) -> RequestLoad:
+    """(prompt, answer) of each request."""
+    requests = [
+        Lengths(num_prompt_tokens=prompt, num_output_tokens=answer).request(i)
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+    return RequestLoad(requests=requests, concurrency=concurrency, request_rate_per_s=rate)
+
+
+def run(engine: SimulatedEngine, given: RequestLoad):
+    return simulate(engine, given, EngineWork(engine.pretrained_config, has_drafter=engine.num_draft_tokens > 0))
+
+
+def step_s(tokens: int, context: int) -> float:
+    step = ComputedRows(num_tokens=np.array([tokens]), context_lens=np.array([context]), num_draft_tokens=0)
+    return StepClock(H200, COSTS).time(EngineWork(PLAIN.pretrained_config, has_drafter=False).of(step)).total_s
+
+
+def test_one_request_takes_its_prompt_and_a_step_for_every_token() -> None:
+    result, executor = run(PLAIN, load((100, 6)))
+    times = [step_s(100, 0), *(step_s(1, 100 + i) for i in range(5))]
+    assert executor.num_steps == 6
+    assert result.duration_s == pytest.approx(sum(times), rel=1e-9)
+    assert result.time_to_first_token_p50_s == pytest.approx(times[0])
+    assert result.time_per_output_token_p50_s == pytest.approx(sum(times[1:]) / 5)
+    assert result.tok_per_s_per_user == pytest.approx(5 / sum(times[1:]))
+
+
+def test_a_prompt_longer_than_a_step_takes_several() -> None:
+    result, executor = run(PLAIN, load((300, 1)))
+    assert executor.num_steps == 2
+    assert result.time_to_first_token_p50_s == pytest.approx(step_s(256, 0) + step_s(44, 256))
+
+
+def test_a_chained_loop_hides_the_host_behind_the_device() -> None:
+    hidden = replace(PLAIN, costs=COSTS.model_copy(update={"is_host_hidden": True}))
+    given = load((20, 50))
+    slow, fast = run(PLAIN, given)[0], run(hidden, given)[0]
+    assert fast.duration_s < slow.duration_s - 45 * 1e-4
+    _, executor = run(hidden, given)
+    assert fast.duration_s > executor.device_s * 50 / executor.num_steps  # no step is shorter than its device's
+
+
+def test_drafts_are_accepted_as_often_as_given() -> None:
+    result, _ = run(DRAFTED, load(*[(20, 300)] * 8, concurrency=4))
+    assert result.acceptance_length == pytest.approx(GIVEN.acceptance_length(3), rel=0.04)
+    assert GIVEN.acceptance_length(3) == 3.0
+    worse = replace(DRAFTED, acceptance=AcceptanceByPosition((0.4, 0.2, 0.1)))
+    found = run(worse, load(*[(20, 300)] * 8, concurrency=4))[0].acceptance_length
+    assert found == pytest.approx(1.7, rel=0.04)
+
+
+def test_each_position_is_accepted_with_its_own_fraction_and_after_those_before_it() -> None:
+    drawn = GIVEN.draw(np.random.default_rng(0), np.full(20000, 3))
+    assert [(drawn > i).mean() for i in range(3)] == pytest.approx(GIVEN.fractions, abs=0.01)
+    assert GIVEN.draw(np.random.default_rng(0), np.array([0, 1, 2])).tolist() <= [0, 1, 2]
+
+
+def test_arrivals_do_not_wait_for_answers_and_count_from_when_they_came() -> None:
+    alone, _ = run(PLAIN, load((50, 4)))
+    seldom, _ = run(PLAIN, load(*[(50, 4)] * 20, concurrency=None, rate=0.01 / alone.duration_s))
+    assert seldom.time_to_first_token_p50_s == pytest.approx(alone.time_to_first_token_p50_s, rel=1e-6)
+    assert seldom.duration_s > 500 * alone.duration_s
+    crowded, _ = run(PLAIN, load(*[(50, 4)] * 60, concurrency=None, rate=100 / alone.duration_s))
+    assert crowded.time_to_first_token_p99_s > 3 * alone.time_to_first_token_p50_s
+
+
+def test_few_pages_preempt_requests_and_lose_none() -> None:
+    tight = replace(DRAFTED, num_pages=32)
+    result, _ = run(tight, load(*[(100, 100)] * 10, concurrency=8))
+    assert result.num_requests == 10 and result.num_output_tokens == 1000
+    assert result.duration_s > run(DRAFTED, load(*[(100, 100)] * 10, concurrency=8))[0].duration_s
+    with pytest.raises(CapacityError, match="requests of at most 512 tokens, found 600"):
+        run(tight, load((500, 100)))
+
+
+def test_replicas_share_the_clients_and_speed_counts_all_gpus() -> None:
+    workload = Workload(
+        concurrencies=(1, 4),
+        request_rates_per_s=(),
+        lengths=Lengths(num_prompt_tokens=30, num_output_tokens=20),
+        spread_fraction=0.0,
+        requests_per_client=2,
+        duration_s=1.0,
+    )
+    one, two = (replace(PLAIN, num_replicas=count) for count in (1, 2))
+    points = sweep([one, two], workload, progress=lambda line: None)
+    assert [(p.layout, p.concurrency, p.num_gpus) for p in points] == [
+        ("tp1x1", 1, 1),
+        ("tp1x1", 4, 1),
+        ("tp1x2", 4, 2),  # one client cannot be shared
+    ]
+    alone = sweep([one], replace(workload, concurrencies=(2,)), progress=lambda line: None)[0]
+    assert points[2].output_tok_per_s_per_gpu == pytest.approx(alone.output_tok_per_s_per_gpu)
+    assert points[2].output_tok_per_s == pytest.approx(2 * alone.output_tok_per_s)
+    fastest = max(point.tok_per_s_per_user for point in points)
+    assert best(points, 0.0) is points[1] and best(points, fastest) is points[0] and best(points, 2 * fastest) is None
+    assert [len(found) for found in curves(points, lambda point: point.configuration).values()] == [2, 1]
+
+
+def test_acceptance_is_read_from_reports_of_bench(tmp_path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"speedup": 1.5, "accepted_fraction_by_position": [0.8, 0.5]}))
+    assert read_acceptance(str(path)).fractions == (0.8, 0.5)
+    sides = [{"algorithm": None, "accepted_fraction_by_position": []}]
+    sides += [
+        {"algorithm": name, "accepted_fraction_by_position": [rate]} for name, rate in (("dflash", 0.7), ("x", 0.1))
+    ]
+    path.write_text(json.dumps(sides))
+    assert read_acceptance(str(path), algorithm="dflash").fractions == (0.7,)
+    path.write_text(json.dumps({"reports": [{"acceptance": {"by_position": [0.6]}}]}))
+    assert read_acceptance(str(path)).fractions == (0.6,)
+    for wrong in ("0.5,0.6", "1.2", str(tmp_path / "none.json")):
+        with pytest.raises(ConfigError):
+            read_acceptance(wrong)
