@@ -19,6 +19,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
+from dflash_trt.kernels.launch_rules import WIDE_HEAD_DIM, WIDE_MAX_GROUP
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan
@@ -127,6 +128,14 @@ def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[st
         yield problem("target", expected=expected, found=f"{len(target.latents)} layers over latents", hint=hint)
 
 
+def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for more query heads of a wide K/V head than the attention kernels take."""
+    groups = {gqa.num_heads // gqa.num_kv_heads for gqa in target.attentions if gqa.head_dim > WIDE_HEAD_DIM}
+    for heads_per_kv in sorted(count for count in groups if count > WIDE_MAX_GROUP):
+        expected = f"at most {WIDE_MAX_GROUP} for a K/V head of more than {WIDE_HEAD_DIM} {where}"
+        yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
+
+
 def grouped_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
     """A problem for a router that chooses groups of experts first, for a back end that chooses among all."""
     groups = {moe.num_groups for layer in target.layers if isinstance(moe := layer.feed_forward, Moe)} - {1}
@@ -143,11 +152,15 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
         )
 
 
-def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for parts of layers that only the torch back end computes on a CPU."""
+def own_norm_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for experts beside an MLP with norms of their own, for a back end that feeds both from one norm."""
     if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.has_own_norms for layer in target.layers):
         expected = f"experts that read what the layer's MLP reads {where}"
         yield problem("experts of the target", expected=expected, found="norms of their own", hint=hint)
+
+
+def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for parts of layers that only PyTorch's back ends compute."""
     if target.per_layer_embedding is not None:
         found, expected = "one for every layer", f"one embedding {where}"
         yield problem("embedding of the target", expected=expected, found=found, hint=hint)

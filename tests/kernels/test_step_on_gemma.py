@@ -1,13 +1,14 @@
 """Gemma over the GPU kernels: two geometries of pages in one step, against the step over plain PyTorch."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from tests.factories import make_zlab_drafter
-from tests.gemma_targets import Gemma, make_gemma
+from tests.gemma_targets import PER_LAYER, make_gemma
 from tests.kernels.test_step_on_kernels import (
     LOGPROB_TOLERANCE,
     NUM_DRAFT_TOKENS,
@@ -19,13 +20,25 @@ from tests.kernels.test_step_on_kernels import (
 )
 
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SLIDING, FULL = "sliding_attention", "full_attention"
+TARGETS: dict[str, dict[str, Any]] = {
+    "3": {"family": "gemma3_text"},
+    "4, heads of 16 and 512": {"family": "gemma4_text", "global_head_dim": 512, "num_attention_heads": 3},
+    "4, per-layer embeddings and shared K/V": {
+        "family": "gemma4_text",
+        **PER_LAYER,
+        "vocab_size_per_layer_input": 280,
+        "num_hidden_layers": 4,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+}
 
 
-def make_pair(root: Path, family: Gemma) -> tuple[Path, Path]:
-    layer_types = ["sliding_attention", "full_attention"]
-    target = make_gemma(
-        root / "target", family=family, num_hidden_layers=2, vocab_size=272, layer_types=layer_types, **FEW_HEADS
-    )
+def make_pair(root: Path, name: str) -> tuple[Path, Path]:
+    options = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], **FEW_HEADS} | TARGETS[name]
+    target = make_gemma(root / "target", vocab_size=272, **options)
     drafter = make_zlab_drafter(
         root / "drafter",
         target_dir=target,
@@ -38,25 +51,33 @@ def make_pair(root: Path, family: Gemma) -> tuple[Path, Path]:
     return target, drafter
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
-    tmp_path: Path, device: torch.device, family: Gemma
+    tmp_path: Path, device: torch.device, name: str
 ) -> None:
-    reference, executor = make_executors(make_pair(tmp_path, family), device)
+    reference, executor = make_executors(make_pair(tmp_path, name), device)
+    for pages in executor.pages:
+        pages.fill_(torch.nan)  # as another request may have left them
     batch, expected = start(reference)
     assert_same(run_batch(executor, batch), expected)
-    if family == "gemma3_text":  # the rest is the same, and steps on a CPU take long
+    if name == "3":  # the rest is the same, and steps on a CPU take long
         return
     batch = next_batch(batch, expected, num_candidates=(2, 1).__getitem__)
-    late = prefill("late", 3, StepSampling(), first_page=30)  # a prefill chunk beside verify blocks
+    late = prefill("late", 9, StepSampling(), first_page=30)  # a prefill chunk, longer than a window, beside blocks
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
+    expected = run_batch(reference, batch)
+    assert_same(run_batch(executor, batch), expected)
+    if "per-layer" in name:
+        return
+    batch = next_batch(batch, expected, num_candidates=lambda r: 0)
+    batch = StepBatch(requests=batch.requests, num_draft_tokens=0)
     expected = run_batch(reference, batch)
     assert_same(run_batch(executor, batch), expected)
 
 
 def test_a_changed_scale_of_a_layer_is_noticed(tmp_path: Path, device: torch.device) -> None:
     """The negative control of the test above."""
-    reference, executor = make_executors(make_pair(tmp_path, "gemma4_text"), device)
+    reference, executor = make_executors(make_pair(tmp_path, "4, heads of 16 and 512"), device)
     executor.network.target_weights.layers[0].output_scale.mul_(1.1)
     batch, expected = start(reference)
     found = run_batch(executor, batch)

@@ -7,8 +7,10 @@ from dflash_trt.backends.base import (
     grouped_problems,
     latent_problems,
     layer_problems,
+    own_norm_problems,
     recurrent_problems,
     unsupported_formats,
+    wide_head_problems,
 )
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
@@ -55,7 +57,9 @@ def unsupported_problems(
         *recurrent_problems(target, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
         *grouped_problems(target, where=where, hint=back),
+        *own_norm_problems(target, where=where, hint=back),
         *layer_problems(target, where=where, hint=back),
+        *wide_head_problems(target, where=where, hint=back),
         *_head_problems(target, mapping, hint=back),
         *drafter_problems(draft, where=where, hint=back),
     ]
