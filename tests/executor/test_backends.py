@@ -82,8 +82,8 @@ def test_what_gemma_4_has_and_no_kernel_computes_is_refused_by_name(tmp_path) ->
         assert subjects(backend, of(f"3 {backend}", family="gemma3_text")) == []
         assert subjects(backend, of(f"4 {backend}")) == subjects(backend, heads) == []
         assert subjects(backend, many) == ["num_attention_heads of the target"]
-        assert subjects(backend, experts) == ["experts of the target"]
-    assert subjects("cuda", both) == []
+    assert subjects("cuda", both) == subjects("cuda", experts) == []
+    assert subjects("tensorrt", experts) == ["experts of the target"]
     assert subjects("tensorrt", both) == ["embedding of the target", "attention of the target"]
     assert subjects("torch", both) == subjects("torch", many) == []
 

@@ -8,7 +8,7 @@ import torch
 
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
 from tests.factories import make_zlab_drafter
-from tests.gemma_targets import PER_LAYER, make_gemma
+from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma
 from tests.kernels.test_step_on_kernels import (
     LOGPROB_TOLERANCE,
     NUM_DRAFT_TOKENS,
@@ -24,6 +24,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 TARGETS: dict[str, dict[str, Any]] = {
     "3": {"family": "gemma3_text"},
     "4, heads of 16 and 512": {"family": "gemma4_text", "global_head_dim": 512, "num_attention_heads": 3},
+    "4, experts beside the MLP": {"family": "gemma4_text", **EXPERTS},
     "4, per-layer embeddings and shared K/V": {
         "family": "gemma4_text",
         **PER_LAYER,
@@ -67,7 +68,7 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     batch = StepBatch(requests=(*batch.requests, late), num_draft_tokens=NUM_DRAFT_TOKENS)
     expected = run_batch(reference, batch)
     assert_same(run_batch(executor, batch), expected)
-    if "per-layer" in name:
+    if "512" not in name:
         return
     batch = next_batch(batch, expected, num_candidates=lambda r: 0)
     batch = StepBatch(requests=batch.requests, num_draft_tokens=0)
@@ -75,10 +76,15 @@ def test_a_step_over_the_kernels_gives_the_tokens_of_plain_pytorch(
     assert_same(run_batch(executor, batch), expected)
 
 
-def test_a_changed_scale_of_a_layer_is_noticed(tmp_path: Path, device: torch.device) -> None:
-    """The negative control of the test above."""
-    reference, executor = make_executors(make_pair(tmp_path, "4, heads of 16 and 512"), device)
-    executor.network.target_weights.layers[0].output_scale.mul_(1.1)
+@pytest.mark.parametrize("name", ["4, heads of 16 and 512", "4, experts beside the MLP"])
+def test_a_changed_scale_is_noticed(tmp_path: Path, device: torch.device, name: str) -> None:
+    """The negative control of the test above: of a layer, and of an expert's results."""
+    reference, executor = make_executors(make_pair(tmp_path, name), device)
+    layer = executor.network.target_weights.layers[0]
+    if "experts" in name:  # of half of them: a norm follows
+        layer.feed_forward.experts.down.row_scale[::2].mul_(1.1)
+    else:
+        layer.output_scale.mul_(1.1)
     batch, expected = start(reference)
     found = run_batch(executor, batch)
     assert abs(found[0].logprobs[0] - expected[0].logprobs[0]) > 2 * LOGPROB_TOLERANCE

@@ -14,7 +14,6 @@ from dflash_trt.backends.base import (
     drafter_problems,
     grouped_problems,
     latent_problems,
-    own_norm_problems,
     unsupported_formats,
     wide_head_problems,
 )
@@ -78,7 +77,6 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
     yield from wide_head_problems(target, where=where, hint=hint)
     yield from latent_problems(target, where=where, hint=hint)
     yield from grouped_problems(target, where=where, hint=hint)
-    yield from own_norm_problems(target, where=where, hint=hint)
     yield from drafter_problems(draft, where=where, hint=hint)
     yield from _recurrent_problems(target, draft)
 

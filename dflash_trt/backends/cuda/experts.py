@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_trt.backends.cuda.packed import packed_matrix
+from dflash_trt.backends.cuda.packed import expert_matrices
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.routing_launch import Router, new_ticket, route
+from dflash_trt.kernels.routing_launch import Router, RouterKind, new_ticket, route
 from dflash_trt.network.ops import Experts, StackedExperts
 
 
@@ -28,7 +28,7 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
     With fixed tiles the bits of a row depend on the row alone.
     """
     assert isinstance(experts, StackedExperts)
-    gate_up, down = packed_matrix(experts.gate_up), packed_matrix(experts.down)
+    gate_up, down = expert_matrices(experts)
     return DeviceExperts(
         router=experts.router,
         num_experts=experts.num_experts,
@@ -41,11 +41,15 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
     )
 
 
+def router_kind(moe: Moe) -> RouterKind:
+    """Factors of experts are in their weights already (`expert_matrices`)."""
+    return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
+
+
 def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
     """x [N, H] and the router's logits [N, moe.num_experts] -> [N, H]; experts of other ranks add nothing."""
-    assert moe.routing != "scaled_softmax_top_k" and moe.activation != "gelu_tanh", "refused by `unsupported`"
     router = Router(
-        kind=moe.routing,
+        kind=router_kind(moe),
         num_chosen=moe.num_experts_per_token,
         normalizes=moe.normalizes_top_k,
         factor=moe.routing_scale,

@@ -146,8 +146,9 @@ class TorchGpuOps:
         return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe, routed: Value | None = None) -> Tensor:
-        assert isinstance(experts, DeviceExperts) and routed is None, "refused by `unsupported`"
-        return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
+        assert isinstance(experts, DeviceExperts)
+        logits = self.linear(x if routed is None else routed, experts.router)
+        return run_device_experts(tensor_of(x), logits, experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Value]:
         if isinstance(x, Heads):
