@@ -152,23 +152,6 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
         )
 
 
-def own_norm_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for experts beside an MLP with norms of their own, for a back end that feeds both from one norm."""
-    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.has_own_norms for layer in target.layers):
-        expected = f"experts that read what the layer's MLP reads {where}"
-        yield problem("experts of the target", expected=expected, found="norms of their own", hint=hint)
-
-
-def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for parts of layers that only PyTorch's back ends compute."""
-    if target.per_layer_embedding is not None:
-        found, expected = "one for every layer", f"one embedding {where}"
-        yield problem("embedding of the target", expected=expected, found=found, hint=hint)
-    if any(gqa.shares_kv_with is not None for gqa in target.attentions):
-        expected = f"K and V of each layer's own {where}"
-        yield problem("attention of the target", expected=expected, found="layers that share them", hint=hint)
-
-
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

@@ -2,20 +2,37 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.executor.rank_engines import build, make_zlab_pair, opened
+from tests.factories import make_zlab_drafter
+from tests.gemma_targets import EVERYTHING, make_gemma
 from tests.kernels.rank_on_kernels import REQUESTS, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
 
+def make_gemma_pair(root: Path) -> None:
+    target = make_gemma(root / "target", family="gemma4_text", **EVERYTHING, num_global_key_value_heads=1)
+    make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
-@pytest.mark.parametrize("memory", [(), ("memory",)], ids=["gloo", "shared memory"])
-def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    make_zlab_pair(tmp_path)
+@pytest.mark.parametrize(
+    ("make_pair", "memory"),
+    [
+        pytest.param(make_zlab_pair, (), id="gloo"),
+        pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
+        pytest.param(make_gemma_pair, ("memory",), id="Gemma 4, shared memory", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
+    tmp_path: Path, make_pair: Callable[[Path], None], memory: tuple[str, ...]
+) -> None:
+    make_pair(tmp_path)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         expected, _ = trace(one, **REQUESTS)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_trt.backends.cuda.packed import expert_matrices
+from dflash_trt.backends.cuda.packed import expert_matrices, router_kind
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
 from dflash_trt.kernels.packed_matrix import PackedMatrix
-from dflash_trt.kernels.routing_launch import Router, RouterKind, new_ticket, route
+from dflash_trt.kernels.routing_launch import Router, new_ticket, route
 from dflash_trt.network.ops import Experts, StackedExperts
 
 
@@ -39,11 +39,6 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
         ticket=new_ticket(down.codes.device),
         has_fixed_tiles=has_fixed_tiles,
     )
-
-
-def router_kind(moe: Moe) -> RouterKind:
-    """Factors of experts are in their weights already (`expert_matrices`)."""
-    return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
 
 
 def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, row_scale
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
@@ -14,6 +15,7 @@ from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
+from dflash_trt.kernels.routing_launch import RouterKind
 from dflash_trt.network.ops import Linear, StackedExperts
 
 FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
@@ -68,6 +70,11 @@ def expert_matrices(experts: StackedExperts[Tensor]) -> tuple[PackedMatrix, Pack
         row_scale=scales.contiguous() if down.row_scale is None else down.row_scale * scales,
         bias=None if down.bias is None else down.bias * here[:, None],
     )
+
+
+def router_kind(moe: Moe) -> RouterKind:
+    """Factors of experts are in their weights already (`expert_matrices`)."""
+    return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
 
 
 def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]

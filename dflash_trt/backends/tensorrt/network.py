@@ -28,7 +28,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, paged
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, SharedKv, paged
 from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, StepInputs, StepState
@@ -137,17 +137,16 @@ def define_step_network(
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
     ops = TrtOps(layers, _lowering(layers, inputs, state, spec), inputs, rope_tables, collectives)
 
-    def cache(kv: PagedKv) -> Cache[ITensor]:
+    def cache(of_layer: LayerState) -> Cache[ITensor]:
+        kv = of_layer.source if isinstance(of_layer, SharedKv) else of_layer
+        assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
         return Cache(state[STATE_POOLS if spec.plugins == "plugin" else kv.name], kv)
 
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(
-            target_kv=[cache(kv) for kv in paged(spec.states.target) if isinstance(kv, PagedKv)],
-            draft_kv=[cache(kv) for kv in paged(spec.states.draft) if isinstance(kv, PagedKv)],
-        ),
+        StepState(target_kv=[cache(kv) for kv in spec.states.target], draft_kv=[cache(kv) for kv in spec.states.draft]),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):
