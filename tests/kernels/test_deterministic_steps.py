@@ -40,7 +40,9 @@ def make_qwen3(path: Path) -> Path:
 
 
 def make_gemma4(path: Path) -> Path:
-    fields = EVERYTHING | HEADS | {"vocab_size_per_layer_input": 64}
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    few = {"num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1, "num_experts": 4}
+    fields = EVERYTHING | HEADS | few | {"vocab_size_per_layer_input": 64}
     return make_gemma(path, family="gemma4_text", vocab_size=64, **fields)
 
 
