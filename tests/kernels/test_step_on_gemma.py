@@ -93,13 +93,15 @@ def test_a_changed_scale_is_noticed(tmp_path: Path, device: torch.device) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.usefixtures("exact_codes")
+@pytest.mark.parametrize("weight_format", [None, "fp8", "nvfp4_w4a16"])
 def test_fp8_pages_of_layers_that_share_them_give_the_tokens_of_plain_pytorch(
-    tmp_path: Path, device: torch.device
+    tmp_path: Path, device: torch.device, weight_format: str | None
 ) -> None:
     pair = make_pair(tmp_path, TARGETS[EVERY_PART])
     scales = tuple(LayerKvScales(k=0.02 + 0.01 * i, v=0.01 + 0.002 * i) for i in range(3))
-    reference, executor = make_executors(pair, device, pages=QuantizationSpec(target_kv=scales))
+    pages = QuantizationSpec(target_kv=scales)
+    reference, executor = make_executors(pair, device, weight_format=weight_format, pages=pages)
     batch, expected = start(reference)
     found = run_batch(executor, batch)
     for row, other in zip(found, expected, strict=True):
