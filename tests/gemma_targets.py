@@ -28,6 +28,15 @@ PER_LAYER: dict[str, Any] = {
     "hidden_size_per_layer_input": 10,
     "vocab_size_per_layer_input": 14,
 }
+# Experts, per-layer embeddings, shared K/V and V made of K in one model, which no checkpoint has.
+EVERYTHING: dict[str, Any] = {
+    **EXPERTS,
+    **PER_LAYER,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _FULL_ROPE = {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25}
 _DENSE: dict[str, Any] = {
     "rope_parameters": _ROPES | {"full_attention": _FULL_ROPE},

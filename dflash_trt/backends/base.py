@@ -20,6 +20,7 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
 from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
+from dflash_trt.kernels.launch_rules import WIDE_HEAD_DIM, WIDE_MAX_GROUP
 
 if TYPE_CHECKING:
     from dflash_trt.backends.page_budget import PagePlan
@@ -133,6 +134,14 @@ def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[st
         yield problem("target", expected=expected, found=f"{len(target.latents)} layers over latents", hint=hint)
 
 
+def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
+    """A problem for more query heads of a wide K/V head than the attention kernels take."""
+    groups = {gqa.num_heads // gqa.num_kv_heads for gqa in target.attentions if gqa.head_dim > WIDE_HEAD_DIM}
+    for heads_per_kv in sorted(count for count in groups if count > WIDE_MAX_GROUP):
+        expected = f"at most {WIDE_MAX_GROUP} for a K/V head of more than {WIDE_HEAD_DIM} {where}"
+        yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
+
+
 def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
     """A problem for a drafting algorithm of which a back end lacks the ops."""
     if draft is not None and draft.algorithm == "eagle3":
@@ -142,21 +151,12 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
 
 def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
     """A problem for parts of layers that only the torch back end computes on a CPU."""
-    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.has_own_norms for layer in target.layers):
-        expected = f"experts that read what the layer's MLP reads {where}"
-        yield problem("experts of the target", expected=expected, found="norms of their own", hint=hint)
-    if target.per_layer_embedding is not None:
-        found, expected = "one for every layer", f"one embedding {where}"
-        yield problem("embedding of the target", expected=expected, found=found, hint=hint)
     if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.scales_inputs for layer in target.layers):
         expected = f"experts whose results the router weighs {where}"
         yield problem("experts of the target", expected=expected, found="inputs that it weighs", hint=hint)
     if any(gqa.mask.chunk is not None or gqa.temperature is not None for gqa in target.attentions):
         expected = f"attention without chunks, and queries without a temperature {where}"
         yield problem("attention of the target", expected=expected, found="one of them", hint=hint)
-    if any(gqa.shares_kv_with is not None for gqa in target.attentions):
-        expected = f"K and V of each layer's own {where}"
-        yield problem("attention of the target", expected=expected, found="layers that share them", hint=hint)
 
 
 def unsupported_formats(

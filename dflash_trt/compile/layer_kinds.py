@@ -11,6 +11,7 @@ from typing import Any, Final
 from dflash_trt.core.model.decoder import DecoderSpec, LayerSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.feed_forward import Moe
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig, TensorHeader
 
@@ -85,8 +86,18 @@ def layer_kinds(spec: DecoderSpec, linears: AbcMapping[str, str]) -> tuple[int, 
     return tuple(first.setdefault(kind, i) for i, kind in enumerate(kinds))
 
 
-def _chosen(spec: DecoderSpec, kinds: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple(spec.layers[i] for i in sorted(set(kinds)))
+def _chosen(spec: DecoderSpec, kinds: tuple[int, ...]) -> tuple[LayerSpec, ...]:
+    """The first layer of each kind; one that shares K and V has those of the first layer of their owner's kind."""
+    kept = sorted(set(kinds))
+
+    def at_its_place(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if not isinstance(mixer, Gqa) or mixer.shares_kv_with is None:
+            return layer
+        owner = kept.index(kinds[mixer.shares_kv_with])
+        return layer.model_copy(update={"mixer": mixer.model_copy(update={"shares_kv_with": owner})})
+
+    return tuple(at_its_place(spec.layers[i]) for i in kept)
 
 
 def _chosen_scales(

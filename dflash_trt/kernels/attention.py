@@ -67,6 +67,7 @@ def absorb_stored(
     kv_head,
     kv_heads,
     page_shift,
+    v_dim,  # [DIM / PARTS], the dimensions of V that this program takes
     state,  # maximum, total, output
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -80,6 +81,7 @@ def absorb_stored(
     scale, softcap = factors
     dim = tl.arange(0, DIM)
     is_dim = dim[None, :] < HEAD_DIM
+    is_v_dim = v_dim[None, :] < HEAD_DIM
     in_block = tl.arange(0, KEY_BLOCK)
     num_runs: tl.constexpr = KEY_BLOCK // PAGE_RUN
     in_run = tl.arange(0, PAGE_RUN)[None, :]
@@ -100,17 +102,17 @@ def absorb_stored(
         first = page * (2 * page_size * row_size) + (run & (page_size - 1)) * row_size
         slot = tl.reshape(first[:, None] + in_run * row_size, [KEY_BLOCK])
         k_rows = pages + slot[:, None] + dim[None, :]
-        v_rows = k_rows + page_size * row_size
+        v_rows = pages + slot[:, None] + v_dim[None, :] + page_size * row_size
         if IS_MASKED:
-            is_stored = (key < key_end)[:, None] & is_dim
-            k = tl.load(k_rows, mask=is_stored, other=0.0)
-            v = tl.load(v_rows, mask=is_stored, other=0.0)
+            is_stored = (key < key_end)[:, None]
+            k = tl.load(k_rows, mask=is_stored & is_dim, other=0.0)
+            v = tl.load(v_rows, mask=is_stored & is_v_dim, other=0.0)
         elif HEAD_DIM == DIM:
             k = tl.load(k_rows)
             v = tl.load(v_rows)
         else:
             k = tl.load(k_rows, mask=is_dim, other=0.0)
-            v = tl.load(v_rows, mask=is_dim, other=0.0)
+            v = tl.load(v_rows, mask=is_v_dim, other=0.0)
         products, factor = scores_of(queries, k.to(queries.dtype), scale, softcap, HAS_SOFTCAP)
         if IS_MASKED:
             visible = (key[None, :] >= lowest[:, None]) & (key[None, :] <= highest[:, None])
@@ -131,6 +133,7 @@ def absorb_own_block(
     max_lag,
     max_lead,
     factors,  # score_scale, softcap
+    v_dim,
     state,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -144,9 +147,9 @@ def absorb_own_block(
     for first_slot_row in tl.range(0, num_rows, KEY_BLOCK, num_stages=1):
         slot_row = first_slot_row + tl.arange(0, KEY_BLOCK)
         is_slot = slot_row < num_rows
-        mask = is_slot[:, None] & (dim < HEAD_DIM)
-        k = tl.load(k_rows + slot_row[:, None] * k_stride + dim, mask=mask, other=0.0)
-        v = tl.load(v_rows + slot_row[:, None] * v_stride + dim, mask=mask, other=0.0)
+        k_mask, v_mask = is_slot[:, None] & (dim < HEAD_DIM), is_slot[:, None] & (v_dim < HEAD_DIM)[None, :]
+        k = tl.load(k_rows + slot_row[:, None] * k_stride + dim, mask=k_mask, other=0.0)
+        v = tl.load(v_rows + slot_row[:, None] * v_stride + v_dim[None, :], mask=v_mask, other=0.0)
         products, factor = scores_of(queries, k, scale, softcap, HAS_SOFTCAP)
         lag = row[:, None] - slot_row[None, :]
         visible = is_slot[None, :] & (lag <= max_lag) & (lag >= -max_lead)
@@ -223,9 +226,11 @@ def attention_kernel(
     FIRST_KEY: tl.constexpr,  # positions before it are hidden
     POOLED: tl.constexpr,
     PLANNED: tl.constexpr,
+    PARTS: tl.constexpr,  # of V, and of what is attended: a program takes one, and all of K
 ):
-    """Grid: (kv_heads, tile_capacity + work_slots)."""
-    kv_head = tl.program_id(0)
+    """Grid: (kv_heads * PARTS, tile_capacity + work_slots)."""
+    kv_head = tl.program_id(0) // PARTS
+    v_dim = tl.program_id(0) % PARTS * (DIM // PARTS) + tl.arange(0, DIM // PARTS)
     if PLANNED:
         request, token, num_rows, position, key_begin, key_end = load_range(plan, tl.program_id(1))
     else:
@@ -258,7 +263,6 @@ def attention_kernel(
                 return
     in_tile = tl.arange(0, TILE)
     num_filled = num_rows * heads_per_kv
-    is_row = in_tile < num_filled
     # The rest of the tile repeats its last row: masks would cost more.
     filled = tl.minimum(in_tile, num_filled - 1)
     row = query_row(filled, heads_reciprocal)
@@ -289,7 +293,7 @@ def attention_kernel(
     state = (
         tl.full([TILE], float("-inf"), tl.float32),
         tl.zeros([TILE], tl.float32),
-        tl.zeros([TILE, DIM], tl.float32),
+        tl.zeros([TILE, DIM // PARTS], tl.float32),
     )
     page_rows = page_table + request.to(tl.int64) * pages_per_request
     factors = (score_scale * k_scale, softcap)
@@ -319,6 +323,7 @@ def attention_kernel(
             kv_head,
             kv_heads,
             page_shift,
+            v_dim,
             state,
             HEAD_DIM,
             DIM,
@@ -343,6 +348,7 @@ def attention_kernel(
         kv_head,
         kv_heads,
         page_shift,
+        v_dim,
         state,
         HEAD_DIM,
         DIM,
@@ -374,6 +380,7 @@ def attention_kernel(
                 tl.where(window_step > 0, max_lag, block_rows),
                 max_lead,
                 (score_scale, softcap),
+                v_dim,
                 (maximum, total, output),
                 HEAD_DIM,
                 DIM,
@@ -381,13 +388,17 @@ def attention_kernel(
                 HAS_SOFTCAP,
             )
 
+    # Not the rows and offsets of above: kept through the loop, these would spill.
+    row = query_row(in_tile, heads_reciprocal)
+    is_out = (in_tile < num_rows * heads_per_kv)[:, None] & (v_dim < HEAD_DIM)[None, :]
     if num_splits == 1:
-        divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, filled, row, heads_per_kv, has_sinks)
-        tl.store(attended + q_first + q_offset, output / divisor[:, None], mask=is_row[:, None] & is_dim)
+        divisor = divisor_of(maximum, total, sinks + kv_head * heads_per_kv, in_tile, row, heads_per_kv, has_sinks)
+        offset = (in_tile * HEAD_DIM + row * to_next_row)[:, None] + v_dim[None, :]
+        tl.store(attended + q_first + offset, output / divisor[:, None], mask=is_out)
     else:
         slot_head = slot.to(tl.int64) * kv_heads + kv_head
         stats = partial_stats + slot_head * (2 * TILE) + in_tile
         tl.store(stats, maximum)
         tl.store(stats + TILE, total)
-        offset = in_tile[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(partials + slot_head * (TILE * HEAD_DIM) + offset, output, mask=is_row[:, None] & is_dim)
+        offset = in_tile[:, None] * HEAD_DIM + v_dim[None, :]
+        tl.store(partials + slot_head * (TILE * HEAD_DIM) + offset, output, mask=is_out)

@@ -11,8 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels.attention_launch import fixed_tile, workspace_size
+from dflash_trt.kernels.attention_launch import workspace_size
 from dflash_trt.kernels.attention_plan import AttentionPlans, RequestTensors, fixed_splits
+from dflash_trt.kernels.attention_tiles import fixed_tiles
 
 NUM_SPLITS: Final = 8  # of the longest context; a multiple of them fills a GPU even with one request
 MIN_SPLIT_LENGTH: Final = 256  # keys: fewer are not worth a split
@@ -60,11 +61,15 @@ class FixedSplits:
 
     def allocate_workspace(self, *, heads_per_kv: int, kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
         """float32, enough for every piece of layers with these heads."""
-        tile = fixed_tile(heads_per_kv)
-        num_tiles = self.piece_rows // (tile // heads_per_kv) + self.num_requests
-        num_slots = num_tiles * fixed_splits(self.num_keys, self.split_length)
-        size = workspace_size(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots)
-        return torch.empty(size.num_elements, dtype=torch.float32, device=device)
+
+        def num_elements(tile: int) -> int:
+            num_tiles = self.piece_rows // (tile // heads_per_kv) + self.num_requests
+            num_slots = num_tiles * fixed_splits(self.num_keys, self.split_length)
+            size = workspace_size(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots)
+            return size.num_elements
+
+        most = max(map(num_elements, fixed_tiles(heads_per_kv, head_dim)))
+        return torch.empty(most, dtype=torch.float32, device=device)
 
 
 def _between(requests: RequestTensors, first: int, last: int) -> RequestTensors:

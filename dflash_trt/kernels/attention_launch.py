@@ -21,10 +21,20 @@ from dflash_trt.kernels.attention_plan import (
     with_fixed_splits,
 )
 from dflash_trt.kernels.attention_reduction import attention_codes_kernel, attention_reduction_kernel
+from dflash_trt.kernels.attention_tiles import (
+    TILES,
+    WIDE_MAX_TILE,
+    attention_options,
+    fixed_tile,
+    has_full_loop,
+    num_parts,
+    tile_rows,
+    tiles_of,
+)
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.launch_rules import (
     ANY_ROWS,
-    FP8_MIN_TILE,
+    WIDE_HEAD_DIM,
     heads_reciprocal,
     num_partials,
     num_stats,
@@ -33,12 +43,9 @@ from dflash_trt.kernels.launch_rules import (
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.tensor_checks import check, check_pages, check_tensor
 
-TILES = (16, 32, 64, 128)  # rows of a tile: query rows times query heads of one K/V head
-MIN_FULL_LOOP_TILE = 64  # from here on masks cost more than a second loop
 REDUCTION_ROWS = 8
 REDUCTION_STAGES = 4
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-FIXED_TILE = 64  # with splits of a fixed length
 INTERPRETER_MULTIPROCESSORS = 3  # few programs, which the interpreter runs one by one
 
 
@@ -54,29 +61,6 @@ class WorkspaceSize:
         return self.num_partials + self.num_stats
 
 
-def tile_rows(query_rows: int, heads_per_kv: int) -> int:
-    """The smallest tile that holds `query_rows` rows of a request, or the largest there is."""
-    check(
-        heads_per_kv <= TILES[-1],
-        "query heads of one K/V head",
-        expected=f"at most {TILES[-1]}",
-        found=heads_per_kv,
-        hint="No tile holds a single row of more.",
-    )
-    return next((tile for tile in TILES if tile >= query_rows * heads_per_kv), TILES[-1])
-
-
-def fixed_tile(heads_per_kv: int) -> int:
-    """The tile of all rows with splits of a fixed length."""
-    return max(FIXED_TILE, tile_rows(1, heads_per_kv))
-
-
-def tiles_of_pages(dtype: torch.dtype, page_dtype: torch.dtype, tiles: tuple[int, ...] = TILES) -> tuple[int, ...]:
-    """`tiles`, or those in their place: FP8 becomes float16 in too many instructions for fewer rows."""
-    floor = FP8_MIN_TILE if page_dtype.itemsize == 1 and dtype.itemsize == 2 else 0
-    return tuple(sorted({max(floor, tile) for tile in tiles}))
-
-
 def workspace_size(*, tile: int, kv_heads: int, head_dim: int, num_slots: int) -> WorkspaceSize:
     return WorkspaceSize(
         num_partials=num_partials(tile=tile, kv_heads=kv_heads, head_dim=head_dim, num_slots=num_slots),
@@ -89,17 +73,6 @@ def attention_constants(*, head_dim: int) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "DIM": max(16, next_power_of_2(head_dim))}
 
 
-def has_full_loop(*, tile: int, is_split_fixed: bool = False) -> bool:
-    """Blocks without masks come before those at the start of a window: not where the order of sums is fixed."""
-    return tile >= MIN_FULL_LOOP_TILE and not is_split_fixed
-
-
-def attention_options(*, tile: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Warps and software pipeline stages of `attention_kernel`: its sums fit in registers."""
-    is_wide = tile == 128 or (tile == 64 and head_dim > 128)
-    return {"num_warps": 8 if is_wide else 4, "num_stages": 2 if dtype == torch.float32 else 3}
-
-
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -109,17 +82,23 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def allocate_workspace(*, kv_heads: int, head_dim: int, device: torch.device) -> Tensor:
     """float32, enough for every launch of this geometry, whatever the step's shape."""
-    slots = num_multiprocessors(device)
     sizes = (
         workspace_size(
             tile=tile,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            num_slots=work_slots(kv_heads=kv_heads, num_multiprocessors=slots),
+            num_slots=_num_slots(kv_heads=kv_heads, tile=tile, head_dim=head_dim, device=device),
         )
         for tile in TILES
+        if head_dim <= WIDE_HEAD_DIM or tile <= WIDE_MAX_TILE
     )
     return torch.empty(max(size.num_elements for size in sizes), dtype=torch.float32, device=device)
+
+
+def _num_slots(*, kv_heads: int, tile: int, head_dim: int, device: torch.device) -> int:
+    """One wave of the GPU: the parts of a tile run beside each other."""
+    num_programs = kv_heads * num_parts(tile=tile, head_dim=head_dim)
+    return work_slots(kv_heads=num_programs, num_multiprocessors=num_multiprocessors(device))
 
 
 def attend_pages(
@@ -250,20 +229,20 @@ class _Launch:
         finish(partition, plan, partials, stats)
 
     def _partition(self, query_rows: int, has_block: bool) -> Partition:
-        options, kv_heads = self.options, self.pages.shape[3]
+        options, kv_heads, head_dim = self.options, *self.pages.shape[3:]
         num_requests, heads_per_kv = len(self.requests.context_lens), self.q.shape[1] // kv_heads
-        keys = key_block(head_dim=self.q.shape[2], dtype=self.q.dtype)
+        tile = self._tile(query_rows, heads_per_kv)
         shared = Partition(
             num_rows=len(self.q),
             num_requests=num_requests,
             request_capacity=request_capacity(num_requests),
             has_block=has_block,
-            tile=self._tile(query_rows, heads_per_kv),
+            tile=tile,
             heads_per_kv=heads_per_kv,
-            key_block=keys,
+            key_block=key_block(head_dim=head_dim, dtype=self.q.dtype),
             max_lag=options.max_lag,
             window_step=options.window_step,
-            num_slots=work_slots(kv_heads=kv_heads, num_multiprocessors=num_multiprocessors(self.q.device)),
+            num_slots=_num_slots(kv_heads=kv_heads, tile=tile, head_dim=head_dim, device=self.q.device),
         )
         if options.split_length is None:
             return shared
@@ -271,16 +250,18 @@ class _Launch:
         return with_fixed_splits(shared, options.split_length, num_keys=num_keys)
 
     def _tile(self, query_rows: int, heads_per_kv: int) -> int:
+        tiles = tiles_of(head_dim=self.q.shape[2], dtype=self.q.dtype, page_dtype=self.pages.dtype)
         if self.options.split_length is not None:  # every row in the same tile, in whatever company
-            return fixed_tile(heads_per_kv)
-        return tiles_of_pages(self.q.dtype, self.pages.dtype, (tile_rows(query_rows, heads_per_kv),))[0]
+            return fixed_tile(heads_per_kv, tiles)
+        return tile_rows(query_rows, heads_per_kv, tiles)
 
     def _attend(
         self, part: Partition, plan: Tensor, block: tuple[Tensor, Tensor], partials: Tensor, stats: Tensor
     ) -> None:
         options, requests = self.options, self.requests
         page_size, kv_heads, head_dim = self.pages.shape[2:]
-        attention_kernel[(kv_heads, part.num_items)](
+        parts = num_parts(tile=part.tile, head_dim=head_dim)
+        attention_kernel[(kv_heads * parts, part.num_items)](
             self.q,
             self.pages,
             requests.page_table,  # not read: pages are given
@@ -322,6 +303,7 @@ class _Launch:
             FIRST_KEY=options.first_key,
             POOLED=False,
             PLANNED=True,
+            PARTS=parts,
             **attention_options(tile=part.tile, head_dim=head_dim, dtype=self.q.dtype),
             enable_fp_fusion=True,
         )

@@ -11,14 +11,15 @@ has the weight formats. float32 inside, rounded once per output; nothing depends
 import triton
 import triton.language as tl
 
+from dflash_trt.kernels.norm import gelu_tanh
 from dflash_trt.kernels.packed_product import product, rows_of_scales
 from dflash_trt.kernels.quantize_fp8 import e4m3
 from dflash_trt.kernels.quantize_nvfp4 import nvfp4
 
-SILU, CLAMPED_SWIGLU = 0, 1  # ACTIVATION
+SILU, CLAMPED_SWIGLU, GELU_TANH = 0, 1, 2  # ACTIVATION
 HIDDEN_AS_IT_IS, HIDDEN_FP8, HIDDEN_NVFP4 = 0, 1, 2  # HIDDEN: what the product after it reads
 
-_SILU = tl.constexpr(0)
+_SILU, _GELU_TANH = tl.constexpr(0), tl.constexpr(2)
 _HIDDEN_FP8, _HIDDEN_NVFP4 = tl.constexpr(1), tl.constexpr(2)
 
 
@@ -249,6 +250,8 @@ def _activated(gate, up, limit, alpha, ACTIVATION: tl.constexpr):
     """See `core.model.feed_forward.Moe.activation`."""
     if ACTIVATION == _SILU:
         return gate / (1.0 + tl.exp(-gate)) * up
+    elif ACTIVATION == _GELU_TANH:
+        return gelu_tanh(gate) * up
     else:  # the comparisons keep NaN
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))

@@ -9,6 +9,7 @@ from torch import Tensor
 from dflash_trt.kernels.capacity import next_power_of_2
 from dflash_trt.kernels.experts import (
     CLAMPED_SWIGLU,
+    GELU_TANH,
     HIDDEN_AS_IT_IS,
     HIDDEN_FP8,
     HIDDEN_NVFP4,
@@ -22,7 +23,7 @@ from dflash_trt.kernels.packed_product import AS_THEY_ARE, CODES, FP8, PLAIN, RO
 from dflash_trt.kernels.routing_launch import Routing
 from dflash_trt.kernels.tensor_checks import check_tensor
 
-ACTIVATIONS: Final = {"silu": SILU, "clamped_swiglu": CLAMPED_SWIGLU}
+ACTIVATIONS: Final = {"silu": SILU, "clamped_swiglu": CLAMPED_SWIGLU, "gelu_tanh": GELU_TANH}
 GATE_OUT: Final = 64  # features of a program, with their gate and their up row
 DOWN_OUT: Final = 128
 NUM_STAGES: Final = 3
@@ -36,7 +37,7 @@ class PackedExperts:
 
     gate_up: PackedMatrix  # [E, 2F, H]
     down: PackedMatrix  # [E, H, F]
-    activation: Literal["silu", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
     limit: float = 0.0  # clamped_swiglu
     alpha: float = 0.0  # clamped_swiglu
 

@@ -17,7 +17,10 @@ FP8_MIN_TILE: Final = 64  # rows of a tile over FP8 pages in 16-bit networks
 # A node's partial results are laid out for this many, so that a plan's workspace serves any GPU of its architecture.
 MAX_MULTIPROCESSORS: Final = 192
 HEAD_DIM_GRAIN: Final = 16  # every head_dim is a multiple
-MAX_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 512  # of a target
+MAX_DRAFT_HEAD_DIM: Final = 256  # no kernel has a draft block of wider heads
+WIDE_HEAD_DIM: Final = 256  # of wider heads a program of attention takes a part
+WIDE_MAX_GROUP: Final = 16  # query heads of a K/V head that is wider: what the smallest tile holds
 # Entries of a tile of experts; an entry is one choice of one row.
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32

@@ -1,4 +1,4 @@
-"""RMS norm, with or without the residual addition before it, SiLU-times-up and gates, fused: one read, one write.
+"""RMS norm, with or without the residual addition before it, gated activations, fused: one read, one write.
 
 `reference_norm.py` is the same in PyTorch. fp32 inside, rounded once per output. RESULT: the result may go on to codes
 for the GEMM that reads it, rounded on the way as if it had been stored (`row_codes.py`).
@@ -61,7 +61,7 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
+def gated_mul_kernel(
     gate_up,  # F [N, 2 * ffn_size], contiguous: gate, then up
     gated,  # F or codes [N, ffn_size]
     block_scale,  # of the codes; see `store_row`
@@ -69,6 +69,7 @@ def silu_mul_kernel(
     ffn_size,
     BLOCK: tl.constexpr,
     RESULT: tl.constexpr,
+    IS_GELU: tl.constexpr,  # in its approximation with tanh; else SiLU
 ):
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -76,8 +77,9 @@ def silu_mul_kernel(
     is_in = columns < ffn_size
     gate = tl.load(gate_up + row * 2 * ffn_size + columns, mask=is_in, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * ffn_size + ffn_size + columns, mask=is_in, other=0.0)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)  # rounded here too: the network's silu is an op of its own
-    result = (silu.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
+    activated = gelu_tanh(gate) if IS_GELU else gate / (1.0 + tl.exp(-gate))
+    activated = activated.to(up.dtype)  # rounded here too: the network's activation is an op of its own
+    result = (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype)
     store_row(gated, block_scale, scale, result, row, first, ffn_size, BLOCK, RESULT)
 
 
@@ -101,6 +103,13 @@ def sigmoid_mul_kernel(
     sigmoid = (1.0 / (1.0 + tl.exp(-value))).to(gated.dtype.element_ty)  # rounded here too, as ops of their own would
     product = tl.load(x + at, mask=is_in, other=0.0).to(tl.float32) * sigmoid.to(tl.float32)
     tl.store(gated + at, product.to(gated.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """x / 2 * (1 + tanh(u)), which is x * sigmoid(2 u)."""
+    u = 0.7978845608028654 * (x + 0.044715 * x * x * x)  # sqrt(2 / pi)
+    return x / (1.0 + tl.exp(-2.0 * u))
 
 
 @triton.jit

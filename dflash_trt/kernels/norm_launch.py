@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, sigmoid_mul_kernel, silu_mul_kernel
+from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel, sigmoid_mul_kernel
 from dflash_trt.kernels.row_codes import AS_THEY_ARE
 from dflash_trt.kernels.row_codes_launch import RowCodes
 
-SILU_BLOCK = 2048
+GATED_BLOCK = 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, codes: RowCodes | None = None) -> Tensor:
@@ -63,17 +63,27 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor, *, codes: RowCodes | None = None) -> Tensor:  # [N, 2F] -> [N, F]
+    return _gated_mul(gate_up, codes, is_gelu=False)
+
+
+def gelu_mul(gate_up: Tensor, *, codes: RowCodes | None = None) -> Tensor:  # [N, 2F] -> [N, F]
+    """In GELU's approximation with tanh."""
+    return _gated_mul(gate_up, codes, is_gelu=True)
+
+
+def _gated_mul(gate_up: Tensor, codes: RowCodes | None, *, is_gelu: bool) -> Tensor:
     assert gate_up.is_contiguous()
     num_rows, ffn_size = len(gate_up), gate_up.shape[1] // 2
     gated = gate_up.new_empty((num_rows, ffn_size)) if codes is None else codes.values
-    block = min(SILU_BLOCK, next_power_of_2(ffn_size))
-    silu_mul_kernel[(num_rows, -(-ffn_size // block))](
+    block = min(GATED_BLOCK, next_power_of_2(ffn_size))
+    gated_mul_kernel[(num_rows, -(-ffn_size // block))](
         gate_up,
         gated,
         *code_arguments(codes, gate_up),
         ffn_size,
         BLOCK=block,
         RESULT=result_form(codes),
+        IS_GELU=is_gelu,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -85,7 +95,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     num_rows, num_columns = x.shape
     assert x.is_contiguous() and gate.is_contiguous() and gate.shape in {x.shape, (num_rows, 1)}
     gated = torch.empty_like(x)
-    block = min(SILU_BLOCK, next_power_of_2(num_columns))
+    block = min(GATED_BLOCK, next_power_of_2(num_columns))
     sigmoid_mul_kernel[(num_rows, -(-num_columns // block))](
         x,
         gate,

@@ -112,6 +112,14 @@ def normed(first, second, weight, eps, HEAD_DIM: tl.constexpr, ROTARY: tl.conste
 
 
 @triton.jit
+def normed_values(first, second, eps, HEAD_DIM: tl.constexpr):
+    """RMSNorm of each head, without a weight."""
+    mean = tl.sum(first * first + second * second, 1) / HEAD_DIM
+    inverse = 1.0 / tl.sqrt(mean + eps)
+    return first * inverse[:, None], second * inverse[:, None]
+
+
+@triton.jit
 def rotated(first, second, cos, sin):
     """Rotate-half: the pair (i, i + ROTARY / 2) turns by its angle."""
     return first * cos[None, :] - second * sin[None, :], second * cos[None, :] + first * sin[None, :]
@@ -174,8 +182,12 @@ def rotate_and_store_kernel(
     STORES_PAGES: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
     POOLED: tl.constexpr,
+    NORMS_V: tl.constexpr,
 ):
-    """Grid: (N, blocks of HEADS query heads + of K heads + of V heads), the last only with STORES_PAGES."""
+    """Grid: (N, blocks of HEADS query heads + of K heads + of V heads), the last only with STORES_PAGES.
+
+    Of layers without K and V of their own, the first alone.
+    """
     if POOLED:
         pages = pooled(state_pools, state_index, pages.dtype)
         if pages.to(tl.int64) == 0:  # no state
@@ -221,6 +233,8 @@ def rotate_and_store_kernel(
     elif STORES_PAGES:
         head = (block - q_blocks - kv_blocks) * HEADS + tl.arange(0, HEADS)
         first, second = load_heads(v + long_row * v_stride, head, kv_heads, HEAD_DIM, HEAD_DIM, ROTARY, HALF)
+        if NORMS_V:
+            first, second = normed_values(first, second, eps, HEAD_DIM)
         v_rows = pages + (slot + (1 << page_shift)) * row_size
         store_heads(v_rows, first, second, head, kv_heads, v_scale, HEAD_DIM, ROTARY, HALF)
 

@@ -4,7 +4,7 @@ Nothing here reads a tensor's content, so a launch can be captured in a CUDA gra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Rotation:
 
     `inv_freq` float32 [D / 2], or less where only the first dimensions of a head are rotated, two for each frequency.
     `q_norm` and `k_norm` F or float32 [D] are RMSNorm weights over each head, applied before the rotation; both or
-    neither.
+    neither. `norms_v`: of each head of v, too, without a weight.
     """
 
     inv_freq: Tensor | None
@@ -37,6 +37,7 @@ class Rotation:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 1e-6
+    norms_v: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ def rotate_and_store(
     limits: Tensor | None = None,  # int32 [R]: rows at positions >= limit leave the pages alone
     q_out: Tensor | None = None,  # F [T, heads, D]
 ) -> Tensor | None:
-    """Norm and rotate q and k; return q, dense, and write k and v at their positions."""
+    """Norm and rotate q and k, norm v; return q, dense, and write k and v at their positions."""
     _check_rows(q, k, v, positions, rotation)
     num_requests = len(requests.page_table)
     check_pages(pages, dtype=k.dtype, head_dim=k.shape[2], scales=(k_scale, v_scale))
@@ -103,7 +104,24 @@ def rotate_and_store(
         q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     row_inputs = (k if q is None else q, k, v, k if q_out is None else q_out, k, pages)
     placement = (requests.token_offsets, requests.page_table, requests.token_offsets if limits is None else limits)
-    _launch(row_inputs, positions, placement, rotation, (k_scale, v_scale), 0 if q is None else q.shape[1])
+    num_heads = 0 if q is None else q.shape[1]
+    _launch(row_inputs, positions, placement, rotation, (k_scale, v_scale), num_heads, kv_roles=2)
+    return q_out
+
+
+def rotate_queries(
+    q: Tensor,  # F [T, heads, D]; rows may be further apart
+    positions: Tensor,  # int32 [T]
+    rotation: Rotation,  # its k_norm is not read
+    *,
+    q_out: Tensor | None = None,
+) -> Tensor:  # F [T, heads, D]
+    """Norm and rotate q of a layer that reads pages which another has written."""
+    rotation, stand_in = replace(rotation, k_norm=rotation.q_norm), q[:, :1]
+    _check_rows(q, stand_in, stand_in, positions, rotation)
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out
+    rows = (q, stand_in, stand_in, q_out, q_out, stand_in)
+    _launch(rows, positions, None, rotation, (1.0, 1.0), q.shape[1], kv_roles=0)
     return q_out
 
 
@@ -120,7 +138,7 @@ def rotate_block(
     _check_rows(q, k, k, positions, rotation)
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q_out is None else q_out
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if k_out is None else k_out
-    _launch((q, k, k, q_out, k_out, k), positions, None, rotation, (1.0, 1.0), q.shape[1])
+    _launch((q, k, k, q_out, k_out, k), positions, None, rotation, (1.0, 1.0), q.shape[1], kv_roles=1)
     return q_out, k_out
 
 
@@ -224,6 +242,8 @@ def _launch(
     rotation: Rotation,
     scales: tuple[float, float],
     q_heads: int,
+    *,
+    kv_roles: int,  # 0: only q; 1: K, too; 2: and V
 ) -> None:
     q, k, v, _, _, pages = rows
     num_rows, kv_heads, head_dim = k.shape
@@ -231,13 +251,13 @@ def _launch(
         return
     token_offsets, page_table, limits = placement or (positions, positions, positions)
     num_requests = 1 if placement is None else len(page_table)
-    kv_roles = 1 if placement is None else 2
     flags: dict[str, Any] = {
         "HAS_NORM": rotation.k_norm is not None,
         "HAS_ROPE": rotation.inv_freq is not None,
         "STORES_PAGES": placement is not None,
         "HAS_LIMITS": limits is not token_offsets and placement is not None,
         "POOLED": False,
+        "NORMS_V": rotation.norms_v,
     }
     grid = (num_rows, _head_blocks(q_heads) + kv_roles * _head_blocks(kv_heads))
     rotate_and_store_kernel[grid](

@@ -11,6 +11,7 @@ from dflash_trt.kernels.launch_rules import MAX_TILE_TOKENS, MID_TILE_TOKENS, MI
 from dflash_trt.kernels.routing import SIGMOID_TOP_K, SOFTMAX_TOP_K, TOP_K_SOFTMAX, routing_kernel
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
+RouterKind = Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
 KINDS: Final = {"softmax_top_k": SOFTMAX_TOP_K, "top_k_softmax": TOP_K_SOFTMAX, "sigmoid_top_k": SIGMOID_TOP_K}
 TOKEN_TILES: Final = (MIN_TILE_TOKENS, MID_TILE_TOKENS, MAX_TILE_TOKENS)
 FIXED_TOKENS: Final = MIN_TILE_TOKENS  # in place of `tile_tokens`: verify blocks have few rows of an expert
@@ -32,7 +33,7 @@ class Router:
     `num_here` experts from `first_expert` on are computed here.
     """
 
-    kind: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
+    kind: RouterKind
     num_chosen: int
     normalizes: bool = False
     factor: float = 1.0

@@ -3,18 +3,11 @@
 import torch
 
 from dflash_trt.kernels.attention import attention_kernel
-from dflash_trt.kernels.attention_launch import (
-    REDUCTION_ROWS,
-    REDUCTION_STAGES,
-    TILES,
-    attention_constants,
-    attention_options,
-    has_full_loop,
-    tiles_of_pages,
-)
+from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES, attention_constants
 from dflash_trt.kernels.attention_partition import attention_plan_kernel
 from dflash_trt.kernels.attention_plan import PLAN_WARPS, key_block, page_run
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.attention_tiles import TILES, attention_options, has_full_loop, num_parts, tiles_of
 from dflash_trt.kernels.capacity import request_capacity
 from plugins.aot.variant import KernelVariant, pointer
 
@@ -36,7 +29,7 @@ def attention_variants(
     With a `page_size` they are what PyTorch's launcher compiles: a plan and pages are given. A plugin has neither.
     """
     variants = []
-    for tile in tiles_of_pages(dtype, page_dtype, tiles):
+    for tile in tiles_of(head_dim=head_dim, dtype=dtype, page_dtype=page_dtype, tiles=tiles):
         constants = attention_constants(head_dim=head_dim) | {
             "TILE": tile,
             "KEY_BLOCK": key_block(head_dim=head_dim, dtype=dtype),
@@ -85,7 +78,8 @@ def _attention_variant(
     page_size: int | None,
     first_key: int,
 ) -> KernelVariant:
-    tile = int(constants["TILE"])
+    tile, head_dim = int(constants["TILE"]), int(constants["HEAD_DIM"])
+    parts = num_parts(tile=tile, head_dim=head_dim)
     run = PAGE_RUN if page_size is None else page_run(page_size=page_size, key_block=int(constants["KEY_BLOCK"]))
     signature = {"q": pointer(dtype), "pages": pointer(page_dtype), "state_pools": pointer(torch.int64)}
     signature |= dict.fromkeys(("block_k", "block_v", "attended"), pointer(dtype))
@@ -103,9 +97,13 @@ def _attention_variant(
         signature=signature,
         constexprs=constants
         | {"PAGE_RUN": run, "HAS_SOFTCAP": has_softcap, "HAS_FULL_LOOP": has_full_loop(tile=tile)}
-        | {"FIRST_KEY": first_key, "POOLED": page_size is None, "PLANNED": page_size is not None},
-        grid=("kv_heads", f"{_TILE_CAPACITY.format(tile=tile)} + work_slots", "1"),
-        **attention_options(tile=tile, head_dim=int(constants["HEAD_DIM"]), dtype=dtype),
+        | {"FIRST_KEY": first_key, "POOLED": page_size is None, "PLANNED": page_size is not None, "PARTS": parts},
+        grid=(
+            "kv_heads" if parts == 1 else f"kv_heads * {parts}",
+            f"{_TILE_CAPACITY.format(tile=tile)} + work_slots",
+            "1",
+        ),
+        **attention_options(tile=tile, head_dim=head_dim, dtype=dtype),
     )
 
 

@@ -16,7 +16,7 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, paged
+from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
@@ -159,8 +159,9 @@ def architecture_of(compute_capability: str) -> str:
 def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    for gqa, state in zip(model.attentions, paged(states), strict=True):
-        assert isinstance(state, PagedKv), "latents are refused by the backend"
+    for gqa, of_layer in zip(model.attentions, states, strict=True):
+        state = of_layer.source if isinstance(of_layer, SharedKv) else of_layer
+        assert isinstance(state, PagedKv), "other states are refused by the backend"
         num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(
             is_drafter=model.role == "draft",

@@ -1,8 +1,9 @@
 """Experts' kernels that an engine's config asks for: sizes of a rank, and the formats of its weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from dflash_trt.backends.cuda.packed import FORMS
+from dflash_trt.backends.cuda.packed import FORMS, router_kind
 from dflash_trt.core.model.draft import engine_weights
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.weight_spec import rank_shard, segments_of
@@ -23,12 +24,11 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
         moe, name = layer.feed_forward, f"target.layers.{i}.experts"
         gate_up = rank_shard(table[f"{name}.gate_up"], config.mapping)
         down = rank_shard(table[f"{name}.down"], config.mapping)
-        assert moe.routing != "scaled_softmax_top_k" and moe.activation != "gelu_tanh", "refused by the backend"
         for of_gate_up in matrix_choices(
             _matrix(formats.get(f"{name}.gate_up"), moe), splits_input=True, is_bias_of_one=False
         ):
             for of_down in matrix_choices(
-                _matrix(formats.get(f"{name}.down"), moe), splits_input=False, is_bias_of_one=has_bias_once
+                _down_matrix(formats.get(f"{name}.down"), moe), splits_input=False, is_bias_of_one=has_bias_once
             ):
                 yield ExpertsKernels(
                     num_experts=moe.num_experts,
@@ -36,7 +36,7 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     num_chosen=moe.num_experts_per_token,
                     hidden_size=down.shape[1],
                     ffn_size=segments_of(gate_up)[0],
-                    routing=moe.routing,
+                    routing=router_kind(moe),
                     normalizes=moe.normalizes_top_k,
                     has_choice_bias=moe.has_choice_bias,
                     num_groups=moe.num_groups,
@@ -46,6 +46,12 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     down=of_down,
                     max_rows=max_rows,
                 )
+
+
+def _down_matrix(format_name: str | None, moe: Moe) -> MatrixKernels:
+    """A factor of each expert is a scale of its rows (`expert_matrices`)."""
+    matrix = _matrix(format_name, moe)
+    return replace(matrix, has_row_scale=matrix.has_row_scale or moe.routing == "scaled_softmax_top_k")
 
 
 def _matrix(format_name: str | None, moe: Moe) -> MatrixKernels:

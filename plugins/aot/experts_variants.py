@@ -26,7 +26,7 @@ from dflash_trt.kernels.launch_rules import tile_tokens
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
 from dflash_trt.kernels.routing import reset_ticket_kernel, routing_kernel
-from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, routing_constants, routing_warps
+from dflash_trt.kernels.routing_launch import TOKEN_TILES, Router, RouterKind, routing_constants, routing_warps
 from plugins.aot.variant import KernelVariant, pointer
 
 FLOATS: Final = pointer(torch.float32)
@@ -86,12 +86,12 @@ class ExpertsKernels:
     num_chosen: int
     hidden_size: int
     ffn_size: int
-    routing: Literal["softmax_top_k", "top_k_softmax", "sigmoid_top_k"]
+    routing: RouterKind
     normalizes: bool
     has_choice_bias: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
-    activation: Literal["silu", "clamped_swiglu"]
+    activation: Literal["silu", "clamped_swiglu", "gelu_tanh"]
     gate_up: MatrixKernels
     down: MatrixKernels
     max_rows: int

@@ -16,10 +16,17 @@ def rotate_and_store_variant(
     has_rope: bool,
     stores_pages: bool,
     has_limits: bool,
+    norms_v: bool = False,
     max_requests: int = 256,
 ) -> KernelVariant:
     """One use of the kernel. The plain write of a plugin has neither norm nor rope, and q_heads is 0."""
-    uses = (("norm", has_norm), ("rope", has_rope), ("pages", stores_pages), ("limits", has_limits))
+    uses = (
+        ("norm", has_norm),
+        ("rope", has_rope),
+        ("pages", stores_pages),
+        ("limits", has_limits),
+        ("v_norm", norms_v),
+    )
     constants = rotation_constants(head_dim, max_requests)
     tensors = dict.fromkeys(("q", "k", "v", "q_out", "k_out"), pointer(dtype))
     tensors |= {"pages": pointer(page_dtype), "state_pools": pointer(torch.int64)}
@@ -40,7 +47,7 @@ def rotate_and_store_variant(
         constexprs=constants
         | head_constants(head_dim)
         | {"HAS_NORM": has_norm, "HAS_ROPE": has_rope, "STORES_PAGES": stores_pages, "HAS_LIMITS": has_limits}
-        | {"POOLED": stores_pages},
+        | {"POOLED": stores_pages, "NORMS_V": norms_v},
         num_warps=NUM_WARPS,
         num_stages=1,
         grid=("num_rows", " + ".join([*blocks, blocks[1]] if stores_pages else blocks), "1"),

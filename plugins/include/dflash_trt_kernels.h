@@ -55,6 +55,7 @@ extern "C"
         int32_t is_causal;          /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t is_window_anchored; /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t has_sinks;          /* of dflash_trt_attend_pages; 0 or 1 */
+        int32_t shares_kv;          /* of dflash_trt_attend_pages: 1 does not read k and v, and writes no page */
         int32_t num_tokens;
         int32_t num_requests;
         int32_t block_rows;        /* S, of dflash_trt_attend_draft */

@@ -82,7 +82,7 @@ bool has_softcap(dflash_trt_attention_shape const& shape)
 
 AttentionOptions options_of(dflash_trt_attention_shape const& shape, AttentionMask const& mask)
 {
-    return {mask, shape.score_scale, shape.softcap, shape.has_sinks != 0};
+    return {mask, shape.score_scale, shape.softcap, shape.has_sinks != 0, shape.shares_kv != 0};
 }
 
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)

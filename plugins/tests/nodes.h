@@ -73,7 +73,7 @@ inline std::vector<Node> make_nodes(
     int64_t const expert_rows = std::min<int64_t>(num_tokens, 40); // as many as the smallest tiles are for
     return {
         {"AttendPages",
-            {state, page_type, {"page_size", 4}, {"window", 0}, {"has_sinks", 1}, k_scale, v_scale, softcap,
+            {state, page_type, {"page_size", 4}, {"window", 0}, {"has_sinks", 1}, {"shares_kv", 0}, k_scale, v_scale, softcap,
                 score_scale},
             {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
                 positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},

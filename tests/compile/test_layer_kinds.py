@@ -16,6 +16,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from tests.factories import make_target, make_zlab_drafter
+from tests.gemma_targets import PER_LAYER, make_gemma
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -52,6 +53,21 @@ def test_the_pair_of_one_layer_of_each_kind_has_their_widths_formats_and_scales(
     for name in ("draft.fc", "target.lm_head", "target.embedding"):
         assert cut[name] == whole[name]
     assert cut["target.layers.1.qkv"] == whole["target.layers.2.qkv"]
+
+
+def test_a_layer_that_shares_k_and_v_has_those_of_the_first_layer_of_their_kind(tmp_path: Path) -> None:
+    target = make_gemma(
+        tmp_path / "target",
+        family="gemma4_text",
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **PER_LAYER | {"num_kv_shared_layers": 3},
+    )
+    config = PretrainedConfig(target=open_pair(target, None).target, dtype="bfloat16")
+    sharing = [gqa.shares_kv_with for gqa in config.target.attentions]
+    assert sharing == [None, None, None, 1, 1, 2]
+    assert layer_kinds(config.target, {}) == (0, 0, 2, 3, 3, 5)
+    assert [gqa.shares_kv_with for gqa in one_of_each_kind(config).target.attentions] == [None, None, 0, 1]
 
 
 @pytest.mark.parametrize(("ep_size", "num_experts"), [(1, 8), (2, 16), (4, 32)])

@@ -44,7 +44,7 @@ def test_a_gpu_names_every_format_that_it_does_not_compute(target, monkeypatch) 
     assert subjects("cuda", target, FP8_PAGES, TWO) == []
 
 
-@pytest.mark.parametrize("head_dim", [24, 272])
+@pytest.mark.parametrize("head_dim", [24, 528])
 def test_a_gpu_names_heads_that_no_kernel_is_made_for(tmp_path, head_dim) -> None:
     odd = open_pair(make_target(tmp_path / "odd", head_dim=head_dim), None).target
     assert subjects("cuda", odd) == ["head_dim of the target"]
@@ -68,17 +68,19 @@ def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> Non
     assert subjects("torch", llama4, mapping=TWO) == []
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
-def test_what_gemma_4_has_and_no_kernel_computes_is_refused_by_name(tmp_path, backend) -> None:
+def test_gemma_runs_everywhere_but_for_groups_of_wide_heads_that_no_tile_holds(tmp_path) -> None:
     def of(name, **fields):
         return open_pair(make_gemma(tmp_path / name, **({"family": "gemma4_text"} | fields)), None).target
 
-    assert subjects(backend, of("3", family="gemma3_text")) == subjects(backend, of("4")) == []
-    assert subjects(backend, of("heads", global_head_dim=512)) == ["head_dim of the target"]
-    assert subjects(backend, of("experts", **EXPERTS)) == ["experts of the target"]
+    heads, many = of("heads", global_head_dim=512), of("many", global_head_dim=512, num_attention_heads=18)
+    experts = of("experts", **EXPERTS)
     both = of("both", **PER_LAYER, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2)
-    assert subjects(backend, both) == ["embedding of the target", "attention of the target"]
-    assert subjects("torch", both) == []
+    for backend in ("cuda", "tensorrt"):
+        assert subjects(backend, of(f"3 {backend}", family="gemma3_text")) == []
+        assert subjects(backend, of(f"4 {backend}")) == subjects(backend, heads) == []
+        assert subjects(backend, experts) == subjects(backend, both) == []
+        assert subjects(backend, many) == ["num_attention_heads of the target"]
+    assert subjects("torch", both) == subjects("torch", many) == []
 
 
 def test_only_tensorrt_compiles(tmp_path) -> None:

@@ -28,8 +28,16 @@ def rotate_and_store(
 ) -> Tensor | None:
     """See `rope_and_pages_launch.rotate_and_store`."""
     rotated_k = rotate(k, positions, rotation.k_norm, rotation)
-    store_rows(rotated_k / k_scale, v.float() / v_scale, pages, requests, positions, limits)
+    values = v.float()
+    if rotation.norms_v:
+        values = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + rotation.eps)
+    store_rows(rotated_k / k_scale, values / v_scale, pages, requests, positions, limits)
     return None if q is None else rotate(q, positions, rotation.q_norm, rotation).to(q.dtype)
+
+
+def rotate_queries(q: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
+    """See `rope_and_pages_launch.rotate_queries`."""
+    return rotate(q, positions, rotation.q_norm, rotation).to(q.dtype)
 
 
 def rotate_block(q: Tensor, k: Tensor, positions: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

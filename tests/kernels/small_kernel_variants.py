@@ -4,8 +4,8 @@ import torch
 
 from dflash_trt.kernels import logit_rules, logit_rules_launch, slot_copies_launch
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.norm import add_rms_norm_kernel, rms_norm_kernel, silu_mul_kernel
-from dflash_trt.kernels.norm_launch import SILU_BLOCK, norm_warps
+from dflash_trt.kernels.norm import add_rms_norm_kernel, gated_mul_kernel, rms_norm_kernel
+from dflash_trt.kernels.norm_launch import GATED_BLOCK, norm_warps
 from dflash_trt.kernels.quantize_fp8 import quantize_fp8_kernel
 from dflash_trt.kernels.quantize_fp8_launch import BLOCK
 from dflash_trt.kernels.row_codes import AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED
@@ -15,13 +15,15 @@ from plugins.aot.variant import KernelVariant, pointer
 SUFFIXES = {AS_THEY_ARE: "", FP8: "_fp8", NVFP4: "_nvfp4", NVFP4_TILED: "_nvfp4_tiled"}
 
 
-def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, form: int) -> tuple[KernelVariant, ...]:
+def norm_variants(
+    dtype: torch.dtype, *, hidden_size: int, ffn_size: int, form: int, is_gelu: bool = False
+) -> tuple[KernelVariant, ...]:
     """Grids use num_rows, the rows of the kernel's output. `form`: RESULT of `row_codes.py`."""
     tensor, suffix = pointer(dtype), SUFFIXES[form]
     values = {AS_THEY_ARE: tensor, FP8: pointer(torch.float8_e4m3fn)}.get(form, pointer(torch.uint8))
     block_scale = pointer(torch.float8_e4m3fn) if form in (NVFP4, NVFP4_TILED) else values  # any tensor stands in
     codes = {"block_scale": block_scale, "scale": tensor if form == AS_THEY_ARE else pointer(torch.float32)}
-    block, silu_block = next_power_of_2(hidden_size), min(SILU_BLOCK, next_power_of_2(ffn_size))
+    block, gated_block = next_power_of_2(hidden_size), min(GATED_BLOCK, next_power_of_2(ffn_size))
     hidden, ffn = (f"i32{':16' if size % 16 == 0 else ''}" for size in (hidden_size, ffn_size))
     tensors = {"x": tensor, "weight": tensor, "normed": values, **codes, "eps": "fp32"}
     sums = {"x": tensor, "residual": tensor, "weight": tensor, "total": tensor, "normed": values, **codes}
@@ -45,13 +47,13 @@ def norm_variants(dtype: torch.dtype, *, hidden_size: int, ffn_size: int, form: 
             grid=("num_rows", "1", "1"),
         ),
         KernelVariant(
-            name=f"silu_mul{suffix}",
-            kernel=silu_mul_kernel,
+            name=f"{'gelu' if is_gelu else 'silu'}_mul{suffix}",
+            kernel=gated_mul_kernel,
             signature={"gate_up": tensor, "gated": values, **codes, "ffn_size": ffn},
-            constexprs={"BLOCK": silu_block, "RESULT": form},
+            constexprs={"BLOCK": gated_block, "RESULT": form, "IS_GELU": is_gelu},
             num_warps=4,
             num_stages=1,
-            grid=("num_rows", f"(ffn_size + {silu_block - 1}) / {silu_block}", "1"),
+            grid=("num_rows", f"(ffn_size + {gated_block - 1}) / {gated_block}", "1"),
         ),
     )
 

@@ -184,8 +184,8 @@ def test_equal_sources_give_equal_bytes(tmp_path: Path) -> None:
     [
         ({"dtypes": ("float8",)}, "--dtypes: expected some of bfloat16, float16, float32, found float8"),
         ({"pages": ("fp8",)}, "--pages: expected some of network, float8_e4m3fn, found fp8"),
-        ({"head_dims": (64, 72)}, "head_dims: expected multiples of 16 from 16 to 256, found 72"),
-        ({"head_dims": (512,)}, "head_dims: expected multiples of 16 from 16 to 256, found 512"),
+        ({"head_dims": (64, 72)}, "head_dims: expected multiples of 16 from 16 to 512, found 72"),
+        ({"head_dims": (528,)}, "head_dims: expected multiples of 16 from 16 to 512, found 528"),
         ({"tiles": ()}, "--tiles: expected one value or more, found none"),
     ],
 )

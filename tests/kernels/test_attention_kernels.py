@@ -52,6 +52,21 @@ STEPS = {
     "as many K/V heads as heads": Step(rows=(4, 2), contexts=(20, 3), heads=Heads(num_heads=3, num_kv_heads=3)),
     "head_dim 128": Step(rows=(4, 2), contexts=(60, 3), heads=Heads(head_dim=128)),
     "head_dim 256": Step(rows=(4, 2), contexts=(60, 3), heads=Heads(head_dim=256)),
+    "head_dim 512": Step(rows=(4, 2), contexts=(60, 3), heads=Heads(head_dim=512)),
+    "head_dim 512, a prefill chunk in halves of a head beside a verify block": Step(
+        rows=(3, 30), contexts=(90, 7), heads=Heads(head_dim=512), dtype=torch.float16
+    ),
+    "head_dim 512, splits in halves of a head": Step(
+        rows=(4,), contexts=(700,), heads=Heads(num_heads=16, num_kv_heads=1, head_dim=512), dtype=torch.float16
+    ),
+    "head_dim 384, FP8 pages under a window": Step(
+        rows=(4, 2),
+        contexts=(60, 3),
+        heads=Heads(num_heads=8, num_kv_heads=1, head_dim=384),
+        dtype=torch.float16,
+        page_dtype=FP8,
+        options=AttentionOptions(k_scale=0.5, v_scale=1.5, window=20),
+    ),
     "head_dim 80": Step(rows=(4, 2), contexts=(60, 3), heads=Heads(head_dim=80)),
     "float16": Step(rows=(4, 2), contexts=(60, 3), dtype=torch.float16),
     "FP8 pages, float16": Step(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dflash_trt.kernels import attention_launch, attention_plan, rope_and_pages_launch
-from dflash_trt.kernels.attention_launch import allocate_workspace, tile_rows, work_slots, workspace_size
+from dflash_trt.kernels.attention_launch import allocate_workspace, work_slots, workspace_size
+from dflash_trt.kernels.attention_tiles import TILES, tile_rows
 from dflash_trt.kernels.rope_and_pages_launch import stack_draft_layers, store_draft_context
 from plugins.aot.attention_variants import attention_plan_variant, attention_variants
 from plugins.aot.page_variants import draft_context_variant, rotate_and_store_variant
@@ -146,7 +147,7 @@ def test_the_draft_context_variant_is_what_the_launcher_launches(
 def test_the_workspace_holds_every_tiles_partial_results() -> None:
     device = torch.device("cpu")
     num_elements = len(allocate_workspace(kv_heads=8, head_dim=128, device=device))
-    for tile in attention_launch.TILES:
+    for tile in TILES:
         slots = work_slots(kv_heads=8, num_multiprocessors=attention_launch.num_multiprocessors(device))
         size = workspace_size(tile=tile, kv_heads=8, head_dim=128, num_slots=slots)
         assert size.num_partials == slots * 8 * tile * 128

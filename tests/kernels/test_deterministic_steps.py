@@ -1,6 +1,6 @@
 """The law of `deterministic` on a GPU: tokens and log probabilities depend on their request alone, bit for bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop
 from tests.factories import make_target, make_zlab_drafter
+from tests.gemma_targets import EVERYTHING, make_gemma
 from tests.kernels.test_step_on_kernels import PAGE_SIZE
 
 pytestmark = pytest.mark.usefixtures("rows_alike")
@@ -31,10 +32,25 @@ TEMPERATURES = (0.0, 0.8)
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
-def make_executor(root: Path, device: torch.device, *, is_deterministic: bool) -> TorchGpuExecutor:
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def make_qwen3(path: Path) -> Path:
+    return make_target(path, num_hidden_layers=2, tokenizer=False, **HEADS)
+
+
+def make_gemma4(path: Path) -> Path:
+    layer_types = ["sliding_attention", "full_attention", "full_attention"]
+    few = {"num_hidden_layers": 3, "layer_types": layer_types, "num_kv_shared_layers": 1, "num_experts": 4}
+    fields = EVERYTHING | HEADS | few | {"vocab_size_per_layer_input": 64}
+    return make_gemma(path, family="gemma4_text", vocab_size=64, **fields)
+
+
+def make_executor(
+    root: Path, device: torch.device, *, is_deterministic: bool, make: Callable[[Path], Path] = make_qwen3
+) -> TorchGpuExecutor:
     """In float16; experts and quantized weights are rows of test_fixed_tiles.py."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    target = make_target(root / "target", num_hidden_layers=2, tokenizer=False, **heads)
+    target, heads = make(root / "target"), HEADS
     drafter = make_zlab_drafter(
         root / "drafter", target_dir=target, num_layers=1, target_layer_ids=(0,), block_size=BLOCK_SIZE, **heads
     )
@@ -103,6 +119,13 @@ def test_batch_mates_drafts_chunks_and_pieces_change_no_bit(tmp_path: Path, devi
         assert answers(executor, order, num_draft_tokens, **how) == [expected[index] for index in order]
 
     check()
+
+
+@pytest.mark.slow
+def test_nor_do_they_over_gemma_4(tmp_path: Path, device: torch.device) -> None:
+    executor = make_executor(tmp_path, device, is_deterministic=True, make=make_gemma4)
+    expected = [answers(executor, [index], 0)[0] for index in range(len(PROMPTS))]
+    assert answers(executor, [1, 0], 2, chunk=4) == expected[::-1]
 
 
 def linear_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
 """Experts of every stored format prepared for a GPU, against the experts of the reference backend."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,23 @@ def make_experts(format_name: str) -> StackedExperts[torch.Tensor]:
         gate_up=quantized_linear(format_name, (MOE.num_experts, 2 * FFN, HIDDEN), (FFN, FFN), 1),
         down=quantized_linear(format_name, (MOE.num_experts, HIDDEN, FFN), (HIDDEN,), 2),
     )
+
+
+@pytest.mark.parametrize("format_name", ["fp8", "mxfp4"])  # with row scales of its own, and without
+@pytest.mark.parametrize("first_expert", [0, 2])
+def test_factors_of_experts_are_in_their_weights(format_name: str, first_expert: int, exact_codes: None) -> None:
+    moe = MOE.model_copy(update={"routing": "scaled_softmax_top_k"})
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.rand(first_expert + MOE.num_experts, generator=generator) + 0.5
+    moe = moe.model_copy(update={"num_experts": len(scales)})
+    experts = replace(make_experts(format_name), expert_scales=scales, first_expert=first_expert)
+    x, logits = torch.randn(7, HIDDEN, generator=generator), torch.randn(7, len(scales), generator=generator)
+    expected = run_chosen_experts(x, experts, moe, chosen_experts(logits, moe, scales=scales))
+    found = run_device_experts(x, logits, prepare_device_experts(experts), moe)
+    unscaled = run_device_experts(x, logits, prepare_device_experts(replace(experts, expert_scales=None)), moe)
+    tolerance = CODE_TOLERANCE if weight_formats()[format_name].has_input_scale else TOLERANCE
+    assert float((found - expected).abs().max() / expected.abs().max()) < tolerance
+    assert float((unscaled - expected).abs().max() / expected.abs().max()) > 2 * CODE_TOLERANCE, "the negative control"
 
 
 @pytest.mark.parametrize("format_name", sorted(weight_formats()))

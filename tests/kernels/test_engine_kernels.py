@@ -10,7 +10,7 @@ import pytest
 from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig, build_config_from
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.kernels.attention_launch import tile_rows
+from dflash_trt.kernels.attention_tiles import tile_rows
 from plugins.aot.command_line import main
 from plugins.aot.engine_kernels import (
     EngineKernels,
@@ -154,7 +154,7 @@ def test_config_files_alone_name_the_kernels(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_no_kernel_serves_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="head_dims: expected multiples of 16 from 16 to 256, found 8"):
+    with pytest.raises(ConfigError, match="head_dims: expected multiples of 16 from 16 to 512, found 8"):
         kernels_of_config(configured(tmp_path, head_dim=8), tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Experts on sorted rows against their definition in plain PyTorch, for every form of weights."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,7 @@ CLAMPED = Moe(
     limit=0.7,
     alpha=1.702,
 )
-SILU = CLAMPED.model_copy(update={"activation": "silu"})
+SILU, GELU = (CLAMPED.model_copy(update={"activation": name}) for name in ("silu", "gelu_tanh"))
 WEIGHT_ONLY = ["plain", "fp8", "fp8_block", "mxfp4", "nvfp4", "int4"]
 
 
@@ -80,8 +81,11 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("form", WEIGHT_ONLY)
-@pytest.mark.parametrize("moe", [SILU, CLAMPED], ids=["silu", "clamped_swiglu"])
+@pytest.mark.parametrize(
+    ("form", "moe"),
+    [*itertools.product(WEIGHT_ONLY, [SILU, CLAMPED]), ("plain", GELU)],
+    ids=lambda value: value if isinstance(value, str) else value.activation,
+)
 def test_experts_compute_their_definition(form: str, moe: Moe, exact_codes: None) -> None:
     experts, gate_up, down = make_experts(form, moe, has_bias=moe is CLAMPED)
     x, routing = make_rows(11), routed(11)

@@ -204,6 +204,12 @@ STEPS = {
         heads=Heads(num_heads=4, num_kv_heads=1),
         options=AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 4.0])),
     ),
+    "halves of heads of 512": Step(
+        rows=(2, 13, 3),
+        contexts=(300, 500, 0),
+        heads=Heads(num_heads=8, num_kv_heads=1, head_dim=512),
+        dtype=torch.float16,
+    ),
     "FP8 pages": Step(
         rows=(2, 13, 3),
         contexts=(300, 500, 0),

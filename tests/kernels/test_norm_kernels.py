@@ -76,6 +76,9 @@ def test_the_gated_activation_is_the_network_s(ffn_size, dtype):
     torch.testing.assert_close(gated, reference_norm.silu_mul(gate_up), **close)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(gated, F.silu(gate) * up, **close)
+    expected = F.gelu(gate.double(), approximate="tanh").to(dtype) * up  # 1 + tanh loses digits in float32
+    torch.testing.assert_close(norm_launch.gelu_mul(gate_up), expected, rtol=3 * close["rtol"], atol=close["atol"])
+    assert not torch.allclose(gated, expected, atol=1e-2), "the negative control"
 
 
 @pytest.mark.parametrize("form", [FP8, NVFP4, NVFP4_TILED])
@@ -90,6 +93,7 @@ def test_codes_are_those_of_the_result_in_the_dtype_of_the_activations(dtype, fo
         "rms_norm": lambda **options: norm_launch.rms_norm(x, weight, 1e-6, **options),
         "add_rms_norm": lambda **options: norm_launch.add_rms_norm(x, residual, weight, 1e-6, **options)[1],
         "silu_mul": lambda **options: norm_launch.silu_mul(gate_up, **options),
+        "gelu_mul": lambda **options: norm_launch.gelu_mul(gate_up, **options),
     }
     for name, run in runs.items():
         result = run()

@@ -12,7 +12,8 @@ import torch
 
 from tests.dflash2_files import make_dflash2_drafter
 from tests.executor.rank_engines import build, make_zlab_pair, opened
-from tests.factories import make_target
+from tests.factories import make_target, make_zlab_drafter
+from tests.gemma_targets import EVERYTHING, make_gemma
 from tests.kernels.rank_on_kernels import REQUESTS, prefix_hit, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
@@ -37,6 +38,11 @@ def make_eagle3_pair(root: Path) -> None:
     save_eagle3_head(root / "drafter", target_dir=target, draft_tokens=(0, 1, 2, 4, 5, 7, 8, 10))
 
 
+def make_gemma_pair(root: Path) -> None:
+    target = make_gemma(root / "target", family="gemma4_text", **EVERYTHING, num_global_key_value_heads=1)
+    make_zlab_drafter(root / "drafter", target_dir=target, intermediate_size=96)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
 @pytest.mark.parametrize(
     ("make_pair", "memory"),
@@ -46,6 +52,7 @@ def make_eagle3_pair(root: Path) -> None:
         pytest.param(partial(make_zlab_pair, **HYBRID), (), id="gated delta nets"),
         pytest.param(make_dflash2_pair, ("memory",), id="DFlash2, shared memory", marks=pytest.mark.slow),
         pytest.param(make_eagle3_pair, (), id="EAGLE-3", marks=pytest.mark.slow),
+        pytest.param(make_gemma_pair, ("memory",), id="Gemma 4, shared memory", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(

@@ -37,6 +37,8 @@ class Case:
     rotary_dim: int | None = None
     has_gates: bool = False  # behind the query of each head
     norm_dtype: torch.dtype | None = None
+    norms_v: bool = False
+    num_turned: int | None = None  # of the frequencies; the others stand still
 
 
 CASES = {
@@ -49,6 +51,12 @@ CASES = {
         dtype=torch.float16, rotary_dim=16, has_gates=True, norm_dtype=torch.float32
     ),
     "most of a head": Case(head_dim=80, rotary_dim=60),
+    "heads of 512, normed values, frequencies of which a quarter turn": Case(
+        q_heads=2, kv_heads=1, head_dim=512, norms_v=True, num_turned=64
+    ),
+    "FP8 pages, normed values": Case(
+        dtype=torch.float16, page_dtype=FP8, scales=(0.02, 0.05), norms_v=True, head_dim=32
+    ),
     "FP8 pages": Case(dtype=torch.float16, page_dtype=FP8, scales=(0.02, 0.05)),
 }
 # Rows of four requests: a new one, one that crosses a page, one far out, and one without rows; two rows behind them.
@@ -122,13 +130,14 @@ def make_rows(case: Case, *, seed: int = 0) -> Rows:
     pages = torch.ones(num_pages, 2, PAGE_SIZE, case.kv_heads, dim).to(case.page_dtype or case.dtype)
     norm_dtype, rotary_dim = case.norm_dtype or case.dtype, case.rotary_dim or dim
     q_norm, k_norm = ((0.5 + torch.rand(dim, generator=generator)).to(norm_dtype) for _ in range(2))
+    turned = rotary_dim // 2 if case.num_turned is None else case.num_turned
+    frequencies = [1e6 ** (-2 * i / rotary_dim) if i < turned else 0.0 for i in range(rotary_dim // 2)]
     rotation = Rotation(
-        inv_freq=torch.tensor([1e6 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)])
-        if case.has_rope
-        else None,
+        inv_freq=torch.tensor(frequencies) if case.has_rope else None,
         amplitude=1.25 if case.has_rope else 1.0,
         q_norm=q_norm if case.has_norm else None,
         k_norm=k_norm if case.has_norm else None,
+        norms_v=case.norms_v,
     )
     return Rows(q=q, k=k, v=v, pages=pages, positions=positions, requests=requests, rotation=rotation)
 
@@ -195,6 +204,19 @@ def test_rows_are_normed_rotated_and_stored_as_the_reference_says(
     assert_same_pages(got, want, case.dtype, device)
 
 
+@pytest.mark.parametrize("name", ["norm and rope", "a part of a head, gates, float32 norms"])
+def test_queries_of_a_layer_without_keys_are_rotated_alone(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    rows = make_rows(case)
+    moved = rows.to(device)
+    assert rows.q is not None and moved.q is not None
+    found = rope_and_pages_launch.rotate_queries(moved.q, moved.positions, moved.rotation)
+    want = reference_rope_and_pages.rotate_queries(rows.q, rows.positions, rows.rotation)
+    assert error(found.cpu(), want) <= TOLERANCE[case.dtype]
+    late = reference_rope_and_pages.rotate_queries(rows.q, rows.positions + 1, rows.rotation)
+    assert error(found.cpu(), late) > 100 * TOLERANCE[case.dtype], "the negative control"
+
+
 def test_a_row_at_its_limit_and_one_of_no_request_leave_the_pages_alone(device: torch.device) -> None:
     case = CASES["norm and rope"]
     rows = make_rows(case)
@@ -204,13 +226,15 @@ def test_a_row_at_its_limit_and_one_of_no_request_leave_the_pages_alone(device: 
     assert [int(n) for n in is_written] == [2 + 2 + 2, sum(ROWS)]
 
 
-@pytest.mark.parametrize("change", ["amplitude", "eps", "k_norm", "positions", "limits", "pairs"])
+@pytest.mark.parametrize("change", ["amplitude", "eps", "k_norm", "norms_v", "positions", "limits", "pairs"])
 def test_a_perturbed_reference_is_told_apart(change: str, device: torch.device) -> None:
     case = CASES["norm and rope"]
     rows = make_rows(case)
     _, got = store(rows, case, device, limits=True)
     rotation, requests, positions = rows.rotation, rows.requests, rows.positions
     assert rotation.inv_freq is not None and rotation.k_norm is not None
+    if change == "norms_v":
+        rotation = replace(rotation, norms_v=True)
     if change == "amplitude":
         rotation = replace(rotation, amplitude=1.251)
     elif change == "eps":

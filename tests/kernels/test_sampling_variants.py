@@ -91,10 +91,12 @@ class _Ordered(list):
         super().append(launch)
 
 
-@pytest.mark.parametrize("form", [AS_THEY_ARE, FP8, NVFP4, NVFP4_TILED])
-def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form):
+@pytest.mark.parametrize(
+    ("form", "is_gelu"), [(AS_THEY_ARE, False), (FP8, False), (FP8, True), (NVFP4, False), (NVFP4_TILED, False)]
+)
+def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form, is_gelu):
     hidden_size, ffn_size = 64, 5056
-    norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, form=form)
+    norms = norm_variants(torch.float32, hidden_size=hidden_size, ffn_size=ffn_size, form=form, is_gelu=is_gelu)
     quantize = quantize_variant(torch.float32)
     modules = [norm_launch] * 3 + [quantize_fp8_launch]
     variants = [*norms, quantize]
@@ -109,7 +111,8 @@ def test_norm_and_quantize_variants_are_what_is_launched(monkeypatch, form):
 
     norm_launch.rms_norm(x, weight, 1e-6, codes=codes(hidden_size))
     norm_launch.add_rms_norm(x, x, weight, 1e-6, codes=codes(hidden_size))
-    norm_launch.silu_mul(torch.zeros(3, 2 * ffn_size), codes=codes(ffn_size))
+    gated_mul = norm_launch.gelu_mul if is_gelu else norm_launch.silu_mul
+    gated_mul(torch.zeros(3, 2 * ffn_size), codes=codes(ffn_size))
     quantize_fp8_launch.quantize_fp8(x, torch.ones(1))
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, {"num_rows": 3})

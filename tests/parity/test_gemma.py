@@ -25,7 +25,7 @@ from dflash_trt.serving.engine_loop import EngineLoop
 from tests.engines import PAGE_SIZE, decode, make_executor
 from tests.executor.rank_engines import PACKED, build, write_calibration_prompts
 from tests.factories import edit_json, make_zlab_drafter, read_json, write_json
-from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma, nest
+from tests.gemma_targets import EVERYTHING, EXPERTS, PER_LAYER, make_gemma, nest
 
 NUM_NEW, VOCAB_SIZE, BLOCK_SIZE = 40, 12, 6
 LENGTHS = (1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 70)  # the last one is longer than the windows
@@ -230,11 +230,7 @@ def test_gemma_4_inside_a_model_that_also_sees(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_packed_weights_and_fp8_pages_of_both_geometries_give_one_text_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    """Experts, per-layer embeddings, shared K/V and V made of K in one model."""
-    features = EXPERTS | PER_LAYER | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 16}
-    target = make_gemma(
-        tmp_path / "target", family="gemma4_text", **features, num_kv_shared_layers=2, layer_types=[SLIDING, FULL] * 2
-    )
+    target = make_gemma(tmp_path / "target", family="gemma4_text", **EVERYTHING)
     make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK_SIZE, intermediate_size=96)
     write_calibration_prompts(tmp_path)
     plain = build(tmp_path, tp_size=1, max_seq_len=128)

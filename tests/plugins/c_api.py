@@ -12,7 +12,7 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (
-    "heads kv_heads head_dim page_size window is_causal is_window_anchored has_sinks"
+    "heads kv_heads head_dim page_size window is_causal is_window_anchored has_sinks shares_kv"
     " num_tokens num_requests block_rows pages_per_request state"
 )
 _PAGES = "q k v state_pools positions token_offsets context_lens page_table sinks attended"
@@ -228,6 +228,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         is_causal=int(fields.get("is_causal", 1)),
         is_window_anchored=int(fields.get("is_window_anchored", 0)),
         has_sinks=int(fields.get("has_sinks", 0)),
+        shares_kv=int(fields.get("shares_kv", 0)),
         num_tokens=len(x["positions"]),
         num_requests=num_requests,
         block_rows=0 if q is None else len(q) // num_requests,

@@ -1,6 +1,6 @@
 """Inputs of `Experts` nodes for every form of weights, and the kernels that a library needs for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,8 @@ class ExpertsCase:
     num_groups: int = 1
     num_chosen_groups: int = 1
     routing_scale: float = 1.0
-    activation: Literal["silu", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
+    has_factors: bool = False  # of experts, in the rows of down
     input_scales: tuple[float, ...] = ()
     has_bias: bool = False
 
@@ -45,7 +46,7 @@ class ExpertsCase:
             num_scales = len(set(self.input_scales))
             return MatrixKernels(
                 form=FORMS[self.form],
-                has_row_scale=self.form in ("fp8", "nvfp4"),
+                has_row_scale=self.form in ("fp8", "nvfp4") or (is_down and self.has_factors),
                 num_input_scales=min(1, num_scales) if is_down else num_scales,
                 has_bias=self.has_bias,
             )
@@ -100,6 +101,9 @@ class ExpertsCase:
                 has_bias=self.has_bias,
                 seed=seed,
             ).packed
+            if prefix == "down" and self.has_factors:
+                factors = torch.rand(self.num_here, 1, generator=random) + 0.5
+                matrix = replace(matrix, row_scale=factors.expand(self.num_here, out_size).contiguous())
             inputs |= {f"{prefix}_{name}": tensor for name, tensor in _inputs(matrix).items()}
             fields |= {
                 f"{prefix}_form": matrix.form,
@@ -126,6 +130,7 @@ CASES = {
     "groups of experts": ExpertsCase(
         form="plain", routing="sigmoid_top_k", has_choice_bias=True, num_groups=4, num_chosen_groups=2
     ),
+    "GELU, factors of experts": ExpertsCase(form="plain", activation="gelu_tanh", has_factors=True),
     "half of the experts": ExpertsCase(form="plain", num_here=4, first_expert=4),
     "tiles of 32": ExpertsCase(form="plain", num_rows=60),
     "tiles of 64": ExpertsCase(form="plain", num_rows=120),

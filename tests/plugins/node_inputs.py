@@ -33,6 +33,7 @@ class StepCase:
     softcap: float = 0.0
     score_scale: float | None = None  # None: head_dim ** -0.5
     has_sinks: int = 0
+    shares_kv: int = 0
 
     @property
     def scales(self) -> dict[str, float]:
@@ -58,6 +59,7 @@ CASES = {
         num_tokens=(3, 11), context_lens=(14, 5), width=3, page_dtype=torch.float8_e4m3fn, k_scale=0.02, v_scale=0.3
     ),
     "sinks": StepCase(num_tokens=(3, 33), context_lens=(14, 0), width=3, window=6, has_sinks=1),
+    "K and V of another layer": StepCase(num_tokens=(3, 11), context_lens=(14, 5), width=3, shares_kv=1),
     "soft cap": StepCase(num_tokens=(3, 33), context_lens=(14, 5), width=3, softcap=1.5),
     "score scale": StepCase(num_tokens=(3, 3), context_lens=(14, 5), width=3, score_scale=0.6),
     "sinks, soft cap and scale": StepCase(
@@ -69,6 +71,7 @@ ANCHORED = ("anchored window", "causal anchored window")
 # A case of the field, and another value of it.
 SCORE_FIELDS = {
     ("AttendPages", "has_sinks"): ("sinks", 0),
+    ("AttendPages", "shares_kv"): ("K and V of another layer", 0),
     ("AttendPages", "softcap"): ("soft cap", 0.0),
     ("AttendPages", "score_scale"): ("score scale", 0.25),
     ("AttendDraft", "softcap"): ("soft cap", 0.0),
@@ -113,7 +116,8 @@ class NodeInputs:
         inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
         inputs |= {"state_pools": self._pools(), "context_lens": self._integers(case.context_lens)}
         inputs |= self._layout() | {"sinks": self._sinks()}
-        return inputs, self._page_fields() | case.scores | {"window": case.window, "has_sinks": case.has_sinks}
+        fields = {"window": case.window, "has_sinks": case.has_sinks, "shares_kv": case.shares_kv}
+        return inputs, self._page_fields() | case.scores | fields
 
     def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         case, rows = self.case, sum(self.case.num_tokens)

@@ -49,8 +49,8 @@ def test_plain_layers_give_torchs_tokens(trt, tmp_path, monkeypatch, name, pair)
 def _swap_sinks(monkeypatch):
     honest = trt_attention.attend_pages
 
-    def swapped(layers, index, q, kv, pages, gqa, sinks):
-        return honest(layers, index, q, kv, pages, gqa, sinks and layers.gather(sinks, layers.ints([1, 0, 3, 2], (4,))))
+    def swapped(layers, index, q, pages, gqa, sinks):
+        return honest(layers, index, q, pages, gqa, sinks and layers.gather(sinks, layers.ints([1, 0, 3, 2], (4,))))
 
     monkeypatch.setattr(trt_attention, "attend_pages", swapped)
 

@@ -107,8 +107,8 @@ def test_norms_that_each_rank_takes_alone_are_noticed(
 def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lowering_experts._top_k
 
-    def alike(layers: Layers, logits: ITensor, moe: Moe, bias: Any) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe, bias)
+    def alike(layers: Layers, logits: ITensor, moe: Moe, experts: Any) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe, experts)
         mean = layers.reduce("AVG", weights, 1)
         return layers.broadcast(mean, (layers.dim(weights, 0), moe.num_experts_per_token)), expert_ids
 
@@ -118,8 +118,8 @@ def _weigh_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def _choose_the_next_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = lowering_experts._top_k
 
-    def next_ones(layers: Layers, logits: ITensor, moe: Moe, bias: Any) -> tuple[ITensor, ITensor]:
-        weights, expert_ids = honest(layers, logits, moe, bias)
+    def next_ones(layers: Layers, logits: ITensor, moe: Moe, experts: Any) -> tuple[ITensor, ITensor]:
+        weights, expert_ids = honest(layers, logits, moe, experts)
         return weights, layers.binary("SUB", layers.like(moe.num_experts - 1, expert_ids), expert_ids)
 
     monkeypatch.setattr(lowering_experts, "_top_k", next_ones)

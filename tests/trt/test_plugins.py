@@ -20,7 +20,7 @@ from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.kernels.experts import CLAMPED_SWIGLU
+from dflash_trt.kernels.experts_launch import ACTIVATIONS
 from dflash_trt.kernels.packed_product import FP8
 from dflash_trt.kernels.routing_launch import KINDS, Router
 from dflash_trt.network.ops import StepInputs
@@ -76,13 +76,14 @@ class PluginReference:
         padding = torch.zeros(len(x["q"]) - num_rows, x["q"].shape[1:].numel(), dtype=x["q"].dtype)
         if num_requests == 0:
             return [padding]
-        x = x | {name: x[name][:num_rows] for name in ("q", "k", "v", "positions")}
+        x = x | {name: x[name][:num_rows] for name in ("q", "k", "v", "positions")}  # of k and v, there may be none
         x |= {name: x[name][:num_requests] for name in ("context_lens", "page_table")}
         x["token_offsets"] = x["token_offsets"][: num_requests + 1]
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
         pages = _pages(x, settings, like=x["k"])
         attention = AttentionMask(window=_window(settings))
-        given = (x["q"], x["k"], x["v"], _scaled(pages, settings))
+        kv = (None, None) if settings["shares_kv"] else (x["k"], x["v"])
+        given = (x["q"], *kv, _scaled(pages, settings))
         scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
         return [torch.cat([torch_attention.attend_rows(plan, *given, attention, scores), padding])]
 
@@ -137,7 +138,7 @@ class PluginReference:
         gate_up, down = (decoded(x, settings, prefix) for prefix in ("gate_up", "down"))
         ids = ids - settings["first_expert"]
         is_here = (ids >= 0) & (ids < len(down))
-        activation = "clamped_swiglu" if settings["activation"] == CLAMPED_SWIGLU else "silu"
+        activation = {number: name for name, number in ACTIVATIONS.items()}[settings["activation"]]
         moe = SimpleNamespace(activation=activation, limit=settings["limit"], alpha=settings["alpha"])
         return [
             reference_experts.run_experts(

@@ -15,6 +15,7 @@ from dflash_trt.backends.base import (
     layer_problems,
     recurrent_problems,
     unsupported_formats,
+    wide_head_problems,
 )
 from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
@@ -23,7 +24,7 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.kernels.capacity import MAX_CANDIDATES
-from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
+from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_DRAFT_HEAD_DIM, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from dflash_trt.backends.torch.process_group import RankGroup
@@ -72,6 +73,7 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
     for spec in (target, draft):
         if spec is not None:
             yield from _head_problems(spec)
+    yield from wide_head_problems(target, where=where, hint=hint)
     yield from latent_problems(target, where=where, hint=hint)
     yield from layer_problems(target, where=where, hint=hint)
     yield from _selector_problems(draft)
@@ -80,11 +82,12 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
 
 def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
     hint = 'Run this engine with device "cpu".'
+    most = MAX_HEAD_DIM if spec.role == "target" else MAX_DRAFT_HEAD_DIM
     for head_dim in sorted({gqa.head_dim for gqa in spec.attentions}):
-        if head_dim % HEAD_DIM_GRAIN or head_dim > MAX_HEAD_DIM:
+        if head_dim % HEAD_DIM_GRAIN or head_dim > most:
             yield problem(
                 f"head_dim of the {spec.role}",
-                expected=f"a multiple of {HEAD_DIM_GRAIN} up to {MAX_HEAD_DIM} on a GPU",
+                expected=f"a multiple of {HEAD_DIM_GRAIN} up to {most} on a GPU",
                 found=str(head_dim),
                 hint=hint,
             )

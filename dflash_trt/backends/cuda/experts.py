@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_trt.backends.cuda.packed import packed_matrix
+from dflash_trt.backends.cuda.packed import expert_matrices, router_kind
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.kernels.experts_launch import PackedExperts, run_experts
 from dflash_trt.kernels.packed_matrix import PackedMatrix
@@ -28,7 +28,7 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
     With fixed tiles the bits of a row depend on the row alone.
     """
     assert isinstance(experts, StackedExperts)
-    gate_up, down = packed_matrix(experts.gate_up), packed_matrix(experts.down)
+    gate_up, down = expert_matrices(experts)
     return DeviceExperts(
         router=experts.router,
         num_experts=experts.num_experts,
@@ -43,9 +43,8 @@ def prepare_device_experts(experts: Experts[Tensor], *, has_fixed_tiles: bool = 
 
 def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: Moe) -> Tensor:
     """x [N, H] and the router's logits [N, moe.num_experts] -> [N, H]; experts of other ranks add nothing."""
-    assert moe.routing != "scaled_softmax_top_k" and moe.activation != "gelu_tanh", "refused by `unsupported`"
     router = Router(
-        kind=moe.routing,
+        kind=router_kind(moe),
         num_chosen=moe.num_experts_per_token,
         normalizes=moe.normalizes_top_k,
         factor=moe.routing_scale,

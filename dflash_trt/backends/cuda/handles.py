@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dflash_trt.kernels.norm_launch import add_rms_norm, rms_norm, silu_mul
+from dflash_trt.kernels.norm_launch import add_rms_norm, gelu_mul, rms_norm, silu_mul
 from dflash_trt.kernels.one_shot_launch import PeerBuffers, one_shot_add_rms_norm, one_shot_sum
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
 from dflash_trt.kernels.row_codes import FP8
@@ -30,7 +30,7 @@ class Heads:
     """[N, heads, D] before its norm and rotation; rows may be further apart."""
 
     x: Tensor
-    norm: tuple[Tensor, float] | None = None  # weight [D], eps
+    norm: tuple[Tensor | None, float] | None = None  # weight [D], None as if it were ones; eps
     rope: RopeRows | None = None
 
 
@@ -99,18 +99,22 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """An Activation: silu(gate) * up. Read once."""
+    """An Activation: silu(gate) * up, or with GELU. Read once."""
 
     gate_up: Tensor
+    is_gelu: bool = False
 
     def value(self) -> Tensor:
-        return silu_mul(self.gate_up)
+        return self._run(None)
 
     def codes(self, form: int, scale: Tensor) -> RowCodes:
         num_rows, num_columns = self.gate_up.shape
         codes = RowCodes.allocate(form, scale, num_rows, num_columns // 2)
-        silu_mul(self.gate_up, codes=codes)
+        self._run(codes)
         return codes
+
+    def _run(self, codes: RowCodes | None) -> Tensor:
+        return (gelu_mul if self.is_gelu else silu_mul)(self.gate_up, codes=codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +143,17 @@ def tensor_of(x: Value) -> Tensor:
     return x if isinstance(x, Tensor) else x.value()
 
 
-def rotation_of(q: Heads, k: Heads) -> Rotation:
-    assert q.rope is not None and k.rope is not None and (q.norm is None) == (k.norm is None)
-    eps = 1e-6 if k.norm is None else k.norm[1]
+def rotation_of(q: Heads, k: Heads | None = None, v: Heads | None = None) -> Rotation:
+    """Without k: of a layer whose queries alone are rotated."""
+    assert q.rope is not None and (k is None or (q.norm is None) == (k.norm is None))
+    norms_v = v is not None and v.norm is not None
+    assert not norms_v or (v is not None and v.norm is not None and v.norm[0] is None and v.rope is None)
+    norms = [heads.norm for heads in (q, k, v) if heads is not None and heads.norm is not None]
     return Rotation(
-        inv_freq=k.rope.inv_freq,
-        amplitude=k.rope.amplitude,
+        inv_freq=q.rope.inv_freq,
+        amplitude=q.rope.amplitude,
         q_norm=None if q.norm is None else q.norm[0],
-        k_norm=None if k.norm is None else k.norm[0],
-        eps=eps,
+        k_norm=None if k is None or k.norm is None else k.norm[0],
+        eps=norms[0][1] if norms else 1e-6,
+        norms_v=norms_v,
     )

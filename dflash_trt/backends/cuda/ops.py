@@ -43,7 +43,13 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.kernels.norm_launch import sigmoid_mul
-from dflash_trt.kernels.rope_and_pages_launch import Rotation, rotate_and_store, rotate_block, store_draft_context
+from dflash_trt.kernels.rope_and_pages_launch import (
+    Rotation,
+    rotate_and_store,
+    rotate_block,
+    rotate_queries,
+    store_draft_context,
+)
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
 from dflash_trt.network.ops import (
@@ -92,13 +98,12 @@ class TorchGpuOps(DrafterOps):
         return apply_device_linear(activation, linear)
 
     def rms_norm(self, x: Value, weight: Value | None, eps: float) -> Value:
-        if weight is None:
-            heads = x.x if isinstance(x, Heads) else tensor_of(x)
-            normed = F.rms_norm(heads, heads.shape[-1:], None, eps)
-            return Heads(normed) if isinstance(x, Heads) else normed
         if isinstance(x, Heads):
             assert x.norm is None and x.rope is None
-            return Heads(x.x, norm=(tensor_of(weight), eps))
+            return Heads(x.x, norm=(None if weight is None else tensor_of(weight), eps))
+        if weight is None:
+            rows = tensor_of(x)
+            return F.rms_norm(rows, rows.shape[-1:], None, eps)
         return Norm(x if isinstance(x, Sum) else tensor_of(x), tensor_of(weight), eps)
 
     def joint_rms_norm(self, x: Value, weight: Value, eps: float) -> Value:
@@ -123,16 +128,16 @@ class TorchGpuOps(DrafterOps):
     def sigmoid_mul(self, x: Value, gate: Value) -> Tensor:
         return sigmoid_mul(tensor_of(x), tensor_of(gate))
 
-    def gelu_mul(self, gate_up: Value) -> Tensor:
-        gate, up = tensor_of(gate_up).chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+    def gelu_mul(self, gate_up: Value) -> Gated:
+        return Gated(tensor_of(gate_up), is_gelu=True)
 
     def softcap(self, x: Value, cap: float) -> Tensor:
         return (tensor_of(x).float() / cap).tanh_().mul_(cap)
 
     def moe(self, x: Value, experts: Experts[Any], moe: Moe, routed: Value | None = None) -> Tensor:
-        assert isinstance(experts, DeviceExperts) and routed is None, "refused by `unsupported`"
-        return run_device_experts(tensor_of(x), self.linear(x, experts.router), experts, moe)
+        assert isinstance(experts, DeviceExperts)
+        logits = self.linear(x if routed is None else routed, experts.router)
+        return run_device_experts(tensor_of(x), logits, experts, moe)
 
     def split(self, x: Value, sizes: Sequence[int]) -> Sequence[Value]:
         if isinstance(x, Heads):
@@ -148,8 +153,11 @@ class TorchGpuOps(DrafterOps):
         return Heads(x.view(len(x), -1, head_dim))
 
     def merge_heads(self, x: Value) -> Tensor:
-        assert isinstance(x, Heads) and x.norm is None and x.rope is None
-        return x.x.flatten(1)
+        assert isinstance(x, Heads) and x.rope is None
+        if x.norm is None:
+            return x.x.flatten(1)
+        weight, eps = x.norm
+        return F.rms_norm(x.x, x.x.shape[-1:], weight, eps).flatten(1)
 
     def gather_rows(self, x: Value, rows: Value) -> Tensor:
         return tensor_of(x).index_select(0, tensor_of(rows).flatten())
@@ -177,18 +185,25 @@ class TorchGpuOps(DrafterOps):
         sinks: Value | None = None,
     ) -> Attended:
         """K and V are stored now; the linear that reads the result says whether it wants codes."""
-        assert isinstance(q, Heads) and isinstance(k, Heads) and isinstance(v, Heads)
+        assert isinstance(q, Heads)
         options = _options(cache, gqa, sinks)
-        attended = self._attend_rows if rows.keeps_kv else self._attend_blocks
+        if k is None or v is None:  # an earlier layer has stored them
+            assert rows.keeps_kv and k is v
+            queries = rotate_queries(q.x, rows.positions, rotation_of(q))
+            run = self._attend_rows(queries, rows, cache.tensor, options)
+        else:
+            assert isinstance(k, Heads) and isinstance(v, Heads)
+            attended = self._store_and_attend if rows.keeps_kv else self._attend_blocks
+            run = attended(q, k, v, rows, cache.tensor, options)
         num_rows, features = len(q.x), q.x[0].numel()
         codes = self._resources.attended_codes[: num_rows * features].view(num_rows, features)
-        return Attended(attended(q, k, v, rows, cache.tensor, options), codes)
+        return Attended(run, codes)
 
     def _row_options(self, options: AttentionOptions) -> AttentionOptions:
         """Of rows that keep their K/V."""
         return options
 
-    def _attend_rows(
+    def _store_and_attend(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         rotated = rotate_and_store(
@@ -198,12 +213,16 @@ class TorchGpuOps(DrafterOps):
             pool,
             rows.index.requests,
             rows.positions,
-            rotation_of(q, k),
+            rotation_of(q, k, v),
             k_scale=options.k_scale,
             v_scale=options.v_scale,
         )
         assert rotated is not None
-        queries = rotated
+        return self._attend_rows(rotated, rows, pool, options)
+
+    def _attend_rows(
+        self, queries: Tensor, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+    ) -> Callable[[RowCodes | None], Tensor]:
         attended = self._resources.attended[: queries.numel()].view(queries.shape)
 
         def run(codes: RowCodes | None) -> Tensor:
@@ -226,6 +245,7 @@ class TorchGpuOps(DrafterOps):
     def _attend_blocks(
         self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
+        assert v.norm is None, "no drafter norms its values"
         q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, rotation_of(q, k))
         (piece,) = rows.index.pieces
 

@@ -1,10 +1,12 @@
 """Weights as the kernels of `packed_product.py` read them: packed, with their scales prepared once, at load."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight, row_scale
 from dflash_trt.formats.fp8 import Fp8RowWeight, Fp8Weight
 from dflash_trt.formats.fp8_block import Fp8BlockWeight
@@ -13,7 +15,8 @@ from dflash_trt.formats.mxfp4 import Mxfp4Weight
 from dflash_trt.formats.nvfp4 import Nvfp4Weight
 from dflash_trt.kernels.packed_matrix import PackedMatrix
 from dflash_trt.kernels.packed_product import FP8, FP8_BLOCK, INT4, MXFP4, NVFP4, PLAIN
-from dflash_trt.network.ops import Linear
+from dflash_trt.kernels.routing_launch import RouterKind
+from dflash_trt.network.ops import Linear, StackedExperts
 
 FORMS: Final[dict[type[QuantizedWeight[Any]], int]] = {
     Fp8Weight: FP8,
@@ -49,6 +52,29 @@ def packed_matrix(linear: Linear[Tensor]) -> PackedMatrix:
         )
     matrix.check()
     return matrix
+
+
+def expert_matrices(experts: StackedExperts[Tensor]) -> tuple[PackedMatrix, PackedMatrix]:
+    """gate_up and down of a layer's experts; a factor of an expert is one of all rows of its down.
+
+    Raises:
+        ValueError: no kernel reads such a tensor.
+    """
+    gate_up, down = packed_matrix(experts.gate_up), packed_matrix(experts.down)
+    if experts.expert_scales is None:
+        return gate_up, down
+    here = experts.expert_scales[experts.first_expert : experts.first_expert + experts.num_experts]
+    scales = here.float()[:, None].expand(down.codes.shape[:2])
+    return gate_up, replace(
+        down,
+        row_scale=scales.contiguous() if down.row_scale is None else down.row_scale * scales,
+        bias=None if down.bias is None else down.bias * here[:, None],
+    )
+
+
+def router_kind(moe: Moe) -> RouterKind:
+    """Factors of experts are in their weights already (`expert_matrices`)."""
+    return "softmax_top_k" if moe.routing == "scaled_softmax_top_k" else moe.routing
 
 
 def _row_scale(weight: QuantizedWeight[Tensor]) -> Tensor | None:  # float32 [..., out]

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.cuda.packed import packed_matrix
+from dflash_trt.backends.cuda.packed import expert_matrices, router_kind
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.host_views import host_tensor, torch_view
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
@@ -31,7 +31,7 @@ def experts_node(
     fields: dict[str, float] = {
         "first_expert": experts.first_expert,
         "num_chosen": moe.num_experts_per_token,
-        "routing": KINDS[moe.routing],
+        "routing": KINDS[router_kind(moe)],
         "normalizes": int(moe.normalizes_top_k),
         "has_choice_bias": int(experts.choice_bias is not None),
         "num_groups": moe.num_groups,
@@ -43,8 +43,8 @@ def experts_node(
     }
     bias = experts.choice_bias
     given = {"choice_bias": layers.floats([0.0], (1,)) if bias is None else layers.tensor(bias)}
-    for prefix, linear in (("gate_up", experts.gate_up), ("down", experts.down)):
-        matrix = packed_matrix(_viewed(linear))
+    matrices = expert_matrices(_viewed_experts(experts))
+    for prefix, linear, matrix in zip(("gate_up", "down"), (experts.gate_up, experts.down), matrices, strict=True):
         given |= {f"{prefix}_{name}": tensor for name, tensor in _inputs(layers, linear, matrix, of_f).items()}
         fields |= {
             f"{prefix}_form": matrix.form,
@@ -89,6 +89,19 @@ def _bytes(layers: Layers, name: str, linear: Linear[HostTensor], tensor: Tensor
 def _hosted(name: str, linear: Linear[HostTensor], tensor: Tensor) -> HostTensor:
     """Views of the weight keep its memory alive through `linear`."""
     return replace(host_tensor(name, tensor), owner=(tensor, linear))
+
+
+def _viewed_experts(experts: StackedExperts[HostTensor]) -> StackedExperts[Tensor]:
+    """What the kernels read of them."""
+    scales = experts.expert_scales
+    return StackedExperts(
+        router=Linear(weight=torch.empty(0)),  # a linear of its own
+        num_experts=experts.num_experts,
+        first_expert=experts.first_expert,
+        expert_scales=None if scales is None else torch_view(scales),
+        gate_up=_viewed(experts.gate_up),
+        down=_viewed(experts.down),
+    )
 
 
 def _viewed(linear: Linear[HostTensor]) -> Linear[Tensor]:

@@ -51,21 +51,24 @@ def index_step(layers: Layers, inputs: StepInputs[ITensor], *, page_size: int) -
     )
 
 
+def write_rows(layers: Layers, index: StepIndex, kv: tuple[ITensor, ITensor], pages: Pages) -> Pages:
+    """Pages with k and v [T, kv_heads, D] of all rows written."""
+    codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
+    return pages.with_codes(layers, codes)
+
+
 def attend_pages(
     layers: Layers,
     index: StepIndex,
     q: ITensor,  # [T, heads, D]
-    kv: tuple[ITensor, ITensor],  # [T, kv_heads, D]
-    pages: Pages,
+    pages: Pages,  # the rows' own K and V among them
     gqa: Gqa,
     sinks: ITensor | None,  # float32 [heads]
-) -> tuple[ITensor, Pages]:
-    """([T, heads * D], pages with k and v written). See `Ops.attend`."""
+) -> ITensor:  # [T, heads * D]
+    """See `Ops.attend`."""
     mask = gqa.mask
     assert mask.is_causal and not mask.is_window_anchored  # targets are; other configs are refused
-    codes = layers.scatter_nd(pages.codes(layers), index.kv_slots, pages.rows(layers, kv))
-    written = pages.with_codes(layers, codes)
-    keys, values = read_pages(layers, written, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
+    keys, values = read_pages(layers, pages, index.page_table_of_row, like=q)  # [T, kv_heads, S, D]
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     num_heads = q.shape[1]
     grouped = layers.reshape(q, (-1, kv_heads, num_heads // kv_heads, head_dim))
@@ -79,7 +82,7 @@ def attend_pages(
     if sinks is not None:
         sinks = layers.reshape(sinks, (1, kv_heads, num_heads // kv_heads, 1))
     attended = _attend(layers, grouped, keys, values, visible, gqa, sinks)  # [T, kv_heads, group, D]
-    return layers.reshape(attended, (-1, num_heads * head_dim)), written
+    return layers.reshape(attended, (-1, num_heads * head_dim))
 
 
 def write_draft_context(

@@ -3,6 +3,7 @@
 Slow by design, for checks. `backends/torch/moe.py` defines the arithmetic. Sums over experts are in float32.
 """
 
+import math
 from typing import Final, assert_never
 
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
@@ -11,6 +12,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Linear, StackedExperts
 
+_GELU_CUBE, _GELU_SCALE = 0.044715, (2 / math.pi) ** 0.5
 NEGLIGIBLE: Final = 1e-20  # added to a sum of sigmoids, which may underflow
 _CLOSED: Final = -3.0e38  # scores of a group that is not chosen from
 
@@ -34,7 +36,7 @@ def _choice(
     layers: Layers, logits: ITensor, experts: StackedExperts[Handle], moe: Moe
 ) -> tuple[ITensor, ITensor]:  # bool and float32 [E, N, 1]
     """The rows that the experts of this rank get, and how much of each result these take."""
-    chosen_weights, expert_ids = _top_k(layers, logits, moe, experts.choice_bias)
+    chosen_weights, expert_ids = _top_k(layers, logits, moe, experts)
     here = [experts.first_expert + i for i in range(experts.num_experts)]
     by_choice = layers.reshape(expert_ids, (-1, moe.num_experts_per_token, 1))
     is_chosen = layers.binary("EQUAL", by_choice, layers.ints(here, (1, 1, len(here))))  # [N, k, E]
@@ -47,21 +49,22 @@ def _choice(
     )
 
 
-def _top_k(layers: Layers, logits: ITensor, moe: Moe, choice_bias: Handle | None = None) -> tuple[ITensor, ITensor]:
+def _top_k(layers: Layers, logits: ITensor, moe: Moe, experts: StackedExperts[Handle]) -> tuple[ITensor, ITensor]:
     """Weights float32 [N, k], rounded to F, and ids int32 [N, k]; see `Moe.routing`."""
     wide = layers.cast(logits, "float32")
     match moe.routing:
         case "top_k_softmax":
             best, expert_ids = layers.top_k(wide, moe.num_experts_per_token, 1)
             weights = layers.softmax(best, 1)
-        case "softmax_top_k":
+        case "softmax_top_k" | "scaled_softmax_top_k":
             weights, expert_ids = layers.top_k(layers.softmax(wide, 1), moe.num_experts_per_token, 1)
             if moe.normalizes_top_k:
                 weights = layers.binary("DIV", weights, layers.reduce("SUM", weights, 1))
+            if experts.expert_scales is not None:
+                scales = layers.cast(layers.tensor(experts.expert_scales), "float32")
+                weights = layers.binary("PROD", weights, layers.gather(scales, expert_ids))
         case "sigmoid_top_k":
-            weights, expert_ids = _largest_sigmoids(layers, layers.sigmoid(wide), moe, choice_bias)
-        case "scaled_softmax_top_k":
-            raise AssertionError("refused by `unsupported_problems`")
+            weights, expert_ids = _largest_sigmoids(layers, layers.sigmoid(wide), moe, experts.choice_bias)
         case _:
             assert_never(moe.routing)
     return layers.cast(layers.cast_like(weights, logits), "float32"), expert_ids
@@ -129,6 +132,16 @@ def activated(layers: Layers, gate_up: ITensor, moe: Moe) -> ITensor:
         gate = layers.binary("MIN", gate, moe.limit)
         up = layers.binary("SUM", layers.clamp(up, -moe.limit, moe.limit), 1.0)
     wide = layers.cast(gate, "float32")  # fp32 inside the activation
+    if moe.activation == "gelu_tanh":
+        return layers.binary("PROD", layers.cast_like(gelu_tanh(layers, wide), gate), up)
     steepness = 1.0 if moe.alpha is None else moe.alpha
     sigmoid = layers.sigmoid(wide if steepness == 1.0 else layers.binary("PROD", wide, steepness))
     return layers.binary("PROD", layers.cast_like(layers.binary("PROD", wide, sigmoid), gate), up)
+
+
+def gelu_tanh(layers: Layers, x: ITensor) -> ITensor:
+    """GELU in its approximation with tanh."""
+    cube = layers.binary("PROD", x, layers.binary("PROD", x, x))
+    inner = layers.binary("SUM", x, layers.binary("PROD", cube, _GELU_CUBE))
+    weight = layers.binary("SUM", layers.tanh(layers.binary("PROD", inner, _GELU_SCALE)), 1.0)
+    return layers.binary("PROD", layers.binary("PROD", x, 0.5), weight)

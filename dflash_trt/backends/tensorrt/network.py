@@ -23,7 +23,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
@@ -106,6 +106,8 @@ def _tensors_of(state: LayerState, page_size: int) -> tuple[IoTensor, ...]:
             )
             for part, (shape, dtype) in state.tensors().items()
         )
+    if isinstance(state, SharedKv):
+        return ()
     assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
     shape, axes = (-1, *state.page_shape(page_size)), ("pages", "2", "page_size", "kv_heads", "D")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
@@ -172,8 +174,9 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor]) -> LayerCache[I
         parts = state.tensors()
         found = {part: tensors.get(slot_tensor_name(state, part), pools) for part in parts}
         return RecurrentCache(found, state)
-    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
-    return Cache(tensors.get(state.name, pools), state)
+    kv = state.source if isinstance(state, SharedKv) else state
+    assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
+    return Cache(tensors.get(kv.name, pools), kv)
 
 
 def _lowering(

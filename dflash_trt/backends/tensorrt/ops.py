@@ -5,9 +5,8 @@ them. Attention and sampling are plugin nodes, which write pages where they are,
 values: the written ones become outputs.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
@@ -43,7 +42,6 @@ from dflash_trt.network.ops import (
 )
 
 PluginMode = Literal["plugin", "layers"]
-_GELU_CUBE, _GELU_SCALE = 0.044715, (2 / math.pi) ** 0.5  # of GELU's approximation with tanh
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
 
@@ -72,14 +70,17 @@ class LayersLowering:
     def attend_pages(
         self,
         q: ITensor,
-        kv: tuple[ITensor, ITensor],
+        kv: tuple[ITensor, ITensor] | None,  # None: an earlier layer has written the pages
         cache: Cache[ITensor],
         gqa: Gqa,
         sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor:
-        attended, written = trt_attention.attend_pages(self._layers, self._index, q, kv, _pages(cache), gqa, sinks)
-        self._take(cache, written)
-        return attended
+        if kv is None:
+            pages = replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
+        else:
+            pages = trt_attention.write_rows(self._layers, self._index, kv, _pages(cache))
+            self._take(cache, pages)
+        return trt_attention.attend_pages(self._layers, self._index, q, pages, gqa, sinks)
 
     def attend_draft(
         self,
@@ -231,11 +232,7 @@ class TrtOps(DrafterOps, RefusedOps):
         layers = self._layers
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half))
-        wide = layers.cast(gate, "float32")
-        cube = layers.binary("PROD", wide, layers.binary("PROD", wide, wide))
-        inner = layers.binary("SUM", wide, layers.binary("PROD", cube, _GELU_CUBE))
-        weight = layers.binary("SUM", layers.tanh(layers.binary("PROD", inner, _GELU_SCALE)), 1.0)
-        activated = layers.binary("PROD", layers.binary("PROD", wide, 0.5), weight)
+        activated = trt_experts.gelu_tanh(layers, layers.cast(gate, "float32"))
         return layers.binary("PROD", layers.cast_like(activated, gate), up)
 
     def softcap(self, x: ITensor, cap: float) -> ITensor:
@@ -280,8 +277,9 @@ class TrtOps(DrafterOps, RefusedOps):
         return layers.binary("SUM", layers.binary("PROD", x, cos), layers.binary("PROD", turned, sin))
 
     def moe(self, x: ITensor, experts: Experts[Handle], moe: Moe, routed: ITensor | None = None) -> ITensor:
-        assert isinstance(experts, StackedExperts) and routed is None, "refused by `unsupported_problems`"
-        return self._lowering.experts(x, self.linear(x, experts.router), experts, moe)
+        assert isinstance(experts, StackedExperts)
+        logits = self.linear(x if routed is None else routed, experts.router)
+        return self._lowering.experts(x, logits, experts, moe)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs
@@ -303,11 +301,10 @@ class TrtOps(DrafterOps, RefusedOps):
         gqa: Gqa,
         sinks: Handle | None = None,
     ) -> ITensor:
-        assert k is not None and v is not None, "refused by `unsupported_problems`"
         if rows.keeps_kv:
             wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
-            return self._lowering.attend_pages(q, (k, v), cache, gqa, wide)
-        assert sinks is None, "DFlash drafters have none"
+            return self._lowering.attend_pages(q, None if k is None or v is None else (k, v), cache, gqa, wide)
+        assert sinks is None and k is not None and v is not None, "DFlash drafters have none of those"
         store = self._stores.pop(cache.spec.name)
         return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa)
 

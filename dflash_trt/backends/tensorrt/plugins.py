@@ -5,6 +5,7 @@ defined; a plugin that the registry lacks is an error that names it.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent
+from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
 from dflash_trt.kernels.launch_rules import NO_WINDOW
 from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts, StepInputs
 
@@ -44,7 +45,7 @@ ATTEND_PAGES: Final = PluginContract(
     name="AttendPages",
     inputs=("q", "k", "v", "state_pools", "positions", "token_offsets", "context_lens", "page_table", "sinks"),
     outputs=("attended",),
-    fields=(*PAGE_FIELDS, "window", "has_sinks"),
+    fields=(*PAGE_FIELDS, "window", "has_sinks", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 ATTEND_DRAFT: Final = PluginContract(
@@ -156,8 +157,9 @@ class PluginLowering:
         self._inputs = inputs
         self._state_pools = state_pools
         self._slot_ids = slot_ids
-        firsts = accumulate((num_pools(state) for state in states), initial=0)
-        self._indices = {state.name: index for state, index in zip(states, firsts, strict=False)}
+        own = [state for state in states if not isinstance(state, SharedKv)]
+        firsts = accumulate((num_pools(state) for state in own), initial=0)
+        self._indices = {state.name: index for state, index in zip(own, firsts, strict=False)}
         self._page_size = page_size
         self._num_nodes = 0
         self._written: list[ITensor] = []
@@ -165,16 +167,23 @@ class PluginLowering:
     def attend_pages(
         self,
         q: ITensor,
-        kv: tuple[ITensor, ITensor],
+        kv: tuple[ITensor, ITensor] | None,
         cache: Cache[ITensor],
         gqa: Gqa,
         sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor:
+        """Without `kv`: q depends on the node that has written the pages, as everything after that layer does."""
         assert gqa.mask.is_causal and not gqa.mask.is_window_anchored  # targets are; other configs are refused
         num_heads = q.shape[1]
         not_read = self._layers.floats([0.0] * num_heads, (num_heads,))
-        given = {"q": q, "k": kv[0], "v": kv[1], "sinks": not_read if sinks is None else sinks}
-        return self._page_node(ATTEND_PAGES, given, cache, _scores(gqa) | {"has_sinks": int(sinks is not None)})
+        k, v = kv or (self._row_not_read(cache, q),) * 2
+        given = {"q": q, "k": k, "v": v, "sinks": not_read if sinks is None else sinks}
+        flags = {"has_sinks": int(sinks is not None), "shares_kv": int(kv is None)}
+        return self._page_node(ATTEND_PAGES, given, cache, _scores(gqa) | flags)
+
+    def _row_not_read(self, cache: Cache[ITensor], q: ITensor) -> ITensor:  # F [1, kv_heads, D]
+        shape = (1, cache.spec.num_kv_heads, cache.spec.head_dim)
+        return self._layers.cast_like(self._layers.floats([0.0] * math.prod(shape), shape), q)
 
     def attend_draft(
         self,

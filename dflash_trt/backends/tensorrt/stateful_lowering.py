@@ -15,7 +15,7 @@ class StatefulLowering(Protocol):
     def attend_pages(
         self,
         q: ITensor,
-        kv: tuple[ITensor, ITensor],
+        kv: tuple[ITensor, ITensor] | None,  # None: an earlier layer has written the pages
         cache: Cache[ITensor],
         gqa: Gqa,
         sinks: ITensor | None,  # float32 [heads]

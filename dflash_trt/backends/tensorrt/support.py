@@ -8,6 +8,7 @@ from dflash_trt.backends.base import (
     layer_problems,
     recurrent_problems,
     unsupported_formats,
+    wide_head_problems,
 )
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
@@ -55,6 +56,7 @@ def unsupported_problems(
         *recurrent_problems(target, draft, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
         *layer_problems(target, where=where, hint=back),
+        *wide_head_problems(target, where=where, hint=back),
         *_head_problems(target, hint=back),
         *drafter_problems(draft, where=where, hint=back),
     ]

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes
+from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.families.base import Family, LayerFields
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable, expert_tensors, one
 from dflash_trt.checkpoint.gemma_layers import (
@@ -173,14 +174,29 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
         f"{canonical}.router": one(f"{foreign}.router.proj.weight"),
         f"{canonical}.router_norm": one(f"{foreign}.router.scale"),
         f"{canonical}.expert_scales": one(f"{foreign}.router.per_expert_scale"),
-        f"{canonical}.experts.gate_up": expert_tensors(f"{foreign}.experts.gate_up_proj"),
-        f"{canonical}.experts.down": expert_tensors(f"{foreign}.experts.down_proj"),
         f"{canonical}.shared.gate_up": ForeignNames(
             parts=tuple(f"{foreign}.mlp.{word}_proj.weight" for word in ("gate", "up"))
         ),
         f"{canonical}.shared.down": one(f"{foreign}.mlp.down_proj.weight"),
     }
-    return table | {f"{canonical}.{ours}": one(f"{foreign}.{theirs}.weight") for ours, theirs in _EXPERT_NORMS.items()}
+    table |= {f"{canonical}.{ours}": one(f"{foreign}.{theirs}.weight") for ours, theirs in _EXPERT_NORMS.items()}
+    return table | _projection_names(canonical, foreign, moe, stored_names)
+
+
+def _projection_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
+    """All experts in one tensor, as published in bfloat16, or a matrix for each, as tools store quantized ones."""
+    inner = f"{foreign}.moe.experts" if f"{foreign}.moe.experts.0.down_proj.weight" in stored_names else None
+    experts = inner or f"{foreign}.experts"
+    if not inner and not any(f"{experts}.0.down_proj.{name}" in stored_names for name in ("weight", "weight_packed")):
+        return {
+            f"{canonical}.experts.gate_up": expert_tensors(f"{experts}.gate_up_proj"),
+            f"{canonical}.experts.down": expert_tensors(f"{experts}.down_proj"),
+        }
+    table: ForeignTable = {}
+    for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        parts = [f"{experts}.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]
+        table[f"{canonical}.experts.{name}"] = expert_tensors(*parts, layout=ExpertLayout(is_one_by_one=True))
+    return table
 
 
 FAMILY = Family(

@@ -20,6 +20,7 @@ constexpr FieldRule kPageType{"page_type", FieldType::kInt32, 0, 1}; // a PageTy
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
 constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
 constexpr FieldRule kHasSinks{"has_sinks", FieldType::kInt32, 0, 1};
+constexpr FieldRule kSharesKv{"shares_kv", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsWindowAnchored{"is_window_anchored", FieldType::kInt32, 0, 1};
 constexpr double kLeastReal = std::numeric_limits<float>::min();
@@ -42,7 +43,7 @@ constexpr InputRule kAttendPagesInputs[] = {
 };
 constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF}};
 constexpr FieldRule kAttendPagesFields[] = {
-    kState, kPageType, kPageSize, kWindow, kHasSinks, kKScale, kVScale, kSoftcap, kScoreScale};
+    kState, kPageType, kPageSize, kWindow, kHasSinks, kSharesKv, kKScale, kVScale, kSoftcap, kScoreScale};
 
 constexpr InputRule kAttendDraftInputs[] = {
     {"context_k", kF, 3},
@@ -126,7 +127,7 @@ constexpr FieldRule kExpertsFields[] = {
     {"has_choice_bias", FieldType::kInt32, 0, 1},
     {"num_groups", FieldType::kInt32, 1, 4096},
     {"num_chosen_groups", FieldType::kInt32, 1, 4096},
-    {"activation", FieldType::kInt32, 0, 1},
+    {"activation", FieldType::kInt32, 0, 2},
     {"gate_up_form", FieldType::kInt32, 0, 5},
     {"gate_up_has_row_scale", FieldType::kInt32, 0, 1},
     {"gate_up_has_input_scale", FieldType::kInt32, 0, 1},

@@ -69,6 +69,20 @@ int64_t choose_tile(KernelVariants const& candidates, int64_t query_rows, int64_
     return fitting != tiles.end() ? *fitting : largest;
 }
 
+/// Programs that share a tile, each with a part of V.
+int64_t parts_of(KernelVariants const& candidates, int64_t tile)
+{
+    auto const found = std::find_if(candidates.begin(), candidates.end(),
+        [&](EmbeddedKernel const* kernel) { return kernel->constant("TILE") == tile; });
+    return (*found)->constant("PARTS");
+}
+
+/// One wave of the GPU: the parts of a tile run beside each other.
+int64_t slots_of(PageGeometry const& geometry, int64_t parts, int64_t num_multiprocessors)
+{
+    return launch_rules::work_slots(geometry.kv_heads * parts, num_multiprocessors);
+}
+
 Values common_values(
     PageGeometry const& geometry, int64_t heads, AttentionOptions const& options, Attention const& attention)
 {
@@ -159,11 +173,11 @@ void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry con
     int64_t num_requests, Values& values, Device const& device)
 {
     auto const chosen = [&](char const* kernel) { return choice(kernel, geometry, kind, num_requests); };
-    int64_t const tile =
-        choose_tile(chosen(kKernels.front()).candidates(device), pass.query_rows, values.integer_of("heads_per_kv"));
+    KernelVariants const candidates = chosen(kKernels.front()).candidates(device);
+    int64_t const tile = choose_tile(candidates, pass.query_rows, values.integer_of("heads_per_kv"));
     int64_t const num_multiprocessors =
         std::min<int64_t>(device.num_multiprocessors, launch_rules::MAX_MULTIPROCESSORS);
-    int64_t const num_slots = launch_rules::work_slots(geometry.kv_heads, num_multiprocessors);
+    int64_t const num_slots = slots_of(geometry, parts_of(candidates, tile), num_multiprocessors);
     values.pointer("partials", workspace_at(0))
         .pointer("partial_stats", workspace_at(num_partials(geometry, tile, num_slots)))
         .integer("min_rows", pass.min_rows)
@@ -194,7 +208,7 @@ size_t attention_workspace_bytes(PageGeometry const& geometry, AttentionKind kin
     for (EmbeddedKernel const* kernel : choice(kKernels.front(), geometry, kind, 1).candidates())
     {
         int64_t const tile = kernel->constant("TILE");
-        int64_t const num_slots = launch_rules::work_slots(geometry.kv_heads, launch_rules::MAX_MULTIPROCESSORS);
+        int64_t const num_slots = slots_of(geometry, kernel->constant("PARTS"), launch_rules::MAX_MULTIPROCESSORS);
         num_elements = std::max(num_elements,
             num_partials(geometry, tile, num_slots) + launch_rules::num_stats(tile, geometry.kv_heads, num_slots));
     }

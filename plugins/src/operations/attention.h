@@ -36,6 +36,7 @@ struct AttentionOptions
     float score_scale; // D^-0.5, if the model has none of its own
     float softcap;     // c: scores become c * tanh(s / c); 0: none
     bool has_sinks;    // of attend_pages alone
+    bool shares_kv;    // of attend_pages alone: another node has written K and V
 
     [[nodiscard]] bool has_softcap() const noexcept { return softcap > 0.0F; }
 };

@@ -61,16 +61,20 @@ PreparedLaunches joined(PreparedLaunch write, PreparedLaunches attention)
 PreparedLaunches prepare_attend_pages(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     StepShape const& shape, Device const& device)
 {
-    // Rejected rows are written too: the next step overwrites them.
-    PageWrite const write = page_write(kAttendPages, "k", "v", shape);
     Attention read = attention(kAttendPages, "context_lens", shape);
     read.num_rows = shape.num_tokens;
     if (options.has_sinks)
     {
         read.sinks = input_slot(kAttendPages, "sinks");
     }
-    return joined(prepare_page_write(geometry, write, device),
-        prepare_attention(geometry, heads, options, read, device));
+    PreparedLaunches launches = prepare_attention(geometry, heads, options, read, device);
+    if (options.shares_kv)
+    {
+        return launches;
+    }
+    // Rejected rows are written too: the next step overwrites them.
+    PageWrite const write = page_write(kAttendPages, "k", "v", shape);
+    return joined(prepare_page_write(geometry, write, device), std::move(launches));
 }
 
 PreparedLaunches prepare_write_draft_context(PageGeometry const& geometry, StepShape const& shape, Device const& device)

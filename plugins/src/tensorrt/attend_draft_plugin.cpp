@@ -16,7 +16,7 @@ AttentionOptions options_of(PluginFields const& fields)
 {
     AttentionMask const mask{
         fields.integer("window"), fields.integer("is_causal") != 0, fields.integer("is_window_anchored") != 0};
-    return {mask, fields.real("score_scale"), fields.real("softcap"), false};
+    return {mask, fields.real("score_scale"), fields.real("softcap"), false, false};
 }
 
 /// S, from the rows of all requests' blocks.

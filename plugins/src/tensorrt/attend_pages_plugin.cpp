@@ -15,7 +15,8 @@ namespace
 AttentionOptions options_of(PluginFields const& fields)
 {
     AttentionMask const mask{fields.integer("window"), true, false};
-    return {mask, fields.real("score_scale"), fields.real("softcap"), fields.integer("has_sinks") != 0};
+    return {mask, fields.real("score_scale"), fields.real("softcap"), fields.integer("has_sinks") != 0,
+        fields.integer("shares_kv") != 0};
 }
 
 void check_sinks(nvinfer1::Dims const& sinks, int64_t heads)
@@ -52,8 +53,12 @@ void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     check_rows(max, "k", pages, pages.kv_heads);
     check_rows(max, "v", pages, pages.kv_heads);
     int64_t const max_requests = step_shape(max).num_requests;
-    require_page_write(pages, false, max_requests);
-    require_attention(pages, {false, options_of(fields()).has_softcap()}, max_requests);
+    AttentionOptions const options = options_of(fields());
+    if (!options.shares_kv)
+    {
+        require_page_write(pages, false, max_requests);
+    }
+    require_attention(pages, {false, options.has_softcap()}, max_requests);
 }
 
 size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
