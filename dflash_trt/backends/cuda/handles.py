@@ -32,6 +32,7 @@ class Heads:
     x: Tensor
     norm: tuple[Tensor, float] | None = None  # weight [D], eps
     rope: RopeRows | None = None
+    is_paired: bool = False  # RoPE turns neighbours, which come out as halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ def tensor_of(x: Value) -> Tensor:
 
 def rotation_of(q: Heads, k: Heads) -> Rotation:
     assert q.rope is not None and k.rope is not None and (q.norm is None) == (k.norm is None)
+    assert not q.is_paired and not k.is_paired, "latents alone are turned so"
     eps = 1e-6 if k.norm is None else k.norm[1]
     return Rotation(
         inv_freq=k.rope.inv_freq,
