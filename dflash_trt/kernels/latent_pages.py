@@ -36,19 +36,8 @@ def store_halves(out, first, second, head, num_heads, pitch, ROPE: tl.constexpr,
     tl.store(rows + ROPE // 2, second.to(out.dtype.element_ty), mask=mask)
 
 
-# As in attention.py: one build serves steps and models of all sizes.
-@triton.jit(
-    do_not_specialize=[
-        "k_stride",
-        "latent_stride",
-        "q_stride",
-        "q_pitch",
-        "heads",
-        "num_requests",
-        "pages_per_request",
-        "page_shift",
-    ]
-)
+# As in attention.py: one build serves steps of all sizes. Strides are those of an engine, and nearly always multiples.
+@triton.jit(do_not_specialize=["heads", "num_requests", "pages_per_request", "page_shift"])
 def store_latents_kernel(
     q_rope,  # F, N rows of heads q_pitch apart, ROPE each, the rows q_stride
     latents,  # F, N rows of LATENT, latent_stride apart: before their norm

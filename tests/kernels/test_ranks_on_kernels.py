@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,25 @@ from tests.executor.rank_engines import build, make_zlab_pair, opened
 from tests.kernels.rank_on_kernels import REQUESTS, run_rank
 from tests.traces import PROMPTS, integers, logprobs, trace
 
+LATENTS = {
+    "family": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "draft": {"target_layer_ids": (0,), "num_layers": 1},
+}
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU here, and gloo's tensors do not")
-@pytest.mark.parametrize("memory", [(), ("memory",)], ids=["gloo", "shared memory"])
-def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    make_zlab_pair(tmp_path)
+@pytest.mark.parametrize(
+    ("memory", "target"),
+    [((), {}), (("memory",), {}), ((), LATENTS)],
+    ids=["gloo", "shared memory", "latents and experts"],
+)
+def test_two_ranks_on_the_kernels_give_the_tokens_of_one_rank(
+    tmp_path: Path, memory: tuple[str, ...], target: dict[str, Any]
+) -> None:
+    make_zlab_pair(tmp_path, **target)
     engines = [build(tmp_path, tp_size=tp_size) for tp_size in (1, 2)]
     with opened(engines[0]) as one:
         expected, _ = trace(one, **REQUESTS)
