@@ -97,7 +97,22 @@ def engine_of_delta_nets(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     return make_engine(tmp_path_factory.mktemp("delta_nets"), family="qwen3_5_text", max_batch_size=24, **layers)
 
 
-@pytest.fixture(params=["engine", "engine_of_delta_nets", "engine_of_experts", "engine_of_experts, deterministic"])
+@pytest.fixture(scope="module")
+def engine_of_latents(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    sizes = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return make_engine(tmp_path_factory.mktemp("latents"), family="deepseek_v3", max_batch_size=24, **sizes)
+
+
+ENGINES = [
+    "engine",
+    "engine_of_delta_nets",
+    "engine_of_experts",
+    "engine_of_experts, deterministic",
+    "engine_of_latents",
+]
+
+
+@pytest.fixture(params=ENGINES)
 def executor(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[TorchGpuExecutor, GraphRecorder]]:
