@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from dflash_trt.backends.cuda.backend import model_problems
+from dflash_trt.backends.cuda.experts import DeviceExperts
+from dflash_trt.backends.cuda.linear import DevicePackedWeight
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.batch import StepBatch, StepSampling, run_batch
+from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
+from dflash_trt.kernels.packed_product import PLAIN
 from dflash_trt.network.mixers.mla import MlaWeights
 from tests.factories import make_target, make_zlab_drafter
 from tests.kernels.test_step_on_kernels import NUM_DRAFT_TOKENS, assert_same, make_executors, next_batch, prefill, start
 
-LOGIT_TOLERANCE = 3e-5
+LOGIT_TOLERANCE = 3e-5  # of logits up to 10; measured in the interpreter: 7e-6
+FP8_TOLERANCE = 0.05  # on a GPU a number on the border of two codes may go either way; in the interpreter: 7e-6
 SMALL = {"num_hidden_layers": 2, "n_group": 1, "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -56,6 +61,38 @@ def test_q_without_a_latent_and_halves_rotated_have_the_logits_of_plain_pytorch(
 ) -> None:
     reference, executor = make_executors(make_pair(tmp_path, q_lora_rank=None, rope_interleave=False), device)
     tokens = [5, 9, 2, 7, 30, 8]
+    expected = reference.target_logits(tokens)
+    torch.testing.assert_close(executor.target_logits(tokens).cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
+def test_fp8_pages_have_the_logits_of_plain_pytorch(
+    pair: tuple[Path, Path], device: torch.device, exact_fp8: None
+) -> None:
+    """The negative control are pages with the scales of other layers."""
+    scales = (LayerKvScales(k=0.01, v=0.01), LayerKvScales(k=0.013, v=0.013))
+    tokens = [5, 9, 2, 7, 30, 8]
+    found = []
+    for of_layers in (scales, scales[::-1]):
+        pages = QuantizationSpec(target_kv=of_layers)
+        reference, executor = make_executors(pair, device, pages=pages)
+        found.append(executor.target_logits(tokens).cpu())
+        if of_layers == scales:
+            expected = reference.target_logits(tokens)
+    assert (found[0] - expected).abs().max() < FP8_TOLERANCE
+    assert (found[1] - expected).abs().max() > 3 * FP8_TOLERANCE
+
+
+@pytest.mark.parametrize("weight_format", ["int4", "nvfp4_w4a16"])
+def test_experts_and_projections_stay_packed(
+    pair: tuple[Path, Path], device: torch.device, weight_format: str, exact_codes: None
+) -> None:
+    """Formats in which Kimi-K2 is published; the factors of latents are never packed."""
+    reference, executor = make_executors(pair, device, weight_format=weight_format)
+    layer = executor.network.target_weights.layers[1]
+    assert isinstance(layer.mixer, MlaWeights) and isinstance(layer.mixer.kv_a.weight, DevicePackedWeight)
+    experts = layer.feed_forward.experts
+    assert isinstance(experts, DeviceExperts) and experts.gate_up.form != PLAIN
+    tokens = [5, 9, 2, 7]
     expected = reference.target_logits(tokens)
     torch.testing.assert_close(executor.target_logits(tokens).cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
 
