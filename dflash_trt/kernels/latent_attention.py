@@ -30,6 +30,13 @@ def load_columns(rows, column, NUM: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def is_direct(request, token_offsets, context_lens, min_direct_rows):
+    """True for a prompt that begins in this step, of so many rows: latent_chunk.py attends for it."""
+    num_rows = tl.load(token_offsets + request + 1) - tl.load(token_offsets + request)
+    return (tl.load(context_lens + request) == 0) & (num_rows >= min_direct_rows)
+
+
+@triton.jit
 def absorb_latents(
     q_latent,  # [TILE, LATENT_DIM]
     q_rope,  # [TILE, ROPE_DIM]
@@ -82,7 +89,16 @@ def absorb_latents(
 
 
 # As in attention.py: one build serves steps and models of all sizes.
-@triton.jit(do_not_specialize=["pages_per_request", "groups", "group_heads", "heads_reciprocal", "page_shift"])
+@triton.jit(
+    do_not_specialize=[
+        "min_direct_rows",
+        "pages_per_request",
+        "groups",
+        "group_heads",
+        "heads_reciprocal",
+        "page_shift",
+    ]
+)
 def latent_attention_kernel(
     q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; up to TILE heads behind the last are read and not used
     pages,  # F or float8_e4m3fn [pages, page_size, LATENT + ROPE]
@@ -90,9 +106,12 @@ def latent_attention_kernel(
     partials,  # float32 [work_slots, groups, TILE, LATENT]
     partial_stats,  # float32 [work_slots, groups, 2, TILE]: maximum, total
     plan,  # int32 [items, PLAN_WORDS]
+    token_offsets,  # int32 [R + 1]
+    context_lens,  # int32 [R]
     page_table,  # int32 [R, pages_per_request]
     score_scale,
     k_scale,  # of FP8 pages; 1 otherwise
+    min_direct_rows,  # zeros are stored for requests that `is_direct` names
     pages_per_request,
     groups,
     group_heads,  # heads = groups * group_heads
@@ -111,6 +130,8 @@ def latent_attention_kernel(
     request, token, num_rows, position, key_begin, key_end = load_range(plan, tl.program_id(1))
     if num_rows == 0:
         return
+    if is_direct(request, token_offsets, context_lens, min_direct_rows):
+        key_end = key_begin
     in_tile = tl.arange(0, TILE)
     in_latent = tl.arange(0, LATENT_DIM)
     in_rope = tl.arange(0, ROPE_DIM)

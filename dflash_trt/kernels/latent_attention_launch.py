@@ -30,7 +30,7 @@ from dflash_trt.kernels.latent_rules import (
     LatentShape,
     num_work_slots,
 )
-from dflash_trt.kernels.launch_rules import ANY_DISTANCE, heads_reciprocal
+from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS, heads_reciprocal
 from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
@@ -59,6 +59,7 @@ def store_latents(
     rotation: LatentRotation,
     *,
     k_scale: float = 1.0,
+    rows: Tensor | None = None,  # out, F [N, latent_dim + rope_dim]: what the pages hold of these rows
 ) -> None:
     """Norm the latents and rotate the keys into their pages, and rotate the queries."""
     num_rows, num_heads, rope_dim = q_rope.shape
@@ -74,6 +75,8 @@ def store_latents(
     check_tensor("norm", rotation.norm, dtype=latents.dtype, shape=[latent_dim])
     check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
     check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    if rows is not None:
+        check_tensor("rows", rows, dtype=latents.dtype, shape=[num_rows, latent_dim + rope_dim])
     shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=rope_dim)
     store_latents_kernel[(num_rows, 1 + -(-num_heads // HEADS_PER_PROGRAM))](
         q_rope,
@@ -81,6 +84,7 @@ def store_latents(
         k_rope,
         queries,
         pages,
+        queries if rows is None else rows,
         rotation.norm,
         rotation.inv_freq,
         positions,
@@ -98,6 +102,7 @@ def store_latents(
         requests.page_table.shape[1],
         _page_shift(pages),
         **store_constants(shape, num_requests),
+        STORES_ROWS=rows is not None,
         IS_PAIRED=rotation.is_paired,
         num_warps=NUM_WARPS,
         num_stages=1,
@@ -158,6 +163,7 @@ def attend_latents(
     workspace: Tensor,  # float32, see `largest_workspace`
     plans: AttentionPlans,
     attended: Tensor,  # out, F [N, heads, latent_dim]
+    min_direct_rows: int | None = None,  # rows of prompts that begin in this step and have as many become 0
 ) -> Tensor:
     """Causal attention of the step's tokens over their requests' latents, before the value's factor: `attended`.
 
@@ -183,9 +189,12 @@ def attend_latents(
         partials,
         stats,
         plan,
+        requests.token_offsets,
+        requests.context_lens,
         requests.page_table,
         score_scale,
         k_scale,
+        ANY_ROWS if min_direct_rows is None else min_direct_rows,
         requests.page_table.shape[1],
         groups,
         group_heads,

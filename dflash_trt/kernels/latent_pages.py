@@ -44,6 +44,7 @@ def store_latents_kernel(
     k_rope,  # F, N rows of ROPE, k_stride apart
     queries,  # out, F [N, heads, LATENT + ROPE]: written behind the first LATENT of each head
     pages,  # out, F or float8_e4m3fn [pages, page_size, LATENT + ROPE]
+    rows,  # out, F [N, LATENT + ROPE]: what the pages hold of these rows; written only with STORES_ROWS
     norm,  # F [LATENT]
     inv_freq,  # float32 [ROPE / 2]
     positions,  # int32 [N]
@@ -66,6 +67,7 @@ def store_latents_kernel(
     HALF: tl.constexpr,  # ROPE / 2 padded to a power of two
     HEADS: tl.constexpr,  # of one program
     REQUESTS: tl.constexpr,
+    STORES_ROWS: tl.constexpr,
     IS_PAIRED: tl.constexpr,  # the two of a pair are neighbours; they come out as halves
 ):
     """Grid: (N, 1 + blocks of HEADS query heads)."""
@@ -98,3 +100,9 @@ def store_latents_kernel(
         latent, first, second = e4m3(latent, k_scale), e4m3(first, k_scale), e4m3(second, k_scale)
     tl.store(out + in_latent, latent.to(pages.dtype.element_ty), mask=in_latent < LATENT)
     store_halves(out + LATENT, first, second, only, 1, 0, ROPE, HALF)
+    if STORES_ROWS:
+        if pages.dtype.element_ty == tl.float8e4nv:
+            latent, first, second = latent * k_scale, first * k_scale, second * k_scale
+        out = rows + long_row * (LATENT + ROPE)
+        tl.store(out + in_latent, latent.to(rows.dtype.element_ty), mask=in_latent < LATENT)
+        store_halves(out + LATENT, first, second, only, 1, 0, ROPE, HALF)

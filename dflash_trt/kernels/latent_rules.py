@@ -12,6 +12,7 @@ FP8_TILE: Final = 32  # of 64 rows, the conversion of FP8 to float16 spills regi
 FLOAT32_TILE: Final = 16
 KEY_BLOCK: Final = 32
 MIN_KEY_BLOCK: Final = 16  # what the tensor cores take
+MIN_DIRECT_ROWS: Final = 64  # of a prompt that begins in a step: fewer do not fill a tile of one head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
+from dflash_trt.kernels.latent_rules import MIN_DIRECT_ROWS, LatentShape, largest_workspace
 from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
@@ -119,7 +119,7 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     target, draft, mapping = config.target, config.draft, config.mapping
     rows = _max_rows(limits)
     kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
-    layer = num_tokens * max(_features_of(layer, target.hidden_size, config) for layer in target.layers)
+    layer = num_tokens * max(_features_of(layer, target.hidden_size, config, num_tokens) for layer in target.layers)
     logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
     phases = [layer, logits]
     if draft is not None:
@@ -127,13 +127,13 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
         fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
         phases.append(num_tokens * (fused + 2 * kv_size))
         block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
-        of_layer = max(_features_of(layer, draft.hidden_size, config) for layer in draft.layers)
+        of_layer = max(_features_of(layer, draft.hidden_size, config, rows) for layer in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
         phases.append(rows * (block + max(of_layer, 2 * draft.hidden_size + columns)))
     return (kept + max(phases)) * num_bytes_of(config.dtype)
 
 
-def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
+def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int) -> int:
     """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     if isinstance(mixer, Gqa):
@@ -141,6 +141,8 @@ def _features_of(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -
     elif isinstance(mixer, Mla):
         latents = 2 * (mixer.latent_dim + mixer.rope_dim)
         attention = 2 * hidden_size + 2 * mixer.q_size + latents + mixer.attended_size
+        if num_tokens >= MIN_DIRECT_ROWS:
+            attention += latents // 2 + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
     else:
         attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
     if isinstance(forward, Moe):

@@ -28,7 +28,7 @@ from dflash_trt.network.rope import rope_frequencies
 from tests.kernels.reference_rope_and_pages import rotate
 from tests.kernels.test_attention_kernels import step_inputs
 
-FP8 = torch.float8_e4m3fn
+NUM_VERIFY_ROWS = 4
 
 
 def mla_of(num_heads: int = 4, **sizes: Any) -> Mla:
@@ -112,7 +112,7 @@ def run_reference(step: Step, tensors: Tensors) -> tuple[Tensor, Tensor]:
         page_table=tensors.requests.page_table[present],
     )
     inputs = step_inputs(requests, [step.rows[request] for request in present])
-    plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=3)
+    plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=NUM_VERIFY_ROWS - 1)
     frequencies = rope_frequencies(mla.rotary)
     rotation = Rotation(inv_freq=torch.tensor(frequencies.inv_freq), amplitude=frequencies.amplitude)
 
@@ -165,5 +165,6 @@ def run_kernels(step: Step, tensors: Tensors, device: torch.device) -> tuple[Ten
         mla,
         LatentMemory.allocate([mla], num_rows=len(positions), dtype=step.dtype, device=device),
         torch.full((workspace,), torch.nan, device=device),
+        num_verify_rows=NUM_VERIFY_ROWS,
     )
     return attended.cpu(), pages.cpu()

@@ -7,6 +7,8 @@ from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import request_capacity
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
+from dflash_trt.kernels.latent_chunk import latent_chunk_kernel
+from dflash_trt.kernels.latent_chunk_launch import CHUNK_WARPS, chunk_constants, chunk_stages
 from dflash_trt.kernels.latent_pages import store_latents_kernel
 from dflash_trt.kernels.latent_rules import LatentShape
 from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS
@@ -19,21 +21,31 @@ FP32_ARGUMENTS = ("score_scale", "k_scale", "amplitude", "eps")
 
 
 def latent_variants(
-    shape: LatentShape, dtype: torch.dtype, *, page_dtype: torch.dtype, page_size: int = 32, num_requests: int = 64
+    shape: LatentShape,
+    dtype: torch.dtype,
+    *,
+    page_dtype: torch.dtype,
+    page_size: int = 32,
+    num_requests: int = 64,
+    nope_dim: int = 128,
+    value_dim: int = 128,
 ) -> tuple[KernelVariant, ...]:
-    """In the order of their launches. Grids use num_rows, num_items, tile_capacity and groups."""
+    """In the order of their launches. Grids use num_requests, num_rows, num_items, tile_capacity and groups."""
     tile = launch.latent_tile(dtype, page_dtype)
     attention = launch.attention_constants(shape, tile=tile, dtype=dtype, page_size=page_size)
     latent_dim = attention["LATENT_DIM"]
     reduction = {"HEAD_DIM": shape.latent_dim, "DIM": latent_dim, "TILE": tile, "KEY_BLOCK": attention["KEY_BLOCK"]}
     reduction |= {"REQUESTS": request_capacity(num_requests), "HAS_BLOCK": False, "PLANNED": True}
     head_blocks = -(-shape.num_heads // HEADS_PER_PROGRAM)
+    chunk = chunk_constants(
+        nope_dim=nope_dim, value_dim=value_dim, latent_dim=shape.latent_dim, rope_dim=shape.rope_dim, dtype=dtype
+    )
     return (
         _variant(
             store_latents_kernel,
             dtype,
             page_dtype,
-            constexprs=launch.store_constants(shape, num_requests) | {"IS_PAIRED": True},
+            constexprs=launch.store_constants(shape, num_requests) | {"IS_PAIRED": True, "STORES_ROWS": True},
             warps=(NUM_WARPS, 1),
             grid=("num_rows", str(1 + head_blocks), "1"),
         ),
@@ -53,6 +65,14 @@ def latent_variants(
             warps=(4, 1),
             grid=("groups", "tile_capacity", str(tile // REDUCTION_ROWS)),
         ),
+        _variant(
+            latent_chunk_kernel,
+            dtype,
+            page_dtype,
+            constexprs=chunk,
+            warps=(CHUNK_WARPS, chunk_stages(dtype)),
+            grid=(str(shape.num_heads), f"num_rows / {chunk['TILE']} + num_requests + 1", "1"),
+        ),
     )
 
 
@@ -65,7 +85,7 @@ def _variant(
     warps: tuple[int, int],  # and stages
     grid: tuple[str, str, str],
 ) -> KernelVariant:
-    tensors = ("q", "q_rope", "latents", "k_rope", "queries", "norm", "attended")
+    tensors = ("q", "q_rope", "latents", "k_rope", "queries", "norm", "attended", "q_nope", "kv", "rows")
     types = dict.fromkeys(tensors, pointer(dtype)) | {"pages": pointer(page_dtype)}
     types |= dict.fromkeys(FLOAT32_ARGUMENTS, pointer(torch.float32))
     types |= dict.fromkeys(STRIDES, "i32:16")

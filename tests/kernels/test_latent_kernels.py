@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_trt.kernels import latent_attention_launch
+from dflash_trt.kernels import latent_attention_launch, latent_chunk_launch
 from tests.kernels.latent_steps import Step, Tensors, make_tensors, mla_of, run_kernels, run_reference
+from tests.kernels.test_sampling_variants import Recorder
 
 # Largest absolute error seen under the interpreter, times 3: 1e-6 in float32, 2e-3 in float16.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 8e-3}
@@ -23,6 +24,13 @@ STEPS = {
     "a request without rows, rows without a request": Step(rows=(2, 0, 3), contexts=(5, 9, 40), num_extra_rows=3),
     "a prompt's chunk beside a verify block, 5 heads, halves": Step(
         rows=(30, 4), contexts=(20, 33), mla=mla_of(5, has_paired_rope=False)
+    ),
+    "a prompt that begins, its chunk behind a context, a short prompt and a verify block": Step(
+        rows=(66, 64, 5, 4), contexts=(0, 9, 0, 33), mla=mla_of(2), page_size=32
+    ),
+    "a prompt of 65 tokens over FP8 pages": Step(rows=(65,), contexts=(0,), mla=mla_of(1), k_scale=0.02),
+    "a prompt of the published sizes, float16": Step(
+        rows=(130, 1), contexts=(0, 40), mla=mla_of(2, **PUBLISHED), page_size=32, dtype=torch.float16
     ),
     "16 heads, one tile a row, many splits": Step(rows=(3,), contexts=(600,), mla=mla_of(16), page_size=32),
     "34 heads in groups of 2": Step(rows=(2, 1), contexts=(3, 40), mla=mla_of(34)),
@@ -59,6 +67,17 @@ def test_rows_attend_as_on_the_torch_back_end(step: Step, device: torch.device, 
         assert (differences > 0).sum() <= 0.01 * differences.numel()
     assert error(got[:num_rows], want) <= TOLERANCE[step.dtype] * (1 if step.k_scale is None else 4)
     assert (got[num_rows:] == 0).all(), "rows that belong to no request were written"
+
+
+def test_prompts_that_begin_are_attended_directly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the direct form's kernel is not launched, their rows are zeros, and no others."""
+    step = Step(rows=(64, 64, 63, 1), contexts=(0, 1, 0, 0), mla=mla_of(2))
+    tensors = make_tensors(step)
+    want, _ = run_reference(step, tensors)
+    monkeypatch.setattr(latent_chunk_launch, "latent_chunk_kernel", Recorder())
+    got, _ = run_kernels(step, tensors, device)
+    assert (got[:64] == 0).all()
+    assert error(got[64:], want[64:]) <= TOLERANCE[step.dtype]
 
 
 def _with(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Step, Tensors], tuple[Step, Tensors]]:

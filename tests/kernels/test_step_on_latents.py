@@ -65,6 +65,14 @@ def test_q_without_a_latent_and_halves_rotated_have_the_logits_of_plain_pytorch(
     torch.testing.assert_close(executor.target_logits(tokens).cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
 
 
+def test_a_prompt_that_begins_has_the_logits_of_plain_pytorch(pair: tuple[Path, Path], device: torch.device) -> None:
+    """Of as many tokens as make it direct."""
+    reference, executor = make_executors(pair, device, max_num_tokens=64)
+    tokens = [3 + index * index % 50 for index in range(64)]
+    expected = reference.target_logits(tokens)
+    torch.testing.assert_close(executor.target_logits(tokens).cpu(), expected, rtol=0, atol=LOGIT_TOLERANCE)
+
+
 def test_fp8_pages_have_the_logits_of_plain_pytorch(
     pair: tuple[Path, Path], device: torch.device, exact_fp8: None
 ) -> None:

@@ -1,7 +1,7 @@
-"""Latent attention of a step over the GPU kernels, absorbed whatever the number of rows.
+"""Latent attention of a step over the GPU kernels: direct for prompts that begin in it, absorbed for all other rows.
 
-The key's factor goes into the queries, one GEMM of all heads, and the value's factor behind the sums, another. In
-between all heads attend over the latents themselves.
+Absorbed, the key's factor goes into the queries, one GEMM of all heads, and the value's factor behind the sums,
+another. In between all heads attend over the latents themselves. Directly, one GEMM makes K and V of every head.
 """
 
 from collections.abc import Collection
@@ -15,6 +15,7 @@ from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels.latent_attention_launch import LatentRotation, attend_latents, store_latents
+from dflash_trt.kernels.latent_chunk_launch import attend_chunks, min_direct_rows
 from dflash_trt.kernels.latent_rules import LatentShape
 from dflash_trt.network.ops import LatentCache, Rows
 
@@ -63,35 +64,21 @@ def attend_device_latent(
     mla: Mla,
     memory: LatentMemory | None,
     workspace: Tensor,
+    *,
+    num_verify_rows: int,
 ) -> Tensor:
     """See `Ops.attend_latent`. Norm and rotations are done where their results are stored."""
     assert memory is not None
     (piece,) = rows.index.pieces
-    (q_nope, q_rope), (latents, k_rope) = queries, stored
-    assert q_rope.rope is not None and k_rope.rope is not None and q_rope.is_paired == k_rope.is_paired
-    num_rows, num_heads, _ = q_nope.x.shape
+    q_nope = queries[0].x
+    num_rows, num_heads, _ = q_nope.shape
     k_factor, v_factor = kv_b.view(num_heads, -1, mla.latent_dim).split_with_sizes((mla.nope_dim, mla.v_head_dim), 1)
     absorbed, attended = memory.views(num_rows, shape_of(mla))
-    torch.bmm(q_nope.x.transpose(0, 1), k_factor, out=absorbed[..., : mla.latent_dim].transpose(0, 1))
+    torch.bmm(q_nope.transpose(0, 1), k_factor, out=absorbed[..., : mla.latent_dim].transpose(0, 1))
+    least = min_direct_rows(num_rows=num_rows, num_requests=len(rows.context_lens), num_verify_rows=num_verify_rows)
+    own = None if least is None else absorbed.new_empty(num_rows, absorbed.shape[2])
     k_scale = (cache.spec.scales or LayerKvScales()).k
-    rope = k_rope.rope
-    store_latents(
-        q_rope.x,
-        tensor_of(latents.source),
-        k_rope.x.flatten(1),
-        absorbed,
-        cache.tensor,
-        piece.requests,
-        rows.positions,
-        LatentRotation(
-            inv_freq=rope.inv_freq,
-            amplitude=rope.amplitude,
-            is_paired=k_rope.is_paired,
-            norm=latents.weight,
-            eps=latents.eps,
-        ),
-        k_scale=k_scale,
-    )
+    _store(queries[1], stored, absorbed, own, rows, cache.tensor, k_scale)
     attend_latents(
         absorbed,
         cache.tensor,
@@ -102,7 +89,53 @@ def attend_device_latent(
         workspace=workspace,
         plans=piece.plans,
         attended=attended,
+        min_direct_rows=least,
     )
     values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
     torch.bmm(attended.transpose(0, 1), v_factor.transpose(1, 2), out=values.transpose(0, 1))
+    if own is not None and least is not None:
+        attend_chunks(
+            q_nope,
+            absorbed,
+            torch.mm(own[:, : mla.latent_dim], kv_b.t()).view(num_rows, num_heads, -1),
+            own,
+            piece.requests,
+            latent_dim=mla.latent_dim,
+            score_scale=mla.scale,
+            min_rows=least,
+            plans=piece.plans,
+            attended=values,
+        )
     return values.flatten(1)
+
+
+def _store(
+    q_rope: Heads,
+    stored: tuple[Norm, Heads],
+    queries: Tensor,
+    own: Tensor | None,  # out: what the pages hold of these rows
+    rows: Rows[Any],
+    pages: Tensor,
+    k_scale: float,
+) -> None:
+    latents, k_rope = stored
+    rope = k_rope.rope
+    assert rope is not None and q_rope.rope is rope and q_rope.is_paired == k_rope.is_paired
+    store_latents(
+        q_rope.x,
+        tensor_of(latents.source),
+        k_rope.x.flatten(1),
+        queries,
+        pages,
+        rows.index.requests,
+        rows.positions,
+        LatentRotation(
+            inv_freq=rope.inv_freq,
+            amplitude=rope.amplitude,
+            is_paired=k_rope.is_paired,
+            norm=latents.weight,
+            eps=latents.eps,
+        ),
+        k_scale=k_scale,
+        rows=own,
+    )

@@ -277,7 +277,10 @@ class TorchGpuOps:
         assert isinstance(latents, Norm) and rows.keeps_kv, "a draft block has no latents"
         queries, stored = (q_nope, q_rope), (latents, k_rope)
         memory, workspace = self._resources.latents, self._resources.attention_workspace
-        return attend_device_latent(queries, stored, tensor_of(kv_b), rows, cache, mla, memory, workspace)
+        num_verify_rows = self._num_draft_tokens + 1
+        return attend_device_latent(
+            queries, stored, tensor_of(kv_b), rows, cache, mla, memory, workspace, num_verify_rows=num_verify_rows
+        )
 
     def gated_delta(
         self,
