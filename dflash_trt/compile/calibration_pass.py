@@ -145,13 +145,15 @@ class _ObservedOps(TorchOps):
         q_nope: Tensor,
         q_rope: Tensor,
         latents: Tensor,
+        k_rope: Tensor,
         kv_b: Tensor,
         rows: Rows[Tensor],
         cache: LatentCache[Tensor],
         mla: Mla,
     ) -> Tensor:
-        self._observer.saw_kv(cache, latents, latents)
-        return super().attend_latent(q_nope, q_rope, latents, kv_b, rows, cache, mla)
+        row = torch.cat((latents, k_rope.flatten(1)), -1)
+        self._observer.saw_kv(cache, row, row)
+        return super().attend_latent(q_nope, q_rope, latents, k_rope, kv_b, rows, cache, mla)
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
         for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):

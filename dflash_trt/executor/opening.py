@@ -88,7 +88,7 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             "deterministic",
             expected="a target whose layers attend over K and V",
             found="attention over latents",
-            hint="It is absorbed or direct by how many rows a step has. Leave it out.",
+            hint="Its sums depend on how many rows a step has. Leave it out.",
         )
     has_snapshots = is_recurrent and engine.manifest.backend == "torch"
     _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)

@@ -288,12 +288,12 @@ class Ops(Protocol[T]):
         ...
 
     def attend_latent(
-        self, q_nope: T, q_rope: T, latents: T, kv_b: T, rows: Rows[T], cache: LatentCache[T], mla: Mla
+        self, q_nope: T, q_rope: T, latents: T, k_rope: T, kv_b: T, rows: Rows[T], cache: LatentCache[T], mla: Mla
     ) -> T:
         """Attend q [N, heads, nope_dim] and [N, heads, rope_dim] over latents, as `core/model/mla.py` defines it.
 
-        The rows' own `latents` [N, latent_dim + rope_dim] are written to their pages first. `kv_b` has the factors of
-        this rank's heads, [heads * (nope_dim + v_head_dim), latent_dim]. Returns [N, heads * v_head_dim].
+        The rows' own `latents` [N, latent_dim] and k_rope [N, 1, rope_dim] are written to their pages first. `kv_b` has
+        this rank's factors, [heads * (nope_dim + v_head_dim), latent_dim]. Returns [N, heads * v_head_dim].
         """
         ...
 

@@ -16,6 +16,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
+from dflash_trt.kernels.latent_rules import MIN_DIRECT_ROWS, LatentShape, largest_workspace
 from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
@@ -99,11 +100,14 @@ def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multipr
     attention = max((_attention_elements(m.num_kv_heads, m.head_dim, multiprocessors) for m in mixers), default=0)
     tiles = num_tiles(config.target.vocab_size)
     per_row = sum((item.per_row + item.per_tile * tiles) * num_bytes_of(item.dtype) for item in SCRATCH)
-    sizes = [gqa.shard(config.mapping).q_size for gqa in config.target.attentions]
-    sizes += [mla.shard(config.mapping).attended_size for mla in config.target.latents]
-    features = max(sizes)
-    attended = _max_tokens(limits) * features * num_bytes_of(config.dtype)
-    return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + attended
+    latents = [_latent_shape(mla.shard(config.mapping)) for mla in config.target.latents]
+    of_latents = [largest_workspace(shape, num_multiprocessors=multiprocessors) for shape in latents]
+    attention = max(attention, *of_latents, 0)
+    num_tokens = _max_tokens(limits)
+    kept = num_tokens * max((gqa.q_size for gqa in mixers), default=0)
+    kept += max((shape.query_elements(num_tokens) for shape in latents), default=0)
+    kept += max((shape.attended_elements(num_tokens) for shape in latents), default=0)
+    return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + kept * num_bytes_of(config.dtype)
 
 
 def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_tokens: int) -> int:
@@ -115,7 +119,7 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     target, draft, mapping = config.target, config.draft, config.mapping
     rows = _max_rows(limits)
     kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
-    layer = num_tokens * max(layer_features(layer, target.hidden_size, config) for layer in target.layers)
+    layer = num_tokens * max(layer_features(layer, target.hidden_size, config, num_tokens) for layer in target.layers)
     logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
     phases = [layer, logits]
     if draft is not None:
@@ -123,21 +127,22 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
         fused = len(draft.target_layer_ids) * draft.target_hidden_size + 2 * draft.hidden_size
         phases.append(num_tokens * (fused + 2 * kv_size))
         block = draft.hidden_size * (1 + _LAYER_TENSORS * draft.num_layers)
-        of_layer = max(layer_features(layer, draft.hidden_size, config) for layer in draft.layers)
+        of_layer = max(layer_features(layer, draft.hidden_size, config, rows) for layer in draft.layers)
         columns = _logit_columns(draft.draft_vocab_size or target.vocab_size, mapping.tp_size)
         phases.append(rows * (block + max(of_layer, 2 * draft.hidden_size + columns)))
     return (kept + max(phases)) * num_bytes_of(config.dtype)
 
 
-def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig) -> int:
+def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int = 1) -> int:
     """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     if isinstance(mixer, Gqa):
         attention = 2 * hidden_size + 2 * mixer.q_rows + 2 * mixer.kv_size
     elif isinstance(mixer, Mla):
         latents = 2 * (mixer.latent_dim + mixer.rope_dim)
-        absorbed = mixer.num_heads * (2 * mixer.latent_dim + mixer.rope_dim)
-        attention = 2 * hidden_size + 2 * mixer.q_size + latents + absorbed + mixer.attended_size
+        attention = 2 * hidden_size + 2 * mixer.q_size + latents + mixer.attended_size
+        if num_tokens >= MIN_DIRECT_ROWS:
+            attention += latents // 2 + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
     else:
         attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
     if isinstance(forward, Moe):
@@ -146,6 +151,10 @@ def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig)
     else:
         fed = 2 * hidden_size + 3 * (forward.intermediate_size // mapping.tp_size)
     return max(attention, fed)
+
+
+def _latent_shape(mla: Mla) -> LatentShape:
+    return LatentShape(num_heads=mla.num_heads, latent_dim=mla.latent_dim, rope_dim=mla.rope_dim)
 
 
 def _logit_columns(vocab_size: int, num_ranks: int) -> int:

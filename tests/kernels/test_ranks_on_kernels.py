@@ -25,6 +25,15 @@ HYBRID: dict[str, Any] = {
 }
 
 
+LATENTS: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "draft": {"target_layer_ids": (0,), "num_layers": 1},
+}
+
+
 def make_dflash2_pair(root: Path) -> None:
     make_dflash2_drafter(
         root / "drafter", target_dir=make_target(root / "target", vocab_size=12, tokenizer=False), block_size=4
@@ -50,6 +59,7 @@ def make_gemma_pair(root: Path) -> None:
         pytest.param(make_zlab_pair, (), id="gloo"),
         pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
         pytest.param(partial(make_zlab_pair, **HYBRID), (), id="gated delta nets"),
+        pytest.param(partial(make_zlab_pair, **LATENTS), (), id="latents and experts"),
         pytest.param(make_dflash2_pair, ("memory",), id="DFlash2, shared memory", marks=pytest.mark.slow),
         pytest.param(make_eagle3_pair, (), id="EAGLE-3", marks=pytest.mark.slow),
         pytest.param(make_gemma_pair, ("memory",), id="Gemma 4, shared memory", marks=pytest.mark.slow),

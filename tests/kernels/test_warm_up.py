@@ -121,7 +121,20 @@ def engine_of_chains(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
     return build(root, root / "engine", target=str(target), drafter=str(head), max_batch_size=24, **LIMITS)
 
 
-ENGINES = ("engine", "engine_of_delta_nets", "engine_of_experts", "engine_of_dflash2", "engine_of_chains")
+@pytest.fixture(scope="module")
+def engine_of_latents(tmp_path_factory: pytest.TempPathFactory) -> EngineDir:
+    sizes = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return make_engine(tmp_path_factory.mktemp("latents"), family="deepseek_v3", max_batch_size=24, **sizes)
+
+
+ENGINES = [
+    "engine",
+    "engine_of_delta_nets",
+    "engine_of_experts",
+    "engine_of_dflash2",
+    "engine_of_chains",
+    "engine_of_latents",
+]
 
 
 @pytest.fixture(params=[*ENGINES, "engine_of_experts, deterministic"])

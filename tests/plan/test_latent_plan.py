@@ -90,11 +90,11 @@ def test_eight_ranks_share_the_experts_and_copy_the_latents(kimi: PairSpecs) -> 
     assert made.pages is not None and made.pages.bytes_per_token == LATENT_BYTES
     others = made.memory.weights_bytes - EXPERT_BYTES / 8
     assert 6e9 < others < 7e9  # embedding, routers and what makes latents are whole: 4.5 GB, beside an eighth of 18 GB
-    cost, refusal = [note for note in made.notes if "latent" in note]
+    (cost,) = [note for note in made.notes if "latent" in note]
     assert cost.startswith(
         "latent pages are whole on every rank: 68.6 KiB of each token's 68.6 KiB a rank, 549.0 KiB on 8"
     )
-    assert refusal.startswith("opened on a GPU, this engine is refused: target: expected attention over K and V")
+    assert not [note for note in made.notes if "refused" in note]
 
 
 def test_one_rank_copies_nothing(kimi: PairSpecs) -> None:

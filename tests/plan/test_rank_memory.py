@@ -89,6 +89,7 @@ def peak_of_a_step(executor: TorchGpuExecutor, num_tokens: int) -> int:
     return live.peak_bytes
 
 
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 CASES: dict[str, tuple[Family, dict[str, Any], str | None]] = {
     "feed-forward": ("qwen3", {"intermediate_size": 1024}, None),
     "attention": ("qwen3", {"intermediate_size": 32, "num_attention_heads": 16, "num_key_value_heads": 8}, None),
@@ -96,6 +97,7 @@ CASES: dict[str, tuple[Family, dict[str, Any], str | None]] = {
     "fp8": ("qwen3", {"intermediate_size": 256}, "fp8"),
     "experts": ("qwen3_moe", {}, None),
     "experts with biases": ("gpt_oss", {}, None),
+    "latents": ("deepseek_v3", {**ONE_GROUP, "num_attention_heads": 16, "num_key_value_heads": 16}, None),
 }
 
 
@@ -113,13 +115,18 @@ def test_activations_bound_what_a_step_holds(tmp_path: Path, case: str) -> None:
         assert held <= planned <= 1.5 * held  # measured: 1.01 to 1.35
 
 
-def test_buffers_and_workspaces_are_those_of_the_executor(tmp_path: Path) -> None:
-    _, executor = make_executors(make_pair(tmp_path, "qwen3"), torch.device("cpu"))
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("deepseek_v3", ONE_GROUP)])
+def test_buffers_and_workspaces_are_those_of_the_executor(
+    tmp_path: Path, family: Family, sizes: dict[str, int]
+) -> None:
+    _, executor = make_executors(make_pair(tmp_path, family, **sizes), torch.device("cpu"))
     config, limits = described(executor)
     resources, staging = executor._resources, executor._staging
     steps = rank_memory.executor_limits(config, limits)
     sampling = sum(tensor.nbytes for tensor in resources.sampling_workspace.values())
     workspaces = resources.attention_workspace.nbytes + resources.attended.nbytes + sampling
+    if resources.latents is not None:
+        workspaces += resources.latents.queries.nbytes + resources.latents.attended.nbytes
     assert rank_memory.workspace_bytes(config, steps, multiprocessors=INTERPRETER_MULTIPROCESSORS) == workspaces
     own = {id(x.untyped_storage()): x for x in vars(staging).values() if isinstance(x, torch.Tensor)}
     held = sum(tensor.nbytes for tensor in own.values()) + sum(tensor.nbytes for tensor in staging.slots.tensors)

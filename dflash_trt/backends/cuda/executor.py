@@ -52,7 +52,7 @@ from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
-from dflash_trt.network.ops import Cache, StepState
+from dflash_trt.network.ops import Cache, LatentCache, StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class TorchGpuExecutor:
     def pages(self) -> list[Tensor]:
         """Of every layer, the target's first."""
         caches = (*self._state.target_kv, *self._state.draft_kv)
-        return [cache.tensor for cache in caches if isinstance(cache, Cache)]
+        return [cache.tensor for cache in caches if isinstance(cache, Cache | LatentCache)]
 
     def wait(self) -> None:
         """Until the device is done with everything."""

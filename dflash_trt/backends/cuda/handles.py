@@ -32,6 +32,7 @@ class Heads:
     x: Tensor
     norm: tuple[Tensor | None, float] | None = None  # weight [D], None as if it were ones; eps
     rope: RopeRows | None = None
+    is_paired: bool = False  # RoPE turns neighbours, which come out as halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def tensor_of(x: Value) -> Tensor:
 def rotation_of(q: Heads, k: Heads | None = None, v: Heads | None = None) -> Rotation:
     """Without k: of a layer whose queries alone are rotated."""
     assert q.rope is not None and (k is None or (q.norm is None) == (k.norm is None))
+    assert not q.is_paired and not (k is not None and k.is_paired), "latents alone are turned so"
     norms_v = v is not None and v.norm is not None
     assert not norms_v or (v is not None and v.norm is not None and v.norm[0] is None and v.rope is None)
     norms = [heads.norm for heads in (q, k, v) if heads is not None and heads.norm is not None]

@@ -29,6 +29,7 @@ from dflash_trt.backends.cuda.handles import (
     rotation_of,
     tensor_of,
 )
+from dflash_trt.backends.cuda.latent_attention import attend_device_latent
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
@@ -38,6 +39,7 @@ from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels import attention_launch, sampling_launch
@@ -58,6 +60,7 @@ from dflash_trt.network.ops import (
     DeltaParameters,
     Experts,
     KvDestination,
+    LatentCache,
     Linear,
     RecurrentCache,
     Rows,
@@ -263,6 +266,30 @@ class TorchGpuOps(DrafterOps):
             return attended.flatten(1)
 
         return run
+
+    def pairs_to_halves(self, x: Value) -> Heads:
+        assert isinstance(x, Heads) and x.norm is None and x.rope is None
+        return replace(x, is_paired=True)
+
+    def attend_latent(
+        self,
+        q_nope: Value,
+        q_rope: Value,
+        latents: Value,
+        k_rope: Value,
+        kv_b: Value,
+        rows: Rows[Any],
+        cache: LatentCache[Any],
+        mla: Mla,
+    ) -> Tensor:
+        assert isinstance(q_nope, Heads) and isinstance(q_rope, Heads) and isinstance(k_rope, Heads)
+        assert isinstance(latents, Norm) and rows.keeps_kv, "a draft block has no latents"
+        queries, stored = (q_nope, q_rope), (latents, k_rope)
+        memory, workspace = self._resources.latents, self._resources.attention_workspace
+        num_verify_rows = self._num_draft_tokens + 1
+        return attend_device_latent(
+            queries, stored, tensor_of(kv_b), rows, cache, mla, memory, workspace, num_verify_rows=num_verify_rows
+        )
 
     def gated_delta(
         self,

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_trt.backends.cuda.latent_attention import LatentMemory, shape_of
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
+from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.kernels import attention_launch, sampling_launch
 from dflash_trt.kernels.attention_fixed import FixedSplits
+from dflash_trt.kernels.latent_rules import largest_workspace
 from dflash_trt.kernels.one_shot_launch import PeerBuffers
 from dflash_trt.kernels.rope_and_pages_launch import DraftLayers
 from dflash_trt.network.rope import rope_frequencies
@@ -27,6 +30,7 @@ class GpuResources:
     attended_codes: Tensor  # the same as FP8 codes
     sampling_workspace: Mapping[str, Tensor]
     draft_layers: DraftLayers | None  # their k_norms and pages
+    latents: LatentMemory | None = None
     peers: PeerBuffers | None = None  # for sums of few rows over ranks
     splits: FixedSplits | None = None  # of the target's attention, in deterministic steps
 
@@ -47,11 +51,12 @@ class GpuResources:
     ) -> "GpuResources":
         decoders: list[DecoderSpec] = [target] + ([draft] if draft else [])
         mixers = {gqa.shard(mapping) for decoder in decoders for gqa in decoder.attentions}
-        frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers}
+        latents = {mla.shard(mapping) for mla in target.latents}
+        frequencies = {mixer.rotary: rope_frequencies(mixer.rotary) for mixer in mixers | latents}
         workspaces = [
             attention_launch.allocate_workspace(kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, device=device)
             for mixer in mixers
-        ]
+        ] + [_latent_workspace(mla, device) for mla in latents]
         targets = {gqa.shard(mapping) for gqa in target.attentions}
         if splits is not None:
             workspaces += [
@@ -63,7 +68,7 @@ class GpuResources:
                 )
                 for mixer in targets
             ]
-        most_features = max(mixer.q_size for mixer in mixers)
+        most_features = max((mixer.q_size for mixer in mixers), default=0)
         return cls(
             rope={rotary: (torch.tensor(f.inv_freq, device=device), f.amplitude) for rotary, f in frequencies.items()},
             attention_workspace=max(workspaces, key=len),
@@ -71,6 +76,12 @@ class GpuResources:
             attended_codes=torch.zeros(max_tokens * most_features, dtype=torch.float8_e4m3fn, device=device),
             sampling_workspace=sampling_launch.allocate_workspace(max_rows, target.vocab_size, device),
             draft_layers=draft_layers,
+            latents=LatentMemory.allocate(latents, num_rows=max_tokens, dtype=dtype, device=device),
             peers=peers,
             splits=splits,
         )
+
+
+def _latent_workspace(mla: Mla, device: torch.device) -> Tensor:
+    num_elements = largest_workspace(shape_of(mla), num_multiprocessors=attention_launch.num_multiprocessors(device))
+    return torch.empty(num_elements, dtype=torch.float32, device=device)

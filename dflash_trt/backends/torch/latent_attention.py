@@ -23,13 +23,14 @@ def attend_latent(
     plan: AttentionPlan,
     q_nope: Tensor,  # [N, heads, nope_dim]
     q_rope: Tensor,  # [N, heads, rope_dim]
-    latents: Tensor,  # [N, latent_dim + rope_dim]
+    latents: Tensor,  # [N, latent_dim]
+    k_rope: Tensor,  # [N, 1, rope_dim]
     kv_b: Tensor,  # [heads * (nope_dim + v_head_dim), latent_dim]
     cache: LatentCache[Tensor],
     mla: Mla,
 ) -> Tensor:  # [N, heads * v_head_dim]
     """See `Ops.attend_latent`."""
-    _write_pages(cache, plan, latents)
+    _write_pages(cache, plan, torch.cat((latents, k_rope.flatten(1)), -1))
     k_factor, v_factor = kv_b.view(-1, mla.nope_dim + mla.v_head_dim, mla.latent_dim).split_with_sizes(
         (mla.nope_dim, mla.v_head_dim), 1
     )  # [heads, nope_dim or v_head_dim, latent_dim]

@@ -223,13 +223,14 @@ class TorchOps:
         q_nope: Tensor,
         q_rope: Tensor,
         latents: Tensor,
+        k_rope: Tensor,
         kv_b: Tensor,
         rows: Rows[Tensor],
         cache: LatentCache[Tensor],
         mla: Mla,
     ) -> Tensor:
         assert rows.keeps_kv, "a draft block has no latents"
-        return attend_latent(rows.index, q_nope, q_rope, latents, kv_b, cache, mla)
+        return attend_latent(rows.index, q_nope, q_rope, latents, k_rope, kv_b, cache, mla)
 
     def gated_delta(
         self,

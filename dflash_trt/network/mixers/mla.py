@@ -48,8 +48,8 @@ def run_mla(
     latent, k_rope = ops.split(ops.linear(x, weights.kv_a), (mla.latent_dim, mla.rope_dim))
     latent = ops.rms_norm(latent, weights.kv_a_norm, mla.latent_eps)
     q_rope = _rotated(ops, mla, q_rope, rope)
-    k_rope = ops.merge_heads(_rotated(ops, mla, ops.split_heads(k_rope, mla.rope_dim), rope))
-    attended = ops.attend_latent(q_nope, q_rope, ops.concat([latent, k_rope]), weights.kv_b, rows, cache, mla)
+    k_rope = _rotated(ops, mla, ops.split_heads(k_rope, mla.rope_dim), rope)
+    attended = ops.attend_latent(q_nope, q_rope, latent, k_rope, weights.kv_b, rows, cache, mla)
     return ops.linear(attended, weights.o)
 
 

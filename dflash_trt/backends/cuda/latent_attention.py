@@ -1,0 +1,141 @@
+"""Latent attention of a step over the GPU kernels: direct for prompts that begin in it, absorbed for all other rows.
+
+Absorbed, the key's factor goes into the queries, one GEMM of all heads, and the value's factor behind the sums,
+another. In between all heads attend over the latents themselves. Directly, one GEMM makes K and V of every head.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.cuda.handles import Heads, Norm, tensor_of
+from dflash_trt.core.model.mla import Mla
+from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.kernels.latent_attention_launch import LatentRotation, attend_latents, store_latents
+from dflash_trt.kernels.latent_chunk_launch import attend_chunks, min_direct_rows
+from dflash_trt.kernels.latent_rules import LatentShape
+from dflash_trt.network.ops import LatentCache, Rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentMemory:
+    """Memory of an engine that its layers use one after the other; kept so that its rows always hold finite numbers."""
+
+    queries: Tensor  # flat
+    attended: Tensor
+
+    @classmethod
+    def allocate(
+        cls, mlas: Collection[Mla], *, num_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> "LatentMemory | None":
+        """`mlas` are of one rank. None: no layer has latents."""
+        if not mlas:
+            return None
+        shapes = [shape_of(mla) for mla in mlas]
+        num_queries = max(shape.query_elements(num_rows) for shape in shapes)
+        num_attended = max(shape.attended_elements(num_rows) for shape in shapes)
+        return cls(
+            queries=torch.zeros(num_queries, dtype=dtype, device=device),
+            attended=torch.zeros(num_attended, dtype=dtype, device=device),
+        )
+
+    def views(self, num_rows: int, shape: LatentShape) -> tuple[Tensor, Tensor]:
+        """F [num_rows, heads, row_size] and [num_rows, heads, latent_dim]."""
+        heads = (num_rows, shape.num_heads)
+        num_queries = num_rows * shape.num_heads * shape.row_size
+        attended = self.attended[: shape.attended_elements(num_rows)]
+        return self.queries[:num_queries].view(*heads, -1), attended.view(*heads, -1)
+
+
+def shape_of(mla: Mla) -> LatentShape:
+    """Of one rank's shard."""
+    return LatentShape(num_heads=mla.num_heads, latent_dim=mla.latent_dim, rope_dim=mla.rope_dim)
+
+
+def attend_device_latent(
+    queries: tuple[Heads, Heads],  # q_nope, q_rope
+    stored: tuple[Norm, Heads],  # latents, k_rope
+    kv_b: Tensor,
+    rows: Rows[Any],
+    cache: LatentCache[Tensor],
+    mla: Mla,
+    memory: LatentMemory | None,
+    workspace: Tensor,
+    *,
+    num_verify_rows: int,
+) -> Tensor:
+    """See `Ops.attend_latent`. Norm and rotations are done where their results are stored."""
+    assert memory is not None
+    (piece,) = rows.index.pieces
+    q_nope = queries[0].x
+    num_rows, num_heads, _ = q_nope.shape
+    k_factor, v_factor = kv_b.view(num_heads, -1, mla.latent_dim).split_with_sizes((mla.nope_dim, mla.v_head_dim), 1)
+    absorbed, attended = memory.views(num_rows, shape_of(mla))
+    torch.bmm(q_nope.transpose(0, 1), k_factor, out=absorbed[..., : mla.latent_dim].transpose(0, 1))
+    least = min_direct_rows(num_rows=num_rows, num_requests=len(rows.context_lens), num_verify_rows=num_verify_rows)
+    own = None if least is None else absorbed.new_empty(num_rows, absorbed.shape[2])
+    k_scale = (cache.spec.scales or LayerKvScales()).k
+    _store(queries[1], stored, absorbed, own, rows, cache.tensor, k_scale)
+    attend_latents(
+        absorbed,
+        cache.tensor,
+        piece.requests,
+        latent_dim=mla.latent_dim,
+        score_scale=mla.scale,
+        k_scale=k_scale,
+        workspace=workspace,
+        plans=piece.plans,
+        attended=attended,
+        min_direct_rows=least,
+    )
+    values = absorbed.new_empty(num_rows, num_heads, mla.v_head_dim)
+    torch.bmm(attended.transpose(0, 1), v_factor.transpose(1, 2), out=values.transpose(0, 1))
+    if own is not None and least is not None:
+        attend_chunks(
+            q_nope,
+            absorbed,
+            torch.mm(own[:, : mla.latent_dim], kv_b.t()).view(num_rows, num_heads, -1),
+            own,
+            piece.requests,
+            latent_dim=mla.latent_dim,
+            score_scale=mla.scale,
+            min_rows=least,
+            plans=piece.plans,
+            attended=values,
+        )
+    return values.flatten(1)
+
+
+def _store(
+    q_rope: Heads,
+    stored: tuple[Norm, Heads],
+    queries: Tensor,
+    own: Tensor | None,  # out: what the pages hold of these rows
+    rows: Rows[Any],
+    pages: Tensor,
+    k_scale: float,
+) -> None:
+    latents, k_rope = stored
+    rope = k_rope.rope
+    assert rope is not None and q_rope.rope is rope and q_rope.is_paired == k_rope.is_paired
+    store_latents(
+        q_rope.x,
+        tensor_of(latents.source),
+        k_rope.x.flatten(1),
+        queries,
+        pages,
+        rows.index.requests,
+        rows.positions,
+        LatentRotation(
+            inv_freq=rope.inv_freq,
+            amplitude=rope.amplitude,
+            is_paired=k_rope.is_paired,
+            norm=latents.weight,
+            eps=latents.eps,
+        ),
+        k_scale=k_scale,
+        rows=own,
+    )

@@ -1,0 +1,300 @@
+"""Launching the kernels of latent attention: which tile, which grid, how much workspace.
+
+Nothing here reads a tensor's content, so a launch can be captured in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dflash_trt.kernels.attention_launch import (
+    FLOATS,
+    REDUCTION_ROWS,
+    REDUCTION_STAGES,
+    num_multiprocessors,
+    workspace_size,
+)
+from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors
+from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
+from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
+from dflash_trt.kernels.latent_attention import latent_attention_kernel
+from dflash_trt.kernels.latent_pages import store_latents_kernel
+from dflash_trt.kernels.latent_rules import (
+    FLOAT32_TILE,
+    FP8_TILE,
+    KEY_BLOCK,
+    MIN_KEY_BLOCK,
+    TILE,
+    LatentShape,
+    num_work_slots,
+)
+from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS, heads_reciprocal
+from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS
+from dflash_trt.kernels.tensor_checks import check, check_tensor
+
+ATTENTION_WARPS: Final = 8  # 128 registers of each thread have the sums of 64 rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentRotation:
+    """How keys and queries are turned, and latents normed; `network.rope.RopeFrequencies` defines the first two."""
+
+    inv_freq: Tensor  # float32 [rope_dim / 2]
+    amplitude: float
+    is_paired: bool  # RoPE turns neighbours
+    norm: Tensor  # F [latent_dim]
+    eps: float
+
+
+def store_latents(
+    q_rope: Tensor,  # F [N, heads, rope_dim]; rows and heads may be further apart
+    latents: Tensor,  # F [N, latent_dim], before their norm; rows may be further apart
+    k_rope: Tensor,  # F [N, rope_dim], likewise
+    queries: Tensor,  # F [N, heads, latent_dim + rope_dim]: the last rope_dim of each head are written
+    pages: Tensor,  # F or float8_e4m3fn [pages, page_size, latent_dim + rope_dim], written
+    requests: RequestTensors,  # context_lens are not read
+    positions: Tensor,  # int32 [N]
+    rotation: LatentRotation,
+    *,
+    k_scale: float = 1.0,
+    rows: Tensor | None = None,  # out, F [N, latent_dim + rope_dim]: what the pages hold of these rows
+) -> None:
+    """Norm the latents and rotate the keys into their pages, and rotate the queries."""
+    num_rows, num_heads, rope_dim = q_rope.shape
+    latent_dim, num_requests = latents.shape[1], len(requests.page_table)
+    check_tensor("latents", latents, dtype=FLOATS, shape=[num_rows, latent_dim], row_stride_is_free=True)
+    check_tensor("k_rope", k_rope, dtype=latents.dtype, shape=[num_rows, rope_dim], row_stride_is_free=True)
+    check(q_rope.dtype == latents.dtype, "q_rope", expected=str(latents.dtype), found=q_rope.dtype, hint="As latents.")
+    check(q_rope.stride(2) == 1, "q_rope", expected="dense heads", found=q_rope.stride(), hint="Call .contiguous().")
+    check_tensor("queries", queries, dtype=latents.dtype, shape=[num_rows, num_heads, latent_dim + rope_dim])
+    _check_pages(pages, latents.dtype, latent_dim + rope_dim, k_scale)
+    check_tensor("positions", positions, dtype=torch.int32, shape=[num_rows])
+    check_tensor("inv_freq", rotation.inv_freq, dtype=torch.float32, shape=[rope_dim // 2])
+    check_tensor("norm", rotation.norm, dtype=latents.dtype, shape=[latent_dim])
+    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+    if rows is not None:
+        check_tensor("rows", rows, dtype=latents.dtype, shape=[num_rows, latent_dim + rope_dim])
+    shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=rope_dim)
+    store_latents_kernel[(num_rows, 1 + -(-num_heads // HEADS_PER_PROGRAM))](
+        q_rope,
+        latents,
+        k_rope,
+        queries,
+        pages,
+        queries if rows is None else rows,
+        rotation.norm,
+        rotation.inv_freq,
+        positions,
+        requests.token_offsets,
+        requests.page_table,
+        rotation.amplitude,
+        rotation.eps,
+        k_scale,
+        latents.stride(0),
+        k_rope.stride(0),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        num_heads,
+        num_requests,
+        requests.page_table.shape[1],
+        _page_shift(pages),
+        **store_constants(shape, num_requests),
+        STORES_ROWS=rows is not None,
+        IS_PAIRED=rotation.is_paired,
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def latent_tile(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
+    """Rows of a tile: query rows times query heads."""
+    if dtype == torch.float32:
+        return FLOAT32_TILE
+    return FP8_TILE if page_dtype == torch.float8_e4m3fn else TILE
+
+
+def latent_key_block(*, dtype: torch.dtype, page_size: int) -> int:
+    """Keys of a block lie in one page, unless pages are smaller than what the tensor cores take."""
+    most = MIN_KEY_BLOCK if dtype == torch.float32 else KEY_BLOCK
+    return max(MIN_KEY_BLOCK, min(most, page_size))
+
+
+def latent_constants(shape: LatentShape) -> dict[str, int]:
+    """Constants of every kernel that knows latents."""
+    latent_dim = max(16, next_power_of_2(shape.latent_dim))
+    return {"LATENT": shape.latent_dim, "ROPE": shape.rope_dim, "LATENT_DIM": latent_dim}
+
+
+def attention_stages(dtype: torch.dtype) -> int:
+    """Of the pipeline that copies latents: three blocks of 36 KiB are in shared memory, beside 72 KiB of queries."""
+    return 2 if dtype == torch.float32 else 3
+
+
+def store_constants(shape: LatentShape, num_requests: int) -> dict[str, int]:
+    return latent_constants(shape) | {
+        "HALF": next_power_of_2(shape.rope_dim // 2),
+        "HEADS": HEADS_PER_PROGRAM,
+        "REQUESTS": request_capacity(num_requests),
+    }
+
+
+def attention_constants(shape: LatentShape, *, tile: int, dtype: torch.dtype, page_size: int) -> dict[str, int | bool]:
+    keys = latent_key_block(dtype=dtype, page_size=page_size)
+    return latent_constants(shape) | {
+        "ROPE_DIM": max(16, next_power_of_2(shape.rope_dim)),
+        "TILE": tile,
+        "KEY_BLOCK": keys,
+        "IS_IN_ONE_PAGE": page_size % keys == 0,
+    }
+
+
+def attend_latents(
+    queries: Tensor,  # F [N, heads, latent_dim + rope_dim] absorbed and rotated: see `LatentShape.query_elements`
+    pages: Tensor,  # F or float8_e4m3fn [pages, page_size, latent_dim + rope_dim]; the step's rows are in them already
+    requests: RequestTensors,  # context_lens: tokens before this step
+    *,
+    latent_dim: int,
+    score_scale: float,
+    k_scale: float = 1.0,
+    workspace: Tensor,  # float32, see `largest_workspace`
+    plans: AttentionPlans,
+    attended: Tensor,  # out, F [N, heads, latent_dim]
+    min_direct_rows: int | None = None,  # rows of prompts that begin in this step and have as many become 0
+) -> Tensor:
+    """Causal attention of the step's tokens over their requests' latents, before the value's factor: `attended`.
+
+    Verify blocks and chunks of prompts are one launch: their tiles are of one size.
+    """
+    num_rows, num_heads, row_size = queries.shape
+    shape = LatentShape(num_heads=num_heads, latent_dim=latent_dim, rope_dim=row_size - latent_dim)
+    _check_attended(queries, pages, requests, shape, attended, k_scale)
+    tile, page_size = latent_tile(queries.dtype, pages.dtype), pages.shape[1]
+    group_heads, part = _partition(shape, tile, num_rows, len(requests.context_lens), queries, page_size)
+    groups, reciprocal = num_heads // group_heads, heads_reciprocal(heads_per_kv=group_heads)
+    plan = plans.of(requests, part)
+    size = workspace_size(tile=tile, kv_heads=groups, head_dim=latent_dim, num_slots=part.num_slots)
+    check_tensor("workspace", workspace, dtype=torch.float32, shape=[None])
+    hint = "Make it as large as largest_workspace says."
+    is_enough = len(workspace) >= size.num_elements
+    check(is_enough, "workspace", expected=f"{size.num_elements} elements", found=len(workspace), hint=hint)
+    partials, stats = workspace[: size.num_partials], workspace[size.num_partials : size.num_elements]
+    latent_attention_kernel[(groups, part.num_items)](
+        queries,
+        pages,
+        attended,
+        partials,
+        stats,
+        plan,
+        requests.token_offsets,
+        requests.context_lens,
+        requests.page_table,
+        score_scale,
+        k_scale,
+        ANY_ROWS if min_direct_rows is None else min_direct_rows,
+        requests.page_table.shape[1],
+        groups,
+        group_heads,
+        reciprocal,
+        _page_shift(pages),
+        **attention_constants(shape, tile=tile, dtype=queries.dtype, page_size=page_size),
+        num_warps=ATTENTION_WARPS,
+        num_stages=attention_stages(queries.dtype),
+        enable_fp_fusion=True,
+    )
+    _reduce(attended, partials, stats, plan, requests, part, groups, group_heads)
+    return attended
+
+
+def _partition(
+    shape: LatentShape, tile: int, num_rows: int, num_requests: int, queries: Tensor, page_size: int
+) -> tuple[int, Partition]:
+    """The heads of a tile, and the plan's key."""
+    group_heads = shape.group_heads(tile)
+    groups = shape.num_heads // group_heads
+    return group_heads, Partition(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        request_capacity=request_capacity(num_requests),
+        has_block=False,
+        tile=tile,
+        heads_per_kv=group_heads if groups == 1 else tile,  # a tile has all heads of its rows, or some of one row
+        key_block=latent_key_block(dtype=queries.dtype, page_size=page_size),
+        max_lag=ANY_DISTANCE,
+        window_step=1,
+        num_slots=num_work_slots(groups, num_multiprocessors(queries.device)),
+    )
+
+
+def _reduce(
+    attended: Tensor,
+    partials: Tensor,
+    stats: Tensor,
+    plan: Tensor,
+    requests: RequestTensors,
+    part: Partition,
+    groups: int,
+    group_heads: int,
+) -> None:
+    latent_dim = attended.shape[2]
+    attention_reduction_kernel[(groups, part.tile_capacity, part.tile // REDUCTION_ROWS)](
+        attended,
+        partials,
+        stats,
+        plan,
+        requests.token_offsets,
+        requests.context_lens,
+        stats,  # no sinks
+        part.num_requests,
+        part.block_rows,
+        groups,
+        group_heads,
+        heads_reciprocal(heads_per_kv=group_heads),
+        part.max_lag,
+        part.window_step,
+        part.min_rows,
+        part.max_rows,
+        part.num_slots,
+        0,
+        HEAD_DIM=latent_dim,
+        DIM=max(16, next_power_of_2(latent_dim)),
+        **part.constants,
+        PLANNED=True,
+        ROWS=REDUCTION_ROWS,
+        STAGES=REDUCTION_STAGES,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def _check_attended(
+    queries: Tensor, pages: Tensor, requests: RequestTensors, shape: LatentShape, attended: Tensor, k_scale: float
+) -> None:
+    num_rows, num_requests = len(queries), len(requests.context_lens)
+    check(num_requests > 0, "requests", expected="at least one", found=0, hint="Launch nothing for an empty step.")
+    check_tensor("queries", queries, dtype=FLOATS, shape=[None, None, None])
+    stored = queries.untyped_storage().nbytes() // queries.itemsize - queries.storage_offset()
+    read, hint = shape.query_elements(num_rows), "Take them from memory of so many."
+    check(stored >= read, "queries", expected=f"memory for {read} elements", found=stored, hint=hint)
+    _check_pages(pages, queries.dtype, shape.row_size, k_scale)
+    check_tensor("attended", attended, dtype=queries.dtype, shape=[num_rows, shape.num_heads, shape.latent_dim])
+    check_tensor("token_offsets", requests.token_offsets, dtype=torch.int32, shape=[num_requests + 1])
+    check_tensor("context_lens", requests.context_lens, dtype=torch.int32, shape=[num_requests])
+    check_tensor("page_table", requests.page_table, dtype=torch.int32, shape=[num_requests, None])
+
+
+def _check_pages(pages: Tensor, dtype: torch.dtype, row_size: int, k_scale: float) -> None:
+    check_tensor("pages", pages, dtype=(dtype, torch.float8_e4m3fn), shape=[None, None, row_size])
+    page_size, hint = pages.shape[1], "Build with 16, 32 or 64."
+    check(page_size & (page_size - 1) == 0, "page_size", expected="a power of two", found=page_size, hint=hint)
+    is_scaled = pages.dtype == torch.float8_e4m3fn
+    hint = "Scales belong to FP8 pages."
+    check(is_scaled or k_scale == 1.0, "k_scale", expected="1.0 for pages that are not FP8", found=k_scale, hint=hint)
+
+
+def _page_shift(pages: Tensor) -> int:
+    return int(pages.shape[1]).bit_length() - 1

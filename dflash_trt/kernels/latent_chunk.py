@@ -1,0 +1,75 @@
+"""Direct attention of prompts that begin in this step: every head has keys and values of its own, made by one GEMM.
+
+The rows of such a request see each other alone, so that keys are read where the GEMM has left them and no page is. A
+program takes a tile of query rows of one head.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: N803  (constants of a kernel are upper case)
+
+import triton
+import triton.language as tl
+
+from dflash_trt.kernels.attention_partition import load_range
+from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
+from dflash_trt.kernels.latent_attention import is_direct, load_columns
+
+
+# As in attention.py: one build serves steps of all sizes. Strides are those of an engine, and nearly always multiples.
+@triton.jit(do_not_specialize=["min_direct_rows", "heads"])
+def latent_chunk_kernel(
+    q_nope,  # F, N rows of heads q_pitch apart, NOPE each, the rows q_stride
+    queries,  # F [N, heads, LATENT + ROPE], of which the rotated part is read
+    kv,  # F [N, heads, NOPE + VALUE]
+    rows,  # F [N, LATENT + ROPE], of which the rotated key is read
+    attended,  # out, F [N, heads, VALUE]; other requests' rows are left alone
+    plan,  # int32 [items, PLAN_WORDS], of tiles for one head
+    token_offsets,  # int32 [R + 1]
+    context_lens,  # int32 [R]
+    score_scale,
+    min_direct_rows,
+    q_stride,
+    q_pitch,
+    heads,
+    NOPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    NOPE_DIM: tl.constexpr,  # padded to powers of two
+    VALUE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+):
+    """Grid: (heads, tile_capacity + 1)."""
+    head = tl.program_id(0)
+    request, token, num_rows, position, _, _ = load_range(plan, tl.program_id(1))
+    if num_rows == 0:
+        return
+    if not is_direct(request, token_offsets, context_lens, min_direct_rows):
+        return
+    in_tile = tl.arange(0, TILE)
+    in_nope, in_rope, in_value = tl.arange(0, NOPE_DIM), tl.arange(0, ROPE_DIM), tl.arange(0, VALUE_DIM)
+    # What is left of a tile, or of a block of keys, repeats its last row.
+    row = (token + tl.minimum(in_tile, num_rows - 1)).to(tl.int64)[:, None]
+    q_n = load_columns(q_nope + row * q_stride + head * q_pitch, in_nope, NOPE, NOPE_DIM)
+    q_r = load_columns(queries + (row * heads + head) * (LATENT + ROPE) + LATENT, in_rope, ROPE, ROPE_DIM)
+    num_keys = position + num_rows  # the first row of the request is at position 0
+    first_row = token - position
+    maximum = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    output = tl.zeros([TILE, VALUE_DIM], tl.float32)
+    for first_key in range(0, num_keys, KEY_BLOCK):
+        key = first_key + tl.arange(0, KEY_BLOCK)
+        key_row = (first_row + tl.minimum(key, num_keys - 1)).to(tl.int64)[:, None]
+        of_head = kv + (key_row * heads + head) * (NOPE + VALUE)
+        k_n = load_columns(of_head, in_nope, NOPE, NOPE_DIM)
+        k_r = load_columns(rows + key_row * (LATENT + ROPE) + LATENT, in_rope, ROPE, ROPE_DIM)
+        v = load_columns(of_head + NOPE, in_value, VALUE, VALUE_DIM)
+        products = tl.dot(q_r, tl.trans(k_r), input_precision="tf32x3")
+        products = tl.dot(q_n, tl.trans(k_n), products, input_precision="tf32x3")
+        products = tl.where(key[None, :] <= (position + in_tile)[:, None], products, float("-inf"))
+        maximum, total, output = absorb(products, score_scale * LOG2_E, v, maximum, total, output)
+    out = attended + (row * heads + head) * VALUE + in_value[None, :]
+    mask = (in_tile < num_rows)[:, None] & (in_value < VALUE)[None, :]
+    tl.store(out, output / total[:, None], mask=mask)

@@ -1,0 +1,87 @@
+"""The kernels of latent attention in the sizes of Kimi-K2 and DeepSeek-V3: launched as declared, and compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_trt.backends.cuda.latent_attention import shape_of
+from dflash_trt.kernels import latent_attention_launch as launch
+from dflash_trt.kernels import latent_chunk_launch
+from tests.kernels.latent_steps import Step, make_tensors, mla_of, run_kernels
+from tests.kernels.latent_variants import latent_variants
+from tests.kernels.test_sampling_variants import assert_is_launched_as, recorded
+
+
+@pytest.mark.parametrize("k_scale", [None, 0.02])
+def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch, k_scale: float | None) -> None:
+    mla = mla_of(40, latent_dim=48, nope_dim=16, rope_dim=16)  # strides in multiples of 16
+    step = Step(rows=(3, 70), contexts=(4, 0), mla=mla, page_size=32, dtype=torch.float16, k_scale=k_scale)
+    page_dtype = torch.float16 if k_scale is None else torch.float8_e4m3fn
+    variants = latent_variants(
+        shape_of(step.mla), torch.float16, page_dtype=page_dtype, num_requests=2, nope_dim=16, value_dim=9
+    )
+    modules = [launch, launch, launch, latent_chunk_launch]
+    launched = zip(modules, variants, strict=True)
+    recorders = [recorded(monkeypatch, module, f"{variant.name}_kernel") for module, variant in launched]
+    run_kernels(step, make_tensors(step), torch.device("cpu"))
+    groups = 1 if k_scale is None else 2  # of 40 and of 20 heads
+    tiles = 73 + 2  # a row each, and one more of each request that has none
+    sizes = {
+        "num_requests": 2,
+        "num_rows": 73,
+        "groups": groups,
+        "tile_capacity": tiles,
+        "num_items": tiles + 3 // groups,
+    }
+    for variant, recorder in zip(variants, recorders, strict=True):
+        assert_is_launched_as(variant, recorder, sizes)
+
+
+COMPILE = """
+import json, sys
+from plugins.aot.compile import compile_variant, prepare_compiler
+prepare_compiler(sys.argv[1])
+import torch
+from dflash_trt.kernels.latent_rules import LatentShape
+from scripts.kernel_report import disassemble
+from tests.kernels.latent_variants import latent_variants
+
+def spills_in_loops(sass):
+    return sum("LDL" in line or "STL" in line for loop in sass.loops() for line in loop)
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SHAPE = LatentShape(num_heads=8, latent_dim=512, rope_dim=64)
+for architecture, page_dtype, page_size, names in (
+    ("90a", BF16, 32, ("store_latents", "latent_attention", "attention_reduction", "latent_chunk")),
+    ("90a", BF16, 16, ("latent_attention",)),
+    ("90a", FP8, 32, ("store_latents", "latent_attention")),
+    ("100a", BF16, 64, ("latent_attention", "latent_chunk")),
+    ("103a", FP8, 32, ("latent_attention",)),
+):
+    for variant in latent_variants(SHAPE, BF16, page_dtype=page_dtype, page_size=page_size):
+        if variant.name in names:
+            kernel = compile_variant(variant, architecture)
+            spills = spills_in_loops(disassemble(kernel.cubin)) if kernel.stack_bytes else 0
+            print(json.dumps({"name": variant.name, "tile": variant.constexprs.get("TILE"), "fits": kernel.fits,
+                              "stack": kernel.stack_bytes, "shared": kernel.shared_bytes, "spills_in_loops": spills}))
+"""
+ONE_REGISTER = 8  # bytes of a stack that holds one, which sm_90a spills before the loop and reads behind it
+
+
+def test_the_kernels_compile_without_spills_in_the_loop(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [kernel["tile"] for kernel in kernels if kernel["name"] == "latent_attention"] == [64, 64, 32, 64, 32]
+    assert len(kernels) == 5 + 5
+    for kernel in kernels:
+        allowed = ONE_REGISTER if kernel["name"] == "latent_attention" and kernel["tile"] == 64 else 0
+        assert kernel["stack"] <= allowed and kernel["spills_in_loops"] == 0 and kernel["fits"], kernel
+    assert max(kernel["shared"] for kernel in kernels) > 170 << 10, "the queries, and three blocks of latents"
