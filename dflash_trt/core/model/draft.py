@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
-from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec
+from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec, largest_window
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.eagle3 import EagleChain
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
@@ -97,6 +97,10 @@ class DraftSpec(DecoderSpec):
         if self.chain is None:
             return states
         return (*states, PagedRows(name="draft_features", width=self.hidden_size, dtype=dtype))
+
+    def _kept_window(self, owner: int) -> int | None:
+        """All layers keep the same pages, because their context is written at once."""
+        return largest_window([gqa.mask.window for gqa in self.attentions])
 
     def num_passes(self, num_draft_tokens: int) -> int:
         """Passes of the drafter's layers in a step: one over a block, or one for each draft of a chain."""
