@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,9 @@ from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
-from dflash_trt.backends.step_inputs import StepShapes, sequence_batch
+from dflash_trt.backends.step_inputs import StepShapes
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -105,6 +106,7 @@ class TorchGpuExecutor:
             page_size=page_plan.page_size,
             num_slots=max_batch_size + 1,
             device=device,
+            page_windows=page_plan.page_windows,
         )
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
         self._resources = GpuResources.allocate(
@@ -157,7 +159,7 @@ class TorchGpuExecutor:
         )
         executor = cls(
             network,
-            page_plan=replace(page_plan, num_pages=ranks.smallest(page_plan.num_pages)),
+            page_plan=page_plan.agreed(ranks.smallest),
             max_batch_size=build.max_batch_size,
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,

@@ -63,7 +63,7 @@ from dflash_trt.network.ops import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsIndex:
-    """Requests of some rows, and the pieces in which they are attended."""
+    """Requests of some rows with their pages of one group, and the pieces in which they are attended."""
 
     requests: RequestTensors
     pieces: tuple[Piece, ...]
@@ -193,22 +193,22 @@ class TorchGpuOps:
         attended = self._attend_rows if rows.keeps_kv else self._attend_blocks
         num_rows, features = len(q.x), q.x[0].numel()
         codes = self._resources.attended_codes[: num_rows * features].view(num_rows, features)
-        return Attended(attended(q, k, v, rows, cache.tensor, options), codes)
+        return Attended(attended(q, k, v, rows.positions, rows.index[cache.group], cache.tensor, options), codes)
 
     def _row_options(self, options: AttentionOptions) -> AttentionOptions:
         """Of rows that keep their K/V."""
         return options
 
     def _attend_rows(
-        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+        self, q: Heads, k: Heads, v: Heads, positions: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         rotated = rotate_and_store(
             q.x,
             k.x,
             v.x,
             pool,
-            rows.index.requests,
-            rows.positions,
+            index.requests,
+            positions,
             rotation_of(q, k),
             k_scale=options.k_scale,
             v_scale=options.v_scale,
@@ -218,7 +218,7 @@ class TorchGpuOps:
         attended = self._resources.attended[: queries.numel()].view(queries.shape)
 
         def run(codes: RowCodes | None) -> Tensor:
-            for piece in rows.index.pieces:
+            for piece in index.pieces:
                 attention_launch.attend_pages(
                     queries[piece.rows],
                     pool,
@@ -235,10 +235,10 @@ class TorchGpuOps:
         return run
 
     def _attend_blocks(
-        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+        self, q: Heads, k: Heads, v: Heads, positions: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
-        q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, rotation_of(q, k))
-        (piece,) = rows.index.pieces
+        q_rows, k_rows = rotate_block(q.x, k.x, positions, rotation_of(q, k))
+        (piece,) = index.pieces
 
         def run(codes: RowCodes | None) -> Tensor:
             attended = attention_launch.attend_draft(
@@ -273,10 +273,11 @@ class TorchGpuOps:
         stacked, (first, *others) = self._resources.draft_layers, layers
         assert stacked is not None and stacked.first_pages is first.cache.tensor
         assert len(others) + 1 == len(stacked.page_offsets) and all(other.rope is first.rope for other in others)
+        assert all(other.cache.group == first.cache.group for other in others), "a drafter's layers keep the same pages"
         store_draft_context(
             tensor_of(kv),
             stacked,
-            replace(rows.index.requests, context_lens=tensor_of(limits)),
+            replace(rows.index[first.cache.group].requests, context_lens=tensor_of(limits)),
             rows.positions,
             Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
         )
@@ -338,14 +339,16 @@ def _rows(
     positions: Tensor, token_offsets: Tensor, context_lens: Tensor, page_table: Tensor, *, keeps_kv: bool
 ) -> Rows[Any]:
     """The offsets of blocks are read by no kernel; the step's are there in their place."""
-    requests = RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=page_table)
+    tables = page_table.view(-1, len(context_lens), page_table.shape[1])
+    requests = [RequestTensors(token_offsets=token_offsets, context_lens=context_lens, page_table=t) for t in tables]
+    whole = slice(len(positions))
     return Rows(
         positions=positions,
         token_offsets=token_offsets if keeps_kv else None,
         context_lens=context_lens,
         page_table=page_table,
         keeps_kv=keeps_kv,
-        index=RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),
+        index=tuple(RowsIndex(requests=group, pieces=(Piece(rows=whole, requests=group),)) for group in requests),
     )
 
 

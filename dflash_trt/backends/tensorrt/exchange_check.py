@@ -8,7 +8,7 @@ others: its K/V of every layer after the first must change. What the sums should
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.step_inputs import sequence_batch
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.canary import PagedExecutor
 from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError
