@@ -12,6 +12,7 @@ from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.specs import with_draft_window
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
@@ -36,12 +37,13 @@ def make_executor(
     max_num_tokens: int = 1024,
     has_page_groups: bool = False,
     budget_bytes: int = 1 << 28,
+    draft_window: int | None = None,
 ) -> TorchExecutor:
     """The executor `dflash-trt run` would use for this pair, with small pages; by default a single group of them, which
     a test can lay out by hand.
     """
     kernels = cpu_kernels() if has_kernels else None
-    pair = open_pair(target, drafter)
+    pair = with_draft_window(open_pair(target, drafter), draft_window)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
     max_draft_len = pair.draft.max_draft_len if pair.draft else 0

@@ -23,7 +23,6 @@ DEFAULT_FREE_MEMORY_FRACTION: Final = 0.5  # of a CPU's free memory; other progr
 GPU_FREE_MEMORY_FRACTION: Final = 0.8  # of what is free after loading; the rest is for activations of prefill steps
 TENSORRT_FREE_MEMORY_FRACTION: Final = 0.9  # of what is free beside the plan and its contexts with their activations
 SNAPSHOT_FRACTION: Final = 0.25  # of what slots and one sequence leave
-WINDOW_FRACTION: Final = 0.5  # of the pages' memory, for layers with windows, where requests are short
 
 
 class PagedEngine(Protocol):
@@ -188,7 +187,7 @@ def plan_pages(
             found=f"a budget of {budget_bytes} bytes",
             hint=f"Give more K/V memory, or build with a smaller {smaller}.",
         )
-    num_windows = needs.num_windows_in(left_bytes, WINDOW_FRACTION)
+    num_windows = needs.num_windows_in(left_bytes)
     num_pages = max_batch_size * needs.pages_per_sequence
     if needs.page_bytes:
         num_pages = min(num_pages, (left_bytes - needs.window_bytes(num_windows)) // needs.page_bytes)

@@ -48,10 +48,11 @@ class PageNeeds:
         """Pages of each window for so many requests of any length, and for the chunks of one step."""
         if self.steps is None:
             return ()
-        most = self.max_batch_size * num_pages_for(self._max_positions, self.page_size)
+        whole = num_pages_for(self._max_positions, self.page_size)
         chunks = num_pages_for(self.steps.max_num_tokens, self.page_size)
         of_one = [decode_pages(window, self.page_size, self.steps.max_draft_len) for window in self.windows]
-        return tuple(min(num_requests * min(pages, most) + chunks, most) for pages in of_one)
+        most = min(num_requests, self.max_batch_size) * whole
+        return tuple(min(num_requests * min(pages, whole) + chunks, most) for pages in of_one)
 
     def window_bytes(self, num_requests: int) -> int:
         """Of these pages, and of a blank one."""
@@ -62,18 +63,20 @@ class PageNeeds:
         """Pages of so many sequences of max_seq_len, all groups together."""
         return num_requests * self.pages_per_sequence * self.page_bytes + self.window_bytes(num_requests)
 
-    def num_windows_in(self, budget_bytes: int, fraction: float) -> int:
-        """Requests whose windows get pages: as many as full sequences fit, or as `fraction` of the budget holds, or
-        max_batch_size; more, for cached prefixes, where all else has what it can use.
+    def num_windows_in(self, budget_bytes: int) -> int:
+        """Requests whose windows get pages: as many as full sequences fit, or, because most are shorter, as half of the
+        budget holds, if that leaves the other layers what they would have in one group; at most max_batch_size. More,
+        for cached prefixes, where all else has what it can use.
         """
         most = range(self.max_batch_size + 1)
-        beside_one = budget_bytes - self.pages_per_sequence * self.page_bytes
-        of_fraction = bisect_right(most, min(int(budget_bytes * fraction), beside_one), key=self.window_bytes) - 1
+        num_pages = budget_bytes // (self.page_size * self.states.bytes_per_token)
+        beside = budget_bytes - max(num_pages, self.pages_per_sequence) * self.page_bytes
+        of_half = bisect_right(most, min(beside, budget_bytes // 2), key=self.window_bytes) - 1
         of_sequences = bisect_right(most, budget_bytes, key=self.bytes_of) - 1
         rest_bytes = budget_bytes - self.max_batch_size * self.pages_per_sequence * self.page_bytes
-        every = range(self.max_batch_size * self.pages_per_sequence + 1)
+        every = range(self.max_batch_size * (self.pages_per_sequence + 1))
         of_rest = bisect_right(every, rest_bytes, key=self.window_bytes) - 1
-        return max(of_fraction, of_sequences, of_rest, 1)
+        return max(of_half, of_sequences, of_rest, 1)
 
     def page_windows(self, num_requests: int) -> tuple[PageWindow, ...]:
         return tuple(map(PageWindow, self.windows, self.window_pages(num_requests)))

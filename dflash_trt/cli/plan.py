@@ -90,6 +90,7 @@ def plan(
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
+    from dflash_trt.checkpoint.specs import with_draft_window
     from dflash_trt.plan.gpus import gpu_of
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.plan.remedies import remedies
@@ -99,6 +100,7 @@ def plan(
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config = found.config
     pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
+    pair = with_draft_window(pair, config.draft_window)
     made = plan_engine(config, pair, chosen)
     limits = made.build_config
     lengths = _checked_lengths(acceptance_lengths, limits.max_draft_len)

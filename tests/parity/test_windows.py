@@ -11,11 +11,14 @@ from transformers import AutoModelForCausalLM
 from dflash_trt import SamplingParams
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.core.request import Request
+from dflash_trt.core.step_plan import StepExecutor, StepHandle, StepPlan
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.scheduler.window_pages import WindowPages
 from dflash_trt.serving.engine_loop import EngineLoop
+from tests.dflash2_files import make_dflash2_drafter
+from tests.eagle3_files import save_eagle3_head
 from tests.engines import make_executor
 from tests.factories import make_zlab_drafter
 from tests.gemma_targets import make_gemma
@@ -59,16 +62,18 @@ def expected(pair: tuple[Path, Path]) -> list[list[int]]:
     return tokens
 
 
-def make_loop(executor: TorchExecutor, num_draft_tokens: int, *, reuses: bool = True, **options: Any) -> EngineLoop:
+def make_loop(executor: StepExecutor, num_draft_tokens: int, *, reuses: bool = True, **options: Any) -> EngineLoop:
     config = SchedulerConfig(enable_prefix_caching=reuses)
     scheduler = Scheduler(executor.limits, config, FixedDraftLength(num_draft_tokens))
     return EngineLoop(executor, scheduler, **options)
 
 
-def tokens_of(loop: EngineLoop, *, together: bool, preempts: bool = False) -> list[list[int]]:
+def tokens_of(
+    loop: EngineLoop, prompts: list[list[int]] = PROMPTS, *, together: bool = False, preempts: bool = False
+) -> list[list[int]]:
     sampling = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
     streams = []
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts):
         streams.append(loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling)))
         if not together:
             run(loop, preempts=preempts)
@@ -84,6 +89,22 @@ def run(loop: EngineLoop, *, preempts: bool) -> None:
         number += 1
         if preempts and number % 5 == 3:
             loop._scheduler.preempt(str(number % len(PROMPTS)))
+
+
+class RecordedDrafts:
+    """An executor whose drafts are recorded, by request and position."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self._executor = executor
+        self.limits, self.has_queue, self.can_retry = executor.limits, False, True
+        self.drafts: dict[tuple[str, int], list[int]] = {}
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        handle = self._executor.submit(plan)
+        result = handle.result()
+        rows = zip(plan.rows.request_ids, result.next_context_lens.tolist(), result.draft_tokens.tolist(), strict=True)
+        self.drafts |= {(request_id, position): drafts for request_id, position, drafts in rows}
+        return handle
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, BLOCK_SIZE - 1])
@@ -103,6 +124,41 @@ def test_tokens_of_mixed_batches_and_preempted_requests_equal_them(
     for preempts in (False, True):
         assert tokens_of(loop, together=True, preempts=preempts) == expected
     loop.close()
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "z-lab's, sliding and causal": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+    "z-lab's, sliding and not causal": {
+        "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 9,
+        "is_causal": False,
+    },
+    "a window before the anchor": {"draft_window": 9},
+    "DFlash2": {"make": make_dflash2_drafter, "draft_window": 7},
+    "EAGLE-3": {"make": save_eagle3_head, "draft_window": 7},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_over_the_pages_of_a_window_are_those_over_all_pages(
+    pair: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    """A wrong page of a drafter costs acceptance and no token, so drafts are compared."""
+    fields = dict(DRAFTERS[name])
+    make, draft_window = fields.pop("make", make_zlab_drafter), fields.pop("draft_window", None)
+    options = {"block_size": BLOCK_SIZE, "num_layers": 2, **fields} if make is make_zlab_drafter else {}
+    drafter = make(tmp_path / "drafter", target_dir=pair[0], **options)
+    drafts = []
+    groups = {"has_page_groups": True, "max_num_tokens": 20}
+    for kinds in ({"has_kernels": False}, {**groups, "has_kernels": False}, groups):
+        executor = make_executor(pair[0], drafter, max_batch_size=2, draft_window=draft_window, **kinds)
+        recorded = RecordedDrafts(executor)
+        tokens_of(make_loop(recorded, recorded.limits.max_draft_len, reuses=False), PROMPTS[:1])
+        drafts.append(recorded.drafts)
+    assert len(executor.limits.page_windows) == 2
+    for found in drafts[1:]:
+        shared = drafts[0].keys() & found.keys()
+        assert len(shared) > 20 and all(drafts[0][place] == found[place] for place in shared)
 
 
 def test_logits_of_a_sequence_longer_than_the_pages_of_its_windows_are_the_same(

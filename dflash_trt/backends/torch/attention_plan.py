@@ -150,7 +150,7 @@ def plan_blocks(
         foreign_rows=_foreign_rows(starts, page_ids, num_keys, page_size),
     )
     if window is not None:
-        group = _in_window(group, starts, _first_keys(starts, window), page_size)
+        group = _in_window(group, starts, _first_keys(starts - 1, window), page_size)  # an anchored one begins here
     return BlockPlan(group=group, context_lens=starts, scratch=scratch or Scratch())
 
 
