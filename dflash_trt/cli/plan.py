@@ -13,6 +13,7 @@ from dflash_trt.cli.help_text import examples
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from dflash_trt.plan.planning import EnginePlan
@@ -228,6 +229,13 @@ def _step(made: "EnginePlan", step: "Step", acceptance_lengths: Sequence[float])
     }
 
 
+def _print_windows(pages: dict[str, Any], console: "Console") -> None:
+    windows = " and ".join(str(group["window"]) for group in pages["page_windows"])
+    if windows:
+        text = f"layers with a window of {windows} tokens: pages of their own, for {pages['num_windows']} requests"
+        console.print(text, soft_wrap=True)
+
+
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.filesize import decimal
@@ -243,6 +251,7 @@ def _print(report: dict[str, Any]) -> None:
     gpus = f"{ranks} x {report['gpu']['name']}" if ranks > 1 else report["gpu"]["name"]
     if report["fits"]:
         console.print(f"fits on {gpus}: K/V pages for {report['kv_tokens']:,} tokens", soft_wrap=True)
+        _print_windows(report["kv_pages"], console)
     else:
         each = "each lacks" if ranks > 1 else "it lacks"
         console.print(f"does not fit on {gpus}: {each} {decimal(report['missing_bytes'])}", soft_wrap=True)
@@ -275,6 +284,7 @@ _PARTS = {
 
 
 def _memory_table(report: dict[str, Any]) -> "Table":
+    from rich.console import Console
     from rich.table import Table
 
     table = Table("memory of each rank", "GiB", show_footer=True)
@@ -287,6 +297,7 @@ def _memory_table(report: dict[str, Any]) -> "Table":
 
 
 def _requests_table(report: dict[str, Any]) -> "Table":
+    from rich.console import Console
     from rich.table import Table
 
     table = Table("tokens of a request", *(f"{int(length):,}" for length in report["max_requests"]))
@@ -296,6 +307,7 @@ def _requests_table(report: dict[str, Any]) -> "Table":
 
 def _steps_table(report: dict[str, Any]) -> "Table":
     """Floors of steps, and what they allow each user."""
+    from rich.console import Console
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]
