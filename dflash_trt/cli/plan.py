@@ -284,7 +284,6 @@ _PARTS = {
 
 
 def _memory_table(report: dict[str, Any]) -> "Table":
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("memory of each rank", "GiB", show_footer=True)
@@ -297,7 +296,6 @@ def _memory_table(report: dict[str, Any]) -> "Table":
 
 
 def _requests_table(report: dict[str, Any]) -> "Table":
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("tokens of a request", *(f"{int(length):,}" for length in report["max_requests"]))
@@ -307,7 +305,6 @@ def _requests_table(report: dict[str, Any]) -> "Table":
 
 def _steps_table(report: dict[str, Any]) -> "Table":
     """Floors of steps, and what they allow each user."""
-    from rich.console import Console
     from rich.table import Table
 
     lengths = report["steps"][0]["tok_per_s_by_acceptance_length"]

@@ -91,6 +91,28 @@ def run(loop: EngineLoop, *, preempts: bool) -> None:
             loop._scheduler.preempt(str(number % len(PROMPTS)))
 
 
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_deterministic_log_probabilities_do_not_depend_on_chunks_or_hits(
+    pair: tuple[Path, Path], expected: list[list[int]], has_kernels: bool
+) -> None:
+    """Keys are gathered in tiles from position 0 on, those before a window as zeros: bits must not change."""
+    logprobs = []
+    for num_tokens, reuses in ((20, False), (7, True)):
+        options = {"has_page_groups": True, "has_kernels": has_kernels, "is_deterministic": True}
+        executor = make_executor(*pair, max_batch_size=3, max_num_tokens=num_tokens, **options)
+        loop = make_loop(executor, BLOCK_SIZE - 1, reuses=reuses)
+        sampling = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, logprobs=True)
+        streams = [
+            loop.submit(Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling))
+            for i, prompt in enumerate(PROMPTS[:2])
+        ]
+        run(loop, preempts=reuses)
+        outputs = [stream.result(timeout_s=1) for stream in streams]
+        assert [list(output.token_ids) for output in outputs] == expected[:2]
+        logprobs.append([output.logprobs for output in outputs])
+    assert logprobs[0] == logprobs[1] and logprobs[0][0]
+
+
 class RecordedDrafts:
     """An executor whose drafts are recorded, by request and position."""
 
