@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from dflash_trt.backends.page_budget import plan_pages
+from dflash_trt.backends.page_groups import StepSizes
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.checkpoint.specs import with_draft_window
 from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
@@ -32,27 +34,35 @@ def make_executor(
     has_kernels: bool = True,
     num_snapshots: int = 0,
     is_deterministic: bool = False,
+    max_num_tokens: int = 1024,
+    has_page_groups: bool = False,
+    budget_bytes: int = 1 << 28,
+    draft_window: int | None = None,
 ) -> TorchExecutor:
-    """The executor `dflash-trt run` would use for this pair, with small pages."""
+    """The executor `dflash-trt run` would use for this pair, with small pages; by default a single group of them, which
+    a test can lay out by hand.
+    """
     kernels = cpu_kernels() if has_kernels else None
-    pair = open_pair(target, drafter)
+    pair = with_draft_window(open_pair(target, drafter), draft_window)
     table = engine_weights(pair.target, pair.draft, pair.quantization)
     tensors = dict(pair.iter_weights(dtype=dtype, mapping=Mapping()))
+    max_draft_len = pair.draft.max_draft_len if pair.draft else 0
     plain, quantized = split_quantized(tensors, table, pair.quantization.linears)
     page_plan = plan_pages(
         engine_states(pair.target, pair.draft, dtype=dtype_name(dtype)),
         page_size=PAGE_SIZE,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
-        budget_bytes=1 << 28,
+        budget_bytes=budget_bytes,
         num_snapshots=num_snapshots,
+        steps=StepSizes(max_num_tokens=max_num_tokens, max_draft_len=max_draft_len) if has_page_groups else None,
     )
     return TorchExecutor(
         bind_tensors(pair.target, pair.draft, plain, quantized),
         page_plan=page_plan,
         max_batch_size=max_batch_size,
-        max_num_tokens=1024,
-        max_draft_len=pair.draft.max_draft_len if pair.draft else 0,
+        max_num_tokens=max_num_tokens,
+        max_draft_len=max_draft_len,
         quantization=quantization,
         is_deterministic=is_deterministic,
         kernels=kernels if isinstance(kernels, CpuKernels) else None,

@@ -42,7 +42,7 @@ class StepShape:
     def width(self) -> int:
         return self.num_draft_tokens + 1
 
-    def sizes(self, *, max_pages: int) -> dict[Axis, int]:
+    def sizes(self, *, max_pages: int, num_page_groups: int = 1) -> dict[Axis, int]:
         """Of every axis of a step tensor."""
         return {
             "T": self.num_tokens,
@@ -51,6 +51,7 @@ class StepShape:
             "K": self.num_draft_tokens,
             "K+1": self.width,
             "P": max_pages if self.num_pages is None else self.num_pages,
+            "G": num_page_groups,
         }
 
 

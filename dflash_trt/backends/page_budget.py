@@ -5,12 +5,14 @@ The drafter's context lives in the same pages as the target's, so nothing of it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from dflash_trt.backends.page_groups import PageNeeds, StepSizes
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.host_resources import available_memory_bytes
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import EngineStates
 
 if TYPE_CHECKING:
@@ -35,7 +37,10 @@ class PagedEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagePlan:
-    """Sizes of this rank's K/V pages. `num_pages` never exceeds what max_batch_size full sequences need."""
+    """Sizes of this rank's K/V pages. `num_pages` never exceeds what max_batch_size full sequences need.
+
+    Layers with one of `page_windows` have pages of their own; bytes per token count them, inside of their window.
+    """
 
     page_size: int  # token positions
     num_pages: int
@@ -46,6 +51,9 @@ class PagePlan:
     slot_bytes: int = 0  # of recurrent states, of all slots
     num_snapshots: int = 0  # of recurrent states, for prefixes
     snapshot_bytes: int = 0  # of all of them
+    page_windows: tuple[PageWindow, ...] = ()
+    window_bytes_per_token: tuple[int, ...] = ()
+    num_windows: int = 0  # requests whose windows fit
 
     @property
     def bytes_per_token(self) -> int:
@@ -58,12 +66,29 @@ class PagePlan:
     @property
     def total_bytes(self) -> int:
         """Of the pages, without `slot_bytes` and `snapshot_bytes`."""
-        return self.num_tokens * self.bytes_per_token
+        beside = self.bytes_per_token - sum(self.window_bytes_per_token)
+        return self.num_tokens * beside + sum(self._window_bytes)
+
+    @property
+    def _window_bytes(self) -> list[int]:
+        sizes = zip(self.page_windows, self.window_bytes_per_token, strict=True)
+        return [self.page_size * (group.num_pages + 1) * num_bytes for group, num_bytes in sizes]
 
     @property
     def num_full_sequences(self) -> int:
         """Requests of max_seq_len that fit at the same time."""
-        return self.num_pages // -(-self.max_seq_len // self.page_size)
+        num_sequences = self.num_pages // -(-self.max_seq_len // self.page_size)
+        return min(num_sequences, self.num_windows) if self.page_windows else num_sequences
+
+    def agreed(self, smallest: Callable[[int], int]) -> PagePlan:
+        """What every rank has room for; `smallest` is the smallest of the ranks' numbers."""
+        return replace(
+            self,
+            num_pages=smallest(self.num_pages),
+            num_snapshots=smallest(self.num_snapshots),
+            page_windows=tuple(replace(group, num_pages=smallest(group.num_pages)) for group in self.page_windows),
+            num_windows=smallest(self.num_windows),
+        )
 
     def __str__(self) -> str:
         draft = f" + {self.draft_bytes_per_token} (drafter)" if self.draft_bytes_per_token else ""
@@ -76,8 +101,13 @@ class PagePlan:
             f"{ranks}{self.num_pages} pages of {self.page_size} tokens, {self.total_bytes / 2**20:.1f} MiB: "
             f"{self.target_bytes_per_token} (target){draft} bytes per token, "
             f"{self.num_tokens} tokens, {self.num_full_sequences} requests of max_seq_len {self.max_seq_len} at once"
-            f"{slots}"
+            f"{''.join(self._windows_in_words())}{slots}"
         )
+
+    def _windows_in_words(self) -> Iterator[str]:
+        for group, num_bytes in zip(self.page_windows, self._window_bytes, strict=True):
+            yield f"; of these {group.num_pages} pages, {num_bytes / 2**20:.1f} MiB, of layers with a window of "
+            yield f"{group.window} tokens"
 
 
 def plan_engine_pages(
@@ -87,11 +117,12 @@ def plan_engine_pages(
     free_bytes: Callable[[], int] | None = None,
     default_fraction: float = DEFAULT_FREE_MEMORY_FRACTION,
     num_pools: int = 1,
+    has_groups: bool = True,
 ) -> PagePlan:
     """The pages that each rank of an engine gets on this machine, from the K/V budget of `config`.
 
     `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. `num_pools`
-    share the memory, each as large as the plan.
+    share the memory, each as large as the plan. Without `has_groups` layers with windows keep all positions.
 
     Raises:
         CapacityError: the pages of one max_seq_len sequence do not fit.
@@ -112,7 +143,12 @@ def plan_engine_pages(
         max_seq_len=build.max_seq_len,
         budget_bytes=budget_bytes // num_pools,
         num_snapshots=config.num_state_snapshots if config.enable_prefix_caching else 0,
+        steps=step_sizes(build, has_drafter=config.use_drafter) if has_groups else None,
     )
+
+
+def step_sizes(build: EngineLimits, *, has_drafter: bool = True) -> StepSizes:
+    return StepSizes(max_num_tokens=build.max_num_tokens, max_draft_len=build.max_draft_len if has_drafter else 0)
 
 
 def plan_pages(
@@ -124,22 +160,25 @@ def plan_pages(
     max_seq_len: int,
     budget_bytes: int,
     num_snapshots: int | None = 0,
+    steps: StepSizes | None = None,
 ) -> PagePlan:
-    """`num_snapshots` None: of recurrent states as many as requests, in at most a share of what pages leave.
+    """`num_snapshots` None: of recurrent states as many as requests, in at most a share of what pages leave. With
+    `steps`, layers with windows have pages of their own.
 
     Raises CapacityError when the budget does not hold one sequence of max_seq_len.
     """
-    pages_per_sequence = -(-max_seq_len // page_size)
-    page_bytes = page_size * states.bytes_per_token
-    needed_bytes = pages_per_sequence * page_bytes
+    needs = PageNeeds(
+        states=states, page_size=page_size, max_batch_size=max_batch_size, max_seq_len=max_seq_len, steps=steps
+    )
+    needed_bytes = needs.bytes_of(1)
     slot_bytes = states.bytes_per_slot * (max_batch_size + 1)  # a slot for padding, too
     if num_snapshots is None or not states.is_recurrent:
         spare_bytes = max(0, budget_bytes - slot_bytes - needed_bytes)
         most = int(spare_bytes * SNAPSHOT_FRACTION) // states.bytes_per_slot if states.is_recurrent else 0
         num_snapshots = min(max_batch_size, most)
     snapshot_bytes = states.bytes_per_slot * num_snapshots
-    num_pages = min((budget_bytes - slot_bytes - snapshot_bytes) // page_bytes, max_batch_size * pages_per_sequence)
-    if num_pages < pages_per_sequence:
+    left_bytes = budget_bytes - slot_bytes - snapshot_bytes
+    if needed_bytes > left_bytes:
         smaller = "max_batch_size or max_seq_len" if slot_bytes else "max_seq_len"
         beside = f" beside {slot_bytes + snapshot_bytes} bytes of recurrent state" if slot_bytes else ""
         raise CapacityError.about(
@@ -148,6 +187,10 @@ def plan_pages(
             found=f"a budget of {budget_bytes} bytes",
             hint=f"Give more K/V memory, or build with a smaller {smaller}.",
         )
+    num_windows = needs.num_windows_in(left_bytes)
+    num_pages = max_batch_size * needs.pages_per_sequence
+    if needs.page_bytes:
+        num_pages = min(num_pages, (left_bytes - needs.window_bytes(num_windows)) // needs.page_bytes)
     return PagePlan(
         page_size=page_size,
         num_pages=num_pages,
@@ -158,4 +201,7 @@ def plan_pages(
         slot_bytes=slot_bytes,
         num_snapshots=num_snapshots,
         snapshot_bytes=snapshot_bytes,
+        page_windows=needs.page_windows(num_windows),
+        window_bytes_per_token=needs.window_bytes_per_token,
+        num_windows=num_windows,
     )

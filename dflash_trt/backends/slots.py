@@ -35,7 +35,8 @@ class DeviceSlots:
     ) -> None:
         size = limits.max_batch_size + 1
         filler = scratch_page or 0  # entries without a page are never read, but may be gathered
-        self.page_table = torch.full((size, limits.max_pages), filler, dtype=torch.int32, device=device)
+        self.page_table = torch.full((size, limits.table_width), filler, dtype=torch.int32, device=device)
+        self._tables = self.page_table.view(size, limits.num_page_groups, limits.max_pages).transpose(0, 1)
         self.token_ids = torch.zeros(
             (size, limits.max_draft_len + 1), dtype=torch.int32, device=device
         )  # bonus, drafts
@@ -51,10 +52,11 @@ class DeviceSlots:
 
     def assemble(self, plan: PlanInputs, inputs: StepInputs[Tensor]) -> None:
         """Fill the assembled tensors of `inputs`: chained rows from their slots, the others from `plan`."""
-        num_requests, num_pages = inputs.page_table.shape
+        num_requests, num_pages = len(inputs.context_lens), inputs.page_table.shape[1]
         slots, is_chained = plan.slot_ids, plan.context_lens < 0
         torch.where(is_chained, self.context_lens[slots], plan.context_lens, out=inputs.context_lens)
-        torch.index_select(self.page_table[:, :num_pages], 0, slots, out=inputs.page_table)
+        by_group = inputs.page_table.view(-1, num_requests, num_pages)
+        torch.index_select(self._tables[:, :, :num_pages], 1, slots, out=by_group)
         is_token = plan.token_rows < num_requests
         rows = plan.token_rows.clamp(max=num_requests - 1)
         index = torch.arange(len(rows), device=rows.device) - plan.token_offsets[rows]

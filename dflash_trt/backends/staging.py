@@ -41,10 +41,9 @@ class InputStaging:
             for _ in range(_NUM_HOST_BLOCKS)
         ])  # fmt: skip
         self._host = next(self._hosts)
-        largest, max_pages = largest_shape(limits), limits.max_pages
         assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
-        self._plan = TensorBlock(PLAN_INPUTS, largest, max_pages=max_pages, device=device)
-        self._assembled = TensorBlock(assembled, largest, max_pages=max_pages, device=device)
+        self._plan = TensorBlock(PLAN_INPUTS, limits, device=device)
+        self._assembled = TensorBlock(assembled, limits, device=device)
         self._entries = torch.zeros(self._host.entries.shape, dtype=torch.int64, device=device)
         self._page_ids = torch.zeros(self._host.page_ids.shape, dtype=torch.int32, device=device)
         self.slots = DeviceSlots(limits, device=device, scratch_page=scratch_page)
@@ -116,7 +115,7 @@ class _HostBlock:
 
     def __init__(self, limits: ExecutorLimits, device: torch.device, *, pads_blocks: bool, is_pinned: bool) -> None:
         self.packer = StepPacker(limits, pads_blocks=pads_blocks, is_pinned=is_pinned)
-        num_entries = limits.max_batch_size * limits.max_pages
+        num_entries = limits.max_batch_size * limits.table_width
         self.entries = torch.zeros(num_entries, dtype=torch.int64, pin_memory=is_pinned)
         self.page_ids = torch.zeros(num_entries, dtype=torch.int32, pin_memory=is_pinned)
         self.copied = _new_event(device)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape, exact_shape, largest_shape
 from dflash_trt.backends.slots import DeviceSlots, PlanInputs
-from dflash_trt.core.batch import ScheduledRequest, StepBatch, plan_of
+from dflash_trt.core.batch import StepBatch, plan_of
 from dflash_trt.core.dtype import num_bytes_of, torch_dtype
-from dflash_trt.core.sampling import StepSampling
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, PageUpdates, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, StepTensor
 from dflash_trt.network.ops import StepInputs
@@ -57,34 +57,19 @@ class StepShapes:
         return self._shape
 
 
-def sequence_batch(
-    token_ids: Sequence[int], *, page_size: int, context_len: int = 0, num_draft_tokens: int = 0, first_page: int = 0
-) -> StepBatch:
-    """One sequence, or a chunk of it, on neighbouring pages, for measuring: it overwrites what is there."""
-    num_pages = -(-(context_len + len(token_ids)) // page_size)
-    request = ScheduledRequest(
-        request_id="sequence",
-        token_ids=tuple(token_ids),
-        context_len=context_len,
-        num_candidates=0,
-        page_ids=tuple(range(first_page, first_page + num_pages)),
-        sampling=StepSampling(),
-    )
-    return StepBatch(requests=(request,), num_draft_tokens=num_draft_tokens)
-
-
-def step_inputs(batch: StepBatch) -> StepInputs[Tensor]:
+def step_inputs(batch: StepBatch, *, page_windows: tuple[PageWindow, ...] = ()) -> StepInputs[Tensor]:
     """A batch in memory of its own, unpadded."""
-    plan = plan_of(batch)
-    rows = plan.rows
+    num_pages = max((len(request.page_ids) for request in batch.requests), default=1)
     limits = ExecutorLimits(
-        max_batch_size=rows.num_requests,
-        max_seq_len=plan.num_pages,
-        max_num_tokens=rows.total_tokens,
-        max_draft_len=rows.num_draft_tokens,
+        max_batch_size=len(batch.requests),
+        max_seq_len=num_pages,
+        max_num_tokens=batch.num_tokens,
+        max_draft_len=batch.num_draft_tokens,
         page_size=1,
-        num_pages=plan.num_pages,
+        num_pages=num_pages,
+        page_windows=page_windows,
     )
+    plan = plan_of(batch, max_pages=limits.max_pages)
     inputs = HostInputs(limits)
     return inputs.assemble(plan, exact_shape(plan), DeviceSlots(limits))
 
@@ -95,15 +80,14 @@ class TensorBlock:
     def __init__(
         self,
         tensors: Sequence[StepTensor],
-        largest: StepShape,
+        limits: ExecutorLimits,
         *,
-        max_pages: int,
         device: torch.device | None = None,
         is_pinned: bool = False,
     ) -> None:
         self._tensors = tensors
-        self._max_pages = max_pages
-        axes = largest.sizes(max_pages=max_pages)
+        self._groups = {"max_pages": limits.max_pages, "num_page_groups": limits.num_page_groups}
+        axes = largest_shape(limits).sizes(**self._groups)
         sizes = [num_bytes_of(tensor.dtype) * tensor.num_elements(axes) for tensor in tensors]
         starts = [0, *accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)]
         self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device, pin_memory=is_pinned)
@@ -114,7 +98,7 @@ class TensorBlock:
 
     def views(self, shape: StepShape) -> dict[str, Tensor]:
         """The tensors in the shapes of a step; the same addresses every time."""
-        sizes = shape.sizes(max_pages=self._max_pages)
+        sizes = shape.sizes(**self._groups)
         views = {}
         for tensor in self._tensors:
             view = self.flat[tensor.name][: tensor.num_elements(sizes)]
@@ -130,7 +114,7 @@ class StepPacker:
     """
 
     def __init__(self, limits: ExecutorLimits, *, pads_blocks: bool = False, is_pinned: bool = False) -> None:
-        self.block = TensorBlock(PLAN_INPUTS, largest_shape(limits), max_pages=limits.max_pages, is_pinned=is_pinned)
+        self.block = TensorBlock(PLAN_INPUTS, limits, is_pinned=is_pinned)
         self._columns = {name: flat.numpy() for name, flat in self.block.flat.items()}
         self._padding = {tensor.name: tensor.padding for tensor in PLAN_INPUTS}
         self._scratch_slot = limits.max_batch_size
@@ -173,7 +157,7 @@ class StepPacker:
 
 def updated_entries(updates: PageUpdates, limits: ExecutorLimits) -> Array:
     """Indices into the flat page table, int64 [D]."""
-    entries: Array = updates.slots * limits.max_pages + updates.columns
+    entries: Array = updates.slots * limits.table_width + updates.columns
     return entries
 
 
@@ -184,7 +168,7 @@ class HostInputs:
         self._limits = limits
         self._packer = StepPacker(limits)
         assembled = [tensor for tensor in STEP_INPUTS if tensor.name in ASSEMBLED]
-        self._assembled = TensorBlock(assembled, largest_shape(limits), max_pages=limits.max_pages)
+        self._assembled = TensorBlock(assembled, limits)
 
     def assemble(self, plan: StepPlan, shape: StepShape, slots: DeviceSlots) -> StepInputs[Tensor]:
         """The inputs of a plan; overwritten by the next one."""

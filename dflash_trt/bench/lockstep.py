@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dflash_trt.bench.throughput import Work, mixed_work
 from dflash_trt.core.acceptance import acceptance_length
-from dflash_trt.core.batch import SlotMirror, plan_of, request_results
+from dflash_trt.core.batch import ScheduledRequest, SlotMirror, WindowColumns, plan_of, request_results
 from dflash_trt.core.request import GenerationOutput, Request
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepExecutor, StepPlan, StepResult
@@ -159,11 +159,10 @@ class Lockstep:
 
         A side of `with_static_batching` begins its next requests when the last of the ones before has ended.
         """
-        num_pages = executor.limits.num_pages // len(policies)
         config = SchedulerConfig(enable_prefix_caching=False)
         self._sides = {}
         for index, (name, policy) in enumerate(policies.items()):
-            share = _Share(executor, first_page=index * num_pages, num_pages=num_pages)
+            share = _Share(executor, index=index, num_shares=len(policies))
             loop = EngineLoop(share, Scheduler(share.limits, config, policy))
             self._sides[name] = _Side(loop, is_in_flight=name not in with_static_batching)
         self._reader = reader
@@ -243,11 +242,14 @@ class _Share:
 
     has_queue = False
 
-    def __init__(self, executor: StepExecutor, *, first_page: int, num_pages: int) -> None:
-        self.limits: ExecutorLimits = replace(executor.limits, num_pages=num_pages)
+    def __init__(self, executor: StepExecutor, *, index: int, num_shares: int) -> None:
+        whole = executor.limits
+        groups = tuple(replace(group, num_pages=group.num_pages // num_shares) for group in whole.page_windows)
+        self.limits: ExecutorLimits = replace(whole, num_pages=whole.num_pages // num_shares, page_windows=groups)
         self._executor = executor
-        self._first_page = first_page
-        self._slots = SlotMirror(self.limits.max_positions)
+        self._index = index
+        windows = [group.window for group in groups]
+        self._slots = SlotMirror(self.limits.max_positions, windows=windows, max_pages=self.limits.max_pages)
 
     @property
     def can_retry(self) -> bool:
@@ -258,10 +260,23 @@ class _Share:
 
     def _run(self, plan: StepPlan) -> StepResult:
         batch = self._slots.assemble(plan, page_size=self.limits.page_size)
-        requests = tuple(
-            replace(request, page_ids=tuple(self._first_page + page_id for page_id in request.page_ids))
-            for request in batch.requests
-        )
-        result = self._executor.submit(plan_of(replace(batch, requests=requests))).result()
+        requests = tuple(map(self._in_share, batch.requests))
+        plan_of_share = plan_of(replace(batch, requests=requests), max_pages=self.limits.max_pages)
+        result = self._executor.submit(plan_of_share).result()
         self._slots.store(plan, request_results(result))
         return result
+
+    def _in_share(self, request: ScheduledRequest) -> ScheduledRequest:
+        """The request on the pages of the whole."""
+
+        def moved(page_ids: tuple[int, ...], num_pages: int) -> tuple[int, ...]:
+            return tuple(self._index * num_pages + page_id for page_id in page_ids)
+
+        groups = zip(request.window_pages, self.limits.page_windows, strict=True)
+        return replace(
+            request,
+            page_ids=moved(request.page_ids, self.limits.num_pages),
+            window_pages=tuple(
+                WindowColumns(pages.first, moved(pages.page_ids, group.num_pages)) for pages, group in groups
+            ),
+        )

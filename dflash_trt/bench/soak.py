@@ -60,7 +60,8 @@ def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
     statistics = _counts(llm)
     outcomes = sender.outcomes
     assert outcomes.total() == sender.num_sent, f"{sender.num_sent} requests sent, {outcomes.total()} accounted for"
-    assert statistics.num_pages_in_use_now == 0, f"{statistics.num_pages_in_use_now} pages leaked"
+    num_leaked_pages = statistics.num_pages_in_use_now + statistics.num_window_pages_in_use_now
+    assert num_leaked_pages == 0, f"{num_leaked_pages} pages leaked"
     num_finished = sum(statistics.num_finished.values())
     assert statistics.num_arrivals == num_finished, f"{statistics.num_arrivals} arrived, {num_finished} finished"
     return SoakReport(
@@ -70,7 +71,7 @@ def soak(llm: Generator, vocab_size: int, traffic: Traffic) -> SoakReport:
         num_output_tokens=sender.num_output_tokens,
         num_preemptions=statistics.num_preemptions,
         prefix_hit_fraction=statistics.prefix_hit_fraction,
-        num_leaked_pages=statistics.num_pages_in_use_now,
+        num_leaked_pages=num_leaked_pages,
     )
 
 

@@ -5,9 +5,9 @@
 
 from collections.abc import Iterator
 from collections.abc import Mapping as AbcMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_trt.checkpoint.compatibility import compatibility_notes, compatibility_problems
 from dflash_trt.checkpoint.draft_config import parse_draft
@@ -32,6 +32,23 @@ class PairSpecs:
     draft: DraftSpec | None
     quantization: QuantizationSpec
     notes: tuple[str, ...]
+
+
+AnyPair = TypeVar("AnyPair", bound=PairSpecs)
+
+
+def with_draft_window(pair: AnyPair, window: int | None) -> AnyPair:
+    """The pair with a drafter that sees at most so many tokens of context; None: as it is.
+
+    Raises:
+        ConfigError: there is no drafter.
+    """
+    if window is None:
+        return pair
+    if pair.draft is None:
+        raise ConfigError.about("draft_window", expected="a drafter", found="none", hint="Leave draft_window out.")
+    note = f"the drafter sees the last {window} tokens of the context, as draft_window says"
+    return replace(pair, draft=pair.draft.with_window(window), notes=(*pair.notes, note))
 
 
 def read_specs(

@@ -66,6 +66,7 @@ class _BuildCommand(click.Command):
     multiple=True,
     help="Read a key of the drafter's config.json as this value; may be repeated.",
 )
+@click.option("--draft-window", type=int, help="Tokens of context that the drafter sees at most.  [default: its own]")
 @click.option(
     "--chat-template-option",
     "chat_template_options",

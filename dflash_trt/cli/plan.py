@@ -14,6 +14,7 @@ from dflash_trt.cli.plan_sweep import OPTION_NAMES, add_options, refuse_options,
 from dflash_trt.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from dflash_trt.plan.gpus import Gpu
@@ -110,6 +111,7 @@ def plan(
     """
     from dflash_trt.checkpoint.pair import read_pair
     from dflash_trt.checkpoint.sources import find_checkpoints
+    from dflash_trt.checkpoint.specs import with_draft_window
     from dflash_trt.plan.planning import plan_engine
     from dflash_trt.plan.remedies import remedies
 
@@ -127,6 +129,7 @@ def plan(
     found = find_checkpoints(config, base_dir, needs_tensors=False, say=lambda message: click.echo(message, err=True))
     config = found.config
     pair = read_pair(found.paths["target"], found.paths.get("drafter"), drafter_overrides=config.drafter_overrides)
+    pair = with_draft_window(pair, config.draft_window)
     made = plan_engine(config, pair, chosen)
     limits = made.build_config
     lengths = _checked_lengths(acceptance_lengths, limits.max_draft_len)
@@ -287,6 +290,13 @@ def _step(
     }
 
 
+def _print_windows(pages: dict[str, Any], console: "Console") -> None:
+    windows = " and ".join(str(group["window"]) for group in pages["page_windows"])
+    if windows:
+        text = f"layers with a window of {windows} tokens: pages of their own, for {pages['num_windows']} requests"
+        console.print(text, soft_wrap=True)
+
+
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.filesize import decimal
@@ -302,6 +312,7 @@ def _print(report: dict[str, Any]) -> None:
     gpus = f"{ranks} x {report['gpu']['name']}" if ranks > 1 else report["gpu"]["name"]
     if report["fits"]:
         console.print(f"fits on {gpus}: K/V pages for {report['kv_tokens']:,} tokens", soft_wrap=True)
+        _print_windows(report["kv_pages"], console)
     else:
         each = "each lacks" if ranks > 1 else "it lacks"
         console.print(f"does not fit on {gpus}: {each} {decimal(report['missing_bytes'])}", soft_wrap=True)

@@ -20,6 +20,7 @@ from dflash_trt.backends.base import Compiler, backend_of
 from dflash_trt.checkpoint.pair import CheckpointPair, open_pair
 from dflash_trt.checkpoint.sharding import mapping_problems
 from dflash_trt.checkpoint.sources import CheckpointSources, find_checkpoints
+from dflash_trt.checkpoint.specs import with_draft_window
 from dflash_trt.compile.chat_template import ChatTemplateSettings, chat_template_settings
 from dflash_trt.compile.checkpoint_export import (
     ExportPlan,
@@ -207,7 +208,7 @@ def _check(sources: CheckpointSources, base_dir: Path) -> _Checked:
     if opened is None:
         errors.raise_all("build")
     assert opened is not None
-    pair = opened
+    pair = with_draft_window(opened, config.draft_window)
     cuts = mapping_problems(pair.target, pair.draft, mapping)
     tokenizer = errors.run(lambda: _resolve_tokenizer(paths["target"], pair))
     chat_template = ChatTemplateSettings()

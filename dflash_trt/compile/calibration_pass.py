@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.sequence_batch import sequence_batch
+from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.loading import allocate_state, rotaries_of, states_of
 from dflash_trt.backends.torch.moe import apply_expert, run_chosen_experts
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps, make_rope_table

@@ -79,6 +79,7 @@ def calibrate(
         {
             "inputs": sorted(input_hashes),
             "drafter_overrides": config.drafter_overrides,
+            "draft_window": config.draft_window,
             "dtype": str(dtype),
             "formats": plan.formats,
             "has_fp8_kv": [plan.has_fp8_target_kv, plan.has_fp8_draft_kv],

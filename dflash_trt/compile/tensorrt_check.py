@@ -17,6 +17,7 @@ from dflash_trt.backends.tensorrt.sizes import RankSizes, rank_sizes
 from dflash_trt.backends.tensorrt.support import network_spec, unsupported_problems
 from dflash_trt.checkpoint.pair import read_pair
 from dflash_trt.checkpoint.sources import find_checkpoints
+from dflash_trt.checkpoint.specs import with_draft_window
 from dflash_trt.compile.description import describe_engine
 from dflash_trt.compile.layer_kinds import layer_kinds, one_of_each_kind, with_few_embedding_rows
 from dflash_trt.compile.quantized import local_capability
@@ -68,6 +69,7 @@ def check_config(
     sources = find_checkpoints(config, base_dir, needs_tensors=False)
     config, paths = sources.config, sources.paths
     pair = read_pair(paths["target"], paths.get("drafter"), drafter_overrides=config.drafter_overrides)
+    pair = with_draft_window(pair, config.draft_window)
     described = describe_engine(
         config,
         pair,

@@ -3,6 +3,7 @@
 An engine that serves uses the arrays of `step_plan`; `SlotMirror` translates.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 
@@ -14,12 +15,25 @@ from dflash_trt.core.sampling import StepSampling as StepSampling
 from dflash_trt.core.step_plan import CHAINED, PageUpdates, StepExecutor, StepPlan, StepResult, StepRows
 
 
+@dataclass(frozen=True, slots=True)
+class WindowColumns:
+    """Pages of a request in a page group with a window: those from index `first` on."""
+
+    first: int
+    page_ids: tuple[int, ...]
+
+    def page_of(self, index: int) -> int:
+        assert index >= self.first, "a page from before the window"
+        return self.page_ids[index - self.first]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRequest:
     """The tokens that one request computes in a step.
 
     A verify block is `[anchor, draft_1 .. draft_num_candidates]`; a prefill chunk has num_candidates 0 and any length.
-    `page_ids` covers positions 0 .. context_len + len(token_ids) - 1.
+    `page_ids` covers positions 0 .. context_len + len(token_ids) - 1; in groups with a window `window_pages` cover
+    those of them that are read.
     """
 
     request_id: str
@@ -30,6 +44,7 @@ class ScheduledRequest:
     sampling: StepSampling
     logit_rules: LogitRules | None = None
     known_tokens: tuple[int, ...] = ()  # with rules: before token_ids, by position
+    window_pages: tuple[WindowColumns, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +74,12 @@ class RequestResult:
     non_finite_position: int | None = None
 
 
-def plan_of(batch: StepBatch) -> StepPlan:
-    """The plan of given rows, row r in slot r with all of its pages and rules."""
+def plan_of(batch: StepBatch, *, max_pages: int = 0) -> StepPlan:
+    """The plan of given rows, row r in slot r with all of its pages and rules; pages of windows need `max_pages`."""
     rows = batch.requests
     counts = [len(row.page_ids) for row in rows]
+    entries = [entry for slot, row in enumerate(rows) for entry in _table_entries(slot, row, max_pages)]
+    slots, columns, page_ids = (_integers(list(column)) for column in zip(*entries, strict=True)) if entries else _NONE
     step_rows = StepRows(
         request_ids=tuple(row.request_id for row in rows),
         slot_ids=np.arange(len(rows)),
@@ -75,16 +92,19 @@ def plan_of(batch: StepBatch) -> StepPlan:
         },
         num_draft_tokens=batch.num_draft_tokens,
     )
-    updates = PageUpdates(
-        slots=np.repeat(np.arange(len(rows)), counts),
-        columns=_integers([column for count in counts for column in range(count)]),
-        page_ids=_integers([page_id for row in rows for page_id in row.page_ids]),
-    )
+    updates = PageUpdates(slots=slots, columns=columns, page_ids=page_ids)
     slot_updates = tuple(
         SlotUpdate(slot=slot, rules=row.logit_rules, token_ids=_integers(list(row.known_tokens)))
         for slot, row in enumerate(rows)
     )
     return StepPlan(step_rows, max(counts, default=1), updates, slot_updates)
+
+
+def _table_entries(slot: int, row: ScheduledRequest, max_pages: int) -> Iterator[tuple[int, int, int]]:
+    groups = (WindowColumns(0, row.page_ids), *row.window_pages)
+    for group, pages in enumerate(groups):
+        for index, page_id in enumerate(pages.page_ids):
+            yield slot, group * max_pages + pages.first + index, page_id
 
 
 def chained(plan: StepPlan) -> StepPlan:
@@ -96,7 +116,7 @@ def chained(plan: StepPlan) -> StepPlan:
 
 def run_batch(executor: StepExecutor, batch: StepBatch) -> tuple[RequestResult, ...]:
     """Run one step and wait for it; results in the order of the rows. Overwrites the slots of running requests."""
-    return request_results(executor.submit(plan_of(batch)).result())
+    return request_results(executor.submit(plan_of(batch, max_pages=executor.limits.max_pages)).result())
 
 
 def request_results(result: StepResult) -> tuple[RequestResult, ...]:
@@ -141,7 +161,9 @@ def result_of(rows: tuple[RequestResult, ...], *, num_draft_tokens: int) -> Step
 class SlotMirror:
     """The slots of a device on the host, for executors that take their rows written out."""
 
-    def __init__(self, max_positions: int) -> None:
+    def __init__(self, max_positions: int, *, windows: Sequence[int] = (), max_pages: int = 0) -> None:
+        """`windows` and `max_pages` are those of the limits, of an executor whose pages are in several groups."""
+        self._windows, self._max_pages = windows, max_pages
         self._ruled_slots = RuledSlots(max_positions)
         self._pages: dict[int, dict[int, int]] = {}  # page ids by slot and column
         self._tokens: dict[int, tuple[int, ...]] = {}  # bonus and drafts
@@ -191,7 +213,19 @@ class SlotMirror:
             num_candidates=int(plan.rows.num_candidates[r]),
             page_ids=tuple(pages[column] for column in range(num_pages)),
             sampling=StepSampling(**{name: column[r].item() for name, column in plan.rows.sampling.items()}),
+            window_pages=tuple(
+                self._window_pages(pages, group, range(max(0, context_len - window + 1) // page_size, num_pages))
+                for group, window in enumerate(self._windows, start=1)
+            ),
         )
+
+    def _window_pages(self, pages: dict[int, int], group: int, indices: range) -> WindowColumns:
+        first_column = group * self._max_pages
+        assert all(first_column + i in pages for i in indices), "the pages of a window do not cover the step"
+        return WindowColumns(indices.start, tuple(pages[first_column + i] for i in indices))
+
+
+_NONE = (np.zeros(0, np.int64),) * 3
 
 
 def _integers(values: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":

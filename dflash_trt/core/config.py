@@ -29,6 +29,7 @@ class BuildConfig(Frozen):
     target: str
     drafter: str | None = None
     drafter_overrides: dict[str, JsonValue] = Field(default_factory=dict)
+    draft_window: int | None = Field(default=None, ge=1, le=MAX_INT32)  # tokens of context that the drafter sees
     chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)
     backend: Backend = "torch"
     dtype: FloatDType = "bfloat16"
@@ -55,6 +56,10 @@ class BuildConfig(Frozen):
             raise ValueError("drafter_overrides need a drafter")
         for reason in reserved_problems(self.chat_template_options, "chat_template_options"):
             raise ValueError(reason)
+        if self.draft_window is not None and self.backend == "tensorrt_llm":
+            raise ValueError(
+                "draft_window needs backend torch or tensorrt; TensorRT-LLM reads the drafter's own config"
+            )
         if self.dtype == "float16" and self.backend == "torch":
             raise ValueError("dtype float16 needs backend tensorrt or tensorrt_llm; torch has float32 and bfloat16")
         if self.collectives == "plugin" and (self.backend != "tensorrt" or self.plugins != "plugin"):

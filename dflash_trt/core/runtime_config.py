@@ -104,6 +104,14 @@ class RuntimeConfig(Frozen):
             help="Maximum K by the median context of the decoding requests: 32768:3 is 3 from 32768 tokens on.",
         ),
     ] = None
+    draft_window: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_INT32),
+        Option(
+            metavar="N",
+            help="Tokens of context that the drafter sees at most, and keeps pages of (default: the engine's).",
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, Option(flag="--no-prefix-caching", help="Compute every prompt in full.")] = (
         True
     )
@@ -196,6 +204,7 @@ _EXCLUSIVE = (  # at most one of a pair may differ from its default
     ("use_drafter", "adaptive_draft_length"),
     ("use_drafter", "draft_length"),
     ("use_drafter", "draft_length_by_context"),
+    ("use_drafter", "draft_window"),
     ("num_draft_tokens", "draft_length"),
     ("adaptive_draft_length", "draft_length"),
     ("adaptive_draft_length", "draft_length_by_context"),

@@ -14,7 +14,8 @@ from dflash_trt.core.quantization import LayerKvScales
 class PagedKv:
     """Paged K and V of one layer, by token position.
 
-    FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v).
+    FP8 pages have `scales`: they hold e4m3(K / scales.k) and e4m3(V / scales.v). With a `window` W, nobody reads the
+    keys that are W or more positions before a query.
     """
 
     bytes_per_slot: ClassVar[int] = 0
@@ -24,6 +25,7 @@ class PagedKv:
     head_dim: int
     dtype: DType
     scales: LayerKvScales | None = None
+    window: int | None = None
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """[k or v, position in the page, kv_heads, D]."""
@@ -153,6 +155,11 @@ PagedState = PagedKv | PagedLatent
 LayerState = PagedState | SharedKv | Recurrent | PagedRows
 
 
+def window_of(state: LayerState) -> int | None:
+    """The window whose pages a state keeps; None for all, and for states that are in no page."""
+    return state.window if isinstance(state, PagedKv) else None
+
+
 def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:
     """Keys and values by token position, each once."""
     return tuple(state for state in states if isinstance(state, PagedKv | PagedLatent))
@@ -182,6 +189,19 @@ class EngineStates:
     def replicated_bytes_per_token(self) -> int:
         """The part of it that every rank holds whole."""
         return sum(state.bytes_per_token for state in self if isinstance(state, PagedLatent))
+
+    def windows(self, max_positions: int) -> tuple[int, ...]:
+        """Of the page groups behind the first one, which keeps all positions: windows that a sequence outgrows."""
+        windows = {window for state in self if (window := window_of(state)) is not None}
+        return tuple(sorted(window for window in windows if window < max_positions))
+
+    def bytes_per_token_of(self, window: int | None, windows: tuple[int, ...]) -> int:
+        """Of the page group of `window`; states without a group of their own are in the first, that of None."""
+
+        def group(state: LayerState) -> int | None:
+            return found if (found := window_of(state)) in windows else None
+
+        return sum(state.bytes_per_token for state in self if group(state) == window)
 
     @property
     def bytes_per_slot(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_trt.core.logprobs import PromptRows, PromptScores, TopTokens
+from dflash_trt.core.page_windows import PageWindow, num_pages_for
 
 if TYPE_CHECKING:
     from dflash_trt.core.logit_rules import SlotUpdate
@@ -30,6 +31,8 @@ CHAINED: Final = -1  # as a row's context length: the slot has it
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorLimits:
     """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter.
+
+    `num_pages` are those of the first group of layers, which keeps all positions; `page_windows` are the other groups.
 
     A target with recurrent layers shares prefixes through `num_snapshots` copies of slots, or none with 0.
 
@@ -44,6 +47,7 @@ class ExecutorLimits:
     num_pages: int
     unsupported_sampling: frozenset[str] = frozenset()
     num_snapshots: int | None = None  # of recurrent states; None: a prefix of a sequence is its pages alone
+    page_windows: tuple[PageWindow, ...] = ()
 
     @property
     def max_positions(self) -> int:
@@ -52,13 +56,25 @@ class ExecutorLimits:
 
     @property
     def max_pages(self) -> int:
-        """Of one request: the width of the page table."""
-        return -(-self.max_positions // self.page_size)
+        """Of one request in one group."""
+        return num_pages_for(self.max_positions, self.page_size)
+
+    @property
+    def num_page_groups(self) -> int:
+        return 1 + len(self.page_windows)
+
+    @property
+    def table_width(self) -> int:
+        """Entries of a request in the page table: `max_pages` of each group, one group behind another."""
+        return self.num_page_groups * self.max_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageUpdates:
-    """Entries of the page table that change before a step, int64 [D]: `page_ids` at [slots, columns]."""
+    """Entries of the page table that change before a step, int64 [D]: `page_ids` at [slots, columns].
+
+    Page i of a request in page group g is in column g * max_pages + i.
+    """
 
     slots: Array
     columns: Array
@@ -157,7 +173,7 @@ class StepPlan:
     """
 
     rows: StepRows
-    num_pages: int  # most pages that a row has
+    num_pages: int  # most pages that a row has; positions count from 0 in every group
     page_updates: PageUpdates
     slot_updates: tuple[SlotUpdate, ...] = ()  # of requests with logit rules, and of slots that had one; in order
     masks: TokenMasks | None = None

@@ -1,6 +1,6 @@
 """The step contract: every tensor that enters and leaves one engine call.
 
-    T tokens in the step   R requests   K draft tokens per request   P pages per request (max)
+    T tokens in the step   R requests   K draft tokens per request   P pages per request (max)   G page groups
 
 K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts and always leaves with K new ones.
 
@@ -17,21 +17,26 @@ from typing import Final, Literal
 from dflash_trt.core.dtype import DType
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 
-Axis = Literal["T", "R", "R+1", "K", "K+1", "P"]
+Axis = Literal["T", "R", "R+1", "K", "K+1", "P", "G"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensor:
-    """A name, a dtype and symbolic axes. `padding` is the value of a padding row."""
+    """A name, a dtype and symbolic axes. `padding` is the value of a padding row.
+
+    A tensor that `is_by_group` has the rows of every page group, one group behind another.
+    """
 
     name: str
     dtype: DType
     axes: tuple[Axis, ...]
     meaning: str
     padding: float = 0
+    is_by_group: bool = False
 
     def extents(self, sizes: Mapping[Axis, int]) -> list[int]:
-        return [sizes[axis] for axis in self.axes]
+        first, *others = (sizes[axis] for axis in self.axes)
+        return [first * sizes["G"] if self.is_by_group else first, *others]
 
     def num_elements(self, sizes: Mapping[Axis, int]) -> int:
         return prod(self.extents(sizes))
@@ -42,7 +47,7 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
     StepTensor("positions", "int32", ("T",), "absolute positions"),
     StepTensor("token_offsets", "int32", ("R+1",), "cumulative token counts per request"),
     StepTensor("context_lens", "int32", ("R",), "tokens whose K/V are committed == position of the anchor"),
-    StepTensor("page_table", "int32", ("R", "P"), "page ids, one table for target and draft K/V"),
+    StepTensor("page_table", "int32", ("R", "P"), "page ids, a table for each page group", is_by_group=True),
     StepTensor("logit_rows", "int32", ("R", "K+1"), "rows that need logits; the last one repeated to fill"),
     StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk"),
     *(

@@ -82,6 +82,14 @@ class EngineDir:
         assert self.manifest.backend == "torch" and 0 <= rank < self.manifest.pretrained_config.mapping.world_size
         return self.path / weights_name(rank)
 
+    def with_draft_window(self, window: int | None) -> Self:
+        """A copy whose drafter sees at most so many tokens of context; None: as it is."""
+        models = self.manifest.pretrained_config
+        if window is None or models.draft is None:
+            return self
+        models = models.model_copy(update={"draft": models.draft.with_window(window)})
+        return replace(self, manifest=self.manifest.model_copy(update={"pretrained_config": models}))
+
     def reporting(self, progress: Callable[[int, int], None]) -> Self:
         """A copy that tells `progress` how many bytes of a rank's weights are read, of how many.
 

@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, SlotMirror, StepBatch, StepSampling, result_of
+from dflash_trt.core.batch import (
+    RequestResult,
+    ScheduledRequest,
+    SlotMirror,
+    StepBatch,
+    StepSampling,
+    WindowColumns,
+    result_of,
+)
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.step_plan import Array, ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
 
@@ -125,6 +133,46 @@ class ToyStates:
         return int(self._plan.rows.slot_ids[row])
 
 
+class ToyWindows:
+    """K/V of layers that read a window, each group in pages of its own."""
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self._page_size = limits.page_size
+        self._groups = limits.page_windows
+        self._key_values: list[dict[_Slot, int]] = [{} for _ in self._groups]
+
+    def write(self, row: ScheduledRequest, position: int, key_value: int) -> None:
+        for key_values, pages in zip(self._key_values, row.window_pages, strict=True):
+            key_values[self._slot(pages, position)] = key_value
+
+    def are_wrong(self, row: ScheduledRequest, position: int, key_value_at: Callable[[int], int]) -> bool:
+        """True if a window before `position` does not hold what was written there."""
+        for group, key_values, pages in zip(self._groups, self._key_values, row.window_pages, strict=True):
+            for key in range(max(0, position - group.window + 1), position):
+                if key_values.get(self._slot(pages, key)) != key_value_at(key):
+                    return True
+        return False
+
+    def check(self, rows: Iterable[ScheduledRequest]) -> None:
+        """Assert that pages are where they may be, and that no row reads or writes what another one writes."""
+        written: set[tuple[int, _Slot]] = set()
+        read: set[tuple[int, _Slot]] = set()
+        for row in rows:
+            for g, (group, pages) in enumerate(zip(self._groups, row.window_pages, strict=True)):
+                assert len(set(pages.page_ids)) == len(pages.page_ids), "a page appears twice"
+                assert all(0 <= page_id < group.num_pages for page_id in pages.page_ids), "no such page"
+                end = row.context_len + len(row.token_ids)
+                own = {(g, self._slot(pages, position)) for position in range(row.context_len, end)}
+                assert not own & written, f"{row.request_id} writes where another row of the step writes"
+                written |= own
+                first = max(0, row.context_len - group.window + 1)
+                read |= {(g, self._slot(pages, position)) for position in range(first, row.context_len)}
+        assert not read & written, "a row writes what a row of the same step reads"
+
+    def _slot(self, pages: WindowColumns, position: int) -> _Slot:
+        return pages.page_of(position // self._page_size), position % self._page_size
+
+
 class FakeExecutor:
     """Implements StepExecutor over a ToyTarget, and asserts that every batch keeps the limits and the contract.
 
@@ -149,7 +197,9 @@ class FakeExecutor:
         self.batches: list[StepBatch] = []
         self._target_kv: dict[_Slot, int] = {}
         self._draft_kv: dict[_Slot, int] = {}
-        self._slots = SlotMirror(limits.max_positions)
+        windows = [group.window for group in limits.page_windows]
+        self._slots = SlotMirror(limits.max_positions, windows=windows, max_pages=limits.max_pages)
+        self._windows = ToyWindows(limits)
         self._states = None if limits.num_snapshots is None else ToyStates(limits.max_draft_len + 1)
         self._allowed: dict[int, Array] = {}  # tokens by row of logits, of the running step
 
@@ -190,7 +240,10 @@ class FakeExecutor:
         for index, token in enumerate(row.token_ids):
             position = row.context_len + index
             key_value = self.target.key_value(history, token)
+            if self._windows.are_wrong(row, position, lambda key: self._target_kv.get(self._slot(row, key), 0)):
+                history = _mix(history, position)
             self._target_kv[self._slot(row, position)] = key_value
+            self._windows.write(row, position, key_value)
             history = fold(history, key_value)
             histories.append(history)
             rules = fold_rules(row.logit_rules, (*row.known_tokens, *row.token_ids[: index + 1]))
@@ -252,6 +305,7 @@ class FakeExecutor:
         assert 0 <= batch.num_draft_tokens <= limits.max_draft_len, "K is beyond max_draft_len"
         request_ids = [row.request_id for row in batch.requests]
         assert len(set(request_ids)) == len(request_ids), "a request has two rows"
+        self._windows.check(batch.requests)
         written: set[_Slot] = set()
         for row in batch.requests:
             self._check_row(row, batch.num_draft_tokens)

@@ -43,7 +43,7 @@ class IdleExecutor:
         self._packer = StepPacker(limits)
         self._shapes = StepShapes(limits, step_shape)
         self._context_lens = np.zeros(limits.max_batch_size, np.int64)
-        self._page_table = np.zeros(limits.max_batch_size * limits.max_pages, np.int32)
+        self._page_table = np.zeros(limits.max_batch_size * limits.table_width, np.int32)
         self._read_s: float | None = None
 
     def submit(self, plan: StepPlan) -> IdleStep:

@@ -33,13 +33,14 @@ def open_executor(
         RankError: a rank's process did not start.
     """
     config = resolved_config(engine, config)
+    engine = engine.with_draft_window(config.draft_window)
     backend = backend_of(backend_name(engine, config.device))
     models = engine.manifest.pretrained_config
     problems = backend.unsupported(models.target, models.draft, models.quantization, models.mapping)
     if problems:  # the subject may query the device's name
         raise_all(EngineDirError, backend.subject, problems)
     if config.kv_cache_bytes is not None:  # what is free is known once the weights are loaded
-        plan_engine_pages(engine.manifest, config)
+        plan_engine_pages(engine.manifest, config, has_groups=engine.manifest.backend == "torch")
     if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
 
@@ -68,6 +69,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     device = _resolved_device(engine, config.device)
     _check_plugin_library(engine, config.plugin_library)
+    if config.draft_window is not None and engine.manifest.backend == "tensorrt":
+        raise SettingError(
+            "draft_window",
+            expected="an engine of backend torch",
+            found="a TensorRT engine",
+            hint="Its masks are compiled. Build the engine with --draft-window.",
+        )
     if config.deterministic and engine.manifest.backend == "tensorrt":
         raise SettingError(
             "deterministic",
@@ -106,7 +114,13 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
 def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:
     """Raises SettingError: settings of a drafter for an engine without one, or more drafts than it makes."""
     if engine.manifest.draft is None:
-        for name in ("adaptive_draft_length", "draft_length", "draft_length_by_context", "num_draft_tokens"):
+        for name in (
+            "adaptive_draft_length",
+            "draft_length",
+            "draft_length_by_context",
+            "draft_window",
+            "num_draft_tokens",
+        ):
             if getattr(config, name):
                 hint = "Leave the setting out, or build the engine with a drafter."
                 raise SettingError(name, expected="an engine with a drafter", found="one without", hint=hint)

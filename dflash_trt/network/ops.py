@@ -74,10 +74,14 @@ class StepInputs(SamplingColumns[T]):
 
 @dataclass(frozen=True, slots=True)
 class Cache(Generic[T]):
-    """One state of the engine, updated in place: [pages, *spec.page_shape(page_size)]."""
+    """One state of the engine, updated in place: [pages, *spec.page_shape(page_size)].
+
+    `group` is its page group: whose pages, and which of the step's page tables.
+    """
 
     tensor: T
     spec: PagedKv
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class Rows(Generic[T]):
     positions: T  # int32 [N]
     token_offsets: T | None  # int32 [R+1]
     context_lens: T  # int32 [R], positions in the pages before a request's first row
-    page_table: T  # int32 [R, P]
+    page_table: T  # int32 [G*R, P]
     keeps_kv: bool
     index: Any = None
 

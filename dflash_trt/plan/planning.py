@@ -15,7 +15,9 @@ from dflash_trt.backends.page_budget import (
     TENSORRT_FREE_MEMORY_FRACTION,
     PagePlan,
     plan_engine_pages,
+    step_sizes,
 )
+from dflash_trt.backends.page_groups import PageNeeds
 from dflash_trt.backends.tensorrt.sizes import rank_sizes
 from dflash_trt.checkpoint.specs import PairSpecs
 from dflash_trt.compile.description import EngineDescription, describe_engine
@@ -38,6 +40,7 @@ class EnginePlan:
     memory: RankMemory
     pages: PagePlan | None
     free_fraction: float  # of `free_bytes`, for pages
+    has_page_groups: bool  # layers with windows have pages of their own
     notes: tuple[str, ...]
 
     @property
@@ -82,13 +85,23 @@ class EnginePlan:
     @property
     def sequence_bytes(self) -> int:
         """Pages of one sequence of max_seq_len, on each rank."""
-        limits = self.build_config
-        return self.num_pages(limits.max_seq_len) * limits.page_size * self.pretrained_config.states().bytes_per_token
+        return self._page_needs.bytes_of(1)
 
     @property
     def full_batch_bytes(self) -> int:
         """Pages of max_batch_size sequences of max_seq_len, on each rank."""
-        return self.build_config.max_batch_size * self.sequence_bytes
+        return self._page_needs.bytes_of(self.build_config.max_batch_size)
+
+    @property
+    def _page_needs(self) -> PageNeeds:
+        limits = self.build_config
+        return PageNeeds(
+            states=self.pretrained_config.states(),
+            page_size=limits.page_size,
+            max_batch_size=limits.max_batch_size,
+            max_seq_len=limits.max_seq_len,
+            steps=step_sizes(limits) if self.has_page_groups else None,
+        )
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages of a sequence."""
@@ -96,9 +109,11 @@ class EnginePlan:
 
     def max_requests(self, context_len: int) -> int:
         """Requests of so many tokens that run together."""
-        if self.pages is None:
+        pages = self.pages
+        if pages is None:
             return 0
-        return min(self.build_config.max_batch_size, self.pages.num_pages // self.num_pages(context_len))
+        most = min(self.build_config.max_batch_size, pages.num_pages // self.num_pages(context_len))
+        return min(most, pages.num_windows) if pages.page_windows else most
 
     def floor(self, step: Step, *, has_drafter: bool) -> StepFloor:
         return step_floor(self.pretrained_config, self.gpu, step, has_drafter=has_drafter)
@@ -132,9 +147,15 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         engine=described,
         gpu=gpu,
         memory=memory,
-        pages=_pages(described, free_bytes, fraction, has_snapshots=is_torch),
+        pages=_pages(described, free_bytes, fraction, is_torch=is_torch),
         free_fraction=fraction,
-        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
+        has_page_groups=is_torch,
+        notes=(
+            *described.notes,
+            *pair.notes,
+            *_latent_notes(pretrained),
+            *(_refusals(pretrained) if is_torch else _window_notes(described)),
+        ),
     )
 
 
@@ -146,6 +167,18 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
         yield (
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
             f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
+        )
+
+
+def _window_notes(engine: EngineDescription) -> Iterator[str]:
+    """What the single page table of a TensorRT engine costs."""
+    limits, states = engine.build_config, engine.pretrained_config.states()
+    windows = states.windows(limits.max_seq_len + limits.max_draft_len)
+    kept = sum(states.bytes_per_token_of(window, windows) for window in windows)
+    if windows:
+        yield (
+            f"layers with windows of {', '.join(map(str, windows))} tokens keep all positions, since a TensorRT engine "
+            f"has one page table: {kept / 1024:.1f} KiB of each token's {states.bytes_per_token / 1024:.1f} KiB a rank"
         )
 
 
@@ -161,9 +194,12 @@ def _weights_bytes(engine: EngineDescription) -> int:
     return sum(sum(by_format.values()) for by_format in rank_weight_bytes(engine.pretrained_config).values())
 
 
-def _pages(engine: EngineDescription, free_bytes: int, fraction: float, *, has_snapshots: bool) -> PagePlan | None:
-    config = RuntimeConfig(num_state_snapshots=None if has_snapshots else 0)
+def _pages(engine: EngineDescription, free_bytes: int, fraction: float, *, is_torch: bool) -> PagePlan | None:
+    """TensorRT engines have one page table and no snapshots."""
+    config = RuntimeConfig(num_state_snapshots=None if is_torch else 0)
     try:
-        return plan_engine_pages(engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction)
+        return plan_engine_pages(
+            engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction, has_groups=is_torch
+        )
     except CapacityError:
         return None

@@ -51,11 +51,15 @@ class Admission:
         return True
 
     def _fits(self, sequence: Sequence, running: list[Sequence], *, num_freed_pages: int) -> bool:
-        """True if there are a place and pages for all tokens, and a spare page for each running request."""
+        """True if there are a place, pages for all tokens and a spare page for each running request, and what layers
+        with windows need.
+        """
         if len(running) >= self._limits.max_batch_size:
             return False
         num_available = self._request_pool.store.num_available + num_freed_pages
-        return self._request_pool.num_missing_pages(sequence) + len(running) <= num_available
+        if self._request_pool.num_missing_pages(sequence) + len(running) > num_available:
+            return False
+        return self._request_pool.windows.fits(sequence.max_len, [other.slot for other in running])
 
     def _num_own_pages(self, sequences: list[Sequence]) -> int:
         """Number of pages that become available when these requests release them."""

@@ -19,7 +19,6 @@ from dflash_trt.scheduler.constrained_rows import advance, refusal
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.prompt_scores import take_prompt_scores
 from dflash_trt.scheduler.request_pool import RequestPool
-from dflash_trt.scheduler.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 _ONE = np.int64(1)
@@ -266,7 +265,7 @@ class Committer:
         sequence = committed.step.sequences[row]
         slot = sequence.slot
         if slot is not None and self._table.context_len[slot] >= self._table.fills_page_at[slot]:
-            self._keep(sequence)
+            self._request_pool.keep_full_pages(sequence)
         sequence.finish_reason = reason
         self._request_pool.remove(sequence)
         self._num_finished[reason] += 1
@@ -281,13 +280,7 @@ class Committer:
             return
         is_live = table.epoch[slots] == step.planned.epochs
         for row in np.flatnonzero(has_filled & is_live).tolist():
-            self._keep(step.sequences[row])
-
-    def _keep(self, sequence: Sequence) -> None:
-        try:
-            self._request_pool.keep_full_pages(sequence)
-        except Exception:  # noqa: BLE001 - a page that is not shared costs time, not a request
-            _LOG.exception("request %s: its pages could not be cached", sequence.request_id)
+            self._request_pool.keep_full_pages(step.sequences[row])
 
     def _non_finite(self, committed: CommittedStep, row: int, num_good: int) -> str:
         plan = committed.step.plan

@@ -6,24 +6,34 @@ The only user of the page pool (reference counts) and of the prefix tree (conten
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.prefix_watcher import PrefixWatcher
 from dflash_trt.scheduler.pages import PagePool
 from dflash_trt.scheduler.prefix_tree import PrefixNode, PrefixTree
 from dflash_trt.scheduler.snapshots import SnapshotStore
+from dflash_trt.scheduler.window_pages import WindowPages
 
 
 class PageStore:
     """`keeps_prefixes` False disables prefix caching: a page is free as soon as its request releases it.
 
-    With `num_snapshots` a prefix is its pages and a snapshot of recurrent state; None: its pages alone.
+    With `num_snapshots` a prefix is its pages and a snapshot of recurrent state; None: its pages alone. Pages of
+    layers with `windows` are in `windows`; a prefix needs those of its last tokens.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True, num_snapshots: int | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        keeps_prefixes: bool = True,
+        num_snapshots: int | None = None,
+        windows: Sequence[PageWindow] = (),
     ) -> None:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
-        self._tree = PrefixTree(page_size)
+        self._tree = PrefixTree(page_size, num_windows=len(windows))
+        self.windows = [WindowPages(window, index=i, page_size=page_size) for i, window in enumerate(windows)]
         self.keeps_prefixes = keeps_prefixes and num_snapshots != 0
         self._needs_state = num_snapshots is not None
         self.snapshots = SnapshotStore((num_snapshots or 0) if keeps_prefixes else 0)
@@ -65,11 +75,19 @@ class PageStore:
         return self._tree.match(token_ids, salt=salt, max_pages=(len(token_ids) - 1) // self.page_size)
 
     def with_state(self, path: list[PrefixNode]) -> list[PrefixNode]:
-        """The part of a match that a request can begin behind: up to the last node that has the recurrent state."""
-        if self._needs_state:
-            while path and path[-1].snapshot_id is None:
-                path = path[:-1]
-        return path
+        """The part of a match that a request can begin behind: up to the last node that has the recurrent state, and
+        the pages of every window before.
+        """
+        if not self._needs_state and not self.windows:
+            return path
+        is_covered = [window.covers(path) for window in self.windows]
+        length = len(path)
+        while length and not (
+            all(covered[length - 1] for covered in is_covered)
+            and (not self._needs_state or path[length - 1].snapshot_id is not None)
+        ):
+            length -= 1
+        return path[:length]
 
     def num_idle_among(self, path: Sequence[PrefixNode]) -> int:
         """Number of idle pages in `path`, which are available until they are held."""
@@ -136,6 +154,8 @@ class PageStore:
     def _evict_oldest(self) -> None:
         node = self._tree.evict_oldest()
         self.snapshots.detach(node)
+        for window in self.windows:
+            window.drop(node)
         self._pool.release(node.page_id)
 
     def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:

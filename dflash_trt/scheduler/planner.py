@@ -368,14 +368,14 @@ class StepPlanner:
     def _secure_anchor(self, sequence: Sequence) -> bool:
         """Get a page for the next token, preempting requests of lowest priority; False if that is `sequence` itself.
 
-        A row behind an uncommitted one needs pages for its longest outcome. For those it waits a step; it preempts
-        nobody.
+        A row behind an uncommitted one needs pages for its longest outcome, and for windows before it was committed.
+        For those it waits a step; it preempts nobody.
         """
         if sequence.slot is None:  # preempted for another one
             return False
         num_positions = int(self._table.max_context_len(sequence.slot)) + 1
         while not self._request_pool.grow(sequence.slot, num_positions):
-            if self._table.flight_candidates[sequence.slot]:
+            if self._request_pool.may_need_less(sequence.slot):
                 return False
             victim = self._request_pool.running[-1]
             self._request_pool.preempt(victim)

@@ -1,6 +1,7 @@
 """The tree of cached prefixes: the tokens of each full page, and the order in which idle pages are evicted.
 
-The page pool counts owners. A page holds target and draft K/V, so a hit restores both.
+The page pool counts owners. A page holds target and draft K/V, so a hit restores both; those of layers with a window
+may be in pages of their own (`window_pages.py`), which come and go.
 """
 
 from collections import OrderedDict
@@ -12,18 +13,22 @@ from dflash_trt.core.prefix_watcher import PrefixWatcher
 class PrefixNode:
     """One full page: these `token_ids`, after the tokens of all its ancestors, under the root of `salt`.
 
-    `snapshot_id`: the recurrent state behind its last token, if kept.
+    `snapshot_id`: the recurrent state behind its last token, if kept. `window_pages`: of each group of layers with a
+    window, the page of the same tokens, if kept.
     """
 
-    __slots__ = ("children", "page_id", "parent", "salt", "snapshot_id", "token_ids")
+    __slots__ = ("children", "page_id", "parent", "salt", "snapshot_id", "token_ids", "window_pages")
 
-    def __init__(self, token_ids: tuple[int, ...], page_id: int, *, parent: "PrefixNode | None", salt: str) -> None:
+    def __init__(
+        self, token_ids: tuple[int, ...], page_id: int, *, parent: "PrefixNode | None", salt: str, num_windows: int = 0
+    ) -> None:
         self.token_ids = token_ids
         self.page_id = page_id
         self.parent = parent
         self.salt = salt
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.snapshot_id: int | None = None
+        self.window_pages: list[int | None] = [None] * num_windows
 
 
 class PrefixTree:
@@ -33,8 +38,9 @@ class PrefixTree:
     parent, and the oldest idle node, the next to be evicted, is a leaf.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, num_windows: int = 0) -> None:
         self._page_size = page_size
+        self._num_windows = num_windows
         self._roots: dict[str, dict[tuple[int, ...], PrefixNode]] = {}
         self._nodes: dict[int, PrefixNode] = {}  # by page id
         self._idle: OrderedDict[int, None] = OrderedDict()  # page ids, least recently used first
@@ -74,7 +80,8 @@ class PrefixTree:
         key = tuple(token_ids)
         node = children.get(key)
         if node is None:
-            node = children[key] = self._nodes[page_id] = PrefixNode(key, page_id, parent=parent, salt=salt)
+            node = PrefixNode(key, page_id, parent=parent, salt=salt, num_windows=self._num_windows)
+            children[key] = self._nodes[page_id] = node
             if self.watcher is not None:
                 self.watcher.stored(page_id, None if parent is None else parent.page_id, key, salt)
         return node

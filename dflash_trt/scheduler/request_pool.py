@@ -1,5 +1,6 @@
 """Waiting, running and paused requests, and the moves between them, which allocate and release their pages."""
 
+import logging
 from bisect import insort
 
 import numpy as np
@@ -9,8 +10,11 @@ from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_states import SlotStates
+from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.waiting_queue import WaitingQueue
+
+_LOG = logging.getLogger(__name__)
 
 
 class RequestPool:
@@ -19,9 +23,12 @@ class RequestPool:
     `paused` requests neither run nor wait until they are resumed.
     """
 
-    def __init__(self, store: PageStore, table: SlotTable, *, max_queue_len: int | None = None) -> None:
+    def __init__(
+        self, store: PageStore, table: SlotTable, windows: SlotWindows, *, max_queue_len: int | None = None
+    ) -> None:
         self.store = store
         self.table = table
+        self.windows = windows
         self.states = SlotStates(store.snapshots, num_slots=len(table.sequences), page_size=store.page_size)
         self.waiting = WaitingQueue(max_queue_len)
         self.running: list[Sequence] = []
@@ -86,6 +93,7 @@ class RequestPool:
         num_tokens = len(sequence.token_ids)
         num_new = self.store.num_pages_for(num_tokens) - len(held)
         slot = self.table.take(sequence, held + self.store.allocate(num_new), num_kept=len(path))
+        self.windows.take(slot, path, sequence.max_len)
         self.states.take(slot, path, num_cached_pages=num_cached_pages, num_tokens=num_tokens)
         sequence.prefix_path = path
         context_len = len(path) * self.store.page_size
@@ -101,31 +109,61 @@ class RequestPool:
     def grow(self, slot: int, num_positions: int) -> bool:
         """Get pages for `num_positions` if that needs no preemption; return True on success."""
         num_new = self.store.num_pages_for(num_positions) - int(self.table.num_pages[slot])
-        if num_new > self.store.num_available:
-            return False
-        if num_new > 0:
-            self.table.add_pages(slot, self.store.allocate(num_new))
-        return True
+        return self.grow_all(np.array([slot]), np.array([num_new]))
 
     def grow_all(self, slots: Array, num_new: Array) -> bool:
-        """Get `num_new` more pages for each of these slots if that needs no preemption; return True on success."""
+        """Get `num_new` more pages of every group for each of these slots, which decode, if that needs no preemption;
+        return True on success.
+        """
         needy = np.flatnonzero(num_new > 0)
         if not len(needy):
             return True
-        total = int(num_new[needy].sum())
+        counts, grown, table = num_new[needy], slots[needy], self.table
+        total = int(counts.sum())
         if total > self.store.num_available:
             return False
+        if self.windows.has_groups:
+            self._leave_windows(grown)
+            if not self.windows.may_add(grown, counts):
+                return False
+            self.windows.add(grown, counts)
         page_ids = np.array(self.store.allocate(total))
-        counts, table = num_new[needy], self.table
-        rows = np.repeat(slots[needy], counts)
+        rows = np.repeat(grown, counts)
         columns = table.num_pages[rows] + np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         table.page_ids[rows, columns] = page_ids
-        table.num_pages[slots[needy]] += counts
+        table.num_pages[grown] += counts
         table.note_pages(rows, columns)
         return True
 
+    def lend(self, slot: int, start: int, num_tokens: int) -> int:
+        """Tokens of a prompt's chunk, at most `num_tokens`, that layers with windows have pages for now."""
+        if not self.windows.has_groups:
+            return num_tokens
+        self._leave_windows(np.array([slot]))
+        return self.windows.lend(slot, start, num_tokens)
+
+    def may_need_less(self, slot: int) -> bool:
+        """True if the next row of a slot may do with fewer pages once its uncommitted one is committed."""
+        counts = self.table.flight_tokens if self.windows.has_groups else self.table.flight_candidates
+        return bool(counts[slot])
+
+    def _leave_windows(self, slots: Array) -> None:
+        """Cache and release the pages that the windows of these slots have passed."""
+        for slot in self.windows.passed(slots).tolist():
+            sequence = self.table.sequences[slot]
+            assert sequence is not None, "a slot without a request has no pages"
+            if self.table.context_len[slot] >= self.table.fills_page_at[slot]:
+                self.keep_full_pages(sequence)
+            self.windows.leave(slot, num_prompt_tokens=len(sequence.request.prompt_token_ids))
+
     def keep_full_pages(self, sequence: Sequence) -> None:
-        """Cache the committed full pages of a running request."""
+        """Cache the committed full pages of a running request. One that is not shared costs time, not a request."""
+        try:
+            self._keep_full_pages(sequence)
+        except Exception:  # noqa: BLE001
+            _LOG.exception("request %s: its pages could not be cached", sequence.request_id)
+
+    def _keep_full_pages(self, sequence: Sequence) -> None:
         table, slot, page_size = self.table, sequence.slot, self.store.page_size
         assert slot is not None
         for index in range(int(table.num_kept[slot]), int(table.context_len[slot]) // page_size):
@@ -142,6 +180,7 @@ class RequestPool:
             if node.page_id != page_id:
                 table.page_ids[slot, index] = node.page_id
                 table.note_pages(np.array([slot]), np.array([index]))
+            self.windows.keep(slot, index, node)
             sequence.prefix_path.append(node)
             table.set_kept(slot, index + 1)
             self.states.keep(slot, (index + 1) * page_size, node)
@@ -178,6 +217,7 @@ class RequestPool:
         table, page_size = self.table, self.store.page_size
         self.store.check_integrity([self.page_ids(sequence) for sequence in self.running])
         self.states.check_integrity(np.flatnonzero(table.epoch < 0))
+        self.windows.check_integrity(self.running_slots.tolist())
         places = [*self.running, *self.waiting, *self.paused.values()]
         assert len(places) == len(self._by_id), "a request is in two places, or in none"
         for sequence in places:
@@ -215,6 +255,7 @@ class RequestPool:
             self._running_slots, self.version = None, self.version + 1
             assert sequence.slot is not None
             self.states.give_back(sequence.slot)
+            self.windows.give_back(sequence.slot)
             self.store.release(self.table.give_back(sequence))
             sequence.prefix_path = []
         elif sequence.request_id in self.paused:

@@ -23,6 +23,7 @@ from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
 from dflash_trt.scheduler.prompt_scores import PromptBook
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
+from dflash_trt.scheduler.slot_windows import SlotWindows
 from dflash_trt.scheduler.slots import SlotTable
 from dflash_trt.scheduler.statistics import SchedulerStatistics, StepCounts
 
@@ -53,8 +54,11 @@ class Scheduler:
             limits.page_size,
             keeps_prefixes=self.config.enable_prefix_caching,
             num_snapshots=limits.num_snapshots,
+            windows=limits.page_windows,
         )
-        self._request_pool = RequestPool(store, SlotTable(limits), max_queue_len=self.config.max_queue_len)
+        table = SlotTable(limits)
+        windows = SlotWindows(store.windows, table, limits)
+        self._request_pool = RequestPool(store, table, windows, max_queue_len=self.config.max_queue_len)
         self._planner = StepPlanner(self._request_pool, limits, self.config, self._policy)
         self._planned: deque[PlannedStep] = deque()  # and uncommitted, the running one first
         self._ended: list[TokenEvent] = []  # for the next commit
@@ -145,6 +149,11 @@ class Scheduler:
         return self._request_pool.store.num_in_use
 
     @property
+    def num_window_pages_in_use(self) -> int:
+        """Pages that requests hold for layers with windows, of all groups."""
+        return self._request_pool.windows.num_pages_in_use
+
+    @property
     def num_snapshots_in_use(self) -> int:
         """Snapshots of recurrent state that steps save or requests begin with, without idle ones."""
         return self._request_pool.store.snapshots.num_in_use
@@ -184,6 +193,8 @@ class Scheduler:
             num_pages_in_use_now=request_pool.store.num_in_use,
             num_pages_kept_now=request_pool.store.num_kept,
             num_evicted_pages=request_pool.store.num_evicted_pages,
+            num_window_pages=sum(window.num_pages for window in self.limits.page_windows),
+            num_window_pages_in_use_now=request_pool.windows.num_pages_in_use,
         )
 
     # Steps

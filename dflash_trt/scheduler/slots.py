@@ -26,9 +26,9 @@ class SlotTable:
         self.sequences: list[Sequence | None] = [None] * size
         # Prompt and emitted tokens, and room for a row of a step behind them; costs memory only as it is touched.
         self.token_ids = np.zeros((size, limits.max_seq_len + limits.max_draft_len + 1), np.int64)
-        self.page_ids = np.zeros((size, limits.max_pages), np.int64)
+        self.page_ids = np.zeros((size, limits.table_width), np.int64)  # columns as in PageUpdates
         self.num_tokens = np.zeros(size, np.int64)
-        self.num_pages = np.zeros(size, np.int64)
+        self.num_pages = np.zeros(size, np.int64)  # of the first group
         self.num_kept = np.zeros(size, np.int64)  # of the pages, in the prefix tree
         self.fills_page_at = np.zeros(size, np.int64)  # the context length from which one more can be kept
         self.max_len = np.zeros(size, np.int64)
@@ -124,16 +124,13 @@ class SlotTable:
         if not self._updates:
             return _NO_PAGES
         parts, self._updates = self._updates, []
-        if sum(len(slots) for slots, _, _ in parts) > self.page_ids.size:  # more than there are
-            return self._all_pages()
         if len(parts) == 1:
             return PageUpdates(slots=parts[0][0], columns=parts[0][1], page_ids=parts[0][2])
         slots, columns, page_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        if len(slots) > self.page_ids.size:  # more than there are
+            slots, columns = np.divmod(np.unique(slots * self.page_ids.shape[1] + columns), self.page_ids.shape[1])
+            page_ids = self.page_ids[slots, columns]
         return PageUpdates(slots=slots, columns=columns, page_ids=page_ids)
-
-    def _all_pages(self) -> PageUpdates:
-        slots, columns = np.nonzero(np.arange(self.page_ids.shape[1]) < self.num_pages[:, None])
-        return PageUpdates(slots=slots, columns=columns, page_ids=self.page_ids[slots, columns])
 
     def take_back_updates(self, plan: StepPlan) -> None:
         """Those of a step that did not run."""

@@ -148,7 +148,7 @@ def _assert_planned(
         assert planned["rank_memory"]["weights_bytes"] == rank_bytes
         free_bytes = planned["gpu"]["memory_bytes"] - planned["rank_memory"]["context_bytes"] - rank_bytes
         budget = RuntimeConfig(kv_cache_bytes=int(0.8 * free_bytes))
-        assert planned["kv_pages"] == asdict(plan_engine_pages(engine.manifest, budget))
+        assert planned["kv_pages"] == json.loads(json.dumps(asdict(plan_engine_pages(engine.manifest, budget))))
         assert planned["fits"]
 
 

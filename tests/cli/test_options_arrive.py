@@ -40,6 +40,7 @@ RUNTIME: dict[str, tuple[list[str], Any]] = {
     "adaptive_draft_length": (["--adaptive"], True),
     "draft_length": (["--draft-length", "1:3,4:2"], {1: 3, 4: 2}),
     "draft_length_by_context": (["--draft-length-by-context", "64:1"], {64: 1}),
+    "draft_window": (["--draft-window", "100"], 100),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "num_state_snapshots": (["--num-state-snapshots", "5"], 5),
     "overlap_scheduling": (["--overlap"], True),
@@ -333,6 +334,7 @@ def test_every_option_of_bench_machine_reaches_it(invoke, monkeypatch, tmp_path)
 BUILD = ["--target", "t", "--drafter", "d", "--max-batch-size", "3", "--max-seq-len", "77", "--max-num-tokens", "55"]
 BUILD += ["--max-draft-len", "2", "--page-size", "4", "--quantization", "fp8", "--drafter-quantization", "nvfp4"]
 BUILD += ["--kv-cache", "fp8", "--drafter-override", "block_size=4", "--chat-template-option", "thinks=false"]
+BUILD += ["--draft-window", "44"]
 TENSORRT = ["--target", "t", "--backend", "tensorrt", "--dtype", "float16", "--plugins", "layers"]
 TENSORRT += ["--plugin-library", "/p"]
 COLLECTIVES = ["--target", "t", "--backend", "tensorrt", "--collectives", "plugin"]  # which plain layers do not have
@@ -341,6 +343,7 @@ BUILT = BuildConfig(
     target="t",
     drafter="d",
     drafter_overrides={"block_size": 4},
+    draft_window=44,
     chat_template_options={"thinks": False},
     max_batch_size=3,
     max_seq_len=77,
@@ -411,11 +414,12 @@ def test_every_option_of_plan_reaches_it(invoke, monkeypatch) -> None:
 
     monkeypatch.setattr("dflash_trt.checkpoint.pair.read_pair", lambda *paths, **overrides: (paths, overrides))
     import_module("dflash_trt.plan.remedies")  # before the recorder is there, or it would keep it
+    monkeypatch.setattr("dflash_trt.checkpoint.specs.with_draft_window", lambda pair, window: (pair, window))
     planner = recorded(monkeypatch, "dflash_trt.plan.planning", "plan_engine")
     ranks = ["--tp-size", "2", "--ep-size", "2"]
     pair = ((Path.cwd() / "t", Path.cwd() / "d"), {"drafter_overrides": BUILT.drafter_overrides})
     assert invoke("plan", *BUILD, *ranks, "--gpu", "b300").stderr == "error: recorded\n"
-    assert planner.arguments == {"config": BUILT, "pair": pair, "gpu": gpu_of("b300")}
+    assert planner.arguments == {"config": BUILT, "pair": (pair, 44), "gpu": gpu_of("b300")}
     for words, config in ((TENSORRT, BUILT_BY_TENSORRT), (COLLECTIVES, BUILT_WITH_COLLECTIVES)):
         assert invoke("plan", *words, "--gpu", "b300").stderr == "error: recorded\n"
         assert planner.arguments["config"] == config

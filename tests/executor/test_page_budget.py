@@ -2,12 +2,14 @@ import pytest
 
 from dflash_trt.backends import page_budget
 from dflash_trt.backends.page_budget import plan_engine_pages, plan_pages
+from dflash_trt.backends.page_groups import PageNeeds, StepSizes
 from dflash_trt.core.errors import CapacityError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.rope import RopeSpec
+from dflash_trt.core.page_windows import decode_pages
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.runtime_config import KV_BUDGET, RuntimeConfig
 from dflash_trt.core.state_spec import EngineStates, Recurrent
@@ -186,3 +188,42 @@ def test_ranks_share_the_memory_of_the_host(manifest: EngineManifest, host_bytes
 
 def test_an_engine_run_without_its_drafter_has_no_draft_pages(manifest: EngineManifest) -> None:
     assert plan_engine_pages(manifest, RuntimeConfig(use_drafter=False, kv_cache_bytes=GIB)).draft_bytes_per_token == 0
+
+
+def alternating(window: int, *, every: int, num_layers: int) -> TargetSpec:
+    """Layers with a window, but for each last one of `every`."""
+    masks = [AttentionMask(window=None if i % every == every - 1 else window) for i in range(num_layers)]
+    return TargetSpec(**layered(masks, **DECODER), family="qwen3", vocab_size=1000, is_embedding_tied=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "max_seq_len", "one_group", "groups"),
+    [
+        (alternating(1024, every=6, num_layers=62), 32768, 10, 32),  # as Gemma 3 27B alternates
+        (alternating(128, every=2, num_layers=36), 32768, 17, 32),  # as gpt-oss-120b alternates
+        (alternating(4096, every=1000, num_layers=32), 32768, 20, 155),  # as Mistral 7B v0.1
+        (alternating(4096, every=2, num_layers=32), 2048, 320, 320),  # nobody outgrows the window
+    ],
+)
+def test_more_sequences_fit_where_layers_keep_a_window(
+    target: TargetSpec, max_seq_len: int, one_group: int, groups: int
+) -> None:
+    states = engine_states(target, None, dtype="bfloat16")
+    sizes = {"page_size": 32, "max_batch_size": 512, "max_seq_len": max_seq_len, "budget_bytes": 80 << 30}
+    alone = plan_pages(states, **sizes)
+    grouped = plan_pages(states, **sizes, steps=StepSizes(max_num_tokens=8192, max_draft_len=7))
+    assert (alone.num_full_sequences, grouped.num_full_sequences) == (one_group, groups)
+    assert grouped.num_pages >= alone.num_pages, "layers without a window never have less"
+    assert grouped.total_bytes <= 80 << 30
+
+
+def test_a_budget_of_one_sequence_has_windows_for_it() -> None:
+    states = engine_states(alternating(1024, every=6, num_layers=12), None, dtype="bfloat16")
+    sizes = {"page_size": 32, "max_batch_size": 8, "max_seq_len": 32768}
+    steps = StepSizes(max_num_tokens=2048, max_draft_len=7)
+    needed = PageNeeds(states=states, **sizes, steps=steps).bytes_of(1)
+    found = plan_pages(states, **sizes, steps=steps, budget_bytes=needed)
+    assert (found.num_full_sequences, found.total_bytes) == (1, needed)
+    assert found.page_windows[0].num_pages == decode_pages(1024, 32, 7) + 2048 // 32
+    with pytest.raises(CapacityError, match=f"{needed} bytes"):
+        plan_pages(states, **sizes, steps=steps, budget_bytes=needed - 1)

@@ -9,9 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_trt.backends.padding import decode_shape, exact_shape, full_block_shape
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.slots import DeviceSlots
 from dflash_trt.backends.staging import InputStaging
-from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
 from dflash_trt.core.batch import (
     RequestResult,
     ScheduledRequest,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import attention_plan
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.kernels import attention_launch
 from dflash_trt.kernels.attention_launch import AttentionOptions, RequestTensors, allocate_workspace
@@ -284,7 +285,7 @@ def test_kernels_agree_with_the_networks_attention(device: torch.device, window:
     # The network's plan writes the step's K/V itself: hand it what the pages hold already.
     pages = tensors.pages.nan_to_num(0.0)
     inputs = step_inputs(tensors.requests, list(step.rows))
-    plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=VERIFY_ROWS - 1)
+    plan = attention_plan.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=VERIFY_ROWS - 1)
     flat = pages.view(-1, *pages.shape[3:])
     k, v = flat[plan.slots.k], flat[plan.slots.v]
     want = torch_attention.attend_rows(plan, tensors.q, k, v, cache_of(pages), AttentionMask(window=window))
@@ -321,7 +322,7 @@ def test_kernels_agree_with_the_networks_draft_attention(device: torch.device, n
     step = DRAFTS[name]
     tensors, block = draft_tensors(step)
     requests = tensors.requests
-    plan = torch_attention.plan_blocks(
+    plan = attention_plan.plan_blocks(
         requests.page_table, requests.context_lens, page_size=step.page_size, num_slots=DRAFT_WIDTH
     )
     names = ("window", "is_causal", "is_window_anchored")

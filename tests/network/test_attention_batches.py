@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_trt.backends.torch import attention as torch_attention
-from dflash_trt.backends.torch.attention import Scratch, attend_rows, plan_attention
+from dflash_trt.backends.torch import attention_plan
+from dflash_trt.backends.torch.attention import attend_rows
+from dflash_trt.backends.torch.attention_plan import Scratch, plan_attention
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.network.ops import StepInputs
 from tests.caches import cache_of
@@ -17,11 +18,11 @@ PAGE_SIZE = 8
 
 @given(st.lists(st.integers(1, 3000), max_size=80))
 def test_every_request_is_in_one_batch_and_padding_stays_small(ends: list[int]) -> None:
-    batches = torch_attention._batches(list(range(len(ends))), ends)
+    batches = attention_plan._batches(list(range(len(ends))), ends)
     assert sorted(r for batch in batches for r in batch) == list(range(len(ends)))
     for batch in batches:
         padded = len(batch) * max(ends[r] for r in batch)
-        assert padded <= torch_attention._MAX_KEYS_PER_CALL or len(batch) == 1
+        assert padded <= attention_plan._MAX_KEYS_PER_CALL or len(batch) == 1
 
 
 def test_requests_attended_in_several_calls_get_what_one_call_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_requests_attended_in_several_calls_get_what_one_call_gives(monkeypatch:
     pages = torch.randn(num_requests * 12, 2, PAGE_SIZE, 2, 16, generator=generator)
     attended = {}
     for most in (1 << 20, 256):
-        monkeypatch.setattr(torch_attention, "_MAX_KEYS_PER_CALL", most)
+        monkeypatch.setattr(attention_plan, "_MAX_KEYS_PER_CALL", most)
         plan = plan_attention(_inputs(context_lens, width), page_size=PAGE_SIZE, num_draft_tokens=width - 1)
         attention = AttentionMask(is_causal=True, window=None)
         attended[most] = (len(plan.groups), attend_rows(plan, q, k, v, cache_of(pages.clone()), attention))

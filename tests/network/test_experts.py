@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dflash_trt.backends.torch.attention import attend_rows, plan_attention
+from dflash_trt.backends.torch.attention import attend_rows
+from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.moe import Choice, chosen_experts, run_chosen_experts, separated
 from dflash_trt.backends.torch.scores import Scores
 from dflash_trt.core.model.feed_forward import Moe

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.attention import attend_rows, plan_attention
+from dflash_trt.backends.torch.attention import attend_rows
+from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.fixed_shapes import BlockHeights, in_blocks, in_vectors
 from dflash_trt.backends.torch.linear import HalfLinear, apply_linear, pack_for_cpu
 from dflash_trt.backends.torch.scores import Scores

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.sequence_batch import sequence_batch
+from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.network.decoder import run_target

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_trt import LLM, SamplingParams
-from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.sequence_batch import sequence_batch
+from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.core.errors import CheckpointError, ConfigError

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dflash_trt.backends.step_inputs import sequence_batch, step_inputs
+from dflash_trt.backends.sequence_batch import sequence_batch
+from dflash_trt.backends.step_inputs import step_inputs
 from dflash_trt.backends.torch.native.library import NoKernels, cpu_kernels
 from dflash_trt.backends.torch.native.ops import NativeOps
 from dflash_trt.backends.torch.ops import TorchOps

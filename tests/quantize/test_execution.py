@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dflash_trt.backends.torch.attention import PageSlots, QueryGroup, Scratch, read_pages, write_pages
+from dflash_trt.backends.torch.attention import read_pages, write_pages
+from dflash_trt.backends.torch.attention_plan import PageSlots, QueryGroup, Scratch
 from dflash_trt.backends.torch.quantized_linear import apply_quantized, fp8_gemm, prepare_linear
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.formats.base import QuantizedWeight, segment_amax

@@ -121,7 +121,7 @@ def test_a_page_that_cannot_be_cached_costs_no_request_a_token(
     for request in requests:
         driver.add(request)
     driver.step()
-    keep = RequestPool.keep_full_pages
+    keep = RequestPool._keep_full_pages
 
     def failing(pool: RequestPool, sequence: Sequence) -> None:
         if is_after or sequence.request_id != "bad":
@@ -129,7 +129,7 @@ def test_a_page_that_cannot_be_cached_costs_no_request_a_token(
         if sequence.request_id == "bad":
             raise ValueError("not today")
 
-    monkeypatch.setattr(RequestPool, "keep_full_pages", failing)
+    monkeypatch.setattr(RequestPool, "_keep_full_pages", failing)
     driver.run(ahead=ahead)
     assert driver.finish_reasons == dict.fromkeys(NAMES, "length")
     for request in requests:

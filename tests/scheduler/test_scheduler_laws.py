@@ -1,5 +1,6 @@
 """Any order of arrivals, steps, cancellations, preemptions and prefix hits: same tokens, no page or snapshot leaked."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflash_trt.core.errors import QueueFullError
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.request import Request
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
 from dflash_trt.scheduler.config import SchedulerConfig
@@ -40,6 +42,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_draft_len=st.integers(0, 5),
         enable_prefix_caching=st.booleans(),
         num_snapshots=st.sampled_from([None, 0, 1, 3]),
+        windows=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 8)), max_size=2),
         preempts_for_priority=st.booleans(),
         max_queue_len=st.sampled_from([None, 3]),
         is_ahead=st.booleans(),
@@ -53,6 +56,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_draft_len: int,
         enable_prefix_caching: bool,
         num_snapshots: int | None,
+        windows: list[tuple[int, int]],
         preempts_for_priority: bool,
         max_queue_len: int | None,
         is_ahead: bool,
@@ -66,6 +70,9 @@ class ServingMachine(RuleBasedStateMachine):
             max_draft_len=max_draft_len,
             num_snapshots=num_snapshots,
         )
+        claim = 2 * (max_draft_len + 1) + 2 * page_size  # of one request, beside its window: at least what it needs
+        groups = [PageWindow(window, (window + claim) // page_size + spare) for window, spare in windows]
+        limits = replace(limits, page_windows=tuple(groups))
         self.policy = AnyK()
         config = SchedulerConfig(
             enable_prefix_caching=enable_prefix_caching,
@@ -170,6 +177,7 @@ class ServingMachine(RuleBasedStateMachine):
             else:
                 assert reason == ("cancelled" if request_id in self.cut_short else "timeout")
         assert self.driver.scheduler.num_pages_in_use == 0, "pages leaked"
+        assert self.driver.scheduler.num_window_pages_in_use == 0, "pages of windows leaked"
         assert self.driver.scheduler.num_snapshots_in_use == 0, "snapshots leaked"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.torch import attention_plan
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
@@ -93,7 +94,7 @@ class PluginReference:
         context_lens = x["next_context_lens"]
         width = len(x["q"]) // len(context_lens)
         page_size = settings["page_size"]
-        plan = torch_attention.plan_blocks(x["page_table"], context_lens, page_size=page_size, num_slots=width)
+        plan = attention_plan.plan_blocks(x["page_table"], context_lens, page_size=page_size, num_slots=width)
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
         attention = AttentionMask(window=_window(settings), **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
@@ -159,7 +160,7 @@ class PluginReference:
 
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
-        return torch_attention.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+        return attention_plan.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
 
 
 def _bias(x, settings, prefix):

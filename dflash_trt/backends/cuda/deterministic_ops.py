@@ -25,8 +25,9 @@ class DeterministicGpuOps(TorchGpuOps):
     def token_rows(self) -> Rows[Any]:
         rows, splits = super().token_rows(), self._resources.splits
         assert splits is not None
-        pieces = tuple(splits.pieces(rows.index.requests, len(rows.positions)))
-        return replace(rows, index=replace(rows.index, pieces=pieces))
+        num_rows = len(rows.positions)
+        index = tuple(replace(group, pieces=tuple(splits.pieces(group.requests, num_rows))) for group in rows.index)
+        return replace(rows, index=index)
 
     def all_reduce(self, x: Value) -> Tensor:
         """In float32, in the order of the ranks, whichever way the addends take."""

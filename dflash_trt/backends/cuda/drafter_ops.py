@@ -40,10 +40,11 @@ class DrafterOps:
 
     def previous_rows(self, x: Value, rows: Rows[Any], cache: RowCache[Any]) -> Tensor:
         assert rows.keeps_kv, "only the step's own tokens have rows in pages"
-        return previous_rows(tensor_of(x), cache.tensor, rows.index.requests, rows.positions)
+        return previous_rows(tensor_of(x), cache.tensor, rows.index[0].requests, rows.positions)
 
     def context_rows(self, cache: RowCache[Any], acceptance: Acceptance[Any]) -> Tensor:
-        return last_rows(cache.tensor, self._inputs.page_table, acceptance.next_context_lens)
+        starts = acceptance.next_context_lens
+        return last_rows(cache.tensor, self._inputs.page_table[: len(starts)], starts)  # features are never windowed
 
     def stack_slots(self, slots: Sequence[Value]) -> Tensor:
         return torch.stack([tensor_of(slot) for slot in slots], dim=1).flatten(0, 1)

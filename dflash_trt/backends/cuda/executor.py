@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.graphs import CudaCapture, GraphCache
 from dflash_trt.backends.padding import StepShape, step_shape, warm_shapes
 from dflash_trt.backends.page_budget import GPU_FREE_MEMORY_FRACTION, PagePlan, plan_engine_pages
+from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.staging import InputStaging, ResultStaging, StagedStep, new_timer
-from dflash_trt.backends.step_inputs import StepShapes, sequence_batch
+from dflash_trt.backends.step_inputs import StepShapes
 from dflash_trt.backends.torch.loading import (
     activation_dtype,
     allocate_state,
@@ -107,6 +108,7 @@ class TorchGpuExecutor:
             page_size=page_plan.page_size,
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
             device=device,
+            page_windows=page_plan.page_windows,
         )
         self._snapshots = DeviceSnapshots(self._state, first_slot=max_batch_size + 1)
         max_rows = max_batch_size * (self.limits.max_draft_len + 1)
@@ -160,11 +162,7 @@ class TorchGpuExecutor:
         )
         executor = cls(
             network,
-            page_plan=replace(
-                page_plan,
-                num_pages=ranks.smallest(page_plan.num_pages),
-                num_snapshots=ranks.smallest(page_plan.num_snapshots),
-            ),
+            page_plan=page_plan.agreed(ranks.smallest),
             max_batch_size=build.max_batch_size,
             max_num_tokens=build.max_num_tokens,
             max_draft_len=build.max_draft_len,
@@ -257,10 +255,14 @@ class TorchGpuExecutor:
     @torch.inference_mode()
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
         """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
-        num_tokens = len(token_ids)
-        assert 0 < num_tokens <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
-        shape = StepShape(num_requests=1, num_tokens=num_tokens, num_draft_tokens=0, is_decode=False, has_graph=False)
-        self._staging.stage(plan_of(sequence_batch(token_ids, page_size=self.limits.page_size)), shape)
+        assert 0 < len(token_ids) <= min(self.limits.max_seq_len, self.limits.max_num_tokens)
+        return torch.cat([self._logits_of(batch) for batch in sequence_batches(token_ids, self.limits)])
+
+    def _logits_of(self, batch: StepBatch) -> Tensor:
+        shape = StepShape(
+            num_requests=1, num_tokens=batch.num_tokens, num_draft_tokens=0, is_decode=False, has_graph=False
+        )
+        self._staging.stage(plan_of(batch, max_pages=self.limits.max_pages), shape)
         with self.on_stream():
             self._staging.upload()
             self._staging.assemble(shape)

@@ -69,7 +69,7 @@ def attend_device_latent(
 ) -> Tensor:
     """See `Ops.attend_latent`. Norm and rotations are done where their results are stored."""
     assert memory is not None
-    (piece,) = rows.index.pieces
+    (piece,) = rows.index[0].pieces
     q_nope = queries[0].x
     num_rows, num_heads, _ = q_nope.shape
     k_factor, v_factor = kv_b.view(num_heads, -1, mla.latent_dim).split_with_sizes((mla.nope_dim, mla.v_head_dim), 1)
@@ -127,7 +127,7 @@ def _store(
         k_rope.x.flatten(1),
         queries,
         pages,
-        rows.index.requests,
+        rows.index[0].requests,
         rows.positions,
         LatentRotation(
             inv_freq=rope.inv_freq,

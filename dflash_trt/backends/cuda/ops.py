@@ -33,7 +33,7 @@ from dflash_trt.backends.cuda.latent_attention import attend_device_latent
 from dflash_trt.backends.cuda.linear import Plain, apply_device_linear
 from dflash_trt.backends.cuda.logit_rules import StepRules
 from dflash_trt.backends.cuda.resources import GpuResources
-from dflash_trt.backends.cuda.rows import rows_of
+from dflash_trt.backends.cuda.rows import RowsIndex, rows_of
 from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
@@ -189,15 +189,15 @@ class TorchGpuOps(DrafterOps):
     ) -> Attended:
         """K and V are stored now; the linear that reads the result says whether it wants codes."""
         assert isinstance(q, Heads)
-        options = _options(cache, gqa, sinks)
+        options, index = _options(cache, gqa, sinks), rows.index[cache.group]
         if k is None or v is None:  # an earlier layer has stored them
             assert rows.keeps_kv and k is v
             queries = rotate_queries(q.x, rows.positions, rotation_of(q))
-            run = self._attend_rows(queries, rows, cache.tensor, options)
+            run = self._attend_rows(queries, index, cache.tensor, options)
         else:
             assert isinstance(k, Heads) and isinstance(v, Heads)
             attended = self._store_and_attend if rows.keeps_kv else self._attend_blocks
-            run = attended(q, k, v, rows, cache.tensor, options)
+            run = attended(q, k, v, rows.positions, index, cache.tensor, options)
         num_rows, features = len(q.x), q.x[0].numel()
         codes = self._resources.attended_codes[: num_rows * features].view(num_rows, features)
         return Attended(run, codes)
@@ -207,29 +207,29 @@ class TorchGpuOps(DrafterOps):
         return options
 
     def _store_and_attend(
-        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+        self, q: Heads, k: Heads, v: Heads, positions: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         rotated = rotate_and_store(
             q.x,
             k.x,
             v.x,
             pool,
-            rows.index.requests,
-            rows.positions,
+            index.requests,
+            positions,
             rotation_of(q, k, v),
             k_scale=options.k_scale,
             v_scale=options.v_scale,
         )
         assert rotated is not None
-        return self._attend_rows(rotated, rows, pool, options)
+        return self._attend_rows(rotated, index, pool, options)
 
     def _attend_rows(
-        self, queries: Tensor, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+        self, queries: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         attended = self._resources.attended[: queries.numel()].view(queries.shape)
 
         def run(codes: RowCodes | None) -> Tensor:
-            for piece in rows.index.pieces:
+            for piece in index.pieces:
                 attention_launch.attend_pages(
                     queries[piece.rows],
                     pool,
@@ -246,11 +246,11 @@ class TorchGpuOps(DrafterOps):
         return run
 
     def _attend_blocks(
-        self, q: Heads, k: Heads, v: Heads, rows: Rows[Any], pool: Tensor, options: AttentionOptions
+        self, q: Heads, k: Heads, v: Heads, positions: Tensor, index: RowsIndex, pool: Tensor, options: AttentionOptions
     ) -> Callable[[RowCodes | None], Tensor]:
         assert v.norm is None, "no drafter norms its values"
-        q_rows, k_rows = rotate_block(q.x, k.x, rows.positions, rotation_of(q, k))
-        (piece,) = rows.index.pieces
+        q_rows, k_rows = rotate_block(q.x, k.x, positions, rotation_of(q, k))
+        (piece,) = index.pieces
 
         def run(codes: RowCodes | None) -> Tensor:
             attended = attention_launch.attend_draft(
@@ -309,10 +309,11 @@ class TorchGpuOps(DrafterOps):
         stacked, (first, *others) = self._resources.draft_layers, layers
         assert stacked is not None and stacked.first_pages is first.cache.tensor
         assert len(others) + 1 == len(stacked.page_offsets) and all(other.rope is first.rope for other in others)
+        assert all(other.cache.group == first.cache.group for other in others), "a drafter's layers keep the same pages"
         store_draft_context(
             tensor_of(kv),
             stacked,
-            replace(rows.index.requests, context_lens=tensor_of(limits)),
+            replace(rows.index[first.cache.group].requests, context_lens=tensor_of(limits)),
             rows.positions,
             Rotation(inv_freq=first.rope.inv_freq, amplitude=first.rope.amplitude, eps=first.eps),
         )

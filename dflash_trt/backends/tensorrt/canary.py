@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.step_inputs import sequence_batch
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.core.batch import plan_of
 from dflash_trt.core.errors import EngineDirError

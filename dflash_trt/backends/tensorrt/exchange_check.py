@@ -9,7 +9,7 @@ sums should be is not known here.
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.step_inputs import sequence_batch
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.canary import PagedExecutor
 from dflash_trt.core.batch import run_batch
 from dflash_trt.core.errors import EngineDirError

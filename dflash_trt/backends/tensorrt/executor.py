@@ -270,6 +270,7 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
         config.model_copy(update={"use_drafter": True, "num_state_snapshots": 0}),
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
         default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
+        has_groups=False,  # an engine has one page table
         num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
     )
-    return replace(pages, num_pages=ranks.smallest(pages.num_pages))
+    return pages.agreed(ranks.smallest)

@@ -1,217 +1,21 @@
 """Attention over pages in plain PyTorch: gather a request's pages, mask, scaled_dot_product_attention.
 
 Requests with few query rows (verify blocks) share one padded call; each long prefill chunk gets a call of its own.
-Everything that depends only on lengths is worked out once per step, in an `AttentionPlan`, and reused by all layers.
+Everything that depends only on lengths is worked out once per step and page group, in an `AttentionPlan`, and reused by
+all of its layers.
 
 A weight of 0 does not hide NaN. Gathered rows that are not a request's own, of pages that others have or had, are
 cleared: what is not finite in one request stays there.
 """
 
-import itertools
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.fixed_shapes import KEY_TILE, QUERY_ROWS, padded_length
+from dflash_trt.backends.torch.attention_plan import AttentionPlan, BlockPlan, Gather, PageSlots, QueryGroup, Scratch
 from dflash_trt.backends.torch.scores import PLAIN_SCORES, Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.network.ops import Cache, StepInputs
-
-_MAX_KEYS_PER_CALL = 2048  # with padding
-
-
-@dataclass(kw_only=True, slots=True)
-class QueryGroup:
-    """G requests attended in one call, Q query rows each, over S key positions starting at 0."""
-
-    rows: Tensor | None  # int64 [G*Q] of the step's tokens, a short request's last repeated; None: all, in order
-    positions: Tensor  # int64 [G, Q]
-    page_ids: Tensor  # int64 [G, P]
-    num_keys: int  # S
-    foreign_rows: Tensor | None = None  # int64, of the gathered [G * P * page_size]: read, but of no request
-    biases: dict[tuple[int | bool | None, ...], Tensor | None] = field(default_factory=dict)
-    gathers: dict[tuple[torch.dtype, torch.Size], "Gather"] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Where a group's pages are copied to, the same for all layers whose pages have one shape."""
-
-    rows: Tensor  # int64 [2 * G * P] of the pool's [(page, k or v), ...]: those of K, then those of V
-    into: Tensor  # [2 * G * P, page_size * kv_heads * D]
-    kv: tuple[Tensor, Tensor]  # views of it: [G, kv_heads, S, D]
-    foreign: Tensor  # view of it: [2, G * P * page_size, kv_heads * D]
-
-
-@dataclass(frozen=True, slots=True)
-class PageSlots:
-    """Rows of a page pool seen as [(page, k or v, offset), kv_heads, D]; int64, one per token."""
-
-    k: Tensor
-    v: Tensor
-
-
-class Scratch:
-    """Memory for gathered K/V, used by one call after the other: fresh memory for each costs more than the copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.dtype, Tensor] = {}
-
-    def take(self, like: Tensor, num_rows: int) -> Tensor:
-        """[2, num_rows, like's row size], overwritten by the next call."""
-        size = 2 * num_rows * like.shape[1]
-        buffer = self._buffers.get(like.dtype)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[like.dtype] = like.new_empty(size)
-        return buffer[:size].view(2, num_rows, like.shape[1])
-
-
-@dataclass(kw_only=True, slots=True)
-class AttentionPlan:
-    """Where the K/V of a step's tokens go and which requests attend together; positions are those in a request."""
-
-    slots: PageSlots  # of all T tokens
-    groups: list[QueryGroup]
-    request_of_row: Tensor  # int64 [T]
-    scratch: Scratch = field(default_factory=Scratch)
-
-    def kept_rows(self, positions: Tensor, limits: Tensor) -> tuple[Tensor, PageSlots]:
-        """The rows at positions < limits [R] of their request, int64, and where they go."""
-        rows = (positions < limits[self.request_of_row]).nonzero()[:, 0]
-        return rows, PageSlots(self.slots.k[rows], self.slots.v[rows])
-
-
-@dataclass(kw_only=True, slots=True)
-class BlockPlan:
-    """R blocks of S slots, each behind the first `context_lens` positions of its request's pages."""
-
-    group: QueryGroup
-    context_lens: Tensor  # int64 [R]
-    scratch: Scratch = field(default_factory=Scratch)
-
-
-def plan_attention(
-    inputs: StepInputs[Tensor], *, page_size: int, num_draft_tokens: int, has_fixed_shapes: bool = False
-) -> AttentionPlan:
-    """Work out the step's indices on the host.
-
-    With fixed shapes QUERY_ROWS rows attend as a request of their own, over a multiple of KEY_TILE keys.
-    """
-    offsets = inputs.token_offsets.tolist()
-    num_tokens = [stop - start for start, stop in itertools.pairwise(offsets)]
-    ends = [length + n for length, n in zip(inputs.context_lens.tolist(), num_tokens, strict=True)]
-    pages = inputs.page_table.long()
-    positions = inputs.positions.long()
-    request_of_row = torch.repeat_interleave(torch.tensor(num_tokens))
-    k_slots = pages[request_of_row, positions // page_size] * (2 * page_size) + positions % page_size
-    if has_fixed_shapes:
-        groups = _fixed_groups(offsets, pages, positions, page_size)
-    else:
-        requests = range(len(num_tokens))
-        short = [r for r in requests if num_tokens[r] <= num_draft_tokens + 1]
-        members = _batches(short, ends) + [[r] for r in requests if num_tokens[r] > num_draft_tokens + 1]
-        groups = [_group(group, offsets, ends, pages, positions, page_size) for group in members]
-    return AttentionPlan(slots=PageSlots(k_slots, k_slots + page_size), groups=groups, request_of_row=request_of_row)
-
-
-def plan_blocks(
-    page_table: Tensor,  # int32 [R, P]
-    context_lens: Tensor,  # int32 [R]
-    *,
-    page_size: int,
-    num_slots: int,
-    scratch: Scratch | None = None,
-) -> BlockPlan:
-    """Blocks of `num_slots` rows per request, whose own K/V are in no page."""
-    starts = context_lens.long()
-    num_keys = max(int(starts.max()), 1)
-    page_ids = page_table.long()[:, : -(-num_keys // page_size)]
-    group = QueryGroup(
-        rows=None,
-        positions=starts[:, None] + torch.arange(num_slots),
-        page_ids=page_ids,
-        num_keys=num_keys,
-        foreign_rows=_foreign_rows(starts, page_ids, num_keys, page_size),
-    )
-    return BlockPlan(group=group, context_lens=starts, scratch=scratch or Scratch())
-
-
-def _batches(requests: list[int], ends: list[int]) -> list[list[int]]:
-    """Requests to attend together: of similar length, because K/V are padded, and few, to stay in the CPU's cache."""
-    if len(requests) * max((ends[r] for r in requests), default=0) <= _MAX_KEYS_PER_CALL:
-        return [requests] if requests else []
-    batches: list[list[int]] = []
-    for r in sorted(requests, key=lambda r: -ends[r]):
-        if not batches or (len(batches[-1]) + 1) * ends[batches[-1][0]] > _MAX_KEYS_PER_CALL:
-            batches.append([])
-        batches[-1].append(r)
-    return batches
-
-
-def _fixed_groups(offsets: list[int], pages: Tensor, positions: Tensor, page_size: int) -> list[QueryGroup]:
-    """Blocks of QUERY_ROWS rows of a request, in the place of requests."""
-    starts = [(r, row) for r in range(len(pages)) for row in range(offsets[r], offsets[r + 1], QUERY_ROWS)]
-    stops = [min(row + QUERY_ROWS, offsets[r + 1]) for r, row in starts]
-    ends = [position + 1 for position in positions[torch.tensor(stops) - 1].tolist()]
-    num_keys = [padded_length(end, KEY_TILE) for end in ends]
-    num_missing = max(0, -(-max(num_keys) // page_size) - pages.shape[1])
-    own_pages = F.pad(pages, (0, num_missing))[[r for r, _ in starts]]
-    return [
-        _group(
-            blocks,
-            [row for _, row in starts] + stops[-1:],
-            ends,
-            own_pages,
-            positions,
-            page_size,
-            width=QUERY_ROWS,
-            num_keys=max(num_keys[block] for block in blocks),
-        )
-        for blocks in _batches(list(range(len(starts))), num_keys)
-    ]
-
-
-def _group(
-    group: list[int],
-    offsets: list[int],
-    ends: list[int],
-    pages: Tensor,
-    positions: Tensor,
-    page_size: int,
-    *,
-    width: int | None = None,
-    num_keys: int | None = None,
-) -> QueryGroup:
-    """`width` and `num_keys`, as many as the group needs by default, may be more."""
-    width = width or max(offsets[r + 1] - offsets[r] for r in group)
-    num_keys = num_keys or max(ends[r] for r in group)
-    rows = [min(offsets[r] + i, offsets[r + 1] - 1) for r in group for i in range(width)]
-    is_everything = rows == list(range(offsets[-1]))
-    rows_tensor = torch.tensor(rows)
-    page_ids = pages[group][:, : -(-num_keys // page_size)]
-    return QueryGroup(
-        rows=None if is_everything else rows_tensor,
-        positions=positions[rows_tensor].view(len(group), width),
-        page_ids=page_ids,
-        num_keys=num_keys,
-        foreign_rows=_foreign_rows(torch.tensor([ends[r] for r in group]), page_ids, num_keys, page_size),
-    )
-
-
-def _foreign_rows(
-    ends: Tensor,  # int [G]
-    page_ids: Tensor,  # [G, P]
-    num_keys: int,
-    page_size: int,
-) -> Tensor | None:
-    """See QueryGroup."""
-    positions = torch.arange(page_ids.shape[1] * page_size)
-    is_foreign = (positions >= ends[:, None]) & (positions < num_keys)
-    rows = is_foreign.flatten().nonzero()[:, 0]
-    return rows if len(rows) else None
+from dflash_trt.network.ops import Cache
 
 
 def write_pages(cache: Cache[Tensor], slots: PageSlots, k: Tensor, v: Tensor) -> None:
@@ -327,7 +131,7 @@ def causal_bias(group: QueryGroup, mask: AttentionMask, heads_per_kv: int, dtype
             group.biases[key] = None
         else:
             query = group.positions[:, :, None]
-            key_positions = torch.arange(group.num_keys)
+            key_positions = group.key_positions
             visible = key_positions <= query
             if mask.window is not None:
                 visible &= query - key_positions < mask.window
@@ -353,7 +157,7 @@ def _block_bias(plan: BlockPlan, mask: AttentionMask, heads_per_kv: int, dtype: 
     num_requests, width = group.positions.shape
     context_lens = plan.context_lens[:, None, None]  # [R, 1, 1]
     query = group.positions[:, :, None]  # [R, S, 1]
-    stored = torch.arange(group.num_keys).expand(num_requests, 1, -1)
+    stored = group.key_positions.expand(num_requests, 1, -1)
     key_positions = torch.cat((stored, group.positions[:, None]), dim=2)  # [R, 1, keys + S]
     is_stored = torch.arange(group.num_keys + width) < group.num_keys
     visible = ~is_stored | ((key_positions < context_lens) & (key_positions >= mask.first_key))

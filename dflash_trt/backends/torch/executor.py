@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from dflash_trt.backends.padding import exact_shape
 from dflash_trt.backends.page_budget import PagePlan, plan_engine_pages
+from dflash_trt.backends.sequence_batch import sequence_batches
 from dflash_trt.backends.slots import DeviceSlots
-from dflash_trt.backends.step_inputs import HostInputs, check_plan, sequence_batch, step_inputs, step_result
+from dflash_trt.backends.step_inputs import HostInputs, check_plan, step_inputs, step_result
 from dflash_trt.backends.torch.deterministic_ops import DeterministicNativeOps, DeterministicOps
 from dflash_trt.backends.torch.layers import prepared
 from dflash_trt.backends.torch.loading import (
@@ -95,6 +95,7 @@ class TorchExecutor:
             num_pages=page_plan.num_pages,
             page_size=page_plan.page_size,
             num_slots=max_batch_size + 1 + page_plan.num_snapshots,
+            page_windows=page_plan.page_windows,
         )
         self._snapshots = SlotSnapshots(self._state, first_slot=max_batch_size + 1)
 
@@ -120,11 +121,7 @@ class TorchExecutor:
             page_plan = plan_engine_pages(manifest, config)
             return cls(
                 network,
-                page_plan=replace(
-                    page_plan,
-                    num_pages=ranks.smallest(page_plan.num_pages),
-                    num_snapshots=ranks.smallest(page_plan.num_snapshots),
-                ),
+                page_plan=page_plan.agreed(ranks.smallest),
                 max_batch_size=build.max_batch_size,
                 max_num_tokens=build.max_num_tokens,
                 max_draft_len=build.max_draft_len,
@@ -163,8 +160,11 @@ class TorchExecutor:
     def target_logits(self, token_ids: Sequence[int]) -> Tensor:  # float [N, V]
         """The target's logits after every token of one sequence: for measuring, on an executor that serves nobody."""
         assert 0 < len(token_ids) <= self.limits.max_seq_len
-        inputs = step_inputs(sequence_batch(token_ids, page_size=self.limits.page_size))
-        return sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state)
+        logits = []
+        for batch in sequence_batches(token_ids, self.limits):
+            inputs = step_inputs(batch, page_windows=self.limits.page_windows)
+            logits.append(sequence_logits(self._ops(inputs, num_draft_tokens=0), self.network, inputs, self._state))
+        return torch.cat(logits)
 
     def close(self) -> None:
         """Give weights and pages back at once, whoever still holds the executor. Closing again does nothing."""
@@ -189,4 +189,5 @@ class TorchExecutor:
             adjust=adjust,
             masks=masks,
             slot_ids=slot_ids,
+            windows=[group.window for group in self.limits.page_windows],
         )

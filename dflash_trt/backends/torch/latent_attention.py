@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.attention import AttentionPlan, QueryGroup, causal_bias
+from dflash_trt.backends.torch.attention import causal_bias
+from dflash_trt.backends.torch.attention_plan import AttentionPlan, QueryGroup
 from dflash_trt.backends.torch.scores import Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.mla import Mla

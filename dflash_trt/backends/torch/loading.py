@@ -20,8 +20,18 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states, engine_weights
 from dflash_trt.core.model.rope import Rotary
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, PagedKv, PagedRows, PagedState, Recurrent, SharedKv, paged
+from dflash_trt.core.state_spec import (
+    EngineStates,
+    PagedKv,
+    PagedRows,
+    PagedState,
+    Recurrent,
+    SharedKv,
+    paged,
+    window_of,
+)
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.core.weight_spec import rank_shard
 from dflash_trt.engine_dir.manifest import tensor_headers
@@ -169,6 +179,7 @@ def limits_of(
         max_draft_len=max_draft_len if network.draft else 0,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
+        page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,
     )
@@ -181,17 +192,27 @@ def allocate_state(
     page_size: int,
     num_slots: int = 1,
     device: torch.device | None = None,
+    page_windows: Sequence[PageWindow] = (),
 ) -> StepState[Tensor]:
-    """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written."""
+    """Zeros; the layers of one model lie in one allocation. A host's memory is taken when a page is first written.
+
+    Layers whose window is none of `page_windows` have `num_pages`.
+    """
+    groups = {group.window: (index, group.blank_page + 1) for index, group in enumerate(page_windows, start=1)}
+
+    def group_of(spec: PagedState) -> tuple[int, int]:
+        """Of the layer, and how many pages it has."""
+        window = window_of(spec)
+        return (0, num_pages) if window is None else groups.get(window, (0, num_pages))
 
     def caches(specs: Sequence[PagedState]) -> Iterator[PagedCache[Tensor]]:
-        shapes = [(num_pages, *spec.page_shape(page_size)) for spec in specs]
+        shapes = [(group_of(spec)[1], *spec.page_shape(page_size)) for spec in specs]
         dtypes = [torch_dtype(spec.dtype) for spec in specs]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         parts = torch.split(_zeros(sum(sizes), device), sizes) if specs else ()
         for part, dtype, shape, spec in zip(parts, dtypes, shapes, specs, strict=True):
             pages = part.view(dtype).view(shape)
-            yield Cache(pages, spec) if isinstance(spec, PagedKv) else LatentCache(pages, spec)
+            yield Cache(pages, spec, group_of(spec)[0]) if isinstance(spec, PagedKv) else LatentCache(pages, spec)
 
     pages = {cache.spec.name: cache for cache in caches(paged(states.target))}
     target_kv = [

@@ -3,9 +3,9 @@
 One `TorchOps` lives for one step and holds that step's inputs and attention plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache as cached
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch import attention as torch_attention
 from dflash_trt.backends.torch import dflash2 as torch_dflash2
 from dflash_trt.backends.torch import sampling as torch_sampling
+from dflash_trt.backends.torch.attention_plan import plan_attention, plan_blocks
 from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.backends.torch.linear import apply_linear
@@ -68,6 +69,19 @@ def _constant(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(value, dtype=dtype)
 
 
+class ByGroup:
+    """What `make` gives for a page group, made when a layer of it is the first to ask."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._made: dict[int, Any] = {}
+
+    def __getitem__(self, group: int) -> Any:
+        if group not in self._made:
+            self._made[group] = self._make(group)
+        return self._made[group]
+
+
 class TorchOps:
     """Implements `Ops[Tensor]` for one step."""
 
@@ -84,6 +98,7 @@ class TorchOps:
         adjust: AdjustScores | None = None,
         masks: TokenMasks | None = None,
         slot_ids: Tensor | None = None,  # int64 [R]; None: request r has slot r
+        windows: Sequence[int] = (),  # of the page groups behind the first
     ) -> None:
         self._ranks = ranks
         self._adjust = adjust
@@ -93,7 +108,9 @@ class TorchOps:
         self._page_size = page_size
         self._num_draft_tokens = num_draft_tokens
         self._masks = masks
-        self._index = self._index_tokens()
+        self._windows: Sequence[int | None] = (None, *windows)
+        self._page_tables = inputs.page_table.view(len(self._windows), -1, inputs.page_table.shape[1])
+        self._index = ByGroup(self._index_tokens)
 
     def embedding(self, table: Tensor, token_ids: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, table)
@@ -208,7 +225,7 @@ class TorchOps:
         attend: Any = torch_attention.attend_rows if rows.keeps_kv else torch_attention.attend_blocks
         is_tiled = self.has_fixed_shapes and rows.keeps_kv
         scores = Scores(scale=gqa.scale, softcap=gqa.softcap, sinks=sinks, is_tiled=is_tiled)
-        attended: Tensor = attend(rows.index, q, k, v, cache, gqa.mask, scores)
+        attended: Tensor = attend(rows.index[cache.group], q, k, v, cache, gqa.mask, scores)
         return attended
 
     def tempered(self, q: Tensor, rows: Rows[Tensor], temperature: QueryTemperature) -> Tensor:
@@ -230,7 +247,7 @@ class TorchOps:
         mla: Mla,
     ) -> Tensor:
         assert rows.keeps_kv, "a draft block has no latents"
-        return attend_latent(rows.index, q_nope, q_rope, latents, k_rope, kv_b, cache, mla)
+        return attend_latent(rows.index[0], q_nope, q_rope, latents, k_rope, kv_b, cache, mla)
 
     def gated_delta(
         self,
@@ -260,8 +277,8 @@ class TorchOps:
         )
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
-        kept, slots = rows.index.kept_rows(rows.positions, limits)
         for layer, (k, v) in zip(layers, rotated_kv(self, kv, layers), strict=True):
+            kept, slots = rows.index[layer.cache.group].kept_rows(rows.positions, limits)
             torch_attention.write_pages(layer.cache, slots, k.index_select(0, kept), v.index_select(0, kept))
 
     def sample_and_accept(self, logits: Tensor) -> Acceptance[Tensor]:
@@ -276,24 +293,24 @@ class TorchOps:
         return self._blocks(torch.cat((acceptance.bonus_tokens[:, None], *drafts), dim=1), acceptance)
 
     def _blocks(self, token_ids: Tensor, acceptance: Acceptance[Tensor]) -> TokenBlocks[Tensor]:
-        page_table, starts, width = self._inputs.page_table, acceptance.next_context_lens, token_ids.shape[1]
+        starts, width = acceptance.next_context_lens, token_ids.shape[1]
         positions = (starts[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
         rows = Rows(
             positions=positions,
             token_offsets=None,
             context_lens=starts,
-            page_table=page_table,
+            page_table=self._inputs.page_table,
             keeps_kv=False,
-            index=self._index_blocks(positions, starts),
+            index=ByGroup(partial(self._index_blocks, positions, starts)),
         )
         return TokenBlocks(token_ids=token_ids.flatten(), rows=rows)
 
     def previous_rows(self, x: Tensor, rows: Rows[Tensor], cache: RowCache[Tensor]) -> Tensor:
         assert rows.keeps_kv, "only the step's own tokens have rows in pages"
-        return previous_rows(x, self._inputs, cache)
+        return previous_rows(x, self._inputs, self._page_tables[0], cache)
 
     def context_rows(self, cache: RowCache[Tensor], acceptance: Acceptance[Tensor]) -> Tensor:
-        return read_rows(cache, self._inputs.page_table, acceptance.next_context_lens.long() - 1)
+        return read_rows(cache, self._page_tables[0], acceptance.next_context_lens.long() - 1)
 
     def stack_slots(self, slots: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(slots), dim=1).flatten(0, 1)
@@ -318,25 +335,29 @@ class TorchOps:
     ) -> Tensor:
         return torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
 
-    def _index_tokens(self) -> Any:
-        return torch_attention.plan_attention(
+    def _index_tokens(self, group: int) -> Any:
+        return plan_attention(
             self._inputs,
+            page_table=self._page_tables[group],
             page_size=self._page_size,
             num_draft_tokens=self._num_draft_tokens,
             has_fixed_shapes=self.has_fixed_shapes,
+            window=self._windows[group],
         )
 
     def _index_blocks(
         self,
         positions: Tensor,  # int32 [R*S]
         starts: Tensor,  # int32 [R]
+        group: int,
     ) -> Any:
-        return torch_attention.plan_blocks(
-            self._inputs.page_table,
+        return plan_blocks(
+            self._page_tables[group],
             starts,
             page_size=self._page_size,
             num_slots=len(positions) // len(starts),
-            scratch=self._index.scratch,
+            scratch=self._index[group].scratch,
+            window=self._windows[group],
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -6,15 +6,20 @@ from torch import Tensor
 from dflash_trt.network.ops import RowCache, StepInputs
 
 
-def previous_rows(x: Tensor, inputs: StepInputs[Tensor], cache: RowCache[Tensor]) -> Tensor:
-    """See `Ops.previous_rows`: x [T, H] of the step's tokens."""
+def previous_rows(
+    x: Tensor,  # [T, H], of the step's tokens
+    inputs: StepInputs[Tensor],
+    page_table: Tensor,  # int32 [R, P]
+    cache: RowCache[Tensor],
+) -> Tensor:
+    """See `Ops.previous_rows`."""
     num_tokens = inputs.token_offsets.diff().long()
     requests = torch.arange(len(num_tokens)).repeat_interleave(num_tokens)
     before = torch.cat((x[:1], x[:-1]))
     has_tokens = num_tokens > 0
     firsts = inputs.token_offsets[:-1].long()[has_tokens]
-    before[firsts] = read_rows(cache, inputs.page_table[has_tokens], inputs.context_lens[has_tokens].long() - 1)
-    places = _places(cache, inputs.page_table[requests], inputs.positions.long())
+    before[firsts] = read_rows(cache, page_table[has_tokens], inputs.context_lens[has_tokens].long() - 1)
+    places = _places(cache, page_table[requests], inputs.positions.long())
     cache.tensor.view(-1, x.shape[1]).index_copy_(0, places, x)
     return before
 

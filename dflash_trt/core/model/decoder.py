@@ -1,5 +1,6 @@
 """A stack of layers, and the target that is one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -143,15 +144,28 @@ class DecoderSpec(Frozen):
             mixer = self.layers[i].mixer
             if isinstance(mixer, GatedDelta):
                 return mixer.state(f"{self.role}_state.{i}", dtype, num_records=num_records)
-            if isinstance(mixer, Mla) or mixer.shares_kv_with is None:
+            if isinstance(mixer, Mla):
                 return mixer.state(f"{self.role}_kv.{i}", dtype, scales[i])
-            owner = mixer.shares_kv_with
-            return SharedKv(
-                name=f"{self.role}_kv.{i}", source=mixer.state(f"{self.role}_kv.{owner}", dtype, scales[owner])
-            )
+            owner = i if mixer.shares_kv_with is None else mixer.shares_kv_with
+            pages = mixer.state(f"{self.role}_kv.{owner}", dtype, scales[owner], window=self._kept_window(owner))
+            return pages if owner == i else SharedKv(name=f"{self.role}_kv.{i}", source=pages)
 
         assert len(scales) == self.num_layers
         return tuple(state(i) for i in range(self.num_layers))
+
+    def _kept_window(self, owner: int) -> int | None:
+        """The window that the pages of a layer keep: the largest of those that read them, None if one reads all."""
+        readers = [
+            mixer.mask.window
+            for i, layer in enumerate(self.layers)
+            if isinstance(mixer := layer.mixer, Gqa) and owner in (i, mixer.shares_kv_with)
+        ]
+        return largest_window(readers)
+
+
+def largest_window(windows: Sequence[int | None]) -> int | None:
+    """None, no window, is larger than any."""
+    return None if None in windows else max(window or 0 for window in windows)
 
 
 class TargetSpec(DecoderSpec):

@@ -7,9 +7,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.core.frozen import MAX_INT32, Index, Scale, Size
-from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, TargetSpec
+from dflash_trt.core.model.decoder import MAX_LAYERS, DecoderSpec, LayerId, LayerSpec, TargetSpec, largest_window
 from dflash_trt.core.model.dflash2 import BlockConv, CandidateSelector
 from dflash_trt.core.model.eagle3 import EagleChain
+from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
@@ -97,6 +98,27 @@ class DraftSpec(DecoderSpec):
         if self.chain is None:
             return states
         return (*states, PagedRows(name="draft_features", width=self.hidden_size, dtype=dtype))
+
+    def _kept_window(self, owner: int) -> int | None:
+        """All layers keep the same pages, because their context is written at once."""
+        return largest_window([gqa.mask.window for gqa in self.attentions])
+
+    def with_window(self, window: int) -> "DraftSpec":
+        """The drafter with layers that see at most the last `window` tokens of the context.
+
+        Layers with a window keep what it counts from. Others get one before the anchor, and see all of the block.
+        """
+
+        def narrowed(layer: LayerSpec) -> LayerSpec:
+            assert isinstance(layer.mixer, Gqa), "all layers of a drafter attend over K and V"
+            mask = layer.mixer.mask
+            fields = {"window": window, "is_window_anchored": mask.is_window_anchored or mask.window is None}
+            if mask.window is not None and mask.window <= window:
+                return layer
+            mixer = layer.mixer.model_copy(update={"mask": mask.model_copy(update=fields)})
+            return layer.model_copy(update={"mixer": mixer})
+
+        return self.model_copy(update={"layers": tuple(map(narrowed, self.layers))})
 
     def num_passes(self, num_draft_tokens: int) -> int:
         """Passes of the drafter's layers in a step: one over a block, or one for each draft of a chain."""

@@ -137,14 +137,17 @@ class Gqa(Frozen):
         num_kv_heads = mapping.num_kv_heads_of(self.num_kv_heads)
         return self.model_copy(update={"num_heads": self.num_heads // mapping.tp_size, "num_kv_heads": num_kv_heads})
 
-    def state(self, name: str, dtype: FloatDType, scales: LayerKvScales | None) -> PagedKv:
-        """Pages of the layer: FP8 with scales, `dtype` without."""
+    def state(
+        self, name: str, dtype: FloatDType, scales: LayerKvScales | None, *, window: int | None = None
+    ) -> PagedKv:
+        """Pages of the layer, which keep `window`: FP8 with scales, `dtype` without."""
         return PagedKv(
             name=name,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype if scales is None else "float8_e4m3fn",
             scales=scales,
+            window=window,
         )
 
     def weights(self, prefix: str, hidden_size: int, *, owns_kv: bool = True) -> WeightTable:

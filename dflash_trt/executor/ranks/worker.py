@@ -50,6 +50,10 @@ def main() -> None:
         os._exit(exit_code)  # libraries would wait for ranks that have ended
 
 
+def _engine(request: OpenShard) -> EngineDir:
+    return EngineDir.open(request.engine_dir).with_draft_window(request.options.config.draft_window)
+
+
 def _serve(pipe: Connection[object, Order]) -> None:
     request = pipe.recv()
     assert isinstance(request, OpenShard)
@@ -57,7 +61,7 @@ def _serve(pipe: Connection[object, Order]) -> None:
     try:
         pipe.send(Awake())
         ranks = join(request.options, request.rank)
-        executor = open_shard(EngineDir.open(request.engine_dir), request.rank, ranks, request.options)
+        executor = open_shard(_engine(request), request.rank, ranks, request.options)
     except Exception as error:  # noqa: BLE001 - rank 0 tells the user
         pipe.send(_raised(error, ranks))
         return

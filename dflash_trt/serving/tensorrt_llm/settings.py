@@ -15,6 +15,7 @@ _REFUSED: Final = (
     "adaptive_draft_length",
     "draft_length",
     "draft_length_by_context",
+    "draft_window",
     "deterministic",
     "num_threads",
     "plugin_library",

@@ -176,7 +176,7 @@ class NativeOps(TorchOps):
             gqa.mask.first_key,
             self._num_threads,
         )
-        self._kernels.attend(rows.index.address, ctypes.addressof(attention))
+        self._kernels.attend(rows.index[cache.group].address, ctypes.addressof(attention))
         return out
 
     def store_kv(self, kv: Tensor, layers: Sequence[KvDestination[Tensor]], rows: Rows[Tensor], limits: Tensor) -> None:
@@ -185,7 +185,7 @@ class NativeOps(TorchOps):
             spec, rotation = layer.cache.spec, layer.rope.rotation(layer.k_norm, layer.eps)
             assert layer.rope.cos.shape[-1] == spec.head_dim, "a drafter rotates whole heads"
             self._kernels.store_kv(
-                rows.index.address,
+                rows.index[layer.cache.group].address,
                 ctypes.addressof(rotation),
                 kv.data_ptr() + start * kv.itemsize,
                 kv.shape[1],
@@ -196,23 +196,23 @@ class NativeOps(TorchOps):
             )
             start += 2 * spec.num_kv_heads * spec.head_dim
 
-    def _index_tokens(self) -> Any:
+    def _index_tokens(self, group: int) -> Any:
         inputs = self._inputs
         return RowIndex(
             positions=inputs.positions,
             token_offsets=inputs.token_offsets,
             context_lens=inputs.context_lens,
-            page_table=inputs.page_table,
+            page_table=self._page_tables[group],
             page_size=self._page_size,
             keeps_kv=True,
         )
 
-    def _index_blocks(self, positions: Tensor, starts: Tensor) -> Any:
+    def _index_blocks(self, positions: Tensor, starts: Tensor, group: int) -> Any:
         return RowIndex(
             positions=positions,
             token_offsets=None,
             context_lens=starts,
-            page_table=self._inputs.page_table,
+            page_table=self._page_tables[group],
             page_size=self._page_size,
             keeps_kv=False,
         )

@@ -1,0 +1,104 @@
+"""Pages of a group of layers that read a window of the last tokens: allocated, cached for prefixes, evicted.
+
+A node of the prefix tree may have such a page beside the page that it is. Others than these may be evicted on their
+own: a prefix can be begun behind as long as the pages of its last window are there.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.scheduler.pages import PagePool
+from dflash_trt.scheduler.prefix_tree import PrefixNode
+
+
+class WindowPages:
+    """One group. `index` is its place in `PrefixNode.window_pages`."""
+
+    def __init__(self, window: PageWindow, *, index: int, page_size: int) -> None:
+        self.window = window.window
+        self._index = index
+        self._page_size = page_size
+        self._pool = PagePool(window.num_pages)
+        self._nodes: dict[int, PrefixNode] = {}  # by page id
+        self._idle: OrderedDict[int, None] = OrderedDict()  # page ids, least recently used first
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages held by requests."""
+        return self.num_pages - self._pool.num_free - len(self._idle)
+
+    def first_page(self, num_tokens: int) -> int:
+        """Index of the first page that rows behind `num_tokens` committed tokens read."""
+        return max(0, num_tokens - self.window + 1) // self._page_size
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocate `count` pages, evicting idle ones if too few are free.
+
+        Raises:
+            CapacityError: too few are free or idle.
+        """
+        while self._pool.num_free < count and self._idle:
+            page_id = next(iter(self._idle))
+            self.drop(self._nodes[page_id])
+        return self._pool.allocate(count)
+
+    def release(self, page_ids: Sequence[int], *, are_next: bool = False) -> None:
+        """Release a request's pages; cached ones become idle, and the next to be evicted if `are_next`."""
+        for page_id in page_ids:
+            if self._pool.release(page_id) == 1 and page_id in self._nodes:
+                self._idle[page_id] = None
+                if are_next:
+                    self._idle.move_to_end(page_id, last=False)
+
+    def covers(self, path: Sequence[PrefixNode]) -> list[bool]:
+        """For each node, whether a request can begin behind it: the pages of the window before are cached."""
+        found, run = [], 0  # nodes in sequence that have their page
+        for length, node in enumerate(path, start=1):
+            run = 0 if node.window_pages[self._index] is None else run + 1
+            found.append(run >= length - self.first_page(length * self._page_size))
+        return found
+
+    def hold(self, nodes: Sequence[PrefixNode]) -> list[int]:
+        """Retain the pages of some nodes, which have them."""
+        page_ids = []
+        for node in nodes:
+            page_id = node.window_pages[self._index]
+            assert page_id is not None, "a prefix is begun behind without its window"
+            self._idle.pop(page_id, None)
+            self._pool.retain(page_id)
+            page_ids.append(page_id)
+        return page_ids
+
+    def keep(self, node: PrefixNode, page_id: int) -> int:
+        """Cache the caller's page with `node`, unless that has one, which is the caller's then. Returns the page."""
+        known = node.window_pages[self._index]
+        if known is None:
+            node.window_pages[self._index], self._nodes[page_id] = page_id, node
+            self._pool.retain(page_id)
+            return page_id
+        if known != page_id:
+            self.hold([node])
+            self._pool.release(page_id)
+        return known
+
+    def drop(self, node: PrefixNode) -> None:
+        """Free the page of a node, if it has one; no request holds it."""
+        page_id = node.window_pages[self._index]
+        if page_id is None:
+            return
+        assert page_id in self._idle, f"page {page_id} is evicted while a request reads it"
+        node.window_pages[self._index] = None
+        del self._idle[page_id], self._nodes[page_id]
+        self._pool.release(page_id)
+
+    def check_integrity(self, holdings: Iterable[Sequence[int]]) -> None:
+        """Assert that exactly the requests of `holdings` and the nodes hold pages."""
+        assert all(node.window_pages[self._index] == page_id for page_id, node in self._nodes.items())
+        self._pool.check_integrity([*holdings, list(self._nodes)])
+        idle = {page_id for page_id in self._nodes if self._pool.num_owners(page_id) == 1}
+        assert idle == self._idle.keys(), "cached pages that nobody uses are not exactly the idle ones"
