@@ -23,24 +23,9 @@ from dflash_trt.kernels.attention_partition import (
     query_row,
     split_and_number,
 )
+from dflash_trt.kernels.attention_queries import for_pages, load_queries
 from dflash_trt.kernels.attention_softmax import absorb, divisor_of, scores_of
 from dflash_trt.kernels.state_pools import pooled
-
-
-@triton.jit
-def load_queries(rows, is_dim, IS_WHOLE: tl.constexpr):
-    if IS_WHOLE:
-        return tl.load(rows)
-    return tl.load(rows, mask=is_dim, other=0.0)
-
-
-@triton.jit
-def for_pages(queries, pages):
-    """Queries in the type of the products: every FP8 number is a float16, and becomes one in few instructions."""
-    if pages.dtype.element_ty == tl.float8e4nv:
-        if queries.dtype == tl.bfloat16:
-            queries = queries.to(tl.float16)
-    return queries
 
 
 @triton.jit

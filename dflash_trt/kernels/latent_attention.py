@@ -16,8 +16,8 @@ Names in grid expressions are those of attention.py; `groups` of `group_heads` h
 import triton
 import triton.language as tl
 
-from dflash_trt.kernels.attention import for_pages
 from dflash_trt.kernels.attention_partition import load_place, load_range, query_row, split_and_number
+from dflash_trt.kernels.attention_queries import for_pages
 from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
 
 

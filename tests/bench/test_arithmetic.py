@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from dflash_trt.bench import lockstep, serving_sweep, speculation
 from dflash_trt.bench.lockstep import Lockstep, LockstepReport, PolicyReport, PolicySpeed, best_lengths
+from dflash_trt.bench.roofline import Roofline
 from dflash_trt.bench.serving_sweep import ConcurrencyReport
 from dflash_trt.bench.soak import SoakReport
 from dflash_trt.bench.speculation import SpeculationReport
@@ -26,6 +27,19 @@ from tests.scheduler.driver import make_limits
 from tests.serving.engines import VOCAB_SIZE, make_executor
 
 SAMPLING = SamplingParams(max_new_tokens=20, ignore_eos=True)
+ROOF = Roofline(
+    label="side",
+    machine="a machine",
+    num_requests=5,
+    context_len=40,
+    num_draft_tokens=4,
+    memory_floor_s=0.002,
+    compute_floor_s=0.001,
+    floor_s=0.002,
+    floor_tok_per_s=1000.0,
+    reached_fraction=0.25,
+)
+ROOF_LINE = "side: floor of a step (5 x 40 tokens, K = 4): memory 2 ms, compute 1 ms, 1000 tok/s; reached 25%"
 
 
 def output(*token_ids: int, **fields: Any) -> GenerationOutput:
@@ -311,8 +325,10 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
 
 
 def printed(monkeypatch, tmp_path: Path, target: str, report: Any, *words: str) -> tuple[str, Any]:
-    """What a bench command prints of a report, as text and as JSON."""
+    """What a bench command prints of a report, as text and as JSON. Floors have tests of their own."""
     monkeypatch.setattr(target, lambda *arguments, **options: report)
+    monkeypatch.setattr("dflash_trt.cli.bench.roofs_of", lambda *_: SimpleNamespace(beside=lambda *_, **__: ROOF))
+    monkeypatch.setattr("dflash_trt.cli.bench.context_len_of", lambda *_: ROOF.context_len)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')
     words = tuple(word.replace("ROWS", str(rows)) for word in words)
@@ -352,6 +368,8 @@ def test_the_text_of_a_speedup_says_each_number_with_its_unit(monkeypatch, tmp_p
         "accepted by draft position: 1: 0.75 2: 0.50",
         "equal texts: 2 of 3",
         "distinct 4-grams: 0.88 of all",
+        ROOF_LINE,
+        ROOF_LINE,
     ]
     assert (document["speedup"], document["autoregressive_tok_per_s"]) == (2.0, 111.1)
 
@@ -370,7 +388,7 @@ def test_the_text_of_a_sweep_says_each_number_with_its_unit(monkeypatch, tmp_pat
     text, _ = printed(monkeypatch, tmp_path, "dflash_trt.bench.serving_sweep.sweep", [report], *words)
     assert text == (
         " 4 clients 321 tok/s, first token after 62 ms | in-flight / static batching 1.25 (1.20 1.30)"
-        " | overlapped / plain loop 1.75\n"
+        f" | overlapped / plain loop 1.75\n {ROOF_LINE}\n"
     )
 
 
@@ -391,6 +409,7 @@ def test_the_text_of_a_comparison_of_policies_names_the_best(monkeypatch, tmp_pa
     text, _ = printed(monkeypatch, tmp_path, "dflash_trt.bench.lockstep.compare_policies", [report], *words)
     assert text == (
         " 4 clients tok/s K = 0: 11 adaptive: 33 | adaptive / best fixed (K = 0) 2.982 (2.50 3.50)\n"
+        f" {ROOF_LINE}\n {ROOF_LINE}\n"
         "draft_length: --draft-length 1:0, the best fixed K by requests\n"
     )
     loads = ((64, 3), (4, 5), (1, 5), (16, 5))

@@ -441,8 +441,8 @@ def test_a_real_llama_3_1_config_is_read(tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}}, "rope.factor: expected"),
         (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3_SCALING, "low_freq_factor": 4.0}},
-            "rope.high_freq_factor: expected more than low_freq_factor 4.0, found 4.0",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3_SCALING, "low_freq_factor": 5.0}},
+            "rope.high_freq_factor: expected at least low_freq_factor 5.0, found 4.0",
         ),
         (
             {"rope_parameters": {**YARN, "rope_theta": 1.0}},

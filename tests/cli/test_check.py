@@ -28,7 +28,7 @@ def report() -> Any:
         built={0: built, 1: built},
         layer_ids={"target": (0, 3), "draft": (0,)},
         num_layers={"target": 36, "draft": 1},
-        sizes=RankSizes(weights_bytes=5000, plan_bytes=7000, kv_bytes_per_token=100),
+        sizes=RankSizes(weights_bytes=5000, plan_bytes=7000, kv_bytes_per_token=100, state_bytes_per_slot=0),
         compute_capability="9.0",
         limits=limits,
         notes=("an override",),

@@ -112,8 +112,8 @@ def test_the_known_drafter_of_a_name_is_the_default(hub: Hub, checkpoints: Path)
         "expected one known drafter that this version reads, found none. Pass --drafter NAME, or --drafter" in message
     )
     assert f"{TARGET} with {DRAFTER}" in message
-    needy = refused(ConfigError, "google/gemma-4-31B-it")
-    assert "found z-lab/gemma-4-31B-it-DFlash, which needs GPU kernels for heads of 512 dimensions" in needy
+    needy = refused(ConfigError, "meta-models/Muse-Glimmer-30B")
+    assert "found z-lab/Muse-Glimmer-30B-DFlash2, which needs the family muse_glimmer" in needy
 
 
 def test_a_known_drafter_of_another_target_is_refused_before_any_download(hub: Hub) -> None:

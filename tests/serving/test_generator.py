@@ -89,7 +89,7 @@ def test_outputs_are_reported_here_as_they_finish(generator: Generator) -> None:
         reported.append((index, output))
         threads.add(threading.current_thread())
 
-    samplings = [SamplingParams(max_new_tokens=n) for n in (60, 2, 30)]
+    samplings = [SamplingParams(max_new_tokens=n) for n in (190, 2, 60)]
     outputs = generator.generate([[1], [2], [3]], samplings, on_output=report)
     assert reported == [(i, outputs[i]) for i in (1, 2, 0)]
     assert threads == {threading.current_thread()}
