@@ -13,10 +13,11 @@ from dflash_trt.backends.torch.loading import bind_tensors
 from dflash_trt.backends.torch.native.library import CpuKernels, cpu_kernels
 from dflash_trt.checkpoint.pair import open_pair
 from dflash_trt.checkpoint.specs import with_draft_window
-from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, run_batch
+from dflash_trt.core.batch import RequestResult, ScheduledRequest, StepBatch, StepSampling, WindowColumns, run_batch
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states, engine_weights
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.formats.registry import split_quantized
 
@@ -71,7 +72,10 @@ def make_executor(
 
 @dataclass
 class Decoding:
-    """One request driven by hand. `blocks` are the verify blocks [anchor, drafts], in order."""
+    """One request driven by hand, whose pages have the same ids in every group.
+
+    `blocks` are the verify blocks [anchor, drafts], in order.
+    """
 
     executor: TorchExecutor
     prompt: list[int]
@@ -115,7 +119,13 @@ class Decoding:
             num_candidates=num_candidates,
             page_ids=self.pages,
             sampling=self.sampling,
+            window_pages=tuple(map(self._window_pages, self.executor.limits.page_windows)),
         )
+
+    def _window_pages(self, group: PageWindow) -> WindowColumns:
+        first = max(0, self.context_len - group.window + 1) // self.executor.limits.page_size
+        assert max(self.pages) < group.num_pages
+        return WindowColumns(first, self.pages[first:])
 
 
 def decode(

@@ -52,7 +52,8 @@ def trace(
             run.drafts = tuple(text[len(run.tokens) : len(run.tokens) + k])
         parts = [run.verify_part(min(k, len(run.drafts))) if run.tokens else run.prefill_part(chunk) for run in live]
         slots = [i for i, run in enumerate(runs) if any(run is other for other in live)]
-        plan = _in_slots(plan_of(StepBatch(requests=tuple(parts), num_draft_tokens=k)), slots)
+        batch = StepBatch(requests=tuple(parts), num_draft_tokens=k)
+        plan = _in_slots(plan_of(batch, max_pages=executor.limits.max_pages), slots)
         results = request_results(executor.submit(plan).result())
         steps.append(results)
         for run, part, result in zip(live, parts, results, strict=True):

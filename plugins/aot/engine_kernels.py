@@ -159,8 +159,10 @@ def architecture_of(compute_capability: str) -> str:
 def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    for gqa, of_layer in zip(model.attentions, states, strict=True):
-        state = of_layer.source if isinstance(of_layer, SharedKv) else of_layer
+    pages = [
+        state.source if isinstance(state, SharedKv) else state for state in states if not isinstance(state, Recurrent)
+    ]
+    for gqa, state in zip(model.attentions, pages, strict=True):
         assert isinstance(state, PagedKv), "other states are refused by the backend"
         num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(

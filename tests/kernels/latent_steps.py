@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.backends.cuda.handles import Heads, Norm, RopeRows
 from dflash_trt.backends.cuda.latent_attention import LatentMemory, attend_device_latent, shape_of
-from dflash_trt.backends.cuda.ops import RowsIndex
-from dflash_trt.backends.torch import attention as torch_attention
+from dflash_trt.backends.cuda.rows import RowsIndex
+from dflash_trt.backends.torch.attention_plan import plan_attention
 from dflash_trt.backends.torch.latent_attention import attend_latent
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.mla import Mla
@@ -112,7 +112,7 @@ def run_reference(step: Step, tensors: Tensors) -> tuple[Tensor, Tensor]:
         page_table=tensors.requests.page_table[present],
     )
     inputs = step_inputs(requests, [step.rows[request] for request in present])
-    plan = torch_attention.plan_attention(inputs, page_size=step.page_size, num_draft_tokens=NUM_VERIFY_ROWS - 1)
+    plan = plan_attention(inputs, page_size=step.page_size, num_draft_tokens=NUM_VERIFY_ROWS - 1)
     frequencies = rope_frequencies(mla.rotary)
     rotation = Rotation(inv_freq=torch.tensor(frequencies.inv_freq), amplitude=frequencies.amplitude)
 
@@ -145,7 +145,7 @@ def run_kernels(step: Step, tensors: Tensors, device: torch.device) -> tuple[Ten
         context_lens=requests.context_lens,
         page_table=requests.page_table,
         keeps_kv=True,
-        index=RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),
+        index=(RowsIndex(requests=requests, pieces=(Piece(rows=slice(len(positions)), requests=requests),)),),
     )
     rope = RopeRows(inv_freq, frequencies.amplitude, positions)
     # Parts of projections, as the network cuts them.

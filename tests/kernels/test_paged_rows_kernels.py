@@ -47,7 +47,7 @@ def test_rows_behind_which_a_request_continues_are_read_from_its_pages(
         page_table=requests.page_table,
         positions=positions[:-2],
     )
-    before = torch_rows.previous_rows(x[:-2], inputs, expected)
+    before = torch_rows.previous_rows(x[:-2], inputs, requests.page_table, expected)
     found = previous_rows(x, pages, requests, positions)
     assert torch.equal(found[:-2], before) and not found[-2:].any()
     assert torch.equal(pages, expected.tensor), "rows of padding touch no page"

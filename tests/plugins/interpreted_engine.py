@@ -20,7 +20,7 @@ import tensorrt_rtx
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.step_inputs import sequence_batch
+from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt import self_test
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
