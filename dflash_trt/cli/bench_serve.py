@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.bench_machine import MACHINE, read_machine
 from dflash_trt.cli.bench_options import FIXED_BY_ROUNDS, INPUT, JSON, LENGTH, PER_CLIENT, ROUNDS
 from dflash_trt.cli.data_sets import columns_of
 from dflash_trt.cli.help_text import examples
 from dflash_trt.cli.load_prompts import read_conversations
 from dflash_trt.cli.runtime_options import runtime_from_options, runtime_options
+from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
     from dflash_trt.bench.load_report import Limits, LoadReport
     from dflash_trt.bench.request_load import Load
+    from dflash_trt.bench.roofline import Roofline
     from dflash_trt.bench.server_sweep import Side
     from dflash_trt.servers.dynamo.supervisor import Service
 
@@ -82,6 +85,7 @@ _OPTIONS = (
         metavar="TOK_PER_S",
         help="Compare at so many tok/s per user. Several times.  [default: the highest that all reach]",
     ),
+    MACHINE,
     click.option("--csv", "csv_path", type=click.Path(path_type=Path), metavar="PATH", help="A table to write."),
     click.option("--figure", type=click.Path(path_type=Path), metavar="PATH", help="A figure to write: .png or .svg."),
 )
@@ -120,9 +124,9 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     runtime = runtime_from_options(options)
     limits, loads = _limits(options["goodput"]), _loads(options)
     _check_paths(options["csv_path"], options["figure"])
-    columns, split = columns_of(options["columns"]), options["split"]
+    columns, split, machine = columns_of(options["columns"]), options["split"], read_machine(options["machine"])
     conversations = read_conversations(input_file, categories=options["categories"], columns=columns, split=split)
-    sides = _sides(sources, runtime, options)
+    sides, engines = _sides(sources, runtime, options)
     fields: dict[str, Any] = {"max_tokens": options["max_new_tokens"], "temperature": options["temperature"]}
     if options["ignore_eos"]:
         fields["ignore_eos"] = True
@@ -139,10 +143,12 @@ def serve(context: click.Context, /, sources: tuple[str, ...], input_file: Path,
     hardware = options["hardware"] or ("not stated" if has_url else _this_machine())
     workload = _workload(input_file, len(conversations), fields, options["rounds"])
     facts = {"command": shlex.join(context.find_root().obj or ["dflash-trt"]), "hardware": hardware}
-    _publish(reports, facts | {"workload": workload}, options)
+    _publish(reports, list(floors_beside(reports, engines, machine)), facts | {"workload": workload}, options)
 
 
-def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: dict[str, Any]) -> None:
+def _publish(
+    reports: "Sequence[LoadReport]", floors: "Sequence[Roofline | None]", facts: dict[str, str], options: dict[str, Any]
+) -> None:
     """Print the reports, and write the files."""
     from dflash_trt.bench.load_table import acceptance_lines, flat_rows, table
     from dflash_trt.bench.pareto import curves, shared_interactivity
@@ -164,9 +170,13 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
         figure = Figure(title=title, curves=points, unit=unit, caption=caption, interactivity=interactivity)
         draw(figure, options["figure"])
     if options["as_json"]:
-        click.echo(json.dumps(facts | {"reports": [asdict(report) for report in reports]}, indent=2))
+        found = [
+            asdict(report) | {"roofline": floor and asdict(floor)}
+            for report, floor in zip(reports, floors, strict=True)
+        ]
+        click.echo(json.dumps(facts | {"reports": found}, indent=2))
         return
-    for line in (*table(reports, unit=unit), *acceptance_lines(reports)):
+    for line in (*table(reports, unit=unit), *acceptance_lines(reports), *map(str, filter(None, floors))):
         click.echo(line)
     for per_user in interactivity if len(points) > 1 else ():
         click.echo(ratio_text(points, per_user))
@@ -174,11 +184,13 @@ def _publish(reports: "Sequence[LoadReport]", facts: dict[str, str], options: di
         click.echo(f"{name}: {text}")
 
 
-def _sides(sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, Any]) -> "list[Side]":
-    """In the order of the command line, those without a drafter first. Raises ConfigError."""
+def _sides(
+    sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, Any]
+) -> "tuple[list[Side], dict[str, tuple[Path, RuntimeConfig]]]":
+    """In the order of the command line, those without a drafter first; and engines by name. Raises ConfigError."""
     from dflash_trt.bench.server_sweep import Side
 
-    autoregressive, others = [], []
+    autoregressive, others, engines = [], [], {}
     settings = runtime.replaced(enable_prefix_caching=False)
     for name, source in map(_named, sources):
         if _is_url(source):
@@ -187,9 +199,12 @@ def _sides(sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, An
             others.append(opened)
             continue
         if options["autoregressive"]:
-            plain = _starter(Path(source), settings.without_drafter())
-            autoregressive.append(Side(name=f"{name}, autoregressive", open=plain, num_gpus=options["num_gpus"]))
+            plain, label = settings.without_drafter(), f"{name}, autoregressive"
+            opened = Side(name=label, open=_starter(Path(source), plain), num_gpus=options["num_gpus"])
+            autoregressive.append(opened)
+            engines[label] = (Path(source), plain)
         others.append(Side(name=name, open=_starter(Path(source), settings), num_gpus=options["num_gpus"]))
+        engines[name] = (Path(source), settings)
     sides = [*autoregressive, *others]
     if options["autoregressive"] and not autoregressive:
         hint = "Start that server with --no-drafter and pass its URL."
@@ -198,7 +213,7 @@ def _sides(sources: Sequence[str], runtime: RuntimeConfig, options: dict[str, An
     if len(set(names)) < len(names):
         hint = "Name them: NAME=ENGINE_DIR."
         raise ConfigError.about("servers", expected="distinct names", found=", ".join(names), hint=hint)
-    return sides
+    return sides, engines
 
 
 def _named(source: str) -> tuple[str, str]:

@@ -13,11 +13,13 @@ from dflash_trt.bench.openai_client import Conversation
 from dflash_trt.bench.request_load import Load
 from dflash_trt.cli.bench import bench
 from dflash_trt.cli.load_prompts import read_conversations
+from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
 from tests.bench.test_load_report import REPORT
 from tests.cli.calls import Recorder, options_never_set
 from tests.cli.test_options_arrive import runtime_cases
+from tests.plan.test_machine_file import MACHINE
 
 URL = "http://127.0.0.1:9"
 ROWS = [{"prompt": "x", "category": "a"}, {"prompt": "y", "category": "b"}, {"prompt": "z"}]
@@ -63,7 +65,20 @@ WORDS += [
 WORDS += ["--column", "prompt=prompt", "--column", "category=category"]
 WORDS += ["--goodput", "ttft:500,tpot:20,e2el:3000", "--num-gpus", "2", "--model-name", "m"]
 SPLIT = ["--split", "test"]
-REPORTS = ["--hardware", "h", "--interactivity", "5", "--csv", "c", "--figure", "f.svg", "--json", "--autoregressive"]
+REPORTS = [
+    "--hardware",
+    "h",
+    "--machine",
+    "m",
+    "--interactivity",
+    "5",
+    "--csv",
+    "c",
+    "--figure",
+    "f.svg",
+    "--json",
+    "--autoregressive",
+]
 RUNTIME_CASES = runtime_cases("use_drafter", "enable_prefix_caching", "num_state_snapshots", "max_queue_len", "seed")
 
 
@@ -210,3 +225,24 @@ def test_a_load_that_takes_few_rows_has_its_share_of_every_category(tmp_path) ->
 def test_a_row_that_is_wrong_is_refused(row, message, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_conversations(written(tmp_path, {"prompt": "x"}, row))
+
+
+def test_closed_loads_on_engines_have_the_floor_of_their_step_beside_them(engine_dir) -> None:
+    runtime = RuntimeConfig(num_threads=1)
+    engines = {"e": (engine_dir, runtime), "e, autoregressive": (engine_dir, runtime.without_drafter())}
+    counts = {"num_requests": 4, "num_prompt_tokens": 40, "num_output_tokens": 80, "concurrency": 2}
+    closed = replace(REPORT, server="e", output_tok_per_s=10.0, **counts)
+    reports = [
+        closed,
+        replace(closed, server="e, autoregressive", acceptance=None),
+        replace(closed, server="a URL"),
+        replace(closed, concurrency=None, request_rate_per_s=1.0),
+        replace(closed, num_requests=0),
+    ]
+    drafting, plain, *others = floors_beside(reports, engines, MACHINE)
+    assert others == [None] * 3
+    assert drafting is not None and plain is not None
+    assert (drafting.num_requests, drafting.context_len, drafting.machine) == (2, 10 + 20 // 2, MACHINE.name)
+    assert drafting.num_draft_tokens > 0 == plain.num_draft_tokens
+    assert plain.reached_fraction == pytest.approx(10.0 / plain.floor_tok_per_s)
+    assert str(drafting).startswith("e, 2 clients: floor of a step (2 x 20 tokens")
