@@ -96,15 +96,16 @@ def _caption_lines(figure: Figure) -> list[str]:
 
 def _draw_curves(axes: Any, figure: Figure) -> None:
     """The hull lies below all curves, so that they stay readable where they are it."""
+    outline = hull(figure.curves)
+    # Labels of the curve that is most of the hull stand outside of it, those of the others inside of their own.
+    outer = max(figure.curves.values(), key=lambda points: sum(point in outline for point in points), default=())
     for index, (name, points) in enumerate(figure.curves.items()):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         x, y = [point.per_user for point in points], [point.per_gpu for point in points]
         axes.plot(x, y, color=colour, marker=marker, markersize=6, linewidth=1.8, label=name, gid=f"curve-{index}")
-        # Beside a curve that falls, and those of neighbours on different sides: labels of close points stay apart.
-        offset, anchor = ((-6, -12), "right") if index % 2 else ((6, 5), "left")
+        offset, anchor = ((6, 5), "left") if points is outer else ((-6, -12), "right")
         for point in points:
             _note(axes, point.label, (point.per_user, point.per_gpu), offset=offset, ha=anchor, color=colour)
-    outline = hull(figure.curves)
     x, y = [point.per_user for point in outline], [point.per_gpu for point in outline]
     axes.plot(x, y, color=_HULL, linewidth=7, alpha=0.45, zorder=1, label="hull of all", gid="hull")
     for per_user in figure.interactivity if figure.curves else ():
@@ -131,7 +132,7 @@ def _draw_frame(axes: Any, figure: Figure) -> None:
     both users and machine.
     """
     points = [point for points in figure.curves.values() for point in points]
-    axes.set_xlim(0, 1.08 * max((point.per_user for point in points), default=1.0))
+    axes.set_xlim(0, 1.16 * max((point.per_user for point in points), default=1.0))
     axes.set_ylim(0, 1.08 * max((point.per_gpu for point in points), default=1.0))
     axes.set_title(figure.title, loc="left", fontsize=12.5, fontweight="bold", parse_math=False)
     axes.set_xlabel("interactivity: output tok/s per user (median over requests of 1 / TPOT)")
