@@ -1,4 +1,4 @@
-"""The DFlash drafter as it is trained: many anchors of one sequence in a single pass.
+"""The DFlash2 drafter as it is trained: many anchors of one sequence in a single pass.
 
 Knows the drafter's arithmetic and the names of its tensors. It refuses to know about losses, corpora and files. It is
 written apart from `network/`, whose attention works on pages and has no gradient.
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from scripts.train_demo.dflash2_parts import BlockConv, CandidateSelector
 
 _ANCHORS_PER_GROUP = 8  # attention works on groups of blocks: all blocks at once would square the block keys
 
@@ -29,24 +31,36 @@ class DrafterShape:
     rope_theta: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Shape(DrafterShape):
+    vocab_size: int
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+
+
 class Blocks(NamedTuple):
     """Inputs shared by the attention of every layer: rotations, and the mask."""
 
     context_rope: tuple[Tensor, Tensor]  # cos, sin: [1, context, 1, head_dim]
     block_rope: tuple[Tensor, Tensor]  # cos, sin: [sequences, anchors * slots, 1, head_dim]
     visible: Tensor  # bool [sequences * groups, 1, queries per group, context + queries per group]
+    num_slots: int
 
 
 class BlockDrafter(nn.Module):
-    """`fc`, `hidden_norm`, `layers`, `norm`: the tensor names of a z-lab checkpoint. No embedding, no head."""
+    """`fc`, `hidden_norm`, `layers`, `norm`, `candidate_selector`: names of a z-lab file. No embedding, no head."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DFlash2Shape) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(
+            hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, rank=shape.selector_rank
+        )
 
     def forward(
         self,
@@ -70,6 +84,7 @@ class BlockDrafter(nn.Module):
             context_rope=self._rotation(context_positions.unsqueeze(0)),
             block_rope=self._rotation(slot_positions.flatten(1)),
             visible=visible_keys(anchors, context_len=context_len, num_slots=num_slots),
+            num_slots=num_slots,
         )
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,17 +112,31 @@ def visible_keys(
 
 
 class DrafterLayer(nn.Module):
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DFlash2Shape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = BlockAttention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = GatedMLP(shape)
+        self.attention_conv = _conv(shape)
+        self.mlp_conv = _conv(shape)
 
     def forward(self, hidden: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, blocks)
-        updated: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        slots, conv = blocks.num_slots, self.attention_conv
+        x = self.input_layernorm(hidden)
+        before, after = conv.filters(x)
+        hidden = hidden + conv.after(self.self_attn(conv.before(x, before, slots), context, blocks), after, slots)
+        conv = self.mlp_conv
+        x = self.post_attention_layernorm(hidden)
+        before, after = conv.filters(x)
+        updated: Tensor = hidden + conv.after(self.mlp(conv.before(x, before, slots)), after, slots)
         return updated
+
+
+def _conv(shape: DFlash2Shape) -> BlockConv:
+    return BlockConv(
+        hidden_size=shape.hidden_size, kernel_size=shape.conv_kernel_size, group_size=shape.conv_group_size
+    )
 
 
 class BlockAttention(nn.Module):

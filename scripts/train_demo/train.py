@@ -76,7 +76,9 @@ class Stages:
     help="Directory with an earlier `target` and `drafter` to train further, instead of starting at random.",
 )
 @click.option("--target-tokens", default=TargetRecipe.num_tokens, show_default=True, help="The target is trained on.")
-@click.option("--unlikelihood-steps", default=UnlikelihoodRecipe.num_steps, show_default=True, help="Against loops.")
+@click.option(
+    "--unlikelihood-steps", default=UnlikelihoodRecipe.num_steps, show_default=True, help="Of each run against loops."
+)
 @click.option("--num-responses", default=ResponseRecipe.num_sequences, show_default=True, help="Written by the target.")
 @click.option("--drafter-steps", default=DrafterRecipe.num_steps, show_default=True, help="Its optimizer steps.")
 @click.option("--threads", default=0, help="CPU threads; 0 leaves PyTorch's choice.")
@@ -91,7 +93,7 @@ def main(
     threads: int,
     seed: int,
 ) -> None:
-    """Train the demo target and its DFlash drafter on the standard library's source code."""
+    """Train the demo target and its DFlash2 drafter on the standard library's source code."""
     if threads:
         torch.set_num_threads(threads)
     recipes = Recipes(
@@ -136,7 +138,7 @@ def train_pair(
         return
     recipe = replace(recipes.drafter, mask_token_id=tokenizer.token_to_id(MASK))
     earlier = None if initial is None else load_drafter(initial / "drafter", target, recipe)
-    drafter = train_drafter(target, responses, rows, recipe, initial=earlier, report=report)
+    drafter = train_drafter(target, responses, recipe, initial=earlier, report=report)
     with _whole(stages.drafter) as partial:
         save_drafter(drafter, target.config, recipe, partial)
     report(f"saved {stages.drafter}; on held-out responses: {evaluate_drafter(drafter, target, held_out, recipe)}")

@@ -1,6 +1,7 @@
 """Trains the demo drafter by the DFlash recipe: frozen target, random anchors, position-weighted cross entropy.
 
-Paper: https://arxiv.org/abs/2602.06036. Writes a z-lab checkpoint. It refuses to know where the text came from.
+Paper: https://arxiv.org/abs/2602.06036. The selector of DFlash2 learns with the text's own tokens before each slot.
+Writes a z-lab checkpoint. It refuses to know where the text came from.
 """
 
 import json
@@ -19,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from scripts.train_demo.block_drafter import BlockDrafter, DrafterShape
+from scripts.train_demo.block_drafter import BlockDrafter, DFlash2Shape, DrafterShape
 from scripts.train_demo.responses import Responses
 from scripts.train_demo.train_target import descend, lr_factor, optimizers_for, set_lr
 
-_FIRST_CORPUS_ANCHOR = 16  # tokens of context at least
+_PROMPT_ANCHORS = 40  # positions of the prompt's end that may be anchors, too: other people's text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,14 @@ class DrafterRecipe:
     draft_block_size: int = 8
     target_layer_ids: tuple[int, ...] = (1, 3, 4, 5, 6)  # late ones: in a small target they say most about what comes
     mask_token_id: int = 1
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 128
+    selector_top_k: int = 16
     batch_size: int = 8  # sequences
-    num_corpus_rows: int = 4  # of them; the others are responses
     anchors_per_sequence: int = 128
     num_steps: int = 2000
-    loss_decay_slots: float = 3.0  # the paper's gamma: slot j weighs exp(-(j - 1) / gamma)
+    loss_decay_slots: float = 4.0  # the paper's gamma: slot j weighs exp(-(j - 1) / gamma)
     matrix_lr: float = 4e-3
     vector_lr: float = 3e-3
     warmup_fraction: float = 0.03
@@ -48,7 +52,6 @@ class DrafterRecipe:
 def train_drafter(
     target: Qwen3ForCausalLM,
     responses: Responses,
-    rows: NDArray[np.int64],  # [num_rows, row_len] of the corpus
     recipe: DrafterRecipe,
     *,
     initial: BlockDrafter | None = None,
@@ -64,7 +67,7 @@ def train_drafter(
     optimizers = optimizers_for(drafter, matrix_lr=recipe.matrix_lr, vector_lr=recipe.vector_lr)
     weights = torch.exp(-torch.arange(recipe.draft_block_size - 1, device=device) / recipe.loss_decay_slots)
     start_s, mean_loss, mean_hit = time.monotonic(), math.nan, math.nan
-    for step, (tokens, anchors) in zip(range(recipe.num_steps), _batches(responses, rows, recipe), strict=False):
+    for step, (tokens, anchors) in zip(range(recipe.num_steps), _batches(responses, recipe), strict=False):
         set_lr(optimizers, lr_factor(step, recipe.num_steps, recipe.warmup_fraction))
         logits, labels, is_greedy = draft_logits(drafter, target, tokens.to(device), anchors.to(device), recipe)
         losses = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
@@ -94,7 +97,8 @@ def draft_logits(
     """Logits of slots 1 .. B-1, their labels, and which labels are the target's greedy continuation of the anchor.
 
     The label of a slot is the target's argmax at its own position: DFlash has no logit shift. It continues the anchor
-    greedily as long as the text itself does, so human text gives exact labels up to its first surprise.
+    greedily as long as the text itself does, so human text gives exact labels up to its first surprise. The selector
+    scores a slot after the text's token before it, which is the draft before it as long as all were right.
     """
     slots = anchors.unsqueeze(-1) + torch.arange(recipe.draft_block_size, device=anchors.device)
     block_tokens = tokens.gather(1, slots.flatten(1)).view(slots.shape)
@@ -109,7 +113,8 @@ def draft_logits(
     with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=target.dtype == torch.bfloat16):
         hidden = drafter(taps, embeddings, anchors)[..., 1:, :]
         logits = functional.linear(hidden, target.lm_head.weight.detach())
-    return logits.float(), labels, is_greedy
+        choices = drafter.candidate_selector(hidden, block_tokens[..., :-1])
+    return logits.float() + choices.float(), labels, is_greedy
 
 
 def target_taps(
@@ -135,7 +140,8 @@ def initial_drafter(target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDra
     drafter = BlockDrafter(shape_of(target.config, recipe))
     layers: Any = target.model.layers
     for layer, source in zip(drafter.layers, layers[-recipe.num_layers :], strict=True):
-        layer.load_state_dict({name: tensor.float() for name, tensor in source.state_dict().items()})
+        copied = {name: tensor.float() for name, tensor in source.state_dict().items()}
+        layer.load_state_dict({**layer.state_dict(), **copied})  # the convolutions stay
     hidden_size = target.config.hidden_size
     latest = int(np.argmax(recipe.target_layer_ids))
     with torch.no_grad():
@@ -147,13 +153,33 @@ def initial_drafter(target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDra
 
 
 def load_drafter(path: Path, target: Qwen3ForCausalLM, recipe: DrafterRecipe) -> BlockDrafter:
-    """A drafter that `save_drafter` wrote, in float32, to be trained further. Raises when its shape is another."""
+    """A z-lab checkpoint in float32, to be trained further; what a DFlash drafter lacks of DFlash2 is new.
+
+    So is a selector for another vocabulary. Raises when the shape is another.
+    """
     drafter = BlockDrafter(shape_of(target.config, recipe))
-    drafter.load_state_dict({name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()})
+    tensors = {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
+    codebook = tensors.get("candidate_selector.predecessor_codebook")
+    if codebook is None or len(codebook) != target.config.vocab_size:
+        tensors |= {name: x for name, x in drafter.state_dict().items() if name.startswith("candidate_selector.")}
+    convs = {name: x for name, x in drafter.state_dict().items() if "_conv." in name}
+    drafter.load_state_dict({**convs, **tensors})
     return drafter.to(target.device)
 
 
-def shape_of(config: Qwen3Config, recipe: DrafterRecipe) -> DrafterShape:
+def shape_of(config: Qwen3Config, recipe: DrafterRecipe) -> DFlash2Shape:
+    decoder = decoder_shape(config, num_layers=recipe.num_layers, num_taps=len(recipe.target_layer_ids))
+    return DFlash2Shape(
+        **vars(decoder),
+        vocab_size=config.vocab_size,
+        conv_kernel_size=recipe.conv_kernel_size,
+        conv_group_size=recipe.conv_group_size,
+        selector_rank=recipe.selector_rank,
+    )
+
+
+def decoder_shape(config: Qwen3Config, *, num_layers: int, num_taps: int) -> DrafterShape:
+    """The target's sizes, for a drafter with layers like the target's."""
     assert config.num_key_value_heads is not None
     return DrafterShape(
         hidden_size=config.hidden_size,
@@ -161,8 +187,8 @@ def shape_of(config: Qwen3Config, recipe: DrafterRecipe) -> DrafterShape:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        num_layers=recipe.num_layers,
-        num_taps=len(recipe.target_layer_ids),
+        num_layers=num_layers,
+        num_taps=num_taps,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=_rope_theta(config),
     )
@@ -179,13 +205,18 @@ def save_drafter(drafter: BlockDrafter, target_config: Qwen3Config, recipe: Draf
 
 def _zlab_config(target: Qwen3Config, recipe: DrafterRecipe) -> dict[str, Any]:
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
         "dflash_config": {
             "block_size": recipe.draft_block_size,
             "mask_token_id": recipe.mask_token_id,
             "target_layer_ids": list(recipe.target_layer_ids),
+            "conv_kernel_size": recipe.conv_kernel_size,
+            "conv_group_size": recipe.conv_group_size,
+            "selector_rank": recipe.selector_rank,
+            "selector_top_k": recipe.selector_top_k,
         },
+        "is_causal": False,
         "num_target_layers": target.num_hidden_layers,
         "num_hidden_layers": recipe.num_layers,
         "layer_types": ["full_attention"] * recipe.num_layers,
@@ -208,32 +239,29 @@ def _zlab_config(target: Qwen3Config, recipe: DrafterRecipe) -> dict[str, Any]:
     }
 
 
-def _batches(responses: Responses, rows: NDArray[np.int64], recipe: DrafterRecipe) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(responses: Responses, recipe: DrafterRecipe) -> Iterator[tuple[Tensor, Tensor]]:
     """Epoch after epoch, each in its own order and with anchors of its own: tokens and anchors."""
     random = np.random.default_rng(recipe.seed)
-    tokens = responses.tokens
-    seq_len, num_responses = tokens.shape[1], recipe.batch_size - recipe.num_corpus_rows
+    tokens, first = responses.tokens, np.maximum(responses.greedy_from - _PROMPT_ANCHORS, 1)
     while True:
         order = random.permutation(len(tokens))
-        for start in range(0, len(tokens) - num_responses + 1, num_responses):
-            batch = order[start : start + num_responses]
-            corpus = rows[random.integers(0, len(rows), recipe.num_corpus_rows), :seq_len]
-            first = np.concatenate([responses.greedy_from[batch], np.full(len(corpus), _FIRST_CORPUS_ANCHOR)])
-            anchors = random_anchors(first, seq_len, recipe, random)
-            yield torch.from_numpy(np.concatenate([tokens[batch], corpus])), torch.from_numpy(anchors)
+        for start in range(0, len(tokens) - recipe.batch_size + 1, recipe.batch_size):
+            batch = order[start : start + recipe.batch_size]
+            anchors = random_anchors(first[batch], tokens.shape[1], recipe, random)
+            yield torch.from_numpy(tokens[batch]), torch.from_numpy(anchors)
 
 
 def random_anchors(
-    greedy_from: NDArray[np.int64],  # [sequences]
+    first: NDArray[np.int64],  # [sequences]: the first position that may be an anchor
     seq_len: int,
     recipe: DrafterRecipe,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:  # [sequences, anchors], each row sorted and without repetition
-    """Positions whose whole block lies in the greedy part of the sequence."""
+    """Positions whose whole block lies in the sequence."""
     end = seq_len - recipe.draft_block_size + 1
     count = recipe.anchors_per_sequence
-    assert greedy_from.max() + count <= end, "sequences too short for so many anchors"
-    rows = [np.sort(random.choice(np.arange(start, end), count, replace=False)) for start in greedy_from]
+    assert first.max() + count <= end, "sequences too short for so many anchors"
+    rows = [np.sort(random.choice(np.arange(start, end), count, replace=False)) for start in first]
     return np.stack(rows)
 
 

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from scripts.train_demo.block_drafter import DrafterShape
 from scripts.train_demo.chain_head import ChainHead, ChainKeys, shifted
 from scripts.train_demo.corpus import END_OF_TEXT, standard_library, token_rows
 from scripts.train_demo.responses import ResponseRecipe, Responses, generate_responses
-from scripts.train_demo.train_drafter import DrafterRecipe, shape_of, target_taps
+from scripts.train_demo.train_drafter import decoder_shape, target_taps
 from scripts.train_demo.train_target import descend, lr_factor, optimizers_for, set_lr
 
 
@@ -127,8 +128,8 @@ def initial_head(target: Qwen3ForCausalLM, recipe: ChainRecipe) -> ChainHead:
     return head
 
 
-def head_shape(config: Qwen3Config, recipe: ChainRecipe) -> Any:
-    return shape_of(config, DrafterRecipe(num_layers=1, target_layer_ids=recipe.target_layer_ids))
+def head_shape(config: Qwen3Config, recipe: ChainRecipe) -> DrafterShape:
+    return decoder_shape(config, num_layers=1, num_taps=len(recipe.target_layer_ids))
 
 
 def save_head(head: ChainHead, target: Qwen3Config, recipe: ChainRecipe, path: Path) -> None:

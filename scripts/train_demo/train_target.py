@@ -109,16 +109,21 @@ def save_target(model: Qwen3ForCausalLM, tokenizer: Tokenizer, path: Path) -> No
 
 
 def optimizers_for(model: torch.nn.Module, *, matrix_lr: float, vector_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon (orthogonalised momentum) for hidden matrices; AdamW for embeddings, norms and biases."""
+    """Muon (orthogonalised momentum) for hidden matrices; AdamW for tables of tokens, norms and biases."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "lm_head" not in name]
-    rest = [p for name, p in trained if not (p.ndim == 2 and "embed" not in name and "lm_head" not in name)]
+    matrices = [p for name, p in trained if p.ndim == 2 and not _is_table(name)]
+    rest = [p for name, p in trained if p.ndim != 2 or _is_table(name)]
     muon = torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=vector_lr, betas=(0.9, 0.95), weight_decay=0.0)
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return [muon, adamw]
+
+
+def _is_table(name: str) -> bool:
+    """Whether a parameter has a row for every token."""
+    return any(part in name for part in ("embed", "lm_head", "codebook"))
 
 
 def lr_factor(step: int, num_steps: int, warmup_fraction: float) -> float:

@@ -29,14 +29,18 @@ TARGET = TargetRecipe(
 )
 RECIPES = Recipes(
     target=TARGET,
-    unlikelihood=UnlikelihoodRecipe(num_steps=2, prompt_len=8, continuation_len=24, num_prompts=4, num_rows=2, ngram=3),
+    unlikelihood=UnlikelihoodRecipe(
+        ngrams=(3, 4), num_steps=2, prompt_lens=(8,), continuation_len=24, num_prompts=4, num_rows=2
+    ),
     responses=ResponseRecipe(num_sequences=8, seq_len=48, prompt_lens=(8,), batch_size=4, sampled_lens=(2, 4)),
     drafter=DrafterRecipe(
         num_layers=1,
         draft_block_size=4,
         target_layer_ids=(0, 1),
         batch_size=4,
-        num_corpus_rows=2,
+        conv_group_size=8,
+        selector_rank=4,
+        selector_top_k=4,
         anchors_per_sequence=8,
         num_steps=3,
     ),

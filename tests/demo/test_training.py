@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -13,7 +14,15 @@ from scripts.train_demo.block_drafter import BlockDrafter
 from scripts.train_demo.corpus import standard_library
 from scripts.train_demo.evaluate import evaluate_drafter
 from scripts.train_demo.responses import CachedDecoder, ResponseRecipe, distinct_4gram_fraction, generate_responses
-from scripts.train_demo.train_drafter import DrafterRecipe, initial_drafter, save_drafter, target_taps, train_drafter
+from scripts.train_demo.train_drafter import (
+    DrafterRecipe,
+    draft_logits,
+    initial_drafter,
+    load_drafter,
+    save_drafter,
+    target_taps,
+    train_drafter,
+)
 
 dflash_model = pytest.importorskip("dflash.model", reason="needs PyPI dflash (pip install --no-deps dflash==0.1.0)")
 
@@ -21,7 +30,9 @@ RECIPE = DrafterRecipe(
     num_layers=2,
     target_layer_ids=(0, 2),
     draft_block_size=4,
-    num_corpus_rows=0,
+    conv_group_size=8,
+    selector_rank=6,
+    selector_top_k=5,
     anchors_per_sequence=8,
     batch_size=4,
     num_steps=100,
@@ -47,13 +58,28 @@ def make_target(*, vocab_size: int = 64) -> Qwen3ForCausalLM:
     return target
 
 
+def make_drafter(target: Qwen3ForCausalLM) -> BlockDrafter:
+    """Initial layers, but filters and codebooks away from the identity, as the file's bfloat16 holds them."""
+    torch.manual_seed(3)
+    drafter = initial_drafter(target, RECIPE)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "_conv" in name or "codebook" in name:
+                parameter.add_(torch.randn_like(parameter) / 4)
+    return drafter.bfloat16().float()
+
+
+def reference(path: Path) -> Any:
+    model, loading = dflash_model.DFlash2DraftModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    return model
+
+
 def reference_block(path: Path, target: Qwen3ForCausalLM, tokens: Tensor, anchor: int) -> Tensor:
     """What PyPI dflash computes for one block: [slots, hidden]."""
-    model, loading = dflash_model.DFlashDraftModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
     block = torch.full((1, RECIPE.draft_block_size), RECIPE.mask_token_id)
     block[0, 0] = tokens[0, anchor]
-    hidden = model(
+    hidden = reference(path)(
         position_ids=torch.arange(anchor + RECIPE.draft_block_size)[None],
         noise_embedding=target.get_input_embeddings()(block),
         target_hidden=target_taps(target, tokens[:, :anchor], RECIPE.target_layer_ids)[0],
@@ -76,9 +102,8 @@ def trained_blocks(drafter: BlockDrafter, target: Qwen3ForCausalLM, tokens: Tens
 @torch.inference_mode()
 def test_training_forward_equals_the_reference_drafter(tmp_path: Path, anchor_index: int) -> None:
     target = make_target()
-    drafter = initial_drafter(target, RECIPE)
+    drafter = make_drafter(target)
     save_drafter(drafter, target.config, RECIPE, tmp_path)
-    drafter = drafter.bfloat16().float()  # the file holds bfloat16
     tokens = torch.randint(4, 64, (1, 40), generator=torch.Generator().manual_seed(1))
     anchors = torch.arange(3, 35, 2)[None]  # 16 anchors: two groups
     expected = reference_block(tmp_path, target, tokens, int(anchors[0, anchor_index]))
@@ -91,6 +116,38 @@ def test_training_forward_equals_the_reference_drafter(tmp_path: Path, anchor_in
     drafter.layers[0].get_parameter("self_attn.k_norm.weight").mul_(1.05)
     perturbed = trained_blocks(drafter, target, tokens, anchors)[anchor_index]
     assert (perturbed - expected).abs().max() > 1e-4
+
+
+@torch.inference_mode()
+def test_the_selector_in_training_scores_as_the_reference_walks(tmp_path: Path) -> None:
+    """Given the walk's own tokens as those before each slot, training's best candidates are the walk."""
+    target = make_target()
+    drafter = make_drafter(target)
+    save_drafter(drafter, target.config, RECIPE, tmp_path)
+    hidden, anchors = torch.randn(3, RECIPE.draft_block_size - 1, 32), torch.tensor([5, 17, 40])
+    path, *_ = reference(tmp_path).propose(hidden, anchors, target.lm_head, 0.0)
+    logits, previous = target.lm_head(hidden), torch.cat([anchors[:, None], path[:, :-1]], dim=1)
+    scores = logits + drafter.candidate_selector(hidden, previous)
+    kept = logits.topk(RECIPE.selector_top_k).indices
+    best = kept.gather(-1, scores.gather(-1, kept).argmax(-1, keepdim=True)).squeeze(-1)
+    assert torch.equal(best, path)
+    assert not torch.equal(logits.argmax(-1), path), "the selector changes nothing"
+
+
+def test_a_dflash_drafter_is_trained_further_as_it_is(tmp_path: Path) -> None:
+    target = make_target()
+    earlier = initial_drafter(target, RECIPE).bfloat16().float()
+    save_drafter(earlier, target.config, RECIPE, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if "_conv" not in name and "candidate_selector" not in name}
+    assert len(tensors) - len(kept) == 4 * RECIPE.num_layers + 3
+    save_file(kept, tmp_path / "model.safetensors")
+    loaded = load_drafter(tmp_path, target, RECIPE)
+    tokens, anchors = torch.randint(4, 64, (1, 40)), torch.arange(3, 19, 2)[None]
+    with torch.inference_mode():
+        before, _, _ = draft_logits(earlier, target, tokens, anchors, RECIPE)
+        after, _, _ = draft_logits(loaded, target, tokens, anchors, RECIPE)
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=0)
 
 
 @torch.inference_mode()
@@ -133,7 +190,7 @@ def test_training_teaches_the_drafter_its_own_text() -> None:
     response_recipe = ResponseRecipe(num_sequences=8, seq_len=40, prompt_lens=(8,), sampled_fraction=0.0)
     responses = generate_responses(target, rows, response_recipe, end_id=0, report=lambda line: None)
     untrained = initial_drafter(target, RECIPE)
-    trained = train_drafter(target, responses, rows, RECIPE, report=lambda line: None)
+    trained = train_drafter(target, responses, RECIPE, report=lambda line: None)
     before = evaluate_drafter(untrained, target, responses, RECIPE)
     after = evaluate_drafter(trained, target, responses, RECIPE)
     assert after.acceptance_length > before.acceptance_length + 1.0
