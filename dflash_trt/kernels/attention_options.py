@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_trt.kernels.launch_rules import NO_WINDOW, max_lag, max_lead
+from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW, max_lag, max_lead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
     """Options of one layer's attention.
 
-    `window`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5.
+    `window`, `chunk`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5.
     `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator
     that have no value. The other scales are those of FP8 pages.
 
@@ -20,6 +20,7 @@ class AttentionOptions:
     """
 
     window: int | None = None
+    chunk: int | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
     first_key: int = 0
@@ -32,7 +33,8 @@ class AttentionOptions:
 
     @property
     def max_lag(self) -> int:
-        return max_lag(window=self.window or NO_WINDOW, is_window_anchored=self.is_window_anchored)
+        window, chunk = self.window or NO_WINDOW, self.chunk or NO_CHUNK
+        return max_lag(window=window, chunk=chunk, is_window_anchored=self.is_window_anchored)
 
     @property
     def max_lead(self) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dflash_trt.backends.base import (
     drafter_problems,
     latent_problems,
-    layer_problems,
     recurrent_problems,
     unsupported_formats,
     wide_head_problems,
@@ -55,7 +54,6 @@ def unsupported_problems(
     models = [
         *recurrent_problems(target, draft, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
-        *layer_problems(target, where=where, hint=back),
         *wide_head_problems(target, where=where, hint=back),
         *_head_problems(target, hint=back),
         *drafter_problems(draft, where=where, hint=back),
