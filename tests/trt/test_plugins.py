@@ -82,7 +82,7 @@ class PluginReference:
         x["token_offsets"] = x["token_offsets"][: num_requests + 1]
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
         pages = _pages(x, settings, like=x["k"])
-        attention = AttentionMask(window=_window(settings))
+        attention = AttentionMask(window=_window(settings), chunk=settings["chunk"] or None)
         kv = (None, None) if settings["shares_kv"] else (x["k"], x["v"])
         given = (x["q"], *kv, _scaled(pages, settings))
         scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
@@ -146,9 +146,10 @@ class PluginReference:
                 x["x"],
                 gate_up,
                 down,
-                torch.where(is_here, ids, 0),
-                weights * is_here,
+                torch.where(is_here, ids, -1),
+                weights,
                 activation=lambda both: activated(both, moe),
+                scales_inputs=bool(settings["scales_inputs"]),
                 biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
                 quantize_input=_rounding(x, settings, "gate_up"),
                 quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
 from dflash_trt.network.ops import StepInputs
 
 
@@ -77,12 +77,24 @@ def attend_pages(
     if mask.window is not None:
         distance = layers.binary("SUB", query_positions, index.key_positions)
         visible = layers.binary("AND", visible, layers.binary("LESS", distance, mask.window))
+    if mask.chunk is not None:
+        chunks = (layers.binary("DIV", x, mask.chunk) for x in (query_positions, index.key_positions))
+        visible = layers.binary("AND", visible, layers.binary("EQUAL", *chunks))
     values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
     visible = layers.reshape(visible, (-1, 1, 1, index.num_keys))
     if sinks is not None:
         sinks = layers.reshape(sinks, (1, kv_heads, num_heads // kv_heads, 1))
     attended = _attend(layers, grouped, keys, values, visible, gqa, sinks)  # [T, kv_heads, group, D]
     return layers.reshape(attended, (-1, num_heads * head_dim))
+
+
+def tempered(layers: Layers, q: ITensor, positions: ITensor, temperature: QueryTemperature) -> ITensor:
+    """See `Ops.tempered`; float32 inside, back to q's dtype."""
+    intervals = layers.binary("DIV", layers.binary("SUM", positions, 1), temperature.interval)
+    growth = layers.unary("LOG", layers.binary("SUM", layers.cast(intervals, "float32"), 1.0))
+    factors = layers.binary("SUM", layers.binary("PROD", growth, temperature.scale), 1.0)
+    by_row = layers.reshape(factors, (-1, 1, 1))
+    return layers.cast_like(layers.binary("PROD", layers.cast(q, "float32"), by_row), q)
 
 
 def write_draft_context(

@@ -23,7 +23,7 @@ from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
@@ -280,6 +280,9 @@ class TrtOps(DrafterOps, RefusedOps):
         assert isinstance(experts, StackedExperts)
         logits = self.linear(x if routed is None else routed, experts.router)
         return self._lowering.experts(x, logits, experts, moe)
+
+    def tempered(self, q: ITensor, rows: Rows[ITensor], temperature: QueryTemperature) -> ITensor:
+        return trt_attention.tempered(self._layers, q, rows.positions, temperature)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs
