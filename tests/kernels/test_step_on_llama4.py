@@ -38,7 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         attention_chunk_size=CHUNK,
         floor_scale=3,
         attn_scale=0.5,
-        num_experts_per_tok=2,
+        num_local_experts=4,
         **FEW_HEADS,
     )
     drafter = make_zlab_drafter(

@@ -67,7 +67,7 @@ CASES = {
     "sinks, soft cap and scale": StepCase(
         num_tokens=(4, 4), context_lens=(17, 2), width=4, softcap=2.0, score_scale=0.4, has_sinks=1
     ),
-    "chunks": StepCase(num_tokens=(3, 33, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
+    "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
 ANCHORED = ("anchored window", "causal anchored window")
