@@ -1,5 +1,6 @@
 """TensorRT engines whose layers with windows have pages of their own: torch's tokens, while freed pages hold NaN."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from dflash_trt import SamplingParams
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.executor import TensorRTExecutor, captured_shapes
 from dflash_trt.backends.tensorrt.self_test import qualify
+from dflash_trt.cli.main import cli
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.request import Request
@@ -257,3 +260,16 @@ def test_the_checks_of_an_opened_engine_look_at_every_group(trt: ModuleType, gem
     ours, _ = make_ours(trt, gemma, "layers", max_batch_size=3)
     findings = list(qualify(theirs, ours, vocab_size=12))
     assert [finding.detail for finding in findings if not finding.has_passed] == []
+
+
+def test_a_pair_with_groups_builds_through_tensorrt_rtx(trt: ModuleType, gemma: tuple[Path, Path]) -> None:
+    """Plain layers: a page table for each group, and pools of as many pages as the group has."""
+    words = ["--target", gemma[0], "--drafter", gemma[1], "--max-batch-size", 2, "--page-size", 4]
+    words += ["--max-num-tokens", 24, "--max-seq-len", 64, "--json"]
+    result = CliRunner().invoke(cli, [str(word) for word in ("build", "--check", *words)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    tables = [line for line in report["inputs"] if line.startswith("page_table")]
+    assert tables == [f"page_table{group} INT32 [-1, -1]" for group in ("", ".6", ".9")]
+    axes = report["profiles"]["decode"]
+    assert axes["pages"] == axes["pages.6"] == axes["pages.9"] == [1, 2 * (17 // 4) + 1, 2 * 17 + 1]
