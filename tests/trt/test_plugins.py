@@ -93,8 +93,8 @@ class PluginReference:
         pages = _pages(x, settings, like=x["context_k"])
         context_lens = x["next_context_lens"]
         width = len(x["q"]) // len(context_lens)
-        page_size = settings["page_size"]
-        plan = attention_plan.plan_blocks(x["page_table"], context_lens, page_size=page_size, num_slots=width)
+        sizes = {"page_size": settings["page_size"], "num_slots": width}
+        plan = attention_plan.plan_blocks(x["page_table"], context_lens, window=_window(settings), **sizes)
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
         attention = AttentionMask(window=_window(settings), **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
@@ -161,7 +161,8 @@ class PluginReference:
 
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
-        return attention_plan.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+        sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
+        return attention_plan.plan_attention(step, window=_window(settings), **sizes)
 
 
 def _bias(x, settings, prefix):

@@ -125,7 +125,7 @@ def attend_draft(
     num_heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = block[0].shape[1]
     keys, values = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
-    is_own = layers.binary("LESS", index.key_positions, layers.reshape(context_lens, (-1, 1)))  # [R, keys]
+    is_own = _is_in_context(layers, index, context_lens, gqa.mask)  # [R, keys]
     values = _cleared(layers, values, layers.reshape(is_own, (-1, 1, index.num_keys, 1)))
 
     num_keys = _sum(layers, index.num_keys, block_width)
@@ -154,6 +154,16 @@ def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor
         return layers.transpose(layers.reshape(part, (rows, -1, kv_heads, head_dim)), (0, 2, 1, 3))
 
     return half(0), half(1)
+
+
+def _is_in_context(layers: Layers, index: StepIndex, context_lens: ITensor, mask: AttentionMask) -> ITensor:
+    """[R, keys]: stored positions that the first slot of a block sees, and with it any."""
+    ends = layers.reshape(context_lens, (-1, 1))
+    is_own = layers.binary("LESS", index.key_positions, ends)
+    if mask.window is None:
+        return is_own
+    distance, reach = layers.binary("SUB", ends, index.key_positions), mask.window + int(mask.is_window_anchored)
+    return layers.binary("AND", is_own, layers.binary("LESS", distance, reach))
 
 
 def _block_mask(

@@ -147,6 +147,7 @@ class PluginLowering:
         self,
         layers: Layers,
         inputs: StepInputs[ITensor],
+        page_tables: Sequence[ITensor],  # int32 [R, P], of every page group
         state_pools: ITensor,  # int64 [states]
         states: EngineStates,
         *,
@@ -155,6 +156,7 @@ class PluginLowering:
     ) -> None:
         self._layers = layers
         self._inputs = inputs
+        self._page_tables = page_tables
         self._state_pools = state_pools
         self._slot_ids = slot_ids
         own = [state for state in states if not isinstance(state, SharedKv)]
@@ -252,7 +254,8 @@ class PluginLowering:
             "k_scale": scales.k,
             "v_scale": scales.v,
         }
-        return self._node(contract, given | {"state_pools": self._state_pools}, own | fields)[0]
+        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[cache.group]}
+        return self._node(contract, given | own_pages, own | fields)[0]
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:
         """Inputs that are not `given` are the step's, by name."""

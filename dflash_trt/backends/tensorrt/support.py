@@ -37,6 +37,7 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
         page_size=limits.page_size,
         max_draft_len=limits.max_draft_len if config.draft else 0,
         max_num_tokens=limits.max_num_tokens,
+        page_windows=config.states().windows(limits.max_seq_len + limits.max_draft_len),
         mapping=config.mapping,
         quantization=config.quantization,
     )
