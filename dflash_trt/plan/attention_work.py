@@ -101,8 +101,9 @@ def _chunk_keys(rows: ComputedRows, chunk: int) -> Array:
     """The same with chunks of positions, whole ones and the last."""
 
     def before(position: Array) -> Array:
-        full, rest = np.divmod(position, chunk)
-        return full * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2
+        rest = position % chunk
+        total: Array = (position - rest) * (chunk + 1) / 2 + rest * (rest + 1) / 2
+        return total
 
     tokens, context = rows.num_tokens.astype(np.float64), rows.context_lens.astype(np.float64)
     return before(context + tokens) - before(context)

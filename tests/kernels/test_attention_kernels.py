@@ -362,6 +362,13 @@ def test_the_tokens_of_a_step_have_no_anchor(device: torch.device) -> None:
         run_step(step, make_tensors(step), device)
 
 
+def test_draft_blocks_have_no_chunks(device: torch.device) -> None:
+    step = replace(DRAFTS["causal"], options=AttentionOptions(chunk=4))
+    tensors, block = draft_tensors(step)
+    with pytest.raises(ValueError, match="chunk: expected None, found 4"):
+        run_draft(step, tensors, block, device)
+
+
 @pytest.mark.parametrize(
     "name", ["all of the context and the block", "window on both sides", "causal window", *ANCHORED]
 )
