@@ -14,7 +14,6 @@ from dflash_trt.core.errors import problem
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
-from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
@@ -147,16 +146,6 @@ def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Itera
     if draft is not None and draft.algorithm == "eagle3":
         expected = f"dflash or dflash2 {where} (no lowering for chains yet)"
         yield problem("drafter", expected=expected, found=draft.algorithm, hint=hint)
-
-
-def layer_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for parts of layers that only the torch back end computes on a CPU."""
-    if any(isinstance(layer.feed_forward, Moe) and layer.feed_forward.scales_inputs for layer in target.layers):
-        expected = f"experts whose results the router weighs {where}"
-        yield problem("experts of the target", expected=expected, found="inputs that it weighs", hint=hint)
-    if any(gqa.mask.chunk is not None or gqa.temperature is not None for gqa in target.attentions):
-        expected = f"attention without chunks, and queries without a temperature {where}"
-        yield problem("attention of the target", expected=expected, found="one of them", hint=hint)
 
 
 def unsupported_formats(

@@ -122,7 +122,8 @@ def plan_engine_pages(
     """The pages that each rank of an engine gets on this machine, from the K/V budget of `config`.
 
     `free_bytes` asks the rank's device, where that is not the host, whose memory the ranks share evenly. `num_pools`
-    share the memory, each as large as the plan. Without `has_groups` layers with windows keep all positions.
+    share the memory, each as large as the plan. Without `has_groups`, as in older TensorRT engines, layers with windows
+    keep all positions.
 
     Raises:
         CapacityError: the pages of one max_seq_len sequence do not fit.

@@ -14,7 +14,6 @@ def sequence_batch(
     page_size: int,
     context_len: int = 0,
     num_draft_tokens: int = 0,
-    first_page: int = 0,
     page_windows: Sequence[PageWindow] = (),
 ) -> StepBatch:
     """One sequence, or a chunk of it. In groups with a window, page i of the sequence is i modulo their number."""
@@ -25,7 +24,7 @@ def sequence_batch(
         token_ids=tuple(token_ids),
         context_len=context_len,
         num_candidates=0,
-        page_ids=tuple(range(first_page, first_page + num_pages)),
+        page_ids=tuple(range(num_pages)),
         sampling=StepSampling(),
         window_pages=tuple(
             WindowColumns(first, tuple(i % group.num_pages for i in range(first, num_pages)))

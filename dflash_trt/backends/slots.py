@@ -28,15 +28,20 @@ class PlanInputs(SamplingColumns[Tensor]):
 
 
 class DeviceSlots:
-    """One slot for each request of the largest batch, and a last one for padding, whose pages are `scratch_page`."""
+    """One slot for each request of the largest batch, and a last one for padding.
+
+    With a `scratch_page` that is padding's page of the first group, in groups with a window their blank page.
+    """
 
     def __init__(
         self, limits: ExecutorLimits, *, device: torch.device | None = None, scratch_page: int | None = None
     ) -> None:
         size = limits.max_batch_size + 1
-        filler = scratch_page or 0  # entries without a page are never read, but may be gathered
-        self.page_table = torch.full((size, limits.table_width), filler, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros((size, limits.table_width), dtype=torch.int32, device=device)
         self._tables = self.page_table.view(size, limits.num_page_groups, limits.max_pages).transpose(0, 1)
+        if scratch_page is not None:  # entries without a page are never read, but may be gathered
+            for table, filler in zip(self._tables, _scratch_pages(limits, scratch_page), strict=True):
+                table.fill_(filler)
         self.token_ids = torch.zeros(
             (size, limits.max_draft_len + 1), dtype=torch.int32, device=device
         )  # bonus, drafts
@@ -50,12 +55,20 @@ class DeviceSlots:
         """Write page ids, int32 [D], to entries of the flat page table, int64 [D]."""
         self.page_table.view(-1).index_copy_(0, entries, page_ids)
 
-    def assemble(self, plan: PlanInputs, inputs: StepInputs[Tensor]) -> None:
-        """Fill the assembled tensors of `inputs`: chained rows from their slots, the others from `plan`."""
+    def assemble(
+        self,
+        plan: PlanInputs,
+        inputs: StepInputs[Tensor],
+        page_tables: Tensor | None = None,  # int32 [G, R, P], with any strides
+    ) -> None:
+        """Fill the assembled tensors of `inputs`: chained rows from their slots, the others from `plan`.
+
+        `page_tables` are filled in place of the page table of `inputs`.
+        """
         num_requests, num_pages = len(inputs.context_lens), inputs.page_table.shape[1]
         slots, is_chained = plan.slot_ids, plan.context_lens < 0
         torch.where(is_chained, self.context_lens[slots], plan.context_lens, out=inputs.context_lens)
-        by_group = inputs.page_table.view(-1, num_requests, num_pages)
+        by_group = inputs.page_table.view(-1, num_requests, num_pages) if page_tables is None else page_tables
         torch.index_select(self._tables[:, :, :num_pages], 1, slots, out=by_group)
         is_token = plan.token_rows < num_requests
         rows = plan.token_rows.clamp(max=num_requests - 1)
@@ -76,3 +89,8 @@ class DeviceSlots:
         if draft_tokens is not None:
             self.token_ids[:, 1 : 1 + draft_tokens.shape[1]].index_copy_(0, slot_ids, draft_tokens)
         self.context_lens.index_copy_(0, slot_ids, next_context_lens)
+
+
+def _scratch_pages(limits: ExecutorLimits, scratch_page: int) -> list[int]:
+    """Of every page group."""
+    return [scratch_page, *(group.blank_page for group in limits.page_windows)]

@@ -97,9 +97,9 @@ class InputStaging:
         """The device's tensors in the shapes of a step; the same addresses every time."""
         return bind_inputs(self._plan.views(shape), self._assembled.views(shape))
 
-    def assemble(self, shape: StepShape) -> None:
-        """The first part of a step on the device: fill the inputs that depend on slots."""
-        self.slots.assemble(self.plan_inputs(shape), self.inputs(shape))
+    def assemble(self, shape: StepShape, page_tables: Tensor | None = None) -> None:
+        """The first part of a step on the device: fill the inputs that depend on slots; see `DeviceSlots.assemble`."""
+        self.slots.assemble(self.plan_inputs(shape), self.inputs(shape), page_tables)
 
     def plan_inputs(self, shape: StepShape) -> PlanInputs:
         """The device's copy of the plan."""

@@ -106,8 +106,7 @@ def _page_plan(engine: "EngineDir") -> str:
     if engine.manifest.backend == "tensorrt_llm":
         return "TensorRT-LLM's own"
     try:
-        has_groups = engine.manifest.backend == "torch"
-        return str(plan_engine_pages(engine.manifest, RuntimeConfig(), has_groups=has_groups))
+        return str(plan_engine_pages(engine.manifest, RuntimeConfig(), has_groups=engine.manifest.has_page_groups))
     except CapacityError as error:
         return str(error)
 

@@ -1,7 +1,7 @@
 """State that an engine keeps between steps, as specs with a shape and a size. No other module knows their geometry."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -158,6 +158,14 @@ LayerState = PagedState | SharedKv | Recurrent | PagedRows
 def window_of(state: LayerState) -> int | None:
     """The window whose pages a state keeps; None for all, and for states that are in no page."""
     return state.window if isinstance(state, PagedKv) else None
+
+
+def page_group_of(state: LayerState, windows: Sequence[int]) -> int:
+    """Index of the page group that has the pages of a state, or of the layer that shares its own: of those of `windows`
+    behind the first, which keeps all positions, as states without a group of their own do.
+    """
+    window = window_of(state.source if isinstance(state, SharedKv) else state)
+    return 1 + windows.index(window) if window is not None and window in windows else 0
 
 
 def paged(states: Iterable[LayerState]) -> tuple[PagedState, ...]:

@@ -118,9 +118,21 @@ class EngineManifest(Frozen):
         for name, record in (("tensorrt", self.tensorrt), ("tensorrt_llm", self.tensorrt_llm)):
             if (record is not None) != (self.backend == name):
                 raise ValueError(f"a '{name}' record for backend {name}, and for no other")
+        if self.tensorrt is not None and self.tensorrt.page_windows not in ((), self._windows):
+            raise ValueError(f"page_windows {list(self._windows)} in 'tensorrt', those of the models, or none")
         if self.pretrained_config.mapping.rank != 0:
             raise ValueError("mapping.rank 0, since the directory holds all ranks")
         return self
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        limits = self.build_config
+        return self.pretrained_config.states().windows(limits.max_seq_len + limits.max_draft_len)
+
+    @property
+    def has_page_groups(self) -> bool:
+        """True if layers with windows have pages of their own when the engine runs, if there are any."""
+        return self.backend == "torch" or (self.tensorrt is not None and self.tensorrt.page_windows != ())
 
     @property
     def required_files(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class ProfileRecord(Frozen):
 
 
 class TensorRTRecord(Frozen):
-    """Build of rank 0's plan, which stands for the others'.
+    """Build of rank 0's plan, which stands for the others'. Plans of before page groups have one group.
 
     `compute_capability` as in "9.0"; `plugin_library` is a file of the directory.
     """
@@ -27,6 +27,7 @@ class TensorRTRecord(Frozen):
     compute_capability: str
     plugins: Literal["plugin", "layers"]
     collectives: Literal["native", "plugin"] = "native"  # of several ranks
+    page_windows: tuple[Annotated[int, Field(ge=1)], ...] = ()  # of the page groups behind the first
     plugin_library: Literal["libdflash_trt_plugins.so"] | None = None  # PLUGIN_LIBRARY_NAME
     flags: tuple[str, ...]
     profiles: tuple[ProfileRecord, ...]

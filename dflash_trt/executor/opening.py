@@ -40,7 +40,7 @@ def open_executor(
     if problems:  # the subject may query the device's name
         raise_all(EngineDirError, backend.subject, problems)
     if config.kv_cache_bytes is not None:  # what is free is known once the weights are loaded
-        plan_engine_pages(engine.manifest, config, has_groups=engine.manifest.backend == "torch")
+        plan_engine_pages(engine.manifest, config, has_groups=engine.manifest.has_page_groups)
     if models.mapping.world_size > 1:
         from dflash_trt.executor.ranks.executor import open_ranks
 

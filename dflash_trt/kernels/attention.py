@@ -17,6 +17,7 @@ import triton.language as tl
 
 from dflash_trt.kernels.attention_partition import (
     ceil_div,
+    first_key,
     load_place,
     load_range,
     plan_item,
@@ -209,6 +210,7 @@ def attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_FULL_LOOP: tl.constexpr,
     FIRST_KEY: tl.constexpr,  # positions before it are hidden
+    CHUNK: tl.constexpr,  # of positions: keys before the query's chunk are hidden; 0: none
     POOLED: tl.constexpr,
     PLANNED: tl.constexpr,
     PARTS: tl.constexpr,  # of V, and of what is attended: a program takes one, and all of K
@@ -237,6 +239,7 @@ def attention_kernel(
             KEY_BLOCK,
             REQUESTS,
             HAS_BLOCK,
+            CHUNK,
         )
     if num_rows == 0:
         return
@@ -270,9 +273,7 @@ def attention_kernel(
     anchor = position
     if HAS_BLOCK:
         anchor -= tl.where(window_step > 0, 0, token - request * block_rows)
-    lowest = anchor + row * window_step - max_lag
-    if FIRST_KEY > 0:
-        lowest = tl.maximum(lowest, FIRST_KEY)
+    lowest = first_key(anchor + row * window_step - max_lag, position + row, CHUNK, FIRST_KEY)
     highest = tl.minimum(position + row + max_lead, key_end - 1)
 
     state = (
@@ -286,8 +287,7 @@ def attention_kernel(
     full_end = key_begin
     if HAS_FULL_LOOP:  # the blocks that every row of the tile sees whole, without masks
         last_lowest = anchor + (num_rows - 1) * window_step - max_lag
-        if FIRST_KEY > 0:
-            last_lowest = tl.maximum(last_lowest, FIRST_KEY)
+        last_lowest = first_key(last_lowest, position + num_rows - 1, CHUNK, FIRST_KEY)
         first_full = ceil_div(tl.maximum(last_lowest, key_begin), KEY_BLOCK) * KEY_BLOCK
         last_full = tl.minimum(position + max_lead + 1, key_end) // KEY_BLOCK * KEY_BLOCK
         full_begin = tl.where(first_full < last_full, first_full, key_begin)

@@ -34,6 +34,7 @@ from dflash_trt.kernels.attention_tiles import (
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.launch_rules import (
     ANY_ROWS,
+    NO_CHUNK,
     WIDE_HEAD_DIM,
     heads_reciprocal,
     num_partials,
@@ -155,6 +156,7 @@ def attend_draft(
 ) -> Tensor:
     """Attention of the draft blocks over their requests' stored context and over themselves, F [R * S, heads, D]."""
     num_requests = len(requests.context_lens)
+    check(options.chunk is None, "chunk", expected="None", found=options.chunk, hint="Draft blocks have no chunks.")
     check(
         num_requests > 0 and len(q) % num_requests == 0,
         "q",
@@ -242,6 +244,7 @@ class _Launch:
             key_block=key_block(head_dim=head_dim, dtype=self.q.dtype),
             max_lag=options.max_lag,
             window_step=options.window_step,
+            chunk=options.chunk or NO_CHUNK,
             num_slots=_num_slots(kv_heads=kv_heads, tile=tile, head_dim=head_dim, device=self.q.device),
         )
         if options.split_length is None:

@@ -4,22 +4,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_trt.kernels.launch_rules import NO_WINDOW, max_lag, max_lead
+from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW, max_lag, max_lead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
     """Options of one layer's attention.
 
-    `window`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None: D ** -0.5.
-    `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's denominator
-    that have no value. The other scales are those of FP8 pages.
+    `window`, `chunk`, `is_window_anchored` and `first_key` as in `core.model.gqa.AttentionMask`. `score_scale` None:
+    D ** -0.5. `softcap` c turns a score s into c * tanh(s / c). `sinks` float32 [heads] are logits in the softmax's
+    denominator that have no value. The other scales are those of FP8 pages.
 
     `split_length`: keys of a split, in place of as many splits as fill the GPU. All rows then take tiles of one size,
     and the result of a row depends on its own position and keys alone, to the last bit.
     """
 
     window: int | None = None
+    chunk: int | None = None
     is_causal: bool = True
     is_window_anchored: bool = False
     first_key: int = 0
@@ -32,7 +33,8 @@ class AttentionOptions:
 
     @property
     def max_lag(self) -> int:
-        return max_lag(window=self.window or NO_WINDOW, is_window_anchored=self.is_window_anchored)
+        window, chunk = self.window or NO_WINDOW, self.chunk or NO_CHUNK
+        return max_lag(window=window, chunk=chunk, is_window_anchored=self.is_window_anchored)
 
     @property
     def max_lead(self) -> int:

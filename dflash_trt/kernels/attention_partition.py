@@ -11,6 +11,9 @@ W / p + n = work_slots items. Where tiles alone take more than half of the wave,
 requests longer than twice the mean of a slot are split, and ceil(b / p) <= 2 * b / p bounds the partial results.
 Either way they are at most `work_slots`.
 
+With CHUNK, a chunk of positions is a window whose lower bound moves in jumps: a query at p sees keys from
+p // CHUNK * CHUNK on, and `max_lag` is less than CHUNK.
+
 With `split_blocks` a split has that many key blocks, from a multiple of them on: then what a row sums up in which
 order depends on its own position alone, not on the other requests or on the rows of its chunk.
 """
@@ -36,13 +39,33 @@ def query_row(in_tile, heads_reciprocal):
 
 
 @triton.jit
+def first_key(lowest, position, CHUNK: tl.constexpr, FIRST_KEY: tl.constexpr):
+    """The first key that a query at `position` sees, at least `lowest`; scalars or vectors."""
+    if CHUNK > 0:
+        lowest = tl.maximum(lowest, position // CHUNK * CHUNK)
+    if FIRST_KEY > 0:
+        lowest = tl.maximum(lowest, FIRST_KEY)
+    return lowest
+
+
+@triton.jit
 def tiles_and_blocks(
-    rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK: tl.constexpr, HAS_BLOCK: tl.constexpr
+    rows,
+    context,
+    rows_per_tile,
+    max_lag,
+    min_rows,
+    max_rows,
+    KEY_BLOCK: tl.constexpr,
+    HAS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Query tiles of a request and the key blocks each reads (an estimate under a window); scalars or vectors."""
     served = tl.where((rows >= min_rows) & (rows <= max_rows), rows, 0)
     keys = context if HAS_BLOCK else context + rows
     seen = tl.minimum(keys, max_lag + tl.minimum(rows, rows_per_tile))
+    if CHUNK > 0:  # no tile sees more than the keys from the first row's chunk on
+        seen = tl.minimum(seen, context % CHUNK + rows)
     # A window may begin anywhere in a block: its keys can touch one more. Without one, they begin at 0.
     return ceil_div(served, rows_per_tile), ceil_div(seen, KEY_BLOCK) + (seen < keys).to(tl.int32)
 
@@ -96,6 +119,7 @@ def plan_item(
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr = 0,  # 0: none
 ):
     """Of an item below `tile_capacity`, the first split of a tile, or above it, one of the other splits.
 
@@ -106,7 +130,9 @@ def plan_item(
     rows, context = request_lengths(
         token_offsets, context_lens, requests, requests < num_requests, block_rows, HAS_BLOCK
     )
-    tiles, blocks = tiles_and_blocks(rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK)
+    tiles, blocks = tiles_and_blocks(
+        rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK, CHUNK
+    )
     share = blocks_per_split(tiles, blocks, work_slots, split_blocks, TILE)
     is_windowed = context + rows > max_lag
     splits = splits_of(blocks, share, split_blocks, is_windowed)
@@ -121,7 +147,7 @@ def plan_item(
     is_item = request < num_requests
     num_rows, context = request_lengths(token_offsets, context_lens, request, is_item, block_rows, HAS_BLOCK)
     num_tiles, num_blocks = tiles_and_blocks(
-        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK
+        num_rows, context, rows_per_tile, max_lag, min_rows, max_rows, KEY_BLOCK, HAS_BLOCK, CHUNK
     )
     num_splits = splits_of(num_blocks, share, split_blocks, context + num_rows > max_lag)
     # Neighbouring items are the tiles of one split, which read the same keys.
@@ -131,7 +157,8 @@ def plan_item(
     first_row = tile * rows_per_tile
     tile_rows = tl.minimum(num_rows - first_row, rows_per_tile)
     key_stop = context if HAS_BLOCK else context + first_row + tile_rows
-    key_start = tl.maximum(context + first_row * window_step - max_lag, 0) // KEY_BLOCK
+    lowest = tl.maximum(context + first_row * window_step - max_lag, 0)
+    key_start = first_key(lowest, context + first_row, CHUNK, 0) // KEY_BLOCK
     num_blocks = ceil_div(tl.maximum(key_stop - key_start * KEY_BLOCK, 0), KEY_BLOCK)
     length = tl.maximum(tl.where(split_blocks > 0, split_blocks, ceil_div(num_blocks, num_splits)), 1)
     origin = tl.where(split_blocks > 0, key_start // length * length, key_start)
@@ -210,6 +237,7 @@ def attention_plan_kernel(
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """All items of a step. Grid: (tiles + work_slots,)."""
     index = tl.program_id(0)
@@ -231,6 +259,7 @@ def attention_plan_kernel(
         KEY_BLOCK,
         REQUESTS,
         HAS_BLOCK,
+        CHUNK,
     )
     words = plan + index * PLAN_WORDS
     for i in tl.static_range(8):

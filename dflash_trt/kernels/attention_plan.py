@@ -43,6 +43,7 @@ class Partition:
     max_lag: int
     window_step: int
     num_slots: int
+    chunk: int = 0  # none
     split_blocks: int = 0
     min_rows: int = 1
     max_rows: int = ANY_ROWS
@@ -71,6 +72,7 @@ class Partition:
             "KEY_BLOCK": self.key_block,
             "REQUESTS": self.request_capacity,
             "HAS_BLOCK": self.has_block,
+            "CHUNK": self.chunk,
         }
 
 

@@ -54,6 +54,7 @@ def attention_reduction_kernel(
     KEY_BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     PLANNED: tl.constexpr,
     ROWS: tl.constexpr,  # of the tile, taken by one program
     STAGES: tl.constexpr,  # of the loads' pipeline
@@ -85,6 +86,7 @@ def attention_reduction_kernel(
             KEY_BLOCK,
             REQUESTS,
             HAS_BLOCK,
+            CHUNK,
         )
     _, num_splits = split_and_number(splits)
     if (num_rows == 0) | (num_splits == 1):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.norm import gelu_tanh
-from dflash_trt.kernels.packed_product import product, rows_of_scales
+from dflash_trt.kernels.packed_product import AS_THEY_ARE, product, rows_of_scales
 from dflash_trt.kernels.quantize_fp8 import e4m3
 from dflash_trt.kernels.quantize_nvfp4 import nvfp4
 
@@ -21,6 +21,7 @@ HIDDEN_AS_IT_IS, HIDDEN_FP8, HIDDEN_NVFP4 = 0, 1, 2  # HIDDEN: what the product 
 
 _SILU, _GELU_TANH = tl.constexpr(0), tl.constexpr(2)
 _HIDDEN_FP8, _HIDDEN_NVFP4 = tl.constexpr(1), tl.constexpr(2)
+_AS_THEY_ARE = tl.constexpr(AS_THEY_ARE)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -34,6 +35,7 @@ def expert_gate_up_kernel(
     input_scale,  # float32 [E, 1 + SPLITS_INPUT]; read only with quantized activations
     order,  # int32 [N * num_chosen]
     tiles,  # int32 [3, num_tiles]
+    weights,  # float32 [N * num_chosen], of entries; read only with SCALES_INPUTS
     hidden,  # out, [N * num_chosen, FFN] in the order of `order`: F, float8_e4m3fn, or uint8 of two columns each
     hidden_block_scale,  # out, float8_e4m3fn [N * num_chosen, FFN / 16]; written only with HIDDEN_NVFP4
     hidden_scale,  # float32 [E]; read only for codes
@@ -51,6 +53,7 @@ def expert_gate_up_kernel(
     ACTIVATION: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALES_INPUTS: tl.constexpr,  # weights multiply rows of x, not results
     TOKENS: tl.constexpr,
     OUT: tl.constexpr,  # features of `hidden`
     BLOCK_IN: tl.constexpr,
@@ -61,7 +64,9 @@ def expert_gate_up_kernel(
     if expert >= 0:
         places = tl.load(tiles + num_tiles + tile) + tl.arange(0, TOKENS)
         is_token = places < tl.load(tiles + 2 * num_tiles + tile)
-        tokens = (tl.load(order + places, mask=is_token, other=0) // num_chosen).to(tl.int64)
+        entries = tl.load(order + places, mask=is_token, other=0)
+        tokens = (entries // num_chosen).to(tl.int64)
+        factors = tl.load(weights + entries, mask=is_token, other=0.0) if SCALES_INPUTS else None
         halves = tl.arange(0, 2 * OUT)
         features = tl.program_id(1) * OUT + halves % OUT
         is_row = features < FFN
@@ -85,6 +90,7 @@ def expert_gate_up_kernel(
             BLOCK_IN,
             FORM,
             INPUT,
+            factors,
         )
         if SPLITS_INPUT:  # rare: every published checkpoint has one scale for both
             scale = tl.load(input_scale + 2 * expert + 1)
@@ -104,8 +110,11 @@ def expert_gate_up_kernel(
                 BLOCK_IN,
                 FORM,
                 INPUT,
+                factors,
             )
             both = tl.where((halves < OUT)[:, None], both, of_up)
+        if SCALES_INPUTS and INPUT == _AS_THEY_ARE:  # the same before the product, which would have to wait for it
+            both *= factors[None, :]
         if HAS_ROW_SCALE:
             both *= tl.load(row_scale + rows, mask=is_row, other=0.0)[:, None]
         if HAS_BIAS:
@@ -127,7 +136,7 @@ def expert_down_kernel(
     bias,  # F [E, HIDDEN_SIZE]; read only with HAS_BIAS
     order,  # int32 [N * num_chosen]
     tiles,  # int32 [3, num_tiles]
-    weights,  # float32 [N * num_chosen], of entries
+    weights,  # float32 [N * num_chosen], of entries; not read with SCALES_INPUTS
     results,  # out, F [N * num_chosen, HIDDEN_SIZE], of entries
     num_tiles,
     num_block_rows,
@@ -137,6 +146,7 @@ def expert_down_kernel(
     INPUT: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALES_INPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -174,7 +184,8 @@ def expert_down_kernel(
         if HAS_BIAS:
             result += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         entries = tl.load(order + places, mask=is_token, other=0).to(tl.int64)
-        result *= tl.load(weights + entries, mask=is_token, other=0.0)[None, :]
+        if not SCALES_INPUTS:
+            result *= tl.load(weights + entries, mask=is_token, other=0.0)[None, :]
         at = entries[:, None] * HIDDEN_SIZE + features[None, :]
         tl.store(results + at, tl.trans(result).to(results.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
 
@@ -223,6 +234,7 @@ def _gate_up(
     BLOCK_IN: tl.constexpr,
     FORM: tl.constexpr,
     INPUT: tl.constexpr,
+    factors,
 ):
     """The rows of gate and those of up in one product."""
     return product(
@@ -242,6 +254,7 @@ def _gate_up(
         BLOCK_IN,
         FORM,
         INPUT,
+        factors,
     )
 
 

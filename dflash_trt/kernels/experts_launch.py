@@ -40,6 +40,7 @@ class PackedExperts:
     activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
     limit: float = 0.0  # clamped_swiglu
     alpha: float = 0.0  # clamped_swiglu
+    scales_inputs: bool = False  # the router's weights multiply what an expert reads, not its results
 
     def check(self) -> None:
         """Raises ValueError for tensors that the kernels would misread."""
@@ -52,7 +53,7 @@ class PackedExperts:
 def run_experts(x: Tensor, experts: PackedExperts, routing: Routing) -> Tensor:  # F [N, H] -> [N, H]
     """Three launches."""
     hidden, hidden_block_scale = _gate_up(x, experts, routing)
-    results = _down(hidden, hidden_block_scale, experts.down, routing, x.dtype)
+    results = _down(hidden, hidden_block_scale, experts, routing, x.dtype)
     hidden_size = experts.down.out_size
     out = torch.empty_like(x)
     expert_sum_kernel[(len(x), -(-hidden_size // SUM_BLOCK))](
@@ -85,6 +86,7 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
         _or(gate_up.input_scale, x),
         routing.order,
         routing.tiles,
+        routing.weights,
         hidden,
         hidden_block_scale,
         _or(down.input_scale, x),
@@ -102,8 +104,9 @@ def _gate_up(x: Tensor, experts: PackedExperts, routing: Routing) -> tuple[Tenso
 
 
 def _down(
-    hidden: Tensor, hidden_block_scale: Tensor, down: PackedMatrix, routing: Routing, dtype: torch.dtype
+    hidden: Tensor, hidden_block_scale: Tensor, experts: PackedExperts, routing: Routing, dtype: torch.dtype
 ) -> Tensor:
+    down = experts.down
     results = torch.empty((routing.order.numel(), down.out_size), dtype=dtype, device=hidden.device)
     expert_down_kernel[(routing.num_tiles, -(-down.out_size // DOWN_OUT))](
         hidden,
@@ -119,7 +122,7 @@ def _down(
         results,
         routing.num_tiles,
         down.num_block_rows,
-        **down_constants(down, tokens=routing.tokens),
+        **down_constants(experts, tokens=routing.tokens),
         num_warps=product_warps(routing.tokens),
         num_stages=NUM_STAGES,
         enable_fp_fusion=True,
@@ -139,13 +142,15 @@ def gate_up_constants(experts: PackedExperts, *, tokens: int) -> dict[str, int |
         "ACTIVATION": ACTIVATIONS[experts.activation],
         "HAS_ROW_SCALE": gate_up.row_scale is not None,
         "HAS_BIAS": gate_up.bias is not None,
+        "SCALES_INPUTS": experts.scales_inputs,
         "TOKENS": tokens,
         "OUT": GATE_OUT,
         "BLOCK_IN": block_in(gate_up),
     }
 
 
-def down_constants(down: PackedMatrix, *, tokens: int) -> dict[str, int | bool]:
+def down_constants(experts: PackedExperts, *, tokens: int) -> dict[str, int | bool]:
+    down = experts.down
     return {
         "FFN": down.in_size,
         "HIDDEN_SIZE": down.out_size,
@@ -153,6 +158,7 @@ def down_constants(down: PackedMatrix, *, tokens: int) -> dict[str, int | bool]:
         "INPUT": AS_THEY_ARE if down.input_scale is None else CODES,
         "HAS_ROW_SCALE": down.row_scale is not None,
         "HAS_BIAS": down.bias is not None,
+        "SCALES_INPUTS": experts.scales_inputs,
         "TOKENS": tokens,
         "OUT": DOWN_OUT,
         "BLOCK_IN": block_in(down),

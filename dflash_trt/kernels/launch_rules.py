@@ -9,6 +9,7 @@ from typing import Final
 ANY_DISTANCE: Final = 1 << 30  # max_lag, max_lead: no limit
 ANY_ROWS: Final = (1 << 31) - 1  # max_rows: no limit
 NO_WINDOW: Final = 0
+NO_CHUNK: Final = 0
 # What most requests of a step have at most: a verify block. A node of TensorRT is not told K, and any number gives
 # right results; this one decides from where on prefill chunks get attention tiles of their own.
 VERIFY_ROWS: Final = 16
@@ -47,9 +48,12 @@ def num_stats(*, tile: int, kv_heads: int, num_slots: int) -> int:
     return num_slots * kv_heads * tile * 2
 
 
-def max_lag(*, window: int, is_window_anchored: int) -> int:
-    """From a query to the first key it sees; with an anchored window, from the anchor, for every query."""
-    return ANY_DISTANCE if window == NO_WINDOW else window if is_window_anchored else window - 1
+def max_lag(*, window: int, chunk: int, is_window_anchored: int) -> int:
+    """From a query to the first key it sees, at most; with an anchored window, from the anchor, for every query."""
+    return min(
+        ANY_DISTANCE if window == NO_WINDOW else window if is_window_anchored else window - 1,
+        ANY_DISTANCE if chunk == NO_CHUNK else chunk - 1,
+    )
 
 
 def max_lead(*, lag: int, is_causal: int, is_window_anchored: int) -> int:

@@ -41,6 +41,7 @@ def product(
     BLOCK_IN: tl.constexpr,
     FORM: tl.constexpr,
     INPUT: tl.constexpr,
+    x_factors=None,  # float32 [TOKENS], of rows of x before they are quantized; used only with ROUNDED_HERE
 ):
     """weight @ x.T, float32 [OUT, TOKENS], without the scales that belong to whole rows."""
     acc = tl.zeros((OUT, TOKENS), tl.float32)
@@ -50,7 +51,7 @@ def product(
             w = _packed(codes, rows, is_row, start, IN, BLOCK_IN)
             w_scale = _scales(block_scale, scale_rows, is_row, start, IN, BLOCK_IN, 16)
             if INPUT == _ROUNDED_HERE:
-                values = _unpacked(x, x_rows, is_token, start, IN, BLOCK_IN).to(tl.float32)
+                values = _scaled(_unpacked(x, x_rows, is_token, start, IN, BLOCK_IN), x_factors)
                 x_codes, scales = nvfp4(values, input_scale, TOKENS, BLOCK_IN)
                 x_scale = scales.to(tl.float8e4nv)
             else:
@@ -60,7 +61,7 @@ def product(
         else:
             tokens = _unpacked(x, x_rows, is_token, start, IN, BLOCK_IN)
             if INPUT == _ROUNDED_HERE:
-                tokens = fp8(tokens.to(tl.float32), input_scale, inverse)
+                tokens = fp8(_scaled(tokens, x_factors), input_scale, inverse)
             if FORM == _FP8_BLOCK:
                 w = _e4m3(_unpacked(codes, rows, is_row, start, IN, BLOCK_IN), tokens.dtype)
                 at = scale_rows * tl.cdiv(IN, _FP8_BLOCK_SIZE) + start // _FP8_BLOCK_SIZE
@@ -85,6 +86,15 @@ def _unpacked(tensor, rows, is_row, start, IN: tl.constexpr, BLOCK_IN: tl.conste
     is_in = is_row[:, None] if IN % BLOCK_IN == 0 else is_row[:, None] & (columns < IN)[None, :]
     other: tl.constexpr = 0 if tensor.dtype.element_ty == tl.uint8 else 0.0
     return tl.load(tensor + rows[:, None] * IN + columns[None, :], mask=is_in, other=other)
+
+
+@triton.jit
+def _scaled(rows, factors):
+    """In float32, rounded to the dtype of the rows."""
+    if factors is None:
+        return rows.to(tl.float32)
+    else:
+        return (rows.to(tl.float32) * factors[:, None]).to(rows.dtype).to(tl.float32)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.state_spec import LayerState, SharedKv
 from dflash_trt.core.step_plan import Array
@@ -44,10 +44,10 @@ class Mixing:
         if self.is_draft:
             assert isinstance(mixer, Gqa), "layers of a drafter attend over K and V"
             return self._of_draft(mixer, rows, num_passes)
-        window = mixer.mask.window if isinstance(mixer, Gqa) else None
-        read = _within(rows.context_lens, window).sum()
+        mask = mixer.mask if isinstance(mixer, Gqa) else AttentionMask()
+        read = _in_chunk(_within(rows.context_lens, mask.window), rows.context_lens, mask.chunk).sum()
         num_bytes = self.read_bytes * read + self.written_bytes * rows.num_tokens.sum()
-        keys = _causal_keys(rows, window)
+        keys = _causal_keys(rows, mask.window) if mask.chunk is None else _chunk_keys(rows, mask.chunk)
         flops = 4 * mixer.q_size * keys.sum() if isinstance(mixer, Gqa) else _latent_flops(mixer, rows, keys)
         return float(self.count * num_bytes), float(self.count * flops)
 
@@ -91,6 +91,22 @@ def mixings_of(decoder: DecoderSpec, states: Sequence[LayerState], mapping: Mapp
 
 def _within(lengths: Array, window: int | None) -> Array:
     return lengths if window is None else np.minimum(lengths, window)
+
+
+def _in_chunk(lengths: Array, context: Array, chunk: int | None) -> Array:
+    return lengths if chunk is None else np.minimum(lengths, context % chunk)
+
+
+def _chunk_keys(rows: ComputedRows, chunk: int) -> Array:
+    """The same with chunks of positions, whole ones and the last."""
+
+    def before(position: Array) -> Array:
+        rest = position % chunk
+        total: Array = (position - rest) * (chunk + 1) / 2 + rest * (rest + 1) / 2
+        return total
+
+    tokens, context = rows.num_tokens.astype(np.float64), rows.context_lens.astype(np.float64)
+    return before(context + tokens) - before(context)
 
 
 def _causal_keys(rows: ComputedRows, window: int | None) -> Array:

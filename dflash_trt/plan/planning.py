@@ -40,7 +40,6 @@ class EnginePlan:
     memory: RankMemory
     pages: PagePlan | None
     free_fraction: float  # of `free_bytes`, for pages
-    has_page_groups: bool  # layers with windows have pages of their own
     notes: tuple[str, ...]
 
     @property
@@ -100,7 +99,7 @@ class EnginePlan:
             page_size=limits.page_size,
             max_batch_size=limits.max_batch_size,
             max_seq_len=limits.max_seq_len,
-            steps=step_sizes(limits) if self.has_page_groups else None,
+            steps=step_sizes(limits),
         )
 
     def num_pages(self, num_tokens: int) -> int:
@@ -149,13 +148,7 @@ def plan_engine(config: BuildConfig, pair: PairSpecs, gpu: Gpu) -> EnginePlan:
         memory=memory,
         pages=_pages(described, free_bytes, fraction, is_torch=is_torch),
         free_fraction=fraction,
-        has_page_groups=is_torch,
-        notes=(
-            *described.notes,
-            *pair.notes,
-            *_latent_notes(pretrained),
-            *(_refusals(pretrained) if is_torch else _window_notes(described)),
-        ),
+        notes=(*described.notes, *pair.notes, *_latent_notes(pretrained), *(_refusals(pretrained) if is_torch else ())),
     )
 
 
@@ -167,18 +160,6 @@ def _latent_notes(config: PretrainedConfig) -> Iterator[str]:
         yield (
             f"latent pages are whole on every rank: {copied:.1f} KiB of each token's {whole:.1f} KiB a rank, "
             f"{num_ranks * copied:.1f} KiB on {num_ranks} ranks; replicas on fewer ranks hold more tokens"
-        )
-
-
-def _window_notes(engine: EngineDescription) -> Iterator[str]:
-    """What the single page table of a TensorRT engine costs."""
-    limits, states = engine.build_config, engine.pretrained_config.states()
-    windows = states.windows(limits.max_seq_len + limits.max_draft_len)
-    kept = sum(states.bytes_per_token_of(window, windows) for window in windows)
-    if windows:
-        yield (
-            f"layers with windows of {', '.join(map(str, windows))} tokens keep all positions, since a TensorRT engine "
-            f"has one page table: {kept / 1024:.1f} KiB of each token's {states.bytes_per_token / 1024:.1f} KiB a rank"
         )
 
 
@@ -195,11 +176,9 @@ def _weights_bytes(engine: EngineDescription) -> int:
 
 
 def _pages(engine: EngineDescription, free_bytes: int, fraction: float, *, is_torch: bool) -> PagePlan | None:
-    """TensorRT engines have one page table and no snapshots."""
+    """TensorRT engines have no snapshots."""
     config = RuntimeConfig(num_state_snapshots=None if is_torch else 0)
     try:
-        return plan_engine_pages(
-            engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction, has_groups=is_torch
-        )
+        return plan_engine_pages(engine, config, free_bytes=lambda: free_bytes, default_fraction=fraction)
     except CapacityError:
         return None

@@ -9,6 +9,7 @@ from dflash_trt.kernels.attention_plan import PLAN_WARPS, key_block, page_run
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.attention_tiles import TILES, attention_options, has_full_loop, num_parts, tiles_of
 from dflash_trt.kernels.capacity import request_capacity
+from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.variant import KernelVariant, pointer
 
 
@@ -23,6 +24,7 @@ def attention_variants(
     tiles: tuple[int, ...] = TILES,
     page_size: int | None = None,
     first_key: int = 0,
+    chunk: int = NO_CHUNK,
 ) -> tuple[KernelVariant, ...]:
     """Attention and reduction of one geometry, for every tile: what is compiled ahead for a layer of this kind.
 
@@ -35,8 +37,10 @@ def attention_variants(
             "KEY_BLOCK": key_block(head_dim=head_dim, dtype=dtype),
             "REQUESTS": request_capacity(max_requests),
             "HAS_BLOCK": has_block,
+            "CHUNK": chunk,
         }
-        geometry = f"{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
+        borders = f"chunk{chunk}_" if chunk else ""
+        geometry = f"{borders}{'block' if has_block else 'step'}_d{head_dim}_t{tile}_r{constants['REQUESTS']}"
         types = "_".join(str(name).removeprefix("torch.") for name in (dtype, page_dtype))
         kind = f"{'softcap_' if has_softcap else ''}{'chain_' if first_key else ''}"
         name = f"{types}_{kind}{geometry}"
@@ -47,16 +51,18 @@ def attention_variants(
     return tuple(variants)
 
 
-def attention_plan_variant(*, tile: int, key_block: int, has_block: bool, max_requests: int = 256) -> KernelVariant:
+def attention_plan_variant(
+    *, tile: int, key_block: int, has_block: bool, max_requests: int = 256, chunk: int = NO_CHUNK
+) -> KernelVariant:
     signature = dict.fromkeys(("plan", "token_offsets", "context_lens"), _INT)
     signature |= dict.fromkeys(("num_requests", "block_rows", "rows_per_tile", "max_lag", "window_step"), "i32")
     signature |= dict.fromkeys(("min_rows", "max_rows", "work_slots", "split_blocks"), "i32")
-    requests = request_capacity(max_requests)
+    requests, borders = request_capacity(max_requests), f"chunk{chunk}_" if chunk else ""
     return KernelVariant(
-        name=f"attention_plan_{'block' if has_block else 'step'}_t{tile}_k{key_block}_r{requests}",
+        name=f"attention_plan_{borders}{'block' if has_block else 'step'}_t{tile}_k{key_block}_r{requests}",
         kernel=attention_plan_kernel,
         signature=signature,
-        constexprs={"TILE": tile, "KEY_BLOCK": key_block, "REQUESTS": requests, "HAS_BLOCK": has_block},
+        constexprs={"TILE": tile, "KEY_BLOCK": key_block, "REQUESTS": requests, "HAS_BLOCK": has_block, "CHUNK": chunk},
         grid=("num_rows / rows_per_tile + num_requests + work_slots", "1", "1"),
         num_warps=PLAN_WARPS,
         num_stages=1,

@@ -1,8 +1,9 @@
 """Contents of a plugin library for one engine: the kernel variants that its plugins may launch, and no others.
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
-that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, and in the tiles that their
-groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all sizes are compiled in.
+that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, in chunks of positions,
+and in the tiles that their groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all
+sizes are compiled in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
+from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
@@ -38,6 +40,7 @@ class LayerKernels:
     heads_per_kv: int
     max_rows: int
     has_softcap: bool = False
+    chunk: int = NO_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,7 @@ class EngineKernels:
                     head_dim=layer.head_dim,
                     has_block=layer.is_drafter,
                     has_softcap=layer.has_softcap,
+                    chunk=layer.chunk,
                     max_requests=self.max_batch_size,
                     tiles=_tiles(dtype, layer),
                 )
@@ -172,6 +176,7 @@ def _layers(
             heads_per_kv=gqa.num_heads // mapping.tp_size // num_kv_heads,
             max_rows=max_rows,
             has_softcap=gqa.softcap is not None,
+            chunk=gqa.mask.chunk or NO_CHUNK,
         )
 
 

@@ -42,6 +42,7 @@ def experts_of(config: PretrainedConfig, *, max_rows: int) -> Iterator[ExpertsKe
                     num_groups=moe.num_groups,
                     num_chosen_groups=moe.num_chosen_groups,
                     activation=moe.activation,
+                    scales_inputs=moe.scales_inputs,
                     gate_up=of_gate_up,
                     down=of_down,
                     max_rows=max_rows,

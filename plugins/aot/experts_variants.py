@@ -92,6 +92,7 @@ class ExpertsKernels:
     num_groups: int = 1
     num_chosen_groups: int = 1
     activation: Literal["silu", "clamped_swiglu", "gelu_tanh"]
+    scales_inputs: bool = False
     gate_up: MatrixKernels
     down: MatrixKernels
     max_rows: int
@@ -140,13 +141,8 @@ class ExpertsKernels:
         )
 
     def _gate_up(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
-        experts = PackedExperts(
-            gate_up=self.gate_up.matrix(2 * self.ffn_size, self.hidden_size),
-            down=self.down.matrix(self.hidden_size, self.ffn_size),
-            activation=self.activation,
-        )
-        constants = {"num_chosen": self.num_chosen, **gate_up_constants(experts, tokens=tokens)}
-        parts = ["expert_gate_up", _name(dtype), self.gate_up.name, self.activation]
+        constants = {"num_chosen": self.num_chosen, **gate_up_constants(self._packed, tokens=tokens)}
+        parts = ["expert_gate_up", _name(dtype), self.gate_up.name, self.activation, *self._scaled]
         parts += [f"h{constants['HIDDEN']}", f"{self.hidden_size}x{self.ffn_size}", f"k{self.num_chosen}", f"t{tokens}"]
         return KernelVariant(
             name="_".join(parts),
@@ -157,6 +153,7 @@ class ExpertsKernels:
                 "input_scale": FLOATS,
                 "order": INTS,
                 "tiles": INTS,
+                "weights": FLOATS,
                 **_hidden_types(self.down, dtype),
                 "hidden_scale": FLOATS,
                 **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
@@ -169,7 +166,8 @@ class ExpertsKernels:
         )
 
     def _down(self, dtype: torch.dtype, tokens: int) -> KernelVariant:
-        parts = ["expert_down", _name(dtype), self.down.name, f"{self.ffn_size}x{self.hidden_size}", f"t{tokens}"]
+        parts = ["expert_down", _name(dtype), self.down.name, *self._scaled]
+        parts += [f"{self.ffn_size}x{self.hidden_size}", f"t{tokens}"]
         return KernelVariant(
             name="_".join(parts),
             kernel=expert_down_kernel,
@@ -182,11 +180,26 @@ class ExpertsKernels:
                 "results": pointer(dtype),
                 **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
             },
-            constexprs=down_constants(self.down.matrix(self.hidden_size, self.ffn_size), tokens=tokens),
+            constexprs=down_constants(self._packed, tokens=tokens),
             num_warps=product_warps(tokens),
             num_stages=NUM_STAGES,
             grid=("num_tiles", str(-(-self.hidden_size // DOWN_OUT)), "1"),
         )
+
+    @property
+    def _packed(self) -> PackedExperts:
+        """What decides constants."""
+        return PackedExperts(
+            gate_up=self.gate_up.matrix(2 * self.ffn_size, self.hidden_size),
+            down=self.down.matrix(self.hidden_size, self.ffn_size),
+            activation=self.activation,
+            scales_inputs=self.scales_inputs,
+        )
+
+    @property
+    def _scaled(self) -> list[str]:
+        """Of a name."""
+        return ["scaled"] if self.scales_inputs else []
 
     def _sum(self, dtype: torch.dtype) -> KernelVariant:
         is_few = self.num_here != self.num_experts

@@ -52,6 +52,7 @@ extern "C"
         int32_t head_dim;
         int32_t page_size;
         int32_t window;             /* 0: none */
+        int32_t chunk;              /* of dflash_trt_attend_pages; 0: none */
         int32_t is_causal;          /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t is_window_anchored; /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t has_sinks;          /* of dflash_trt_attend_pages; 0 or 1 */
@@ -143,6 +144,7 @@ extern "C"
         int32_t num_groups;
         int32_t num_chosen_groups;
         int32_t activation;
+        int32_t scales_inputs; /* 0 or 1 */
         float routing_scale;
         float limit;
         float alpha;

@@ -110,8 +110,8 @@ ExpertMatrix matrix_of(dflash_trt_expert_matrix const& matrix)
 ExpertsOptions experts_options_of(dflash_trt_experts_shape const& shape)
 {
     return {shape.first_expert, shape.num_chosen, shape.routing, shape.normalizes != 0, shape.has_choice_bias != 0,
-        shape.num_groups, shape.num_chosen_groups, shape.activation, shape.routing_scale, shape.limit, shape.alpha,
-        matrix_of(shape.gate_up), matrix_of(shape.down)};
+        shape.num_groups, shape.num_chosen_groups, shape.activation, shape.scales_inputs != 0, shape.routing_scale,
+        shape.limit, shape.alpha, matrix_of(shape.gate_up), matrix_of(shape.down)};
 }
 
 DeltaShape delta_of(dflash_trt_gated_delta_shape const& shape)
@@ -139,7 +139,7 @@ int32_t dflash_trt_attend_pages_workspace(dflash_trt_attention_shape const* shap
 {
     return guarded(
         [&]
-        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {false, has_softcap(*shape)}); });
+        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {false, has_softcap(*shape), shape->chunk}); });
 }
 
 int32_t dflash_trt_attend_draft_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
@@ -179,7 +179,7 @@ int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& b = required(buffers);
-            auto const options = options_of(sizes, {sizes.window, true, false});
+            auto const options = options_of(sizes, {sizes.window, true, false, sizes.chunk});
             auto const launches =
                 prepare_attend_pages(geometry_of(sizes), sizes.heads, options, step_of(sizes), Device::current());
             void const* const inputs[] = {

@@ -73,8 +73,8 @@ inline std::vector<Node> make_nodes(
     int64_t const expert_rows = std::min<int64_t>(num_tokens, 40); // as many as the smallest tiles are for
     return {
         {"AttendPages",
-            {state, page_type, {"page_size", 4}, {"window", 0}, {"has_sinks", 1}, {"shares_kv", 0}, k_scale, v_scale, softcap,
-                score_scale},
+            {state, page_type, {"page_size", 4}, {"window", 0}, {"chunk", 0}, {"has_sinks", 1}, {"shares_kv", 0}, k_scale,
+                v_scale, softcap, score_scale},
             {rows("q", num_tokens, kHeads), rows("k", num_tokens, kKvHeads), rows("v", num_tokens, kKvHeads), pools,
                 positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},
             {attended(num_tokens)}, 3},
@@ -103,7 +103,7 @@ inline std::vector<Node> make_nodes(
             {{"token_ids", {kRequests, kWidth}, i32}}, 2},
         {"Experts",
             {{"first_expert", 0}, {"num_chosen", 3}, {"routing", 1}, {"normalizes", 0}, {"has_choice_bias", 0},
-                {"num_groups", 1}, {"num_chosen_groups", 1}, {"activation", 1}, {"gate_up_form", 3},
+                {"num_groups", 1}, {"num_chosen_groups", 1}, {"activation", 1}, {"scales_inputs", 0}, {"gate_up_form", 3},
                 {"gate_up_has_row_scale", 0}, {"gate_up_has_input_scale", 0},
                 {"gate_up_has_bias", 1}, {"down_form", 3}, {"down_has_row_scale", 0}, {"down_has_input_scale", 0},
                 {"down_has_bias", 1}, {"routing_scale", 1.0F}, {"limit", 7.0F}, {"alpha", 1.702F}},

@@ -57,15 +57,21 @@ def test_tensorrt_lowers_every_target_on_several_ranks(target, tmp_path) -> None
     assert subjects("tensorrt", gpt_oss, mapping=TWO) == []
 
 
-def test_routers_norms_and_rotations_without_a_kernel_are_named(tmp_path) -> None:
+def test_routers_chunks_and_temperatures_have_kernels_but_for_queries_that_are_normed_too(tmp_path) -> None:
     def read(family, **options):
         return open_pair(make_target(tmp_path / family, family=family, **options), None).target
 
     glm, minimax, llama4 = read("glm4_moe", n_group=4, topk_group=2), read("minimax_m2"), read("llama4_text")
-    for backend in ("cuda", "tensorrt"):
+    for backend in ("torch", "cuda", "tensorrt"):
         assert subjects(backend, glm, mapping=TWO) == subjects(backend, minimax, mapping=TWO) == []
-        assert subjects(backend, llama4) == ["experts of the target", "attention of the target"]
-    assert subjects("torch", llama4, mapping=TWO) == []
+        assert subjects(backend, llama4, mapping=TWO) == []
+    layers = [
+        layer.model_copy(update={"mixer": layer.mixer.model_copy(update={"has_qk_norm": True})})
+        for layer in llama4.layers
+    ]
+    normed = llama4.model_copy(update={"layers": tuple(layers)})
+    assert subjects("cuda", normed) == ["temperature of queries"]
+    assert subjects("torch", normed) == subjects("tensorrt", normed) == []
 
 
 def test_gemma_runs_everywhere_but_for_groups_of_wide_heads_that_no_tile_holds(tmp_path) -> None:

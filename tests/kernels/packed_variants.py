@@ -72,6 +72,7 @@ def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -
                 **weights,
                 "input_scale": FLOATS,
                 **sorted_rows,
+                "weights": FLOATS,
                 "hidden": hidden,
                 "hidden_block_scale": E4M3 if has_input_scale else F,
                 "hidden_scale": FLOATS,
@@ -93,7 +94,7 @@ def experts_variants(form: str, *, tokens: int, has_input_scale: bool = False) -
                 "results": F,
                 **dict.fromkeys(("num_tiles", "num_block_rows"), "i32"),
             },
-            constexprs=down_constants(down, tokens=tokens),
+            constexprs=down_constants(experts, tokens=tokens),
             **options,
         ),
     )

@@ -76,6 +76,8 @@ def attend_rows(
     visible = torch.ones_like(lag, dtype=torch.bool) if not options.is_causal else lag >= 0
     if options.window is not None and not options.is_window_anchored:
         visible &= lag.abs() < options.window
+    if options.chunk is not None:
+        visible &= positions[:, None] // options.chunk == key_positions[None, :] // options.chunk
     scores = scores.masked_fill(~visible, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks[:, None, None].expand(-1, len(q), 1)

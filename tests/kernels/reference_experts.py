@@ -55,6 +55,7 @@ def run_experts(
     weights: Tensor,
     *,
     activation: Callable[[Tensor], Tensor],
+    scales_inputs: bool = False,
     biases: tuple[Tensor, Tensor] | None = None,
     quantize_input: Callable[[Tensor, int, int], Tensor] = lambda x, expert, segment: x,
     quantize_hidden: Callable[[Tensor, int], Tensor] = lambda x, expert: x,
@@ -63,8 +64,12 @@ def run_experts(
     out = torch.zeros_like(x)
     for row, chosen in enumerate(ids.tolist()):
         for choice, e in enumerate(chosen):
-            halves = [part @ quantize_input(x[row], e, s) for s, part in enumerate(gate_up[e].chunk(2))]
+            if e < 0:  # of another rank
+                continue
+            weight = weights[row, choice]
+            read = x[row] * weight if scales_inputs else x[row]
+            halves = [part @ quantize_input(read, e, s) for s, part in enumerate(gate_up[e].chunk(2))]
             both = torch.cat(halves) + (0 if biases is None else biases[0][e])
             result = down[e] @ quantize_hidden(activation(both), e) + (0 if biases is None else biases[1][e])
-            out[row] += weights[row, choice] * result
+            out[row] += result if scales_inputs else weight * result
     return out

@@ -19,6 +19,7 @@ SIZES = {
     "num_slots": (1, 264),
     "num_multiprocessors": (1, 132),
     "window": (0, 1, 4096),
+    "chunk": (0, 1, 8192),
     "lag": (1, 4095),
     "num_entries": (1, 512, 513, 9000),
     "num_experts": (1, 32, 128),

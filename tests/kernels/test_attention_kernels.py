@@ -42,6 +42,25 @@ STEPS = {
     "20 requests": Step(rows=(1, 2) * 10, contexts=tuple(range(0, 60, 3)), heads=Heads(num_heads=2, num_kv_heads=1)),
     "window of one": Step(rows=(3, 1), contexts=(0, 33), options=AttentionOptions(window=1)),
     "window over splits": Step(rows=(2, 4), contexts=(700, 40), options=AttentionOptions(window=300)),
+    "chunks: before a border, at it, behind it, across": Step(
+        rows=(1, 1, 1, 4), contexts=(63, 64, 65, 62), options=AttentionOptions(chunk=64)
+    ),
+    "chunks that end inside of pages and blocks of keys": Step(
+        rows=(4, 3, 40), contexts=(38, 700, 90), options=AttentionOptions(chunk=40)
+    ),
+    "a prefill chunk over many chunks, in whole blocks of keys": Step(
+        rows=(300,), contexts=(100,), heads=Heads(num_heads=2, num_kv_heads=2), options=AttentionOptions(chunk=128)
+    ),
+    "chunks over splits, FP8 pages": Step(
+        rows=(2, 4),
+        contexts=(1500, 1022),
+        dtype=torch.float16,
+        page_dtype=FP8,
+        options=AttentionOptions(chunk=1024, k_scale=0.5, v_scale=1.5),
+    ),
+    "chunk, window and sinks": Step(
+        rows=(4, 1), contexts=(333, 20), options=AttentionOptions(chunk=100, window=50, sinks=SINKS)
+    ),
     "sinks": Step(rows=(2, 4), contexts=(500, 0), options=AttentionOptions(sinks=SINKS)),
     "softcap": Step(rows=(2, 4), contexts=(150, 3), options=AttentionOptions(softcap=1.5)),
     "score scale": Step(rows=(2, 4), contexts=(150, 3), options=AttentionOptions(score_scale=0.4)),
@@ -191,14 +210,42 @@ def reference(step: Step, tensors: Tensors) -> Tensor:
     return reference_attention.attend_pages(tensors.q, tensors.pages, tensors.requests, step.options)
 
 
+def test_pages_before_a_chunk_are_not_read(device: torch.device) -> None:
+    """A weight of 0 would not hide what they hold. Negative control: the page where the chunk begins."""
+    chunk, page_size = 64, 16  # a chunk is whole blocks of keys
+    step = Step(rows=(1, 2, 40), contexts=(64, 190, 128), options=AttentionOptions(chunk=chunk))
+    tensors = make_tensors(step)
+    want, pages = reference(step, tensors), tensors.pages.clone()
+    firsts = [context // chunk * chunk // page_size for context in step.contexts]
+    for request, first in enumerate(firsts):
+        pages[tensors.requests.page_table[request, :first]] = torch.nan
+    assert error(run_step(step, replace(tensors, pages=pages), device), want) <= TOLERANCE[step.dtype]
+    pages[tensors.requests.page_table[1, firsts[1]]] = torch.nan
+    assert run_step(step, replace(tensors, pages=pages), device)[1:3].isnan().all()
+
+
 def _one_key_too_few(step: Step) -> Step:
     window = step.options.window
     assert window is not None
     return replace(step, options=replace(step.options, window=window - 1))
 
 
+CROSSING = "chunks: before a border, at it, behind it, across"
+
+
+def _chunks_of(size: int | None) -> Callable[[Step], Step]:
+    return lambda step: replace(step, options=replace(step.options, chunk=size))
+
+
 PERTURBATIONS: dict[str, tuple[str, Callable[[Step], Step]]] = {
     "one key too few in the window": ("window over splits", _one_key_too_few),
+    "a border one position later": (CROSSING, _chunks_of(65)),
+    "a border one position earlier": (CROSSING, _chunks_of(63)),
+    "no borders": ("chunks over splits, FP8 pages", _chunks_of(None)),
+    "a window in place of chunks": (
+        CROSSING,
+        lambda step: replace(step, options=AttentionOptions(window=step.options.chunk)),
+    ),
     "no sinks": ("sinks", lambda step: replace(step, options=AttentionOptions())),
     "no softcap": ("softcap", lambda step: replace(step, options=AttentionOptions())),
     "no score scale": ("score scale", lambda step: replace(step, options=AttentionOptions())),
@@ -313,6 +360,13 @@ def test_the_tokens_of_a_step_have_no_anchor(device: torch.device) -> None:
     step = Step(rows=(2,), contexts=(9,), options=AttentionOptions(window=4, is_window_anchored=True))
     with pytest.raises(ValueError, match="is_window_anchored: expected False"):
         run_step(step, make_tensors(step), device)
+
+
+def test_draft_blocks_have_no_chunks(device: torch.device) -> None:
+    step = replace(DRAFTS["causal"], options=AttentionOptions(chunk=4))
+    tensors, block = draft_tensors(step)
+    with pytest.raises(ValueError, match="chunk: expected None, found 4"):
+        run_draft(step, tensors, block, device)
 
 
 @pytest.mark.parametrize(

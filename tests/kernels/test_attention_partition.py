@@ -19,6 +19,7 @@ class Lengths:
     rows_per_tile: int = 4
     work_slots: int = 4
     window: int | None = None
+    chunk: int = 0
     min_rows: int = 1
     max_rows: int = ANY_ROWS
     has_block: bool = False
@@ -34,7 +35,8 @@ class Lengths:
             tile=TILE,
             heads_per_kv=TILE // self.rows_per_tile,
             key_block=KEY_BLOCK,
-            max_lag=ANY_DISTANCE if self.window is None else self.window - 1,
+            max_lag=(ANY_DISTANCE if self.window is None else self.window - 1) if self.chunk == 0 else self.chunk - 1,
+            chunk=self.chunk,
             window_step=1,
             num_slots=self.work_slots,
             split_blocks=self.split_blocks,
@@ -45,8 +47,10 @@ class Lengths:
     def keys_of(self, request: int, first_row: int, num_rows: int) -> set[int]:
         """Stored keys that a tile's rows see, and the others of their blocks before them."""
         context = self.contexts[request]
-        start = 0 if self.window is None else max(context + first_row - self.window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-        return set(range(start, context if self.has_block else context + first_row + num_rows))
+        first = 0 if self.window is None else max(context + first_row - self.window + 1, 0)
+        if self.chunk:
+            first = (context + first_row) // self.chunk * self.chunk
+        return set(range(first // KEY_BLOCK * KEY_BLOCK, context if self.has_block else context + first_row + num_rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,9 @@ CASES = {
     "a request without rows": Lengths(rows=(4, 0, 3), contexts=(640, 500, 0)),
     "a prefill chunk": Lengths(rows=(33, 2), contexts=(500, 300), work_slots=20),
     "window": Lengths(rows=(33, 2), contexts=(500, 300), work_slots=20, window=100),
+    "chunks": Lengths(rows=(33, 2, 4, 1), contexts=(80, 300, 95, 192), work_slots=20, chunk=96),
+    "chunks of less than a block of keys": Lengths(rows=(9, 3), contexts=(500, 30), work_slots=20, chunk=10),
+    "fixed length, chunks": Lengths(rows=(9, 4, 1), contexts=(300, 92, 0), split_blocks=3, chunk=96, work_slots=64),
     "short requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), max_rows=4, work_slots=20),
     "long requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), min_rows=5, work_slots=20),
     "draft blocks": Lengths(rows=(5, 5, 5), contexts=(0, 900, 20), has_block=True, work_slots=9),

@@ -19,6 +19,7 @@ SPLIT_LENGTH = 128
 OPTIONS = {
     "all keys": AttentionOptions(),
     "window": AttentionOptions(window=150),
+    "a border of chunks among the rows": AttentionOptions(chunk=103),
     "sinks": AttentionOptions(sinks=torch.tensor([0.5, -1.0, 2.0, 4.0])),
 }
 

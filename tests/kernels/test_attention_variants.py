@@ -178,6 +178,8 @@ bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 verify = dict(dtype=bf16, page_dtype=bf16, head_dim=128)
 jobs = [(90, v) for v in attention_variants(**verify, has_block=True, tiles=(64,))]
 jobs += [(100, attention_variants(**verify, has_block=False, tiles=(64,))[0])]
+chunks = attention_variants(**verify, has_block=False, tiles=(64,), chunk=8192)
+jobs += [(90, chunks[0]), (100, chunks[1])]
 jobs += [(103, attention_variants(dtype=bf16, page_dtype=fp8, head_dim=128, has_block=False, tiles=(16,))[0])]
 uses = dict(has_norm=True, has_rope=True, stores_pages=True, has_limits=False)
 jobs.append((90, rotate_and_store_variant(dtype=bf16, page_dtype=fp8, head_dim=128, **uses)))

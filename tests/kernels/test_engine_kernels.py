@@ -70,6 +70,20 @@ def test_a_layer_with_a_soft_cap_has_attention_kernels_of_its_own_and_nothing_el
     assert capped <= full and not capped <= {variant.name for variant in library_variants(LibrarySpec())}
 
 
+def test_a_layer_in_chunks_has_attention_kernels_of_its_own_and_nothing_else(tmp_path: Path) -> None:
+    plain, chunked = (set(names(replace(PAIR, layers=(replace(TARGET, chunk=size),)))) for size in (0, 8192))
+    attention = {name for name in plain if name.startswith("attention_")}
+    assert len(attention) == 8  # with what joins their splits
+    assert plain - chunked == attention
+    assert chunked - plain == {name.replace("_step_", "_chunk8192_step_") for name in attention}
+    target = make_target(tmp_path / "target", family="llama4_text", head_dim=32, tokenizer=False)
+    config = build_config_from({"target": str(target), "dtype": "bfloat16"}, source="test")
+    kernels = kernels_of_config(config, tmp_path)
+    assert [layer.chunk for layer in kernels.layers] == [0, 12]  # without RoPE, and with it
+    [experts] = kernels.experts
+    assert experts.scales_inputs and all("_scaled_" in name for name in names(kernels) if "expert_gate_up" in name)
+
+
 def test_layers_that_differ_in_head_dim_or_pages_have_kernels_of_their_own() -> None:
     fp8 = replace(TARGET, page_dtype="float8_e4m3fn")
     wide = replace(TARGET, head_dim=256)

@@ -77,6 +77,40 @@ def defined(x: Tensor, gate_up: Weight, down: Weight, routing: Routing, moe: Moe
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "input_scales"), [("plain", ()), ("mxfp4", ()), ("fp8", (0.01, 0.01)), ("nvfp4", (0.01, 0.013))]
+)
+def test_weights_of_the_router_scale_rows_before_they_are_quantized(
+    form: str, input_scales: tuple[float, ...], exact_codes: None
+) -> None:
+    """Llama 4's experts; the negative control weighs results."""
+    experts, gate_up, down = make_experts(form, SILU, input_scales=input_scales, has_bias=True)
+    logits = torch.randn(11, NUM_EXPERTS, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    routing = route(logits, Router(kind="sigmoid_top_k", num_chosen=NUM_CHOSEN), new_ticket(DEVICE))
+    quantized = {"fp8": quantized_fp8, "nvfp4": quantized_nvfp4}.get(form)
+
+    def rounded(x: Tensor, weight: Weight, expert: int, segment: int) -> Tensor:
+        if quantized is None:
+            return x
+        scale = weight.input_scale[expert, segment].item()
+        return quantized(x[None], scale)[0].float() * scale
+
+    x = make_rows(11)
+    expected = defined(
+        x,
+        gate_up,
+        down,
+        routing,
+        SILU,
+        scales_inputs=True,
+        quantize_input=lambda x, expert, segment: rounded(x, gate_up, expert, segment),
+        quantize_hidden=lambda x, expert: rounded(x, down, expert, 0),
+    )
+    tolerance = CODE_TOLERANCE if input_scales else TOLERANCE
+    assert error(run_experts(x, replace(experts, scales_inputs=True), routing), expected) < tolerance
+    assert error(run_experts(x, experts, routing), expected) > 5 * CODE_TOLERANCE
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 

@@ -34,6 +34,16 @@ LATENTS: dict[str, Any] = {
 }
 
 
+LLAMA4: dict[str, Any] = {
+    "family": "llama4_text",
+    "num_hidden_layers": 2,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 3,
+    "floor_scale": 2,
+    "draft": {"target_layer_ids": (0,), "num_layers": 1},
+}
+
+
 def make_dflash2_pair(root: Path) -> None:
     make_dflash2_drafter(
         root / "drafter", target_dir=make_target(root / "target", vocab_size=12, tokenizer=False), block_size=4
@@ -60,6 +70,7 @@ def make_gemma_pair(root: Path) -> None:
         pytest.param(make_zlab_pair, ("memory",), id="shared memory"),
         pytest.param(partial(make_zlab_pair, **HYBRID), (), id="gated delta nets"),
         pytest.param(partial(make_zlab_pair, **LATENTS), (), id="latents and experts"),
+        pytest.param(partial(make_zlab_pair, **LLAMA4), (), id="Llama 4", marks=pytest.mark.slow),
         pytest.param(make_dflash2_pair, ("memory",), id="DFlash2, shared memory", marks=pytest.mark.slow),
         pytest.param(make_eagle3_pair, (), id="EAGLE-3", marks=pytest.mark.slow),
         pytest.param(make_gemma_pair, ("memory",), id="Gemma 4, shared memory", marks=pytest.mark.slow),

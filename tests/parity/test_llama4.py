@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dflash_trt.core.model.gqa import AttentionMask
 from tests.checkpoint.refusals import edit_tensors
 from tests.engines import PAGE_SIZE, Decoding, decode, make_executor
 from tests.factories import Tensors, edit_json, make_target, make_zlab_drafter, read_json, write_json
 from tests.parity.test_experts import together
 from tests.parity.test_transformers import SMALL_VOCAB
+from tests.parity.test_windows import make_loop, tokens_of
 
 NUM_NEW = 40
 CHUNK = 12  # of the factory; floor_scale is 8
@@ -88,6 +90,25 @@ def test_tokens_do_not_depend_on_batch_mates(tmp_path: Path) -> None:
     executor, model = make_executor(target, drafter), model_of(target)
     runs = together(executor, 5)
     assert [run.tokens[:20] for run in runs] == [greedy(model, list(run.prompt), 20) for run in runs]
+
+
+def test_pages_that_no_chunk_reads_are_freed_and_the_tokens_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path / "target", family="llama4_text", vocab_size=SMALL_VOCAB, tokenizer=False)
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=6)
+    prompts = [prompt_of(length) for length in (3 * CHUNK + 2, 1)]
+    expected = [greedy(model_of(target), prompt) for prompt in prompts]
+
+    def found() -> list[list[int]]:
+        executor = make_executor(target, drafter, max_batch_size=2, max_num_tokens=20, has_page_groups=True)
+        (window,) = executor.limits.page_windows
+        assert window.window == AttentionMask(chunk=CHUNK).span
+        return tokens_of(make_loop(executor, 5), prompts, together=True)
+
+    assert found() == expected
+    monkeypatch.setattr(AttentionMask, "span", property(lambda mask: mask.chunk and mask.chunk // 2))
+    assert found() != expected, "the negative control: pages that the chunk still reads"
 
 
 def test_logits_are_those_of_transformers_and_of_nothing_else(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_a_window_limits_what_each_token_of_a_chunk_sees(window: int) -> None:
     assert found.kv_bytes == 2 * 2 * 16 * 4 * (min(3, window) + min(50, window) + 11)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 8, 100])
+def test_a_chunk_of_positions_limits_it_in_jumps(chunk: int) -> None:
+    chunked = ATTENTION.model_copy(update={"mask": AttentionMask(chunk=chunk)})
+    found = work(chunked).of(rows((9, 3), (2, 50)))
+    keys = sum(position % chunk + 1 for position in (*range(3, 12), 50, 51))
+    assert found.mixing_flops == 4 * ATTENTION.q_size * keys
+    assert found.kv_bytes == 2 * 2 * 16 * 4 * (3 % chunk + 50 % chunk + 11)
+
+
 def test_a_recurrent_state_is_read_and_written_once_whatever_the_context() -> None:
     engine = work(DELTA)
     near, far = engine.of(rows((1, 10))), engine.of(rows((1, 4000)))

@@ -12,7 +12,7 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (
-    "heads kv_heads head_dim page_size window is_causal is_window_anchored has_sinks shares_kv"
+    "heads kv_heads head_dim page_size window chunk is_causal is_window_anchored has_sinks shares_kv"
     " num_tokens num_requests block_rows pages_per_request state"
 )
 _PAGES = "q k v state_pools positions token_offsets context_lens page_table sinks attended"
@@ -45,7 +45,7 @@ ExpertMatrix = _structure("ExpertMatrix", "form has_row_scale num_input_scales h
 
 EXPERT_INTEGERS = (
     *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias"),
-    *("num_groups", "num_chosen_groups", "activation"),
+    *("num_groups", "num_chosen_groups", "activation", "scales_inputs"),
 )
 
 
@@ -225,6 +225,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         head_dim=head_dim,
         page_size=int(fields["page_size"]),
         window=int(fields.get("window", 0)),
+        chunk=int(fields.get("chunk", 0)),
         is_causal=int(fields.get("is_causal", 1)),
         is_window_anchored=int(fields.get("is_window_anchored", 0)),
         has_sinks=int(fields.get("has_sinks", 0)),

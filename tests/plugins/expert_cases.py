@@ -37,6 +37,7 @@ class ExpertsCase:
     num_chosen_groups: int = 1
     routing_scale: float = 1.0
     activation: Literal["silu", "clamped_swiglu", "gelu_tanh"] = "silu"
+    scales_inputs: bool = False
     has_factors: bool = False  # of experts, in the rows of down
     input_scales: tuple[float, ...] = ()
     has_bias: bool = False
@@ -63,6 +64,7 @@ class ExpertsCase:
             num_groups=self.num_groups,
             num_chosen_groups=self.num_chosen_groups,
             activation=self.activation,
+            scales_inputs=self.scales_inputs,
             gate_up=matrix(is_down=False),
             down=matrix(is_down=True),
             max_rows=self.num_rows,
@@ -86,6 +88,7 @@ class ExpertsCase:
             "num_groups": self.num_groups,
             "num_chosen_groups": self.num_chosen_groups,
             "activation": ACTIVATIONS[self.activation],
+            "scales_inputs": int(self.scales_inputs),
             "routing_scale": self.routing_scale,
             "limit": 0.7,
             "alpha": 1.702,
@@ -131,6 +134,17 @@ CASES = {
         form="plain", routing="sigmoid_top_k", has_choice_bias=True, num_groups=4, num_chosen_groups=2
     ),
     "GELU, factors of experts": ExpertsCase(form="plain", activation="gelu_tanh", has_factors=True),
+    "scaled inputs": ExpertsCase(
+        form="plain", routing="sigmoid_top_k", normalizes=False, scales_inputs=True, has_bias=True
+    ),
+    "scaled inputs in FP8": ExpertsCase(
+        form="fp8",
+        routing="sigmoid_top_k",
+        normalizes=False,
+        scales_inputs=True,
+        num_chosen=1,
+        input_scales=(0.02, 0.02),
+    ),
     "half of the experts": ExpertsCase(form="plain", num_here=4, first_expert=4),
     "tiles of 32": ExpertsCase(form="plain", num_rows=60),
     "tiles of 64": ExpertsCase(form="plain", num_rows=120),

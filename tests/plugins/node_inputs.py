@@ -9,6 +9,7 @@ from tests.logit_rows import columns_off
 
 PAGE_SIZE = 4
 STATE, NUM_STATES = 1, 3
+CHUNK = 6  # of positions, of the library that tests build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class StepCase:
     head_dim: int = 16
     page_size: int = PAGE_SIZE
     window: int = 0
+    chunk: int = 0  # of attend_pages
     is_causal: int = 0
     is_window_anchored: int = 0
     vocab_size: int = 5000
@@ -65,12 +67,14 @@ CASES = {
     "sinks, soft cap and scale": StepCase(
         num_tokens=(4, 4), context_lens=(17, 2), width=4, softcap=2.0, score_scale=0.4, has_sinks=1
     ),
+    "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
 ANCHORED = ("anchored window", "causal anchored window")
 # A case of the field, and another value of it.
 SCORE_FIELDS = {
     ("AttendPages", "has_sinks"): ("sinks", 0),
+    ("AttendPages", "chunk"): ("chunks", 0),
     ("AttendPages", "shares_kv"): ("K and V of another layer", 0),
     ("AttendPages", "softcap"): ("soft cap", 0.0),
     ("AttendPages", "score_scale"): ("score scale", 0.25),
@@ -116,7 +120,7 @@ class NodeInputs:
         inputs = {"q": self._floats(rows, case.heads, case.head_dim), "k": self._floats(*kv), "v": self._floats(*kv)}
         inputs |= {"state_pools": self._pools(), "context_lens": self._integers(case.context_lens)}
         inputs |= self._layout() | {"sinks": self._sinks()}
-        fields = {"window": case.window, "has_sinks": case.has_sinks, "shares_kv": case.shares_kv}
+        fields = {name: getattr(case, name) for name in ("window", "chunk", "has_sinks", "shares_kv")}
         return inputs, self._page_fields() | case.scores | fields
 
     def write_draft_context(self) -> tuple[dict[str, Tensor], dict[str, float]]:

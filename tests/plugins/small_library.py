@@ -1,4 +1,4 @@
-"""Kernels of the library that tests build: those of the lists given, of the cases of experts and of delta nets.
+"""Kernels of the library that tests build: those of the lists given, of chunks, and of cases of experts and delta nets.
 
 python -m tests.plugins.small_library OUT --cache DIR [lists of `python -m plugins.aot`]
 """
@@ -6,12 +6,16 @@ python -m tests.plugins.small_library OUT --cache DIR [lists of `python -m plugi
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from plugins.aot import command_line
+from plugins.aot.attention_variants import attention_variants
 from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.variant import KernelVariant, unique_variants
-from plugins.aot.variants import FLOAT_TYPES, LibrarySpec
+from plugins.aot.variants import FLOAT32_TILES, FLOAT_TYPES, LibrarySpec
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.expert_cases import CASES
+from tests.plugins.node_inputs import CHUNK, StepCase
 
 MAX_REQUESTS = 16
 
@@ -22,7 +26,16 @@ class SmallLibrarySpec(LibrarySpec):
         experts = [variant for case in CASES.values() for variant in case.kernels().variants("float32")]
         kernels = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS)
         deltas = [variant for dtype in FLOAT_TYPES if dtype in self.dtypes for variant in kernels.variants(dtype)]
-        return unique_variants([*super().variants(), *experts, *deltas])
+        chunks = attention_variants(
+            dtype=torch.float32,
+            page_dtype=torch.float32,
+            head_dim=StepCase.head_dim,
+            has_block=False,
+            max_requests=MAX_REQUESTS,
+            tiles=FLOAT32_TILES,
+            chunk=CHUNK,
+        )
+        return unique_variants([*super().variants(), *experts, *deltas, *chunks])
 
 
 if __name__ == "__main__":

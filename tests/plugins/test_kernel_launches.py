@@ -9,7 +9,7 @@ import pytest
 from tests.plugins.building import BuiltLibrary, run_python
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
-from tests.plugins.node_inputs import ANCHORED, NODES, PAIRS, SCORE_FIELDS
+from tests.plugins.node_inputs import ANCHORED, CHUNK, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
 TOLERANCE = 5e-6
@@ -52,6 +52,12 @@ def test_a_soft_cap_takes_the_kernels_made_for_it(results: dict[str, Any]) -> No
         for case, is_capped in (("soft cap", True), ("score scale", False)):
             launched = results["launches"][f"{node}, {case}"]
             assert any("softcap" in name for name in launched) == is_capped
+
+
+def test_chunks_take_the_kernels_made_for_them(results: dict[str, Any]) -> None:
+    launched = results["launches"]["AttendPages, chunks"][1:]
+    assert all(f"_chunk{CHUNK}_step_" in name for name in launched)
+    assert not any("chunk" in name for name in results["launches"]["AttendPages, verify"])
 
 
 @pytest.mark.parametrize("case", ANCHORED)

@@ -32,6 +32,7 @@ from dflash_trt.core.config import CollectiveMode
 from dflash_trt.core.dtype import FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping as RankMapping
 from dflash_trt.core.model.draft import engine_weights
+from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult
 from dflash_trt.core.weight_spec import rank_shard
@@ -76,14 +77,17 @@ def define_pair(
     quantized: Mapping[str, QuantizedWeight[Tensor]] | None = None,
     mapping: RankMapping | None = None,
     pages: QuantizationSpec | None = None,
+    has_page_groups: bool = False,
 ) -> DefinedStep:
-    """The step network of two checkpoints. `wrap` may put something between us and the TensorRT module, `pages` says
-    which are FP8.
+    """The step network of two checkpoints, with one page table unless it `has_page_groups`. `wrap` may put something
+    between us and the TensorRT module, `pages` says which are FP8.
     """
     spec, tensors = open_spec(target, drafter, dtype=dtype, mapping=mapping)
     spec = replace(spec, quantization=pages, plugins=plugins, collectives=collectives)
     if max_draft_len is not None:
         spec = replace(spec, max_draft_len=max_draft_len)
+    if has_page_groups:
+        spec = replace(spec, page_windows=spec.states.windows(MAX_SEQ_LEN + spec.max_draft_len))
     return define_step(trt, spec, tensors, quantized or {}, wrap=wrap)
 
 
@@ -179,28 +183,34 @@ class InterpretedExecutor:
         defined: DefinedStep,
         *,
         num_pages: int = 512,
+        num_window_pages: int | None = None,
         max_seq_len: int = MAX_SEQ_LEN,
+        max_batch_size: int = 8,
         plugins: Plugins | None = None,
     ) -> None:
+        """Groups with a window have `num_window_pages` each; None: as many as the first."""
         spec = defined.spec
         self.limits = ExecutorLimits(
-            max_batch_size=8,
+            max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
             max_num_tokens=spec.max_num_tokens,
             max_draft_len=spec.max_draft_len,
             page_size=spec.page_size,
             num_pages=num_pages,
+            page_windows=tuple(PageWindow(window, num_window_pages or num_pages) for window in spec.page_windows),
         )
         self._spec = spec
-        self._slots = SlotMirror(self.limits.max_positions)
+        self._slots = SlotMirror(self.limits.max_positions, windows=spec.page_windows, max_pages=self.limits.max_pages)
         self._interpreter = defined.interpreter(plugins)
         num_slots = self.limits.max_batch_size + 1
-        self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=torch.device("cpu"))
+        cpu, windows = torch.device("cpu"), self.limits.page_windows
+        self._state = EngineState(spec, num_pages=num_pages, num_slots=num_slots, device=cpu, page_windows=windows)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The pages, by name of the state."""
-        return {name: pages[: self.limits.num_pages] for name, pages in self._state.pages.items()}
+        """The pages of requests, by name of the state."""
+        sizes = (self.limits.num_pages, *(group.num_pages for group in self.limits.page_windows))
+        return {name: pages[: sizes[self._state.group_of(name)]] for name, pages in self._state.pages.items()}
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         return FinishedStep(lambda: self._step(plan))
@@ -210,8 +220,12 @@ class InterpretedExecutor:
         batch = self._slots.assemble(plan, page_size=self.limits.page_size)
         least = 1 if self._spec.has_drafts else 0
         num_draft_tokens = max(batch.num_draft_tokens, least)
-        inputs = step_inputs(StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens))
+        rows = StepBatch(requests=batch.requests, num_draft_tokens=num_draft_tokens)
+        inputs = step_inputs(rows, page_windows=self.limits.page_windows)
         named = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+        tables = inputs.page_table.view(self.limits.num_page_groups, len(batch.requests), -1)
+        names = ["page_table", *(f"page_table.{window}" for window in self._spec.page_windows)]
+        named |= dict(zip(names, tables, strict=True))
         named["slot_ids"] = torch.from_numpy(plan.rows.slot_ids)
         given = {tensor.name: self._state.tensors[tensor.name] for tensor in state_inputs_of(self._spec)}
         outputs = self._interpreter.run(named | given)

@@ -128,13 +128,15 @@ def interpreted_ranks(
     return InterpretedRanks(threads, executors)
 
 
-def interpreted_engine(trt: Any, engine: EngineDir, *, num_pages: int) -> InterpretedRanks:
-    """All ranks of an engine directory of the torch backend, as TensorRT networks in plain layers."""
+def interpreted_engine(trt: Any, engine: EngineDir, **sizes: int) -> InterpretedRanks:
+    """All ranks of an engine directory of the torch backend, as TensorRT networks in plain layers. `sizes` are those of
+    InterpretedExecutor.
+    """
     num_ranks = engine.manifest.pretrained_config.mapping.world_size
     threads = RankThreads(num_ranks)
     executors = [
         InterpretedExecutor(
-            RankStep(**vars(define_engine(trt, engine, rank=rank)), threads=threads, rank=rank), num_pages=num_pages
+            RankStep(**vars(define_engine(trt, engine, rank=rank)), threads=threads, rank=rank), **sizes
         )
         for rank in range(num_ranks)
     ]

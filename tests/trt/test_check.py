@@ -117,6 +117,8 @@ def test_experts_in_mxfp4_are_checked_packed(trt, tmp_path, words):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["layer_ids"] == {"target": [0, 1]}  # with a window and without
+    assert {"page_table INT32 [-1, -1]", "page_table.6 INT32 [-1, -1]"} <= set(report["inputs"])
+    assert report["profiles"]["decode"]["pages.6"] == report["profiles"]["decode"]["pages"]
     assert report["layer_counts"]["TOPK"] == 2 + 1  # of the routers, and the sampler's
     assert report["ranks"] == ([0, 1] if words else [0])
     assert report["weights_bytes"] < 0.6 * (4 * 8 * 3 * 64 * 64 * 2)  # less than the experts alone in bfloat16

@@ -1,5 +1,6 @@
 """An engine directory of backend tensorrt: written, inspected, and refused when it is not for this machine."""
 
+import hashlib
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from dflash_trt.backends.tensorrt import build_rank, compatibility
 from dflash_trt.backends.tensorrt.builder import BuiltPlan, PlanOptions
 from dflash_trt.backends.tensorrt.compatibility import check_identity, spec_of
+from dflash_trt.backends.tensorrt.network import step_inputs_of
 from dflash_trt.backends.tensorrt.profiles import AxisRange, Profile
 from dflash_trt.cli.main import cli
 from dflash_trt.core.errors import ConfigError, EngineDirError
@@ -18,7 +20,7 @@ from dflash_trt.engine_dir import EngineDir
 from dflash_trt.executor.opening import open_executor
 from tests.engine_dir.building import build
 from tests.engines import PAGE_SIZE
-from tests.factories import make_target
+from tests.factories import edit_json, make_target
 from tests.trt.fake_engine import USER_MANAGED, FakeEngine
 from tests.trt.test_plugins import PluginReference, define_with_plugins
 from tests.trt.test_step_tokens import make_pair
@@ -65,8 +67,8 @@ def written_plan(monkeypatch, tmp_path):
     return seen
 
 
-def build_directory(root, *options):
-    target, drafter = make_pair(root)
+def build_directory(root, *options, **pair):
+    target, drafter = make_pair(root, **pair)
     words = ("--target", target, "--drafter", drafter, "--backend", "tensorrt", "-o", root / "engine", *options)
     result = run_cli("build", "--max-seq-len", 64, *words)
     assert result.exit_code == 0, result.output
@@ -92,6 +94,37 @@ def test_the_plan_holds_the_weights_and_config_json_describes_it(engine_path):
     assert engine.manifest.tensorrt.profiles[0].axes == {"T": (1, 16, 16)}
     spec = spec_of(engine)
     assert (spec.dtype, spec.max_draft_len, spec.page_size) == ("float16", 3, 32)
+
+
+def edit_record(path, **changes):
+    fields = json.loads((path / "config.json").read_text())
+    fields["tensorrt"] = {key: value for key, value in (fields["tensorrt"] | changes).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(fields))
+    sha256 = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+    edit_json(path / "provenance.json", config_sha256=sha256)
+
+
+def test_config_json_names_the_page_groups_and_one_without_them_has_one_group(tmp_path, written_plan):
+    """Of the models' windows; engines of before page groups have one page table, whatever their windows are."""
+    path = build_directory(tmp_path, gemma="gemma3_text", sliding_window=9, layer_types=["sliding_attention"] * 2)
+    pages = [shown_pages(path)]
+    names = {tensor.name for tensor in step_inputs_of(spec_of(EngineDir.open(path)))}
+    assert {"page_table", "page_table.6", "page_table.9"} <= names
+    edit_record(path, page_windows=None)
+    engine = EngineDir.open(path)
+    assert (engine.manifest.tensorrt.page_windows, engine.manifest.has_page_groups) == ((), False)
+    assert spec_of(engine).page_windows == ()
+    pages.append(shown_pages(path))
+    assert ["of layers with a window of 6 tokens" in words for words in pages] == [True, False]
+    edit_record(path, page_windows=[6])
+    with pytest.raises(
+        EngineDirError, match=r"expected page_windows \[6, 9\] in 'tensorrt', those of the models, or none"
+    ):
+        EngineDir.open(path)
+
+
+def shown_pages(path):
+    return " ".join(run_cli("inspect", path).output.split())
 
 
 GPU = {"is_available": lambda: True, "get_device_capability": lambda: (0, 0), "get_device_name": lambda: "a GPU"}

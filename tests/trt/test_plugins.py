@@ -82,7 +82,7 @@ class PluginReference:
         x["token_offsets"] = x["token_offsets"][: num_requests + 1]
         plan = self._plan(x, settings, context_lens=x["context_lens"], width=1)
         pages = _pages(x, settings, like=x["k"])
-        attention = AttentionMask(window=_window(settings))
+        attention = AttentionMask(window=_window(settings), chunk=settings["chunk"] or None)
         kv = (None, None) if settings["shares_kv"] else (x["k"], x["v"])
         given = (x["q"], *kv, _scaled(pages, settings))
         scores = _scores(settings, sinks=x["sinks"] if settings["has_sinks"] else None)
@@ -93,8 +93,8 @@ class PluginReference:
         pages = _pages(x, settings, like=x["context_k"])
         context_lens = x["next_context_lens"]
         width = len(x["q"]) // len(context_lens)
-        page_size = settings["page_size"]
-        plan = attention_plan.plan_blocks(x["page_table"], context_lens, page_size=page_size, num_slots=width)
+        sizes = {"page_size": settings["page_size"], "num_slots": width}
+        plan = attention_plan.plan_blocks(x["page_table"], context_lens, window=_window(settings), **sizes)
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
         attention = AttentionMask(window=_window(settings), **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
@@ -146,9 +146,10 @@ class PluginReference:
                 x["x"],
                 gate_up,
                 down,
-                torch.where(is_here, ids, 0),
-                weights * is_here,
+                torch.where(is_here, ids, -1),
+                weights,
                 activation=lambda both: activated(both, moe),
+                scales_inputs=bool(settings["scales_inputs"]),
                 biases=(_bias(x, settings, "gate_up"), _bias(x, settings, "down")),
                 quantize_input=_rounding(x, settings, "gate_up"),
                 quantize_hidden=lambda hidden, e: _rounding(x, settings, "down")(hidden, e, 0),
@@ -160,7 +161,8 @@ class PluginReference:
 
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
-        return attention_plan.plan_attention(step, page_size=settings["page_size"], num_draft_tokens=width - 1)
+        sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
+        return attention_plan.plan_attention(step, window=_window(settings), **sizes)
 
 
 def _bias(x, settings, prefix):

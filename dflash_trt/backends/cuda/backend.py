@@ -11,7 +11,6 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
-    layer_problems,
     recurrent_problems,
     unsupported_formats,
     wide_head_problems,
@@ -75,7 +74,7 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
             yield from _head_problems(spec)
     yield from wide_head_problems(target, where=where, hint=hint)
     yield from _latent_problems(target)
-    yield from layer_problems(target, where=where, hint=hint)
+    yield from _temperature_problems(target)
     yield from _selector_problems(draft)
     yield from recurrent_problems(target, draft, where=where, hint=hint)
 
@@ -91,6 +90,17 @@ def _head_problems(spec: TargetSpec | DraftSpec) -> Iterator[str]:
                 found=str(head_dim),
                 hint=hint,
             )
+
+
+def _temperature_problems(target: TargetSpec) -> Iterator[str]:
+    """Of queries that are normed where they are rotated, behind their temperature."""
+    if any(gqa.temperature is not None and gqa.has_qk_norm for gqa in target.attentions):
+        yield problem(
+            "temperature of queries",
+            expected="layers without a norm of q and k on a GPU",
+            found="layers with both",
+            hint='Run this engine with device "cpu".',
+        )
 
 
 def _latent_problems(target: TargetSpec) -> Iterator[str]:

@@ -60,6 +60,7 @@ def run_device_experts(x: Tensor, logits: Tensor, experts: DeviceExperts, moe: M
         activation=moe.activation,
         limit=moe.limit or 0.0,
         alpha=moe.alpha or 0.0,
+        scales_inputs=moe.scales_inputs,
     )
     routing = route(logits, router, experts.ticket, has_fixed_tiles=experts.has_fixed_tiles)
     return run_experts(x.contiguous(), packed, routing)

@@ -38,7 +38,7 @@ from dflash_trt.backends.cuda.token_masks import DeviceMasks
 from dflash_trt.backends.torch.process_group import ONE_RANK, RankGroup
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
@@ -91,6 +91,7 @@ class TorchGpuOps(DrafterOps):
         self._resources = resources
         self._outputs = outputs
         self._ranks = ranks
+        self._query_factors: dict[QueryTemperature, Tensor] = {}  # float32 [T, 1, 1]
 
     def embedding(self, table: Value, token_ids: Value, scale: float = 1.0) -> Tensor:
         rows = F.embedding(tensor_of(token_ids), tensor_of(table))
@@ -172,6 +173,15 @@ class TorchGpuOps(DrafterOps):
     def rope(self, x: Value, table: RopeRows) -> Heads:
         assert isinstance(x, Heads) and x.rope is None
         return replace(x, rope=table)
+
+    def tempered(self, q: Value, rows: Rows[Any], temperature: QueryTemperature) -> Heads:
+        """Before the rotation, which keeps lengths. Layers of a step share the factors."""
+        assert isinstance(q, Heads) and q.norm is None and rows.keeps_kv, "others are refused"
+        if temperature not in self._query_factors:
+            intervals = ((rows.positions + 1) // temperature.interval).float()
+            self._query_factors[temperature] = (1 + temperature.scale * intervals.log1p())[:, None, None]
+        scaled = torch.empty(q.x.shape, dtype=q.x.dtype, device=q.x.device)
+        return replace(q, x=torch.mul(q.x, self._query_factors[temperature], out=scaled))
 
     def token_rows(self) -> Rows[Any]:
         inputs = self._inputs
@@ -354,6 +364,7 @@ def _options(cache: Cache[Any], gqa: Gqa, sinks: Value | None) -> AttentionOptio
     scales = cache.spec.scales or LayerKvScales()
     return AttentionOptions(
         window=gqa.mask.window,
+        chunk=gqa.mask.chunk,
         is_causal=gqa.mask.is_causal,
         is_window_anchored=gqa.mask.is_window_anchored,
         first_key=gqa.mask.first_key,

@@ -4,6 +4,8 @@ Addresses never change, so that they are bound once and CUDA graphs stay valid; 
 pool, which takes turns with the first.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from dflash_trt.backends.staging import InputStaging, ResultStaging
 from dflash_trt.backends.tensorrt.network import (
     STATE_POOLS,
     StepNetworkSpec,
+    pool_axis,
     state_outputs_of,
     state_tensors_of,
     step_inputs_of,
@@ -19,7 +22,10 @@ from dflash_trt.backends.tensorrt.network import (
     step_tensors_of,
 )
 from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX
+from dflash_trt.backends.tensorrt.page_tables import PageTables
 from dflash_trt.core.dtype import torch_dtype
+from dflash_trt.core.page_windows import PageWindow
+from dflash_trt.core.state_spec import page_group_of
 from dflash_trt.core.step_plan import ExecutorLimits
 
 Shapes = dict[str, tuple[int, ...]]
@@ -28,14 +34,26 @@ Shapes = dict[str, tuple[int, ...]]
 class EngineState:
     """Pages and slots of every state, as the network takes them: by address, or as tensors that leave as others."""
 
-    def __init__(self, spec: StepNetworkSpec, *, num_pages: int, num_slots: int, device: torch.device) -> None:
-        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write.
+    def __init__(
+        self,
+        spec: StepNetworkSpec,
+        *,
+        num_pages: int,
+        num_slots: int,
+        device: torch.device,
+        page_windows: Sequence[PageWindow] = (),
+    ) -> None:
+        """Plain layers have one page more than `num_pages`: the scratch page, which takes what padding rows write. In
+        groups with a window that is the blank page, whose content their masks hide.
 
-        `num_slots` are those of requests and the last one, of padding.
+        `num_slots` are those of requests and the last one, of padding. `page_windows` are those of the spec.
         """
+        assert tuple(group.window for group in page_windows) == spec.page_windows, "pools for the groups of the engine"
         self._is_in_place = spec.plugins == "plugin"
-        sizes = {"pages": num_pages if self._is_in_place else num_pages + 1, "slots": num_slots}
+        sizes = {pool_axis(None): num_pages if self._is_in_place else num_pages + 1, "slots": num_slots}
+        sizes |= {pool_axis(group.window): group.blank_page + 1 for group in page_windows}
         self._kinds = {tensor.name: tensor.axes[0] for tensor in state_tensors_of(spec)}
+        self._groups = {state.name: page_group_of(state, spec.page_windows) for state in spec.states}
         self._tensors = {
             tensor.name: torch.zeros(
                 (sizes[tensor.axes[0]], *tensor.shape[1:]), dtype=torch_dtype(tensor.dtype), device=device
@@ -58,7 +76,11 @@ class EngineState:
     @property
     def pages(self) -> dict[str, Tensor]:
         """By name of the state, [pages, ...]."""
-        return {name: tensor for name, tensor in self._tensors.items() if self._kinds[name] == "pages"}
+        return {name: tensor for name, tensor in self._tensors.items() if self._kinds[name] != "slots"}
+
+    def group_of(self, name: str) -> int:
+        """Index of the page group of a state."""
+        return self._groups[name]
 
     @property
     def slots(self) -> dict[str, Tensor]:
@@ -101,6 +123,7 @@ class StepBuffers:
         scratch_page = limits.num_pages if spec.plugins == "layers" else None
         self.staging = InputStaging(limits, device, scratch_page=scratch_page)
         self.results = ResultStaging(limits, device)
+        self._tables = PageTables(limits, device=device) if limits.page_windows else None
         self._max_pages = limits.max_pages
         self._step_tensors = step_tensors_of(spec)
         self._inputs = tuple(tensor.name for tensor in step_inputs_of(spec))
@@ -109,12 +132,17 @@ class StepBuffers:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """By name of the engine's tensor."""
-        inputs, outputs = self.staging.device_tensors, self.results.device_tensors
+        tables = {} if self._tables is None else self._tables.tensors
+        inputs, outputs = {**self.staging.device_tensors, **tables}, self.results.device_tensors
         return {name: inputs[name] for name in self._inputs} | {name: outputs[name] for name in self._outputs}
 
     def shapes(self, shape: StepShape) -> Shapes:
         sizes = shape.sizes(max_pages=self._max_pages)
         return {tensor.name: tuple(tensor.extents(sizes)) for tensor in self._step_tensors}
+
+    def assemble(self, shape: StepShape) -> None:
+        """The first part of a step on the device."""
+        self.staging.assemble(shape, None if self._tables is None else self._tables.views(shape))
 
     def store(self, shape: StepShape) -> None:
         """The last part of a step on the device, from its outputs."""

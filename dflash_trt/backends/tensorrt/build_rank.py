@@ -60,7 +60,7 @@ class PlanCompiler:
                 sink=plan,
                 progress=progress,
             )
-        return record_of(built, self.options)
+        return record_of(built, self.options, page_windows=spec.page_windows)
 
 
 def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
@@ -82,7 +82,7 @@ def plan_options(config: BuildConfig, base_dir: Path) -> PlanOptions:
     )
 
 
-def record_of(built: BuiltPlan, options: PlanOptions) -> TensorRTRecord:
+def record_of(built: BuiltPlan, options: PlanOptions, *, page_windows: tuple[int, ...]) -> TensorRTRecord:
     """The record for config.json; the GPU is the current one, for which the enterprise builder builds."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     return TensorRTRecord(
@@ -91,6 +91,7 @@ def record_of(built: BuiltPlan, options: PlanOptions) -> TensorRTRecord:
         compute_capability=options.compute_capability or f"{major}.{minor}",
         plugins=built.plugins,
         collectives=options.collectives,
+        page_windows=page_windows,
         plugin_library=None if options.plugin_library is None else PLUGIN_LIBRARY_NAME,
         flags=built.flags,
         profiles=tuple(_profile_record(profile) for profile in built.profiles),

@@ -6,9 +6,10 @@ of these tokens have changed, and both times to the same. Slots of recurrent sta
 part of them. What K/V and states should be is not known here; `self_test` compares tokens with another backend.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +17,20 @@ from dflash_trt.backends.sequence_batch import sequence_batch
 from dflash_trt.backends.tensorrt.buffers import EngineState
 from dflash_trt.core.batch import plan_of
 from dflash_trt.core.errors import EngineDirError
+from dflash_trt.core.page_windows import num_pages_for
 from dflash_trt.core.step_plan import StepExecutor, StepPlan
 
 CANARY: Final = 40.0  # exact in every type that pages have
 _CHUNK_BYTES: Final = 64 << 20  # looked at at once: the pools fill the device
 _TOLERANCE: Final = 0.02  # of the largest value: steps of equal rows may round differently
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sequence is kept: its slot, and the first of its neighbouring pages in every page group."""
+
+    slot: int
+    first_pages: tuple[int, ...]
 
 
 class PagedExecutor(StepExecutor, Protocol):
@@ -39,11 +49,14 @@ def check_pages(executor: PagedExecutor) -> str:
     num_tokens = min(
         limits.page_size + 1, limits.max_num_tokens, limits.max_seq_len, limits.num_pages * limits.page_size
     )
-    num_pages = -(-num_tokens // limits.page_size)
-    pages = [range(first, first + num_pages) for first in (0, limits.num_pages - num_pages)]
+    num_pages = num_pages_for(num_tokens, limits.page_size)
+    pools = (limits.num_pages, *(group.num_pages for group in limits.page_windows))
     slots = (0, limits.max_batch_size - 1) if executor.state.slots else (0, 0)
-    places = dict.fromkeys(zip(pages, slots, strict=True))
-    contents = [_written(executor, place, slot, num_tokens) for place, slot in places]
+    places = dict.fromkeys((
+        Place(slots[0], (0,) * len(pools)),
+        Place(slots[1], tuple(num_pool_pages - num_pages for num_pool_pages in pools)),
+    ))  # fmt: skip
+    contents = [_written(executor, place, num_tokens) for place in places]
     executor.state.fill(0.0)
     for name, first in contents[0].items():
         for again in contents[1:]:
@@ -52,8 +65,8 @@ def check_pages(executor: PagedExecutor) -> str:
     return f"{num_tokens} tokens in each of {len(contents[0])} pools, at {len(contents)} places"
 
 
-def _written(executor: PagedExecutor, place: range, slot: int, num_tokens: int) -> dict[str, Tensor]:  # float32
-    """What prefill chunks of these tokens leave at these pages, [num_tokens, ...] by state, and in this slot.
+def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str, Tensor]:  # float32
+    """What prefill chunks of these tokens leave in a place: rows, [num_tokens, ...] by state, and parts of the slot.
 
     Recurrent states get the last token in a step of its own: its record is left, the rest are folded.
     """
@@ -67,17 +80,22 @@ def _written(executor: PagedExecutor, place: range, slot: int, num_tokens: int) 
                 page_size=limits.page_size,
                 context_len=start,
                 num_draft_tokens=limits.max_draft_len,
-                first_page=place.start,
+                page_windows=limits.page_windows,
             )
-            executor.submit(_in_slot(plan_of(chunk), slot)).result()
-    rows = {name: _rows_of(name, pages[: limits.num_pages], place, num_tokens) for name, pages in state.pages.items()}
-    return rows | {name: _part_of(name, tensor, slot) for name, tensor in state.slots.items()}
+            executor.submit(_moved(plan_of(chunk, max_pages=limits.max_pages), place, limits.max_pages)).result()
+    rows = {}
+    for name, pages in state.pages.items():
+        own = pages[:-1] if state.is_moving else pages  # without the page that padding writes to
+        rows[name] = _rows_of(name, own, place.first_pages[state.group_of(name)], num_tokens)
+    return rows | {name: _part_of(name, tensor, place.slot) for name, tensor in state.slots.items()}
 
 
-def _in_slot(plan: StepPlan, slot: int) -> StepPlan:
-    """The only row of a plan, in another slot."""
-    updates = replace(plan.page_updates, slots=plan.page_updates.slots + slot)
-    return replace(plan, rows=replace(plan.rows, slot_ids=plan.rows.slot_ids + slot), page_updates=updates)
+def _moved(plan: StepPlan, place: Place, max_pages: int) -> StepPlan:
+    """The only row of a plan, in another place than slot 0 and the first pages."""
+    updates = plan.page_updates
+    first_pages = np.array(place.first_pages)[updates.columns // max_pages]
+    updates = replace(updates, slots=updates.slots + place.slot, page_ids=updates.page_ids + first_pages)
+    return replace(plan, rows=replace(plan.rows, slot_ids=plan.rows.slot_ids + place.slot), page_updates=updates)
 
 
 def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
@@ -99,16 +117,17 @@ def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
     return own.float()
 
 
-def _rows_of(name: str, pages: Tensor, place: range, num_tokens: int) -> Tensor:
+def _rows_of(name: str, pages: Tensor, first_page: int, num_tokens: int) -> Tensor:
     is_written = _is_written(pages)
-    own = is_written[place.start : place.stop].transpose(0, 1).flatten(1)  # [2, positions]
+    place = slice(first_page, first_page + num_pages_for(num_tokens, pages.shape[2]))
+    own = is_written[place].transpose(0, 1).flatten(1)  # [2, positions]
     others = int(is_written.sum()) - int(own.sum())
     if others:
         raise _refusal(name, "no page of others to be written", f"{others} rows of K or V written there")
     if not bool(own[:, :num_tokens].all()) or bool(own[:, num_tokens:].any()):
         found = f"{int(own[:, :num_tokens].sum())} of them and {int(own[:, num_tokens:].sum())} others"
         raise _refusal(name, f"{2 * num_tokens} rows of K and V to be written", found)
-    rows = pages[place.start : place.stop].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+    rows = pages[place].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
     return rows.float()
 
 

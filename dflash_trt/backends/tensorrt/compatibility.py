@@ -1,5 +1,6 @@
 """GPU, TensorRT and plugin library of this machine, compared with those that config.json recorded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,9 +63,15 @@ def mismatches(record: TensorRTRecord, *, tensorrt_version: str, compute_capabil
 
 def spec_of(engine_dir: EngineDir, rank: int = 0) -> StepNetworkSpec:
     """The network that the plan of a rank computes."""
-    config = engine_dir.manifest.pretrained_config
+    config, record = engine_dir.manifest.pretrained_config, engine_dir.manifest.tensorrt
+    assert record is not None, "`check_identity` has refused others"
     of_rank = config.model_copy(update={"mapping": config.mapping.of_rank(rank)})
-    return network_spec(of_rank, engine_dir.manifest.build_config)
+    return replace(
+        network_spec(of_rank, engine_dir.manifest.build_config),
+        plugins=record.plugins,
+        collectives=record.collectives,
+        page_windows=record.page_windows,
+    )
 
 
 def plan_path(engine_dir: EngineDir, rank: int = 0) -> Path:

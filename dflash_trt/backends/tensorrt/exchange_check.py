@@ -43,7 +43,8 @@ def _written(executor: PagedExecutor, token_ids: tuple[int, ...]) -> dict[str, T
     limits = executor.limits
     executor.state.fill(0.0)
     tokens = token_ids[: min(limits.page_size, limits.max_num_tokens, limits.max_seq_len)]
-    run_batch(executor, sequence_batch(tokens, page_size=limits.page_size, num_draft_tokens=limits.max_draft_len))
+    options = {"page_size": limits.page_size, "num_draft_tokens": limits.max_draft_len}
+    run_batch(executor, sequence_batch(tokens, page_windows=limits.page_windows, **options))
     state = executor.state
     return {
         name: tensor[0].to(torch.float32, copy=True)

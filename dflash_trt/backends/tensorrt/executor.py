@@ -72,7 +72,9 @@ class TensorRTExecutor:
         self._contexts = contexts
         self._buffers = StepBuffers(spec, engine_limits(spec, limits), device=device)
         num_slots = limits.max_batch_size + 1  # the last one of padding
-        self.state = EngineState(spec, num_pages=limits.num_pages, num_slots=num_slots, device=device)
+        self.state = EngineState(
+            spec, num_pages=limits.num_pages, num_slots=num_slots, device=device, page_windows=limits.page_windows
+        )
         self.graphs = GraphCache(capture)
         contexts.bind(self._buffers.tensors | self.state.tensors)
         if device.type == "cuda":
@@ -110,7 +112,7 @@ class TensorRTExecutor:
         record, library = check_identity(engine_dir, plugin_library=plugin_library)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)  # the CPU still packs and reads steps
-        spec = replace(spec_of(engine_dir, rank), plugins=record.plugins, collectives=record.collectives)
+        spec = spec_of(engine_dir, rank)
         engine, owners = deserialize(plan_path(engine_dir, rank), plugins=record.plugins, plugin_library=library)
         check_engine_io(engine, spec)
         device, stream = _gpu()
@@ -123,7 +125,7 @@ class TensorRTExecutor:
         captured = captured_shapes(spec, limits, lens)
         contexts = StepContexts(engine, strategy, stream, captured=captured, device=device)
         pages = _page_plan(engine_dir, spec, config, ranks)  # of what the contexts leave
-        limits = replace(limits, num_pages=pages.num_pages)
+        limits = replace(limits, num_pages=pages.num_pages, page_windows=pages.page_windows)
         executor = cls(contexts, spec, limits, stream=stream, capture=CudaCapture(stream), device=device)
         executor.page_plan = pages
         executor._owners = (engine, *owners)
@@ -208,7 +210,7 @@ class TensorRTExecutor:
     def _enqueue(self, shape: StepShape) -> None:
         """The launches of a step; what a CUDA graph holds."""
         context = self._contexts.of(shape)
-        self._buffers.staging.assemble(shape)
+        self._buffers.assemble(shape)
         if self.state.is_moving:
             context.bind(self.state.tensors)
         context.enqueue(self._buffers.shapes(shape) | self.state.shapes)
@@ -219,8 +221,12 @@ class TensorRTExecutor:
 
 
 def engine_limits(spec: StepNetworkSpec, limits: ExecutorLimits) -> ExecutorLimits:
-    """With the K of the engine's steps, which drafts in every one of them if it can."""
-    return replace(limits, max_draft_len=spec.max_draft_len if spec.has_drafts else 0)
+    """With the K of the engine's steps, which drafts in every one of them if it can.
+
+    The positions stay the scheduler's, which lays out page tables by their number.
+    """
+    most = spec.max_draft_len if spec.has_drafts else 0
+    return replace(limits, max_draft_len=most, max_seq_len=limits.max_positions - most)
 
 
 def captured_shapes(spec: StepNetworkSpec, limits: ExecutorLimits, draft_lens: Iterable[int]) -> list[StepShape]:
@@ -270,7 +276,7 @@ def _page_plan(engine_dir: EngineDir, spec: StepNetworkSpec, config: RuntimeConf
         config.model_copy(update={"use_drafter": True, "num_state_snapshots": 0}),
         free_bytes=lambda: int(torch.cuda.mem_get_info()[0]),
         default_fraction=TENSORRT_FREE_MEMORY_FRACTION,
-        has_groups=False,  # an engine has one page table
+        has_groups=bool(spec.page_windows),
         num_pools=1 if spec.plugins == "plugin" else 2,  # plain layers write into a second one
     )
     return pages.agreed(ranks.smallest)

@@ -37,6 +37,7 @@ def experts_node(
         "num_groups": moe.num_groups,
         "num_chosen_groups": moe.num_chosen_groups,
         "activation": ACTIVATIONS[moe.activation],
+        "scales_inputs": int(moe.scales_inputs),
         "routing_scale": moe.routing_scale,
         "limit": moe.limit or NOT_READ,
         "alpha": moe.alpha or NOT_READ,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
-from dflash_trt.core.model.gqa import AttentionMask, Gqa
+from dflash_trt.core.model.gqa import AttentionMask, Gqa, QueryTemperature
 from dflash_trt.network.ops import StepInputs
 
 
@@ -77,12 +77,24 @@ def attend_pages(
     if mask.window is not None:
         distance = layers.binary("SUB", query_positions, index.key_positions)
         visible = layers.binary("AND", visible, layers.binary("LESS", distance, mask.window))
+    if mask.chunk is not None:
+        chunks = (layers.binary("DIV", x, mask.chunk) for x in (query_positions, index.key_positions))
+        visible = layers.binary("AND", visible, layers.binary("EQUAL", *chunks))
     values = _cleared(layers, values, layers.reshape(visible, (-1, 1, index.num_keys, 1)))
     visible = layers.reshape(visible, (-1, 1, 1, index.num_keys))
     if sinks is not None:
         sinks = layers.reshape(sinks, (1, kv_heads, num_heads // kv_heads, 1))
     attended = _attend(layers, grouped, keys, values, visible, gqa, sinks)  # [T, kv_heads, group, D]
     return layers.reshape(attended, (-1, num_heads * head_dim))
+
+
+def tempered(layers: Layers, q: ITensor, positions: ITensor, temperature: QueryTemperature) -> ITensor:
+    """See `Ops.tempered`; float32 inside, back to q's dtype."""
+    intervals = layers.binary("DIV", layers.binary("SUM", positions, 1), temperature.interval)
+    growth = layers.unary("LOG", layers.binary("SUM", layers.cast(intervals, "float32"), 1.0))
+    factors = layers.binary("SUM", layers.binary("PROD", growth, temperature.scale), 1.0)
+    by_row = layers.reshape(factors, (-1, 1, 1))
+    return layers.cast_like(layers.binary("PROD", layers.cast(q, "float32"), by_row), q)
 
 
 def write_draft_context(
@@ -113,7 +125,7 @@ def attend_draft(
     num_heads, head_dim = q.shape[1], q.shape[2]
     kv_heads = block[0].shape[1]
     keys, values = read_pages(layers, pages, index.page_table, like=q)  # [R, kv_heads, keys, D] each
-    is_own = layers.binary("LESS", index.key_positions, layers.reshape(context_lens, (-1, 1)))  # [R, keys]
+    is_own = _is_in_context(layers, index, context_lens, gqa.mask)  # [R, keys]
     values = _cleared(layers, values, layers.reshape(is_own, (-1, 1, index.num_keys, 1)))
 
     num_keys = _sum(layers, index.num_keys, block_width)
@@ -142,6 +154,16 @@ def read_pages(layers: Layers, pages: Pages, page_ids: ITensor, *, like: ITensor
         return layers.transpose(layers.reshape(part, (rows, -1, kv_heads, head_dim)), (0, 2, 1, 3))
 
     return half(0), half(1)
+
+
+def _is_in_context(layers: Layers, index: StepIndex, context_lens: ITensor, mask: AttentionMask) -> ITensor:
+    """[R, keys]: stored positions that the first slot of a block sees, and with it any."""
+    ends = layers.reshape(context_lens, (-1, 1))
+    is_own = layers.binary("LESS", index.key_positions, ends)
+    if mask.window is None:
+        return is_own
+    distance, reach = layers.binary("SUB", ends, index.key_positions), mask.window + int(mask.is_window_anchored)
+    return layers.binary("AND", is_own, layers.binary("LESS", distance, reach))
 
 
 def _block_mask(

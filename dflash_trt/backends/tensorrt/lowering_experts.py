@@ -25,10 +25,14 @@ def run_experts(
     moe: Moe,
 ) -> ITensor:  # F [N, H]; experts of other ranks add nothing
     is_chosen, weights = _choice(layers, logits, experts, moe)
-    gate_up = _linear(layers, layers.reshape(x, (1, -1, x.shape[1])), experts.gate_up)  # [E, N, 2F]
+    read = layers.reshape(x, (1, -1, x.shape[1]))
+    if moe.scales_inputs:
+        read = layers.binary("PROD", read, layers.cast_like(weights, x))  # [E, N, H]
+    gate_up = _linear(layers, read, experts.gate_up)  # [E, N, 2F]
     results = layers.cast(_linear(layers, activated(layers, gate_up, moe), experts.down), "float32")
     # Selected, not multiplied by 0: what an expert makes of a row it did not get may be infinite.
-    weighed = layers.where(is_chosen, layers.binary("PROD", results, weights), layers.floats([0.0], (1, 1, 1)))
+    weighed = results if moe.scales_inputs else layers.binary("PROD", results, weights)
+    weighed = layers.where(is_chosen, weighed, layers.floats([0.0], (1, 1, 1)))
     return layers.cast_like(layers.reduce("SUM", weighed, 0, keep_dims=False), x)
 
 

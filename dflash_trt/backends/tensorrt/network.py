@@ -3,10 +3,12 @@
 Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
 network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
 `target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], or some, `target_state.{i}.{part}`, [slots, ...],
-and what was written leaves as `next_target_kv.{i}` and so on.
+and what was written leaves as `next_target_kv.{i}` and so on. Layers with pages of a window alone have a page table of
+their own, `page_table.{window}`.
 """
 
 from collections.abc import Mapping as AbcMapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -23,7 +25,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv, page_group_of
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
@@ -31,6 +33,7 @@ from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
 STATE_POOLS: Final = "state_pools"
+PAGE_TABLE: Final = next(tensor for tensor in STEP_INPUTS if tensor.name == "page_table")  # of the first page group
 SLOT_IDS: Final = next(tensor for tensor in PLAN_INPUTS if tensor.name == "slot_ids")  # where recurrent states are
 
 
@@ -48,6 +51,7 @@ class StepNetworkSpec:
     page_size: int
     max_draft_len: int
     max_num_tokens: int  # of a step: how deep plain layers of a recurrence are
+    page_windows: tuple[int, ...] = ()  # of the page groups behind the first
     mapping: Mapping = field(default_factory=Mapping)
     quantization: QuantizationSpec | None = None
     plugins: PluginMode = "plugin"
@@ -75,8 +79,19 @@ class IoTensor:
 
 
 def step_tensors_of(spec: StepNetworkSpec) -> tuple[StepTensor, ...]:
-    """The step's own inputs, and the slots of its requests where a state is found by slot."""
-    return (*STEP_INPUTS, SLOT_IDS) if spec.states.is_recurrent else STEP_INPUTS
+    """The step's own inputs, the page tables of windows, and the slots of requests where a state is found by slot."""
+    tables = tuple(replace(PAGE_TABLE, name=table_name(window), is_by_group=False) for window in spec.page_windows)
+    return (*STEP_INPUTS, *tables, *([SLOT_IDS] if spec.states.is_recurrent else []))
+
+
+def table_name(window: int) -> str:
+    """Of the input that is the page table of the group with this window."""
+    return f"{PAGE_TABLE.name}.{window}"
+
+
+def pool_axis(window: int | None) -> str:
+    """Of the pages of a group's layers; None: the first group's."""
+    return "pages" if window is None else f"pages.{window}"
 
 
 def step_inputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
@@ -92,10 +107,10 @@ def step_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
 
 def state_tensors_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     """Pages or slots of every state, in the order of `state_pools`, whether or not they are tensors of the engine."""
-    return tuple(tensor for state in spec.states for tensor in _tensors_of(state, spec.page_size))
+    return tuple(tensor for state in spec.states for tensor in _tensors_of(state, spec))
 
 
-def _tensors_of(state: LayerState, page_size: int) -> tuple[IoTensor, ...]:
+def _tensors_of(state: LayerState, spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
     if isinstance(state, Recurrent):
         return tuple(
             IoTensor(
@@ -109,7 +124,8 @@ def _tensors_of(state: LayerState, page_size: int) -> tuple[IoTensor, ...]:
     if isinstance(state, SharedKv):
         return ()
     assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
-    shape, axes = (-1, *state.page_shape(page_size)), ("pages", "2", "page_size", "kv_heads", "D")
+    pool = pool_axis((None, *spec.page_windows)[page_group_of(state, spec.page_windows)])
+    shape, axes = (-1, *state.page_shape(spec.page_size)), (pool, "2", "page_size", "kv_heads", "D")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
@@ -144,13 +160,14 @@ def define_step_network(
     """
     given = {tensor.name: _add_input(layers, tensor) for tensor in step_inputs_of(spec)}
     slot_ids = given.pop(SLOT_IDS.name, None)
+    page_tables = [given[PAGE_TABLE.name], *(given.pop(table_name(window)) for window in spec.page_windows)]
     inputs: StepInputs[ITensor] = StepInputs(**given)
     state = {tensor.name: _add_input(layers, tensor) for tensor in state_inputs_of(spec)}
     collectives = make_collectives(layers, num_ranks=spec.mapping.tp_size, mode=spec.collectives)
-    lowering = _lowering(layers, inputs, slot_ids, state, spec)
+    lowering = _lowering(layers, inputs, page_tables, slot_ids, state, spec)
     ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
-    caches = [_cache(found, state) for found in spec.states.target]
-    draft_caches = [_cache(found, state) for found in spec.states.draft]
+    caches = [_cache(found, state, spec.page_windows) for found in spec.states.target]
+    draft_caches = [_cache(found, state, spec.page_windows) for found in spec.states.draft]
 
     outputs: StepOutputs[Any] = run_step(
         ops,
@@ -167,7 +184,7 @@ def define_step_network(
         layers.mark_output(state_outputs[tensor.name], tensor.name)
 
 
-def _cache(state: LayerState, tensors: AbcMapping[str, ITensor]) -> LayerCache[ITensor]:
+def _cache(state: LayerState, tensors: AbcMapping[str, ITensor], page_windows: tuple[int, ...]) -> LayerCache[ITensor]:
     """The tensors of a state where they are some of the network, else the addresses of all states."""
     pools = tensors.get(STATE_POOLS)
     if isinstance(state, Recurrent):
@@ -176,20 +193,22 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor]) -> LayerCache[I
         return RecurrentCache(found, state)
     kv = state.source if isinstance(state, SharedKv) else state
     assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
-    return Cache(tensors.get(kv.name, pools), kv)
+    return Cache(tensors.get(kv.name, pools), kv, page_group_of(kv, page_windows))
 
 
 def _lowering(
     layers: Layers,
     inputs: StepInputs[ITensor],
+    page_tables: Sequence[ITensor],
     slot_ids: ITensor | None,
     state: AbcMapping[str, ITensor],
     spec: StepNetworkSpec,
 ) -> StatefulLowering:
     if spec.plugins == "layers":
         sizes = {"page_size": spec.page_size, "max_num_tokens": spec.max_num_tokens}
-        return LayersLowering(layers, inputs, slot_ids, **sizes)
-    return PluginLowering(layers, inputs, state[STATE_POOLS], spec.states, page_size=spec.page_size, slot_ids=slot_ids)
+        return LayersLowering(layers, inputs, page_tables, slot_ids, **sizes)
+    pools, sizes = state[STATE_POOLS], {"page_size": spec.page_size}
+    return PluginLowering(layers, inputs, page_tables, pools, spec.states, slot_ids=slot_ids, **sizes)
 
 
 def _bind(

@@ -23,7 +23,7 @@ from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.core.model.gqa import Gqa
+from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
@@ -53,6 +53,7 @@ class LayersLowering:
         self,
         layers: Layers,
         inputs: StepInputs[ITensor],
+        page_tables: Sequence[ITensor],  # int32 [R, P], of every page group
         slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
         *,
         page_size: int,
@@ -60,11 +61,14 @@ class LayersLowering:
     ) -> None:
         self._layers = layers
         self._inputs = inputs
-        self._index = trt_attention.index_step(layers, inputs, page_size=page_size)
+        self._index = [
+            trt_attention.index_step(layers, replace(inputs, page_table=table), page_size=page_size)
+            for table in page_tables
+        ]
         self._written: dict[str, ITensor] = {}
         self._deltas: DeltaLowering | None = None
         if slot_ids is not None:
-            of_row = self._index.request_of_row
+            of_row = self._index[0].request_of_row
             self._deltas = DeltaLowering(layers, inputs, slot_ids, of_row, max_num_tokens=max_num_tokens)
 
     def attend_pages(
@@ -75,12 +79,13 @@ class LayersLowering:
         gqa: Gqa,
         sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor:
+        index = self._index[cache.group]
         if kv is None:
             pages = replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
         else:
-            pages = trt_attention.write_rows(self._layers, self._index, kv, _pages(cache))
+            pages = trt_attention.write_rows(self._layers, index, kv, _pages(cache))
             self._take(cache, pages)
-        return trt_attention.attend_pages(self._layers, self._index, q, pages, gqa, sinks)
+        return trt_attention.attend_pages(self._layers, index, q, pages, gqa, sinks)
 
     def attend_draft(
         self,
@@ -92,13 +97,15 @@ class LayersLowering:
         gqa: Gqa,
     ) -> ITensor:
         """`limits` are where the blocks begin, too."""
-        written = trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits)
+        index = self._index[cache.group]
+        written = trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits)
         self._take(cache, written)
         width = self._layers.dim(self._inputs.logit_rows, 1)
-        return trt_attention.attend_draft(self._layers, self._index, q, block, written, limits, gqa, block_width=width)
+        return trt_attention.attend_draft(self._layers, index, q, block, written, limits, gqa, block_width=width)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
-        self._take(cache, trt_attention.write_draft_context(self._layers, self._index, context, _pages(cache), limits))
+        index = self._index[cache.group]
+        self._take(cache, trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits))
 
     def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
         return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
@@ -280,6 +287,9 @@ class TrtOps(DrafterOps, RefusedOps):
         assert isinstance(experts, StackedExperts)
         logits = self.linear(x if routed is None else routed, experts.router)
         return self._lowering.experts(x, logits, experts, moe)
+
+    def tempered(self, q: ITensor, rows: Rows[ITensor], temperature: QueryTemperature) -> ITensor:
+        return trt_attention.tempered(self._layers, q, rows.positions, temperature)
 
     def token_rows(self) -> Rows[ITensor]:
         inputs = self._inputs

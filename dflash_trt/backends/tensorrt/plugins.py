@@ -19,7 +19,7 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
-from dflash_trt.kernels.launch_rules import NO_WINDOW
+from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
 from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts, StepInputs
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
@@ -45,7 +45,7 @@ ATTEND_PAGES: Final = PluginContract(
     name="AttendPages",
     inputs=("q", "k", "v", "state_pools", "positions", "token_offsets", "context_lens", "page_table", "sinks"),
     outputs=("attended",),
-    fields=(*PAGE_FIELDS, "window", "has_sinks", "shares_kv"),
+    fields=(*PAGE_FIELDS, "window", "chunk", "has_sinks", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 ATTEND_DRAFT: Final = PluginContract(
@@ -107,7 +107,7 @@ EXPERTS: Final = PluginContract(
     outputs=("out",),
     fields=(
         *("first_expert", "num_chosen", "routing", "normalizes", "has_choice_bias"),
-        *("num_groups", "num_chosen_groups", "activation"),
+        *("num_groups", "num_chosen_groups", "activation", "scales_inputs"),
         *(f"{matrix}_{name}" for matrix in ("gate_up", "down") for name in _MATRIX_FIELDS),
     ),
     real_fields=("routing_scale", "limit", "alpha"),
@@ -147,6 +147,7 @@ class PluginLowering:
         self,
         layers: Layers,
         inputs: StepInputs[ITensor],
+        page_tables: Sequence[ITensor],  # int32 [R, P], of every page group
         state_pools: ITensor,  # int64 [states]
         states: EngineStates,
         *,
@@ -155,6 +156,7 @@ class PluginLowering:
     ) -> None:
         self._layers = layers
         self._inputs = inputs
+        self._page_tables = page_tables
         self._state_pools = state_pools
         self._slot_ids = slot_ids
         own = [state for state in states if not isinstance(state, SharedKv)]
@@ -178,7 +180,7 @@ class PluginLowering:
         not_read = self._layers.floats([0.0] * num_heads, (num_heads,))
         k, v = kv or (self._row_not_read(cache, q),) * 2
         given = {"q": q, "k": k, "v": v, "sinks": not_read if sinks is None else sinks}
-        flags = {"has_sinks": int(sinks is not None), "shares_kv": int(kv is None)}
+        flags = {"chunk": gqa.mask.chunk or NO_CHUNK, "has_sinks": int(sinks is not None), "shares_kv": int(kv is None)}
         return self._page_node(ATTEND_PAGES, given, cache, _scores(gqa) | flags)
 
     def _row_not_read(self, cache: Cache[ITensor], q: ITensor) -> ITensor:  # F [1, kv_heads, D]
@@ -252,7 +254,8 @@ class PluginLowering:
             "k_scale": scales.k,
             "v_scale": scales.v,
         }
-        return self._node(contract, given | {"state_pools": self._state_pools}, own | fields)[0]
+        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[cache.group]}
+        return self._node(contract, given | own_pages, own | fields)[0]
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:
         """Inputs that are not `given` are the step's, by name."""

@@ -5,7 +5,7 @@ Pure arithmetic over the build limits; knows no TensorRT.
 
 from dataclasses import dataclass
 
-from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, state_inputs_of, step_inputs_of
+from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, pool_axis, state_inputs_of, step_inputs_of
 from dflash_trt.engine_dir import EngineLimits
 
 
@@ -23,7 +23,7 @@ class AxisRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers pages and slots, too."""
+    """Ranges by axis name: T, R, R+1, K+1 and P; of plain layers the pages of every group and slots, too."""
 
     name: str
     axes: dict[str, AxisRange]
@@ -53,7 +53,8 @@ def step_profiles(spec: StepNetworkSpec, limits: EngineLimits) -> tuple[Profile,
         "P": AxisRange(min=1, opt=max(1, pages // 4), max=pages),
     }
     if spec.plugins == "layers":
-        shared["pages"] = AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits))
+        pool = AxisRange(min=1, opt=batch * max(1, pages // 4) + 1, max=max_pool_pages(limits))
+        shared |= {pool_axis(window): pool for window in (None, *spec.page_windows)}
     if spec.plugins == "layers" and spec.states.is_recurrent:
         shared["slots"] = AxisRange(min=1, opt=batch + 1, max=batch + 1)  # and one for padding
     decode_tokens = min(batch * width, limits.max_num_tokens)
@@ -75,5 +76,5 @@ def max_pages_per_sequence(limits: EngineLimits) -> int:
 
 
 def max_pool_pages(limits: EngineLimits) -> int:
-    """Pages of max_batch_size full sequences, and one scratch page for padding."""
+    """Pages of max_batch_size full sequences, and one scratch page for padding: the most that any group has."""
     return limits.max_batch_size * max_pages_per_sequence(limits) + 1

@@ -12,7 +12,6 @@ class RefusedOps:
 
     attend_latent = _refused
     pairs_to_halves = _refused
-    tempered = _refused
     chain_blocks = _refused
     previous_rows = _refused
     context_rows = _refused

@@ -14,15 +14,17 @@ from dflash_trt.core.batch import (
     ScheduledRequest,
     StepBatch,
     StepSampling,
+    WindowColumns,
     chained,
     plan_of,
     request_results,
     run_batch,
 )
-from dflash_trt.core.step_plan import StepExecutor
+from dflash_trt.core.page_windows import num_pages_for
+from dflash_trt.core.step_plan import ExecutorLimits, StepExecutor
 
 _NUM_STEPS = 12
-_PAGES_PER_REQUEST = 8
+_MAX_PROMPT_LEN = 13
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +36,30 @@ class Finding:
     detail: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """One request's pages of a group with a window, which positions take in turn."""
+
+    window: int
+    page_size: int
+    num_pages: int  # of the request in the first group
+    page_ids: tuple[int, ...]
+
+    def columns(self, context_len: int, num_tokens: int) -> WindowColumns:
+        """Those that rows of so many tokens read or write."""
+        first = max(0, context_len - self.window + 1) // self.page_size
+        stop = min(num_pages_for(context_len + num_tokens, self.page_size), self.num_pages)
+        assert stop - first <= len(self.page_ids), "the pages of a window hold all requests"
+        return WindowColumns(first, tuple(self.page_ids[i % len(self.page_ids)] for i in range(first, stop)))
+
+
 @dataclass(kw_only=True)
 class Drive:
     """One request, fed by hand: prefill chunks first, then verify blocks, some with corrupted drafts."""
 
     prompt: tuple[int, ...]
     page_ids: tuple[int, ...]
+    rings: tuple[Ring, ...]  # of the page groups with a window
     sampling: StepSampling
     context_len: int = 0
     drafts: tuple[int, ...] = ()
@@ -53,6 +73,7 @@ class Drive:
         else:
             num_candidates = min(num_draft_tokens, len(self.drafts))
             token_ids = (self.last_token, *self.drafts[:num_candidates])
+        num_rows = max(len(token_ids), 2 * (num_draft_tokens + 1))  # a chained step may follow
         return ScheduledRequest(
             request_id=str(self.page_ids[0]),
             token_ids=token_ids,
@@ -60,6 +81,7 @@ class Drive:
             num_candidates=num_candidates,
             page_ids=self.page_ids,
             sampling=self.sampling,
+            window_pages=tuple(ring.columns(self.context_len, num_rows) for ring in self.rings),
         )
 
     def take(self, result: RequestResult) -> None:
@@ -93,16 +115,31 @@ SAMPLED = (
 )
 
 
-def _drives(vocab_size: int, samplings: tuple[StepSampling, ...], *, first_page: int = 0) -> list[Drive]:
+def _drives(limits: ExecutorLimits, vocab_size: int, samplings: tuple[StepSampling, ...]) -> list[Drive]:
     generator = random.Random(7)
+    num_pages = num_pages_for(_MAX_PROMPT_LEN + _NUM_STEPS * (limits.max_draft_len + 1), limits.page_size)
     return [
         Drive(
-            prompt=tuple(generator.randrange(vocab_size) for _ in range(5 + 4 * i)),
-            page_ids=tuple(range(first_page + _PAGES_PER_REQUEST * i, first_page + _PAGES_PER_REQUEST * (i + 1))),
+            prompt=tuple(generator.randrange(vocab_size) for _ in range(_MAX_PROMPT_LEN - 8 + 4 * i)),
+            page_ids=_part(num_pages, i),
+            rings=tuple(
+                Ring(
+                    window=group.window,
+                    page_size=limits.page_size,
+                    num_pages=num_pages,
+                    page_ids=_part(group.num_pages // len(samplings), i),
+                )
+                for group in limits.page_windows
+            ),
             sampling=sampling,
         )
         for i, sampling in enumerate(samplings)
     ]
+
+
+def _part(size: int, index: int) -> tuple[int, ...]:
+    """The pages of the request with this index, so many each."""
+    return tuple(range(size * index, size * (index + 1)))
 
 
 def _run(
@@ -131,7 +168,8 @@ def _compare(
     reference: StepExecutor, engine: StepExecutor, vocab_size: int, samplings: tuple[StepSampling, ...]
 ) -> str:
     expected, found = (
-        _run(executor, _drives(vocab_size, samplings), vocab_size, spoils=True) for executor in (reference, engine)
+        _run(executor, _drives(executor.limits, vocab_size, samplings), vocab_size, spoils=True)
+        for executor in (reference, engine)
     )
     return _must_be_equal(expected, found)
 
@@ -139,18 +177,20 @@ def _compare(
 def _repeat(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> str:
     """One request alone: the shape repeats after the prefill, so warm-up, capture and replays all happen."""
     expected, found = (
-        _run(executor, _drives(vocab_size, GREEDY[:1]), vocab_size, spoils=False) for executor in (reference, engine)
+        _run(executor, _drives(executor.limits, vocab_size, GREEDY[:1]), vocab_size, spoils=False)
+        for executor in (reference, engine)
     )
     return _must_be_equal(expected, found)
 
 
 def _chain(reference: StepExecutor, engine: StepExecutor, vocab_size: int) -> str:
     """The last steps are submitted before their results are read, and take their tokens from the slot."""
-    num_drafts = engine.limits.max_draft_len
-    [ours] = drives = _drives(vocab_size, GREEDY[:1])
-    expected = _run(reference, _drives(vocab_size, GREEDY[:1]), vocab_size, spoils=False, num_steps=5)
+    num_drafts, max_pages = engine.limits.max_draft_len, engine.limits.max_pages
+    theirs, drives = (_drives(executor.limits, vocab_size, GREEDY[:1]) for executor in (reference, engine))
+    expected = _run(reference, theirs, vocab_size, spoils=False, num_steps=5)
     found = _run(engine, drives, vocab_size, spoils=False, num_steps=3)
-    given = plan_of(StepBatch(requests=(ours.part(num_draft_tokens=num_drafts, chunk=6),), num_draft_tokens=num_drafts))
+    part = drives[0].part(num_draft_tokens=num_drafts, chunk=6)
+    given = plan_of(StepBatch(requests=(part,), num_draft_tokens=num_drafts), max_pages=max_pages)
     handles = [engine.submit(chained(given)) for _ in range(2)]
     found += [request_results(handle.result()) for handle in handles]
     return _must_be_equal(expected, found)

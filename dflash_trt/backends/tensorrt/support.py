@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dflash_trt.backends.base import (
     drafter_problems,
     latent_problems,
-    layer_problems,
     recurrent_problems,
     unsupported_formats,
     wide_head_problems,
@@ -38,6 +37,7 @@ def network_spec(config: PretrainedConfig, limits: EngineLimits) -> StepNetworkS
         page_size=limits.page_size,
         max_draft_len=limits.max_draft_len if config.draft else 0,
         max_num_tokens=limits.max_num_tokens,
+        page_windows=config.states().windows(limits.max_seq_len + limits.max_draft_len),
         mapping=config.mapping,
         quantization=config.quantization,
     )
@@ -55,7 +55,6 @@ def unsupported_problems(
     models = [
         *recurrent_problems(target, draft, where=where, hint=back),
         *latent_problems(target, where=where, hint=back),
-        *layer_problems(target, where=where, hint=back),
         *wide_head_problems(target, where=where, hint=back),
         *_head_problems(target, hint=back),
         *drafter_problems(draft, where=where, hint=back),

@@ -156,7 +156,7 @@ class DecoderSpec(Frozen):
     def _kept_window(self, owner: int) -> int | None:
         """The window that the pages of a layer keep: the largest of those that read them, None if one reads all."""
         readers = [
-            mixer.mask.window
+            mixer.mask.span
             for i, layer in enumerate(self.layers)
             if isinstance(mixer := layer.mixer, Gqa) and owner in (i, mixer.shares_kv_with)
         ]

@@ -32,6 +32,12 @@ class AttentionMask(Frozen):
     is_window_anchored: bool = False
     first_key: Annotated[int, Field(ge=0, le=1)] = 0
 
+    @property
+    def span(self) -> int | None:
+        """The window that holds every key a query sees: a chunk ends at the query, at the latest."""
+        spans = [size for size in (self.window, self.chunk) if size is not None]
+        return min(spans, default=None)
+
 
 class QueryTemperature(Frozen):
     """A query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / interval)) (Llama 4)."""

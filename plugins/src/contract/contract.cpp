@@ -19,6 +19,7 @@ constexpr FieldRule kState{"state", FieldType::kInt32, 0, std::numeric_limits<in
 constexpr FieldRule kPageType{"page_type", FieldType::kInt32, 0, 1}; // a PageType
 constexpr FieldRule kPageSize{"page_size", FieldType::kInt32, 1, 1 << 16};
 constexpr FieldRule kWindow{"window", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()};
+constexpr FieldRule kChunk{"chunk", FieldType::kInt32, 0, std::numeric_limits<int32_t>::max()}; // 0: none
 constexpr FieldRule kHasSinks{"has_sinks", FieldType::kInt32, 0, 1};
 constexpr FieldRule kSharesKv{"shares_kv", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
@@ -43,7 +44,7 @@ constexpr InputRule kAttendPagesInputs[] = {
 };
 constexpr OutputRule kAttendPagesOutputs[] = {{"attended", kF}};
 constexpr FieldRule kAttendPagesFields[] = {
-    kState, kPageType, kPageSize, kWindow, kHasSinks, kSharesKv, kKScale, kVScale, kSoftcap, kScoreScale};
+    kState, kPageType, kPageSize, kWindow, kChunk, kHasSinks, kSharesKv, kKScale, kVScale, kSoftcap, kScoreScale};
 
 constexpr InputRule kAttendDraftInputs[] = {
     {"context_k", kF, 3},
@@ -128,6 +129,7 @@ constexpr FieldRule kExpertsFields[] = {
     {"num_groups", FieldType::kInt32, 1, 4096},
     {"num_chosen_groups", FieldType::kInt32, 1, 4096},
     {"activation", FieldType::kInt32, 0, 2},
+    {"scales_inputs", FieldType::kInt32, 0, 1},
     {"gate_up_form", FieldType::kInt32, 0, 5},
     {"gate_up_has_row_scale", FieldType::kInt32, 0, 1},
     {"gate_up_has_input_scale", FieldType::kInt32, 0, 1},

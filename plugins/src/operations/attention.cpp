@@ -36,6 +36,7 @@ KernelChoice choice(char const* kernel, PageGeometry const& geometry, AttentionK
         .equal("HEAD_DIM", geometry.head_dim)
         .equal("HAS_BLOCK", kind.has_block ? 1 : 0)
         .equal("PLANNED", 0)
+        .equal("CHUNK", kind.chunk)
         .at_least("REQUESTS", num_requests);
     if (kernel == kKernels.front())
     {
@@ -193,7 +194,7 @@ void add_launches(PreparedLaunches& launches, Pass const& pass, PageGeometry con
 
 int64_t AttentionMask::max_lag() const noexcept
 {
-    return launch_rules::max_lag(window, is_window_anchored);
+    return launch_rules::max_lag(window, chunk, is_window_anchored);
 }
 
 int64_t AttentionMask::max_lead() const noexcept
@@ -227,7 +228,7 @@ void require_attention(PageGeometry const& geometry, AttentionKind kind, int64_t
 PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     Attention const& attention, Device const& device)
 {
-    AttentionKind const kind{attention.block.has_value(), options.has_softcap()};
+    AttentionKind const kind{attention.block.has_value(), options.has_softcap(), options.mask.chunk};
     check(geometry, heads, options, attention);
     load(geometry, kind, device);
     Values values = common_values(geometry, heads, options, attention);

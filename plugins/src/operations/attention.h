@@ -18,6 +18,7 @@ struct AttentionMask
     int64_t window; // keys closer than this are seen; launch_rules::NO_WINDOW: all
     bool is_causal;
     bool is_window_anchored; // of a block: the window is the context before its first slot, and all of the block
+    int64_t chunk = 0;       // of positions: keys before a query's own are hidden; launch_rules::NO_CHUNK: none are
 
     [[nodiscard]] int64_t max_lag() const noexcept;
     [[nodiscard]] int64_t max_lead() const noexcept;
@@ -28,6 +29,7 @@ struct AttentionKind
 {
     bool has_block;   // keys that are in no page, as of a drafter
     bool has_softcap;
+    int64_t chunk = 0; // as of the mask
 };
 
 struct AttentionOptions

@@ -81,7 +81,8 @@ KernelChoice gate_up_choice(ExpertsShape const& shape, ExpertsOptions const& opt
         .equal("INPUT", options.gate_up.num_input_scales == 0 ? 0 : 1) // quantized by the kernel
         .equal("SPLITS_INPUT", options.gate_up.num_input_scales == 2 ? 1 : 0)
         .equal("HIDDEN", hidden_form(options.down))
-        .equal("ACTIVATION", options.activation);
+        .equal("ACTIVATION", options.activation)
+        .equal("SCALES_INPUTS", options.scales_inputs ? 1 : 0);
     return product(choice, options.gate_up, tokens_of_tile(shape, options));
 }
 
@@ -91,6 +92,7 @@ KernelChoice down_choice(ExpertsShape const& shape, ExpertsOptions const& option
     choice.type("results", pointer_type(shape.type))
         .equal("FFN", shape.ffn_size)
         .equal("HIDDEN_SIZE", shape.hidden_size)
+        .equal("SCALES_INPUTS", options.scales_inputs ? 1 : 0)
         .equal("INPUT", options.down.num_input_scales == 0 ? 0 : 2); // codes, of the product before
     return product(choice, options.down, tokens_of_tile(shape, options));
 }

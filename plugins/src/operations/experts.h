@@ -41,6 +41,7 @@ struct ExpertsOptions
     int64_t num_groups;   // of adjacent experts, as many each
     int64_t num_chosen_groups;
     int64_t activation;   // as `experts.py` counts them
+    bool scales_inputs;   // the router's weights multiply rows of x, and not results
     float routing_scale;
     float limit;
     float alpha;

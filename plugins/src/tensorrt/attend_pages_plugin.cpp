@@ -14,9 +14,14 @@ namespace
 
 AttentionOptions options_of(PluginFields const& fields)
 {
-    AttentionMask const mask{fields.integer("window"), true, false};
+    AttentionMask const mask{fields.integer("window"), true, false, fields.integer("chunk")};
     return {mask, fields.real("score_scale"), fields.real("softcap"), fields.integer("has_sinks") != 0,
         fields.integer("shares_kv") != 0};
+}
+
+AttentionKind kind_of(AttentionOptions const& options)
+{
+    return {false, options.has_softcap(), options.mask.chunk};
 }
 
 void check_sinks(nvinfer1::Dims const& sinks, int64_t heads)
@@ -58,12 +63,12 @@ void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     {
         require_page_write(pages, false, max_requests);
     }
-    require_attention(pages, {false, options.has_softcap()}, max_requests);
+    require_attention(pages, kind_of(options), max_requests);
 }
 
 size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return attention_workspace_bytes(geometry(max, type), {false, options_of(fields()).has_softcap()});
+    return attention_workspace_bytes(geometry(max, type), kind_of(options_of(fields())));
 }
 
 PreparedLaunches AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const

@@ -77,8 +77,9 @@ ExpertsOptions ExpertsPlugin::options(nvinfer1::Dims const* inputs) const
     PluginFields const& given = fields();
     return {given.integer("first_expert"), given.integer("num_chosen"), given.integer("routing"),
         given.integer("normalizes") != 0, given.integer("has_choice_bias") != 0, given.integer("num_groups"),
-        given.integer("num_chosen_groups"), given.integer("activation"), given.real("routing_scale"),
-        given.real("limit"), given.real("alpha"), matrix(inputs, "gate_up_"), matrix(inputs, "down_")};
+        given.integer("num_chosen_groups"), given.integer("activation"),
+        given.integer("scales_inputs") != 0, given.real("routing_scale"), given.real("limit"), given.real("alpha"),
+        matrix(inputs, "gate_up_"), matrix(inputs, "down_")};
 }
 
 ExpertMatrix ExpertsPlugin::matrix(nvinfer1::Dims const* inputs, std::string const& prefix) const
