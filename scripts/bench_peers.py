@@ -130,11 +130,11 @@ def _sides(
 def _peers(max_new_tokens: int) -> dict[str, Generate]:
     """`generate` of transformers and the loop of PyPI dflash, on the demo's own checkpoints."""
     import torch
-    from dflash.model import DFlashDraftModel, dflash_generate
+    from dflash.model import DFlash2DraftModel, dflash_generate
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(_DEMO / "target", dtype=torch.float32).eval()
-    draft = DFlashDraftModel.from_pretrained(_DEMO / "drafter", dtype=torch.float32).eval()
+    draft = DFlash2DraftModel.from_pretrained(_DEMO / "drafter", dtype=torch.float32).eval()
 
     def transformers_tokens(prompt: Sequence[int]) -> list[int]:
         ids = torch.tensor([prompt])

@@ -43,20 +43,36 @@ def select_tokens(
     num_requests = len(inputs.temperature)
     ids = _most_likely(logits.float(), codebooks.top_k)
     top = (logits.float().gather(1, ids), ids)
-    scores, candidates = (x.view(num_requests, -1, codebooks.top_k).unbind(1) for x in top)
-    rows = (inputs.temperature > 0).nonzero()[:, 0]
-    seed, temperature, start = (x[rows] for x in (inputs.seed, inputs.temperature, acceptance.next_context_lens))
+    scores, candidates = (x.view(num_requests, -1, codebooks.top_k) for x in top)
+    noise = draft_noise(candidates, inputs, acceptance)
     token, path = acceptance.bonus_tokens.long(), []
     for slot, h in enumerate(hidden.float().view(num_requests, -1, hidden.shape[1]).unbind(1)):
-        ids = candidates[slot]
+        ids = candidates[:, slot]
         query = codebooks.predecessor[token].float() * h
-        score = scores[slot] + torch.einsum("rh,rch->rc", query, codebooks.successor[ids].float())
-        if len(rows):
-            # slot j of a block, from 1 on, is at j behind the bonus token
-            score[rows] += temperature[:, None] * gumbel_noise_of(seed, start.long() + slot + 1, ids[rows])
+        score = scores[:, slot] + torch.einsum("rh,rch->rc", query, codebooks.successor[ids].float())
+        if noise is not None:
+            score = score + noise[:, slot]
         token = ids.gather(1, score.argmax(dim=1, keepdim=True))[:, 0]
         path.append(token)
     return torch.stack(path, dim=1).int()
+
+
+def draft_noise(
+    candidates: Tensor,  # integers [R, K, M]
+    inputs: StepInputs[Tensor],
+    acceptance: Acceptance[Tensor],
+) -> Tensor | None:  # float32 [R, K, M]; None when no request samples
+    """What requests that sample add to the scores of their candidates: slot j, from 1 on, is at j behind the bonus."""
+    rows = (inputs.temperature > 0).nonzero()[:, 0]
+    if not len(rows):
+        return None
+    num_slots = candidates.shape[1]
+    seed, temperature, start = (x[rows] for x in (inputs.seed, inputs.temperature, acceptance.next_context_lens))
+    positions = start.long()[:, None] + torch.arange(1, num_slots + 1)
+    drawn = gumbel_noise_of(seed.repeat_interleave(num_slots), positions.flatten(), candidates[rows].flatten(0, 1))
+    noise = torch.zeros(candidates.shape)
+    noise[rows] = temperature[:, None, None] * drawn.view(len(rows), num_slots, -1)
+    return noise
 
 
 def _most_likely(logits: Tensor, count: int) -> Tensor:  # float32 [N, V] -> int64 [N, count]

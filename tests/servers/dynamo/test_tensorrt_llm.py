@@ -8,6 +8,7 @@ from dflash_trt.compile.build import build_engine
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.request import SamplingParams
 from dflash_trt.serving.tensorrt_llm.engine import PYTHON
+from tests.factories import make_zlab_drafter
 from tests.servers.dynamo.conftest import DEMO
 from tests.servers.dynamo.serving import Server, serving
 from tests.serving.trtllm_environment import stand_in_python
@@ -19,9 +20,9 @@ PROMPT = "def fibonacci(n):\n"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("dynamo.common.backend", reason="needs the extra 'serve'")
     base = tmp_path_factory.mktemp("trtllm")
-    config = BuildConfig(
-        target=str(DEMO / "target"), drafter=str(DEMO / "drafter"), backend="tensorrt_llm", max_num_tokens=2048
-    )
+    target = DEMO / "target"
+    drafter = make_zlab_drafter(base / "drafter", target_dir=target)  # the demo's own is DFlash2, which it refuses
+    config = BuildConfig(target=str(target), drafter=str(drafter), backend="tensorrt_llm", max_num_tokens=2048)
     engine = build_engine(
         config, base / "demo", base_dir=DEMO, overwrite=False, command=["test"], progress=lambda _: None
     )

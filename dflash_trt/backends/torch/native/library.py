@@ -17,7 +17,7 @@ from dflash_trt.backends.torch.native.build import UnavailableError, Unsupported
 
 _LOG = logging.getLogger(__name__)
 
-_VERSION: Final = 1  # of src/kernels.h
+_VERSION: Final = 2  # of src/kernels.h
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "pack": (c_void_p, c_int64, c_int64, c_void_p),
     "linear": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int32),
@@ -26,6 +26,9 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "rotate": (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
     "attend": (c_void_p, c_void_p),
     "store_kv": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p),
+    "block_conv": (c_void_p,),
+    "candidates": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    "select": (c_void_p,),
 }
 
 
@@ -85,6 +88,42 @@ class Attention(ctypes.Structure):
     ]
 
 
+class BlockConv(ctypes.Structure):
+    """DflashTrtBlockConv."""
+
+    _fields_: ClassVar = [
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("num_slots", c_int64),
+        ("filters", c_void_p),
+        ("filter_stride", c_int64),
+        ("base", c_void_p),
+        ("num_taps", c_int64),
+        ("num_groups", c_int64),
+        ("group_size", c_int64),
+        ("out", c_void_p),
+    ]
+
+
+class Selection(ctypes.Structure):
+    """DflashTrtSelection."""
+
+    _fields_: ClassVar = [
+        ("scores", c_void_p),
+        ("tokens", c_void_p),
+        ("noise", c_void_p),
+        ("hidden", c_void_p),
+        ("predecessor", c_void_p),
+        ("successor", c_void_p),
+        ("first_tokens", c_void_p),
+        ("num_requests", c_int64),
+        ("num_slots", c_int64),
+        ("top_k", c_int64),
+        ("rank", c_int64),
+        ("out", c_void_p),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class CpuKernels:
     """The functions of `src/kernels.h`, without their prefix. Calls release the interpreter."""
@@ -97,6 +136,9 @@ class CpuKernels:
     rotate: Any
     attend: Any
     store_kv: Any
+    block_conv: Any
+    candidates: Any
+    select: Any
 
 
 @dataclass(frozen=True, slots=True)

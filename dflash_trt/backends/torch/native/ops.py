@@ -13,12 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.native.library import Attention, CpuKernels, Rotation, TokenRows
+from dflash_trt.backends.torch.dflash2 import draft_noise
+from dflash_trt.backends.torch.native.library import Attention, BlockConv, CpuKernels, Rotation, Selection, TokenRows
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent, SharedKv
-from dflash_trt.network.ops import Cache, KvDestination, Rows, StepInputs
+from dflash_trt.network.ops import Acceptance, Cache, Codebooks, KvDestination, Rows, StepInputs
 
 _PANEL: Final = 32  # kPanel of src/product.h
 _MAX_HEAD_DIM: Final = 1024  # of the zeros in src/attention.cpp
@@ -195,6 +196,53 @@ class NativeOps(TorchOps):
                 limits.data_ptr(),
             )
             start += 2 * spec.num_kv_heads * spec.head_dim
+
+    def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
+        x, (_, num_taps, width) = x.contiguous(), base.shape
+        num_groups = filters.shape[1] // num_taps
+        assert base.is_contiguous() and filters.stride(1) == 1
+        out = torch.empty(x.shape)
+        conv = BlockConv(
+            x.data_ptr(),
+            len(x),
+            self._num_draft_tokens + 1,
+            filters.data_ptr(),
+            filters.stride(0),
+            base.data_ptr(),
+            num_taps,
+            num_groups,
+            width // num_groups,
+            out.data_ptr(),
+        )
+        self._kernels.block_conv(ctypes.addressof(conv))
+        return out
+
+    def select_tokens(
+        self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
+    ) -> Tensor:
+        logits, hidden, first = logits.contiguous(), hidden.contiguous(), acceptance.bonus_tokens.int().contiguous()
+        tables = (codebooks.predecessor, codebooks.successor)
+        assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (logits, hidden, *tables))
+        shape = (len(first), len(logits) // len(first), codebooks.top_k)
+        scores, tokens = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+        self._kernels.candidates(
+            logits.data_ptr(), *logits.shape, codebooks.top_k, scores.data_ptr(), tokens.data_ptr()
+        )
+        noise = draft_noise(tokens, self._inputs, acceptance)
+        out = torch.empty(shape[:2], dtype=torch.int32)
+        selection = Selection(
+            scores.data_ptr(),
+            tokens.data_ptr(),
+            None if noise is None else noise.data_ptr(),
+            hidden.data_ptr(),
+            *(table.data_ptr() for table in tables),
+            first.data_ptr(),
+            *shape,
+            hidden.shape[1],
+            out.data_ptr(),
+        )
+        self._kernels.select(ctypes.addressof(selection))
+        return out
 
     def _index_tokens(self, group: int) -> Any:
         inputs = self._inputs

@@ -82,4 +82,39 @@ void dflash_trt_cpu_attend(DflashTrtTokenRows const* rows, DflashTrtAttention co
 /// [requests] of their request leave them alone.
 void dflash_trt_cpu_store_kv(DflashTrtTokenRows const* rows, DflashTrtRotation const* rotation, float const* kv,
     int64_t kv_stride, float* pages, int64_t num_kv_heads, int64_t head_dim, int32_t const* limits);
+
+/// The convolution of DFlash2 over the slots of blocks: see `Ops.block_conv`.
+struct DflashTrtBlockConv
+{
+    float const* x; // [rows, width], width: groups * group_size
+    int64_t num_rows, num_slots;
+    float const* filters; // [rows, taps, groups]
+    int64_t filter_stride; // of a row
+    float const* base;     // [taps, width]
+    int64_t num_taps, num_groups, group_size;
+    float* out; // [rows, width]
+};
+
+void dflash_trt_cpu_block_conv(DflashTrtBlockConv const* conv);
+
+/// The `top_k` largest logits of each row of [rows, vocab_size], best first, as scores and tokens [rows, top_k]. Of
+/// equal ones the smaller token is first; NaN is below all.
+void dflash_trt_cpu_candidates(
+    float const* logits, int64_t num_rows, int64_t vocab_size, int64_t top_k, float* scores, int32_t* tokens);
+
+/// The walk of DFlash2 through candidates: see `Ops.select_tokens`.
+struct DflashTrtSelection
+{
+    float const* scores;   // [requests, slots, top_k]
+    int32_t const* tokens; // [requests, slots, top_k]
+    float const* noise;    // [requests, slots, top_k], added to scores; null: none
+    float const* hidden;   // [requests, slots, rank]
+    float const* predecessor; // [vocab, rank]
+    float const* successor;
+    int32_t const* first_tokens; // [requests]: before the first slot
+    int64_t num_requests, num_slots, top_k, rank;
+    int32_t* out; // [requests, slots]
+};
+
+void dflash_trt_cpu_select(DflashTrtSelection const* selection);
 }

@@ -69,7 +69,7 @@ using namespace dflash_trt;
 
 int32_t dflash_trt_cpu_version()
 {
-    return 1;
+    return 2;
 }
 
 int32_t dflash_trt_cpu_pack(float const* weight, int64_t num_out, int64_t num_in, uint16_t* packed)

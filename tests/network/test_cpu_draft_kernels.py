@@ -1,0 +1,106 @@
+"""The CPU kernels of DFlash2's ops against the same ops in PyTorch, in every instruction set of this machine."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_trt.backends.step_inputs import step_inputs
+from dflash_trt.backends.torch.native.build import instruction_sets, library_path
+from dflash_trt.backends.torch.native.library import CpuKernels, NoKernels, cpu_kernels, load_kernels
+from dflash_trt.backends.torch.native.ops import NativeOps
+from dflash_trt.backends.torch.ops import TorchOps
+from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
+from dflash_trt.network.ops import Acceptance, Codebooks
+
+if isinstance(found := cpu_kernels(), NoKernels):
+    pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)
+
+REQUESTS, K, VOCAB, RANK = 3, 4, 101, 37
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return load_kernels(library_path(request.param))
+
+
+def make_ops(kernels: CpuKernels | None, *, temperatures: tuple[float, ...] = (0.0,) * REQUESTS) -> Any:
+    requests = tuple(
+        ScheduledRequest(
+            request_id=str(index),
+            token_ids=(5,) * (K + 1),
+            context_len=10 * index,
+            num_candidates=K,
+            page_ids=tuple(range(4 * index, 4 * index + 4)),
+            sampling=StepSampling(temperature=temperature, seed=2**40 + index),
+        )
+        for index, temperature in enumerate(temperatures)
+    )
+    inputs = step_inputs(StepBatch(requests=requests, num_draft_tokens=K))
+    common: dict[str, Any] = {"page_size": 16, "num_draft_tokens": K}
+    return TorchOps(inputs, {}, **common) if kernels is None else NativeOps(inputs, {}, kernels=kernels, **common)
+
+
+@pytest.mark.parametrize("group_size", [16, 8, 3])
+@pytest.mark.parametrize("num_taps", [1, 2, 4])
+def test_the_block_convolution_is_that_of_pytorch(kernels: CpuKernels, num_taps: int, group_size: int) -> None:
+    torch.manual_seed(0)
+    width, coefficients = 5 * group_size, 5 * num_taps
+    x, base = torch.randn(REQUESTS * (K + 1), width), torch.randn(1, num_taps, width)
+    both = torch.randn(len(x), 2 * coefficients)  # of the two sides of a sublayer
+    for filters in both.split(coefficients, dim=1):
+        expected = make_ops(None).block_conv(x, filters, base)
+        torch.testing.assert_close(make_ops(kernels).block_conv(x, filters, base), expected, rtol=0, atol=2e-6)
+        assert (make_ops(kernels).block_conv(x, filters.roll(1, 0), base) - expected).abs().max() > 0.1
+
+
+def selected(ops: Any, logits: Tensor, top_k: int, *, codebooks_from: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(codebooks_from)
+    predecessor, successor = (torch.randn(VOCAB, RANK, generator=generator) / 3 for _ in range(2))
+    hidden = torch.randn(REQUESTS * K, RANK, generator=generator)
+    none = torch.zeros(REQUESTS, dtype=torch.int32)
+    acceptance = Acceptance(
+        emitted_tokens=none,
+        emitted_logprobs=none,
+        num_accepted=none,
+        bonus_tokens=torch.tensor([7, 0, 100], dtype=torch.int32),
+        next_context_lens=torch.tensor([3, 40, 0], dtype=torch.int32),
+    )
+    codebooks = Codebooks(predecessor=predecessor, successor=successor, top_k=top_k)
+    tokens = ops.select_tokens(logits, hidden, codebooks, acceptance)
+    assert tokens.dtype == torch.int32
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.0, 0.8, 2.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("top_k", [1, 5, 16])
+def test_the_walk_through_candidates_is_that_of_pytorch(
+    kernels: CpuKernels, temperatures: tuple[float, ...], top_k: int
+) -> None:
+    torch.manual_seed(2)
+    logits = 2 * torch.randn(REQUESTS * K, VOCAB)
+    ours, theirs = (make_ops(each, temperatures=temperatures) for each in (kernels, None))
+    expected = selected(theirs, logits, top_k)
+    assert selected(ours, logits, top_k) == expected
+    if top_k > 1:
+        assert selected(ours, logits, top_k, codebooks_from=9) != expected
+        assert (selected(make_ops(kernels), logits, top_k) == expected) is (max(temperatures) == 0)
+
+
+def test_ties_nan_and_infinities_choose_the_candidates_that_pytorch_chooses(kernels: CpuKernels) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(REQUESTS * K, VOCAB).mul(2).round()  # a handful of values
+    logits[0, ::2], logits[1] = torch.nan, torch.nan
+    logits[2, 4], logits[3, 9] = torch.inf, -torch.inf
+    logits[4, ::2] = -0.0
+    expected = selected(make_ops(None), logits, 6)
+    assert selected(make_ops(kernels), logits, 6) == expected
+    assert all(0 <= token < VOCAB for row in selected(make_ops(kernels), logits, 6) for token in row)
+
+
+def test_a_step_without_requests_that_sample_has_no_noise(kernels: CpuKernels) -> None:
+    ops = make_ops(kernels)
+    ops._inputs = replace(ops._inputs, seed=None)  # type: ignore[arg-type]
+    selected(ops, torch.randn(REQUESTS * K, VOCAB), 4)
