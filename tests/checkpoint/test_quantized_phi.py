@@ -1,4 +1,4 @@
-"""Phi in published formats: of q, k and v, and of gate and up, which are one matrix, each has the scales of its rows."""
+"""Phi in published formats: q, k and v are one matrix, gate and up another, and each has the scales of its rows."""
 
 from pathlib import Path
 from typing import Any
