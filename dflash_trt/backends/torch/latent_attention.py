@@ -2,8 +2,8 @@
 
 Absorbed, for few rows: the key factor Bk goes into the query and the value factor Bv behind the sum, so that all heads
 attend over the latents themselves. Direct, for the long rows of a prompt: K and V of every head are computed once. The
-results are equal; which one is cheaper follows from the sizes. Only the absorbed one has calls whose shapes do not depend
-on the number of keys but for those of `scores.py`, so it is the form of `--deterministic`.
+results are equal; which one is cheaper follows from the sizes. Rows in calls of fixed shapes are always absorbed: the
+shapes of the direct form's products follow the number of keys.
 """
 
 from functools import partial
