@@ -53,8 +53,8 @@ class DFlashTrtModel:
     ) -> dict[str, Any]:
         """One turn. `output_ids` are [beam][step][token], `token_times` the start and the end of each step, in seconds.
 
-        `end_id` ends the text and is left out of it, as the harness's own engines do; -1 is no end. Alone it is kept, for
-        the harness divides by the number of steps.
+        `end_id` ends the text and is left out of it, as the harness's own engines do; -1 is no end. If there is nothing
+        else it is kept: the harness divides by the number of steps.
         """
         ends = {"ignore_eos": True} if end_id == -1 else {"stop_token_ids": (end_id,)}
         sampling = SamplingParams(max_new_tokens=max_length, **ends, **self._sampling)
