@@ -54,6 +54,12 @@ def test_a_soft_cap_takes_the_kernels_made_for_it(results: dict[str, Any]) -> No
             assert any("softcap" in name for name in launched) == is_capped
 
 
+def test_a_chain_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    for case, is_chain in (("chain", True), ("verify", False)):
+        launched = results["launches"][f"AttendDraft, {case}"]
+        assert any("chain" in name for name in launched) == is_chain
+
+
 @pytest.mark.parametrize("case", ANCHORED)
 def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], case: str) -> None:
     assert results["spoilt"][case] > SPOILT
@@ -65,7 +71,9 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
         ("AttendPages", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
         ("AttendPages", "long prefill", ["rotate_and_store", *["attention", "attention_reduction"] * 2]),
         ("AttendDraft", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
+        ("AttendDraft", "K and V of another layer", ["attention", "attention_reduction"]),
         ("WriteDraftContext", "verify", ["rotate_and_store"]),
+        ("PreviousRows", "verify", ["previous_rows"]),
         (
             "SampleAndAccept",
             "verify",

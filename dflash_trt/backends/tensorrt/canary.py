@@ -70,7 +70,8 @@ def _written(executor: PagedExecutor, place: range, slot: int, num_tokens: int) 
                 first_page=place.start,
             )
             executor.submit(_in_slot(plan_of(chunk), slot)).result()
-    rows = {name: _rows_of(name, pages[: limits.num_pages], place, num_tokens) for name, pages in state.pages.items()}
+    pools = {name: _by_parts(pages[: limits.num_pages]) for name, pages in state.pages.items()}
+    rows = {name: _rows_of(name, pages, place, num_tokens) for name, pages in pools.items()}
     return rows | {name: _part_of(name, tensor, slot) for name, tensor in state.slots.items()}
 
 
@@ -99,20 +100,26 @@ def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
     return own.float()
 
 
+def _by_parts(pages: Tensor) -> Tensor:
+    """[pages, 2, page_size, heads, D] of K and V, [pages, 1, page_size, width] of rows."""
+    return pages if pages.dim() > 3 else pages[:, None]
+
+
 def _rows_of(name: str, pages: Tensor, place: range, num_tokens: int) -> Tensor:
+    kind = "rows" if pages.shape[1] == 1 else "rows of K and V"
     is_written = _is_written(pages)
-    own = is_written[place.start : place.stop].transpose(0, 1).flatten(1)  # [2, positions]
+    own = is_written[place.start : place.stop].transpose(0, 1).flatten(1)  # [parts, positions]
     others = int(is_written.sum()) - int(own.sum())
     if others:
-        raise _refusal(name, "no page of others to be written", f"{others} rows of K or V written there")
+        raise _refusal(name, "no page of others to be written", f"{others} {kind} written there")
     if not bool(own[:, :num_tokens].all()) or bool(own[:, num_tokens:].any()):
         found = f"{int(own[:, :num_tokens].sum())} of them and {int(own[:, num_tokens:].sum())} others"
-        raise _refusal(name, f"{2 * num_tokens} rows of K and V to be written", found)
+        raise _refusal(name, f"{len(own) * num_tokens} {kind} to be written", found)
     rows = pages[place.start : place.stop].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
     return rows.float()
 
 
-def _is_written(pages: Tensor) -> Tensor:  # bool [pages, 2, page_size]
+def _is_written(pages: Tensor) -> Tensor:  # bool [pages, parts, page_size]
     """Rows that are no longer full of canaries; by bytes, since PyTorch compares no float8."""
     canary = torch.full_like(pages[:1, :1, :1], CANARY).view(torch.uint8)
     chunks = torch.split(pages.view(torch.uint8), max(1, _CHUNK_BYTES // pages[0].nbytes))
