@@ -13,7 +13,7 @@
 
 #include <NvInferRuntime.h>
 
-#include <array>
+#include <iterator>
 #include <utility>
 
 namespace
@@ -47,11 +47,11 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static PluginCreator gated_delta_creator(kGatedDelta, make<GatedDeltaPlugin>);
     static PluginCreator all_reduce_creator(kAllReduce, make_collective<kAllReduce>);
     static PluginCreator all_gather_creator(kAllGather, make_collective<kAllGather>);
-    static std::array<nvinfer1::IPluginCreatorInterface*, 10> const creators{&attend_pages_creator,
-        &attend_draft_creator, &write_draft_context_creator, &previous_rows_creator, &sample_and_accept_creator,
+    static nvinfer1::IPluginCreatorInterface* const creators[] = {&attend_pages_creator, &attend_draft_creator,
+        &write_draft_context_creator, &previous_rows_creator, &sample_and_accept_creator,
         &draft_tokens_creator, &experts_creator, &gated_delta_creator, &all_reduce_creator, &all_gather_creator};
-    num_creators = static_cast<int32_t>(creators.size());
-    return creators.data();
+    num_creators = static_cast<int32_t>(std::size(creators));
+    return creators;
 }
 
 extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder* finder) noexcept
