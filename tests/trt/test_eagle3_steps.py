@@ -12,26 +12,33 @@ import torch
 import dflash_trt
 from dflash_trt.backends.tensorrt import lowering_attention, lowering_eagle3
 from dflash_trt.backends.tensorrt.builder import build_plan
+from dflash_trt.backends.tensorrt.canary import check_pages
+from dflash_trt.backends.tensorrt.context import StepContexts
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps
+from dflash_trt.backends.tensorrt.executor import TensorRTExecutor
 from dflash_trt.backends.tensorrt.host_weights import host_rope_tables
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.network import CONTEXT_WRITTEN
 from dflash_trt.backends.tensorrt.plan_stream import NoBytes
+from dflash_trt.core.step_plan import ExecutorLimits
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.factories import make_target
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
+from tests.trt.fake_engine import USER_MANAGED, FakeEngine
+from tests.trt.interpreter import Plugins
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, host_tensors, open_spec
 from tests.trt.ranks import interpreted_engine
 from tests.trt.test_builder import CHECK, LIMITS
 from tests.trt.test_plugins import PluginReference, define_with_plugins
-from tests.trt.test_trt_executor import make_ours
+from tests.trt.test_trt_executor import CPU, HOST_STREAM
+from tests.trt.test_trt_executor import LIMITS as EXECUTOR_LIMITS
 
-SMALL = {"num_hidden_layers": 2, "vocab_size": 12, "tokenizer": False}
 SOME = (0, 1, 2, 4, 5, 7, 8, 10, 11)  # of twelve tokens
 K = 3
 KS = (K, 1, 0, 2)  # in turn: one network serves them all
+FULL = 7  # as many as a head drafts by default
 HEADS: dict[str, dict[str, Any]] = {
     "a draft vocabulary, a window": {"draft_tokens": SOME, "sliding_window": 5, "norm_before_residual": True},
     "norm of each tap, normed features": {"fc_norm": True, "norm_output": True},
@@ -40,8 +47,8 @@ HEADS: dict[str, dict[str, Any]] = {
 NUM_PAGES = 64
 
 
-def make_pair(root: Path, **options: Any) -> tuple[Path, Path]:
-    target = make_target(root / "target", **SMALL)
+def make_pair(root: Path, *, num_layers: int = 2, **options: Any) -> tuple[Path, Path]:
+    target = make_target(root / "target", num_hidden_layers=num_layers, vocab_size=12, tokenizer=False)
     given = {"aux_hidden_state_layer_ids": (2, 1)} | options
     return target, save_eagle3_head(root / "drafter", target_dir=target, **given)
 
@@ -88,32 +95,43 @@ def assert_same(found: Steps, expected: Steps) -> None:
 def test_every_step_of_a_mixed_trace_equals_torchs(trt: ModuleType, tmp_path: Path, name: str) -> None:
     """Whatever others left in the pages, even if it is not finite."""
     pair = make_pair(tmp_path, **HEADS[name])
-    ours = InterpretedExecutor(define_pair(trt, *pair), num_pages=NUM_PAGES)
+    ours = InterpretedExecutor(define_pair(trt, *pair, max_draft_len=K), num_pages=NUM_PAGES)
     for pages in ours.state.values():
         pages.fill_(torch.nan)
     expected = expected_of(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
-    for samplings, steps in ((GREEDY, expected.greedy), (SAMPLED, expected.sampled)):
-        assert_same(expected.steps_of(ours, samplings), steps)
+    assert_same(expected.steps_of(ours), expected.greedy)
+    assert_same(expected.steps_of(ours, SAMPLED), expected.sampled)
+
+
+def test_one_network_serves_every_k_of_a_whole_chain(trt: ModuleType, pair: tuple[Path, Path]) -> None:
+    ours = InterpretedExecutor(define_pair(trt, *pair), num_pages=NUM_PAGES)
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    assert ours.limits.max_draft_len == theirs.limits.max_draft_len == FULL
+    options: dict[str, Any] = {"num_draft_tokens": (FULL, 1, 5), "num_new": 6}
+    expected, found = (trace(executor, SAMPLED[:2], **options)[0] for executor in (theirs, ours))
+    assert_same(found, expected)
 
 
 def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
     trt: ModuleType, pair: tuple[Path, Path], expected: Expected
 ) -> None:
-    """A pass is one node over the pages, of which the first alone writes. Another index of a state is noticed."""
-    defined, nodes = define_with_plugins(trt, *pair)
+    """A pass is one node over the pages, of which the first alone writes; that it does not is noticed."""
+    defined, nodes = define_with_plugins(trt, *pair, max_draft_len=K)
     assert [node.name for node in nodes] == [
         *["AttendPages"] * 2,
         "SampleAndAccept",
         "PreviousRows",
-        *["AttendDraft", "DraftTokens"] * defined.spec.max_draft_len,
+        *["AttendDraft", "DraftTokens"] * K,
     ]
     passes = [node.fields for node in nodes if node.name == "AttendDraft"]
-    assert [fields["shares_kv"] for fields in passes] == [0, *[1] * (len(passes) - 1)]
+    assert [fields["shares_kv"] for fields in passes] == [0, 1, 1]
     assert {fields["first_key"] for fields in passes} == {1} and {fields["state"] for fields in passes} == {2}
     [rows] = [node for node in nodes if node.name == "PreviousRows"]
     assert rows.fields["state"] == 3
     ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
     assert_same(expected.steps_of(ours), expected.greedy)
+    for pages in ours.state.values():
+        pages.zero_()
     passes[0]["shares_kv"] = 1
     assert integers(expected.steps_of(ours)) != integers(expected.greedy)
 
@@ -125,12 +143,29 @@ def test_an_engine_that_never_drafts_writes_features_and_context(trt: ModuleType
     assert (outputs[-1].name, tuple(outputs[-1].shape)) == (CONTEXT_WRITTEN, (1,))
 
 
+def make_ours(trt: ModuleType, pair: tuple[Path, Path], plugins: str) -> TensorRTExecutor:
+    nodes: Plugins | None = None
+    if plugins == "layers":
+        defined = define_pair(trt, *pair, max_draft_len=K)
+    else:
+        defined, made = define_with_plugins(trt, *pair, max_draft_len=K)
+        nodes = (made, PluginReference())
+    engine = FakeEngine(defined, EXECUTOR_LIMITS, plugins=nodes)
+    sizes = EXECUTOR_LIMITS.model_dump(
+        include={"max_batch_size", "max_seq_len", "max_num_tokens", "max_draft_len", "page_size"}
+    )
+    contexts = StepContexts(engine, USER_MANAGED, HOST_STREAM, captured=(), device=CPU)
+    limits = ExecutorLimits(**sizes, num_pages=NUM_PAGES)
+    return TensorRTExecutor(contexts, defined.spec, limits, stream=HOST_STREAM, capture=None, device=CPU)
+
+
 @pytest.mark.parametrize("plugins", ["layers", "plugin"])
-def test_the_executor_gives_torchs_tokens_in_padded_steps(
+def test_the_executor_gives_torchs_tokens_in_padded_steps_and_its_pages_pass_the_canary(
     trt: ModuleType, pair: tuple[Path, Path], expected: Expected, plugins: str
 ) -> None:
     """Steps of 3 requests are padded to 4."""
-    ours, _ = make_ours(trt, pair, plugins)
+    ours = make_ours(trt, pair, plugins)
+    assert check_pages(ours) == "5 tokens in each of 4 pools, at 2 places"
     assert_same(expected.steps_of(ours), expected.greedy)
 
 
@@ -206,7 +241,7 @@ def test_a_perturbed_lowering_drafts_something_else_and_changes_no_token(
     kind: str,
 ) -> None:
     perturb(monkeypatch)
-    ours = InterpretedExecutor(define_pair(trt, *pair), num_pages=NUM_PAGES)
+    ours = InterpretedExecutor(define_pair(trt, *pair, max_draft_len=K), num_pages=NUM_PAGES)
     found = expected.steps_of(ours, GREEDY if kind == "greedy" else SAMPLED)
     honest = getattr(expected, kind)
     assert integers(found) != integers(honest)
@@ -224,10 +259,9 @@ def compiled(pair: tuple[Path, Path], dtype: Any, *, num_drafts: int) -> Any:
     return build_plan(spec, limits, host_tensors(tensors), rope_tables=rope_tables, options=CHECK, sink=NoBytes())
 
 
-@pytest.mark.parametrize(("dtype", "num_drafts"), [("bfloat16", K), ("float16", 1)])
-def test_the_step_compiles_with_both_profiles(
-    trt: ModuleType, pair: tuple[Path, Path], dtype: str, num_drafts: int
-) -> None:
+@pytest.mark.parametrize(("dtype", "num_drafts"), [("bfloat16", 2), pytest.param("float16", 1, marks=pytest.mark.slow)])
+def test_the_step_compiles_with_both_profiles(trt: ModuleType, tmp_path: Path, dtype: str, num_drafts: int) -> None:
+    pair = make_pair(tmp_path, num_layers=1, aux_hidden_state_layer_ids=(1,), draft_tokens=SOME)
     built = compiled(pair, dtype, num_drafts=num_drafts)
     assert built.plan_bytes > 100_000
     assert [profile.name for profile in built.profiles] == ["decode", "mixed"]
