@@ -70,8 +70,10 @@ variants = [
     previous_rows_variant(dtype, width=7168, max_requests=64),
     *attention_variants(dtype=dtype, page_dtype=dtype, head_dim=128, has_block=True, page_size=32, first_key=1,
                         tiles=(16, 64))[::2],
+    *attention_variants(dtype=dtype, page_dtype=dtype, head_dim=128, has_block=True, first_key=1, tiles=(16,))[:1],
 ]
-names = ("walk", "tile_candidates", "attention_bfloat16_bfloat16_chain_block_d128_t16_r256")
+names = ("walk", "tile_candidates", "attention_bfloat16_bfloat16_chain_block_d128_t16_r256",
+         "previous_rows_bfloat16_v16_b1024_r64")
 for architecture, chosen in (("90a", variants), ("100a", names), ("103a", names[:1])):
     for variant in variants:
         if variant in chosen or variant.name in chosen:
@@ -87,6 +89,6 @@ def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(t
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 9 + 3 + 1
+    assert len(kernels) == 10 + 5 + 1
     for kernel in kernels:
         assert kernel["stack"] == 0 and kernel["blocks"] >= (2 if "attention" in kernel["name"] else 4), kernel
