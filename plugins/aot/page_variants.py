@@ -104,6 +104,8 @@ def previous_rows_variant(
     is_aligned = is_pooled and width % 16 == 0
     tensors = dict.fromkeys(("x", "before", "pages"), pointer(dtype)) | {"state_pools": pointer(torch.int64)}
     tensors |= dict.fromkeys(("positions", "token_offsets", "context_lens", "page_table"), pointer(torch.int32))
+    if not is_pooled:
+        tensors["state_pools"] = tensors["page_table"]  # which stands in for it
     sizes = dict.fromkeys(("num_requests", "pages_per_request", "page_shift", "state_index"), "i32")
     uses = [str(dtype).removeprefix("torch."), *(["v16"] if is_aligned else []), f"b{block}", f"r{requests}"]
     return KernelVariant(

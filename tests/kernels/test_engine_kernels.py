@@ -133,8 +133,9 @@ def test_an_eagle3_head_names_its_kernels(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
     make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=4)
     head = tmp_path / "head"
-    layer = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layer = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     layer |= {"head_dim": 32, "vocab_size": VOCAB_SIZE, "draft_vocab_size": 32, "num_hidden_layers": 1}
+    layer |= {"max_position_embeddings": 256, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     fields = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "rms_norm_eps": 1e-6}
     head.mkdir()
     write_json(head / "config.json", fields | layer | {"rope_theta": 10000.0, "hidden_act": "silu"})
@@ -142,7 +143,7 @@ def test_an_eagle3_head_names_its_kernels(tmp_path: Path) -> None:
     kernels = kernels_of_config(config, tmp_path)
     [drafter] = [layer for layer in kernels.layers if layer.is_drafter]
     assert (drafter.first_key, drafter.head_dim, drafter.heads_per_kv) == (1, 32, 2)
-    assert (kernels.feature_size, kernels.draft_vocab_size) == (48, 32)
+    assert (kernels.feature_size, kernels.draft_vocab_size) == (64, 32)
 
 
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])
