@@ -141,11 +141,6 @@ def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
         yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
 
 
-def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for a drafting algorithm of which a back end lacks the ops."""
-    if draft is not None and draft.algorithm == "eagle3":
-        expected = f"dflash or dflash2 {where} (no lowering for chains yet)"
-        yield problem("drafter", expected=expected, found=draft.algorithm, hint=hint)
 
 
 def unsupported_formats(

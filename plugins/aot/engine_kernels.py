@@ -1,9 +1,9 @@
 """Contents of a plugin library for one engine: the kernel variants that its plugins may launch, and no others.
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
-that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, in chunks of positions,
-and in the tiles that their groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all
-sizes are compiled in.
+that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, in chunks of positions, in
+being a chain's, and in the tiles that their groups of query heads fill. Of experts (`experts_of_engine.py`) and gated
+delta nets, all sizes are compiled in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,14 +17,14 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, SharedKv
+from dflash_trt.core.state_spec import LayerState, PagedKv, PagedRows, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
-from plugins.aot.page_variants import page_write_variant
+from plugins.aot.page_variants import page_write_variant, previous_rows_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
 from plugins.aot.variants import check_head_dims, tiles_of
@@ -41,6 +41,7 @@ class LayerKernels:
     max_rows: int
     has_softcap: bool = False
     chunk: int = NO_CHUNK
+    first_key: int = 0  # of a chain, whose first token has no row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class EngineKernels:
     draft_vocab_size: int | None = None  # of a drafter that has its own
     experts: tuple[ExpertsKernels, ...] = ()
     deltas: tuple[DeltaKernels, ...] = ()
+    feature_size: int | None = None  # of a chain's rows in pages
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -77,6 +79,7 @@ class EngineKernels:
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
             experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
             deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
+            feature_size=next((state.width for state in states.draft if isinstance(state, PagedRows)), None),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -95,6 +98,8 @@ class EngineKernels:
             yield from experts.variants(self.dtype)
         for deltas in self.deltas:
             yield from deltas.variants(self.dtype)
+        if self.feature_size is not None:
+            yield previous_rows_variant(dtype, width=self.feature_size, max_requests=self.max_batch_size)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -114,6 +119,7 @@ class EngineKernels:
                     chunk=layer.chunk,
                     max_requests=self.max_batch_size,
                     tiles=_tiles(dtype, layer),
+                    first_key=layer.first_key,
                 )
 
 
@@ -164,7 +170,9 @@ def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
     pages = [
-        state.source if isinstance(state, SharedKv) else state for state in states if not isinstance(state, Recurrent)
+        state.source if isinstance(state, SharedKv) else state
+        for state in states
+        if not isinstance(state, Recurrent | PagedRows)
     ]
     for gqa, state in zip(model.attentions, pages, strict=True):
         assert isinstance(state, PagedKv), "other states are refused by the backend"
@@ -177,6 +185,7 @@ def _layers(
             max_rows=max_rows,
             has_softcap=gqa.softcap is not None,
             chunk=gqa.mask.chunk or NO_CHUNK,
+            first_key=gqa.mask.first_key,
         )
 
 

@@ -129,7 +129,7 @@ def compare(
     expected = [*reference(node, inputs, fields), *theirs.written]
     given, _ = getattr(ours, make)()
     if spoil:
-        name = {"AttendPages": "k"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
+        name = {"AttendPages": "k", "PreviousRows": "x"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
         given[name][0] = given[name][0].flip(-1)
     if other_fields is not None:
         found = library(node, given, fields | other_fields)[:1]

@@ -60,6 +60,12 @@ def test_chunks_take_the_kernels_made_for_them(results: dict[str, Any]) -> None:
     assert not any("chunk" in name for name in results["launches"]["AttendPages, verify"])
 
 
+def test_a_chain_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    for case, is_chain in (("chain", True), ("verify", False)):
+        launched = results["launches"][f"AttendDraft, {case}"]
+        assert any("chain" in name for name in launched) == is_chain
+
+
 @pytest.mark.parametrize("case", ANCHORED)
 def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], case: str) -> None:
     assert results["spoilt"][case] > SPOILT
@@ -71,7 +77,9 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
         ("AttendPages", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
         ("AttendPages", "long prefill", ["rotate_and_store", *["attention", "attention_reduction"] * 2]),
         ("AttendDraft", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
+        ("AttendDraft", "K and V of another layer", ["attention", "attention_reduction"]),
         ("WriteDraftContext", "verify", ["rotate_and_store"]),
+        ("PreviousRows", "verify", ["previous_rows"]),
         (
             "SampleAndAccept",
             "verify",

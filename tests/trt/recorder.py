@@ -129,6 +129,8 @@ def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...
         return [(qkvz.dtype, (-1, log_rate.shape[0] * norm.shape[0]))]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
+    if name == "PreviousRows":
+        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
     if name == "DraftTokens":
         return [(inputs[3].dtype, (-1, -1))]
     if name in ("AllReduce", "AllGather"):

@@ -25,10 +25,19 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv, page_group_of
+from dflash_trt.core.state_spec import (
+    EngineStates,
+    LayerState,
+    PagedKv,
+    PagedRows,
+    Recurrent,
+    SharedKv,
+    page_group_of,
+    paged,
+)
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
+from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, RowCache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
@@ -123,9 +132,10 @@ def _tensors_of(state: LayerState, spec: StepNetworkSpec) -> tuple[IoTensor, ...
         )
     if isinstance(state, SharedKv):
         return ()
-    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
+    assert isinstance(state, PagedKv | PagedRows), "refused by `unsupported_problems`"
     pool = pool_axis((None, *spec.page_windows)[page_group_of(state, spec.page_windows)])
-    shape, axes = (-1, *state.page_shape(spec.page_size)), (pool, "2", "page_size", "kv_heads", "D")
+    shape = (-1, *state.page_shape(spec.page_size))
+    axes = (pool, "page_size", "H") if isinstance(state, PagedRows) else (pool, "2", "page_size", "kv_heads", "D")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
@@ -142,7 +152,9 @@ def state_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
         return tuple(replace(tensor, name=NEXT_PREFIX + tensor.name) for tensor in state_tensors_of(spec))
     if spec.draft is None or spec.has_drafts:
         return ()
-    return (IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(spec.states.draft),), axes=("draft layers",)),)
+    return (
+        IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(paged(spec.states.draft)),), axes=("draft layers",)),
+    )
 
 
 def define_step_network(
@@ -167,18 +179,25 @@ def define_step_network(
     lowering = _lowering(layers, inputs, page_tables, slot_ids, state, spec)
     ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
     caches = [_cache(found, state, spec.page_windows) for found in spec.states.target]
-    draft_caches = [_cache(found, state, spec.page_windows) for found in spec.states.draft]
+    draft_caches = [_cache(found, state, spec.page_windows) for found in paged(spec.states.draft)]
 
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(target_kv=caches, draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)]),
+        StepState(
+            target_kv=caches,
+            draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)],
+            draft_features=next(
+                (_rows(found, state) for found in spec.states.draft if isinstance(found, PagedRows)), None
+            ),
+        ),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):
-        source = outputs if tensor.name == "draft_tokens" else outputs.acceptance
-        layers.mark_output(getattr(source, tensor.name), tensor.name)
+        drafted = tensor.name == "draft_tokens"
+        found = ops.of_this_step(outputs.draft_tokens) if drafted else getattr(outputs.acceptance, tensor.name)
+        layers.mark_output(found, tensor.name)
     state_outputs = ops.state_outputs()
     for tensor in state_outputs_of(spec):
         layers.mark_output(state_outputs[tensor.name], tensor.name)
@@ -194,6 +213,10 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor], page_windows: t
     kv = state.source if isinstance(state, SharedKv) else state
     assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
     return Cache(tensors.get(kv.name, pools), kv, page_group_of(kv, page_windows))
+
+
+def _rows(state: PagedRows, tensors: AbcMapping[str, ITensor]) -> RowCache[ITensor]:
+    return RowCache(tensors.get(state.name, tensors.get(STATE_POOLS)), state)
 
 
 def _lowering(

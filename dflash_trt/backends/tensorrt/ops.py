@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
+from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
@@ -35,6 +36,7 @@ from dflash_trt.network.ops import (
     KvDestination,
     Linear,
     RecurrentCache,
+    RowCache,
     Rows,
     StackedExperts,
     StepInputs,
@@ -81,7 +83,7 @@ class LayersLowering:
     ) -> ITensor:
         index = self._index[cache.group]
         if kv is None:
-            pages = replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
+            pages = self._pages_behind(cache)
         else:
             pages = trt_attention.write_rows(self._layers, index, kv, _pages(cache))
             self._take(cache, pages)
@@ -89,19 +91,21 @@ class LayersLowering:
 
     def attend_draft(
         self,
-        context: tuple[ITensor, ITensor],
+        context: tuple[ITensor, ITensor] | None,  # None: an earlier pass of a chain has written the pages
         q: ITensor,
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
         gqa: Gqa,
+        *,
+        block_width: Dim,
     ) -> ITensor:
         """`limits` are where the blocks begin, too."""
-        index = self._index[cache.group]
-        written = trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits)
-        self._take(cache, written)
-        width = self._layers.dim(self._inputs.logit_rows, 1)
-        return trt_attention.attend_draft(self._layers, index, q, block, written, limits, gqa, block_width=width)
+        layers, index = self._layers, self._index[cache.group]
+        if context is not None:
+            self.write_draft_context(context, cache, limits)
+        pages = self._pages_behind(cache)
+        return trt_attention.attend_draft(layers, index, q, block, pages, limits, gqa, block_width=block_width)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
         index = self._index[cache.group]
@@ -115,11 +119,16 @@ class LayersLowering:
         logits: ITensor,
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
+        num_slots: Dim,
     ) -> ITensor:
-        num_slots = num_drafts(self._layers, self._inputs)
         return trt_sampling.draft_tokens(
             self._layers, logits, next_context_lens, draft_to_target, self._inputs, num_slots
         )
+
+    def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
+        before, written = trt_eagle3.previous_rows(self._layers, x, self._inputs, self._index[0], cache)
+        self._written[NEXT_PREFIX + cache.spec.name] = written
+        return before
 
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor:
         return trt_experts.run_experts(self._layers, x, logits, experts, moe)
@@ -140,6 +149,10 @@ class LayersLowering:
     def state_outputs(self) -> dict[str, ITensor]:
         """The written pages and slots."""
         return self._written
+
+    def _pages_behind(self, cache: Cache[ITensor]) -> Pages:
+        """As this step has written them."""
+        return replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
 
     def _take(self, cache: Cache[ITensor], written: Pages) -> None:
         name = NEXT_PREFIX + cache.spec.name
@@ -169,8 +182,7 @@ class TrtOps(DrafterOps, RefusedOps):
         *,
         max_draft_len: int = 0,
     ) -> None:
-        super().__init__(layers, inputs, max_draft_len=max_draft_len)
-        self._lowering = lowering
+        super().__init__(layers, inputs, lowering, max_draft_len=max_draft_len)
         self._rope_tables = rope_tables
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
@@ -314,9 +326,12 @@ class TrtOps(DrafterOps, RefusedOps):
         if rows.keeps_kv:
             wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
             return self._lowering.attend_pages(q, None if k is None or v is None else (k, v), cache, gqa, wide)
-        assert sinks is None and k is not None and v is not None, "DFlash drafters have none of those"
-        store = self._stores.pop(cache.spec.name)
-        return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa)
+        assert sinks is None and k is not None and v is not None, "drafters have none of those"
+        store = self._stores.pop(cache.spec.name, None)
+        context = None if store is None else store.kv
+        return self._lowering.attend_draft(
+            context, q, (k, v), cache, rows.context_lens, gqa, block_width=self.block_width
+        )
 
     def gated_delta(
         self,
@@ -363,19 +378,6 @@ class TrtOps(DrafterOps, RefusedOps):
             keeps_kv=False,
         )
         return TokenBlocks(token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)), rows=rows)
-
-    def without_first(self, hidden: ITensor) -> ITensor:
-        layers = self._layers
-        width, size = layers.dim(self._inputs.logit_rows, 1), hidden.shape[-1]
-        blocks = layers.reshape(hidden, (-1, width, size))
-        return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
-
-    def draft_tokens(
-        self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None, *, first_slot: int = 1
-    ) -> ITensor:
-        assert first_slot == 1, "chains are refused by `unsupported_problems`"
-        targets = None if draft_to_target is None else self._layers.tensor(draft_to_target)
-        return self._lowering.draft_tokens(logits, acceptance.next_context_lens, targets)
 
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
@@ -20,7 +20,15 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
-from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts, StepInputs
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    RecurrentCache,
+    RowCache,
+    StackedExperts,
+    StepInputs,
+)
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"
@@ -63,7 +71,7 @@ ATTEND_DRAFT: Final = PluginContract(
         "next_context_lens",
     ),
     outputs=("attended",),
-    fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored"),
+    fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored", "first_key", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 WRITE_DRAFT_CONTEXT: Final = PluginContract(
@@ -72,6 +80,12 @@ WRITE_DRAFT_CONTEXT: Final = PluginContract(
     outputs=("written",),  # [1], for who reads the pages later in the step; its value means nothing
     fields=PAGE_FIELDS,
     real_fields=PAGE_SCALES,
+)
+PREVIOUS_ROWS: Final = PluginContract(
+    name="PreviousRows",
+    inputs=("x", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    outputs=("before",),
+    fields=("state", "page_size"),
 )
 CONTEXT_WRITTEN: Final = "context_written"  # an engine output: the tokens of WriteDraftContext
 
@@ -128,6 +142,7 @@ PLUGINS: Final = (
     ATTEND_PAGES,
     ATTEND_DRAFT,
     WRITE_DRAFT_CONTEXT,
+    PREVIOUS_ROWS,
     SAMPLE_AND_ACCEPT,
     DRAFT_TOKENS,
     EXPERTS,
@@ -189,15 +204,20 @@ class PluginLowering:
 
     def attend_draft(
         self,
-        context: tuple[ITensor, ITensor],
+        context: tuple[ITensor, ITensor] | None,
         q: ITensor,
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
         gqa: Gqa,
+        *,
+        block_width: Dim,
     ) -> ITensor:
-        given = _context(context, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
-        flags = {name: int(getattr(gqa.mask, name)) for name in ("is_causal", "is_window_anchored")}
+        """Without `context`: q depends on the node that has written it, through the draft of that pass."""
+        kv = context or (self._row_not_read(cache, q),) * 2
+        given = _context(kv, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
+        flags = {name: int(getattr(gqa.mask, name)) for name in ("is_causal", "is_window_anchored", "first_key")}
+        flags |= {"shares_kv": int(context is None)}
         return self._page_node(ATTEND_DRAFT, given, cache, _scores(gqa) | flags)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
@@ -212,11 +232,17 @@ class PluginLowering:
         logits: ITensor,
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
+        num_slots: Dim,
     ) -> ITensor:
         not_read = self._layers.ints([0], (1,), "int64")
         given = {"logits": logits, "next_context_lens": next_context_lens}
         given |= {"draft_to_target": not_read if draft_to_target is None else draft_to_target}
-        return self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})[0]
+        [tokens] = self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})
+        return self._layers.reshape(tokens, (-1, num_slots)) if isinstance(num_slots, int) else tokens
+
+    def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
+        fields: dict[str, float] = {"state": self._indices[cache.spec.name], "page_size": self._page_size}
+        return self._node(PREVIOUS_ROWS, {"x": x, "state_pools": self._state_pools}, fields)[0]
 
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[HostTensor], moe: Moe) -> ITensor:
         from dflash_trt.backends.tensorrt.experts_node import experts_node  # of those who have Triton

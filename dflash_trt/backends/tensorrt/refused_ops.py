@@ -12,8 +12,3 @@ class RefusedOps:
 
     attend_latent = _refused
     pairs_to_halves = _refused
-    chain_blocks = _refused
-    previous_rows = _refused
-    context_rows = _refused
-    stack_slots = _refused
-    last_slot = _refused

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from dflash_trt.backends.tensorrt.layers import Handle, ITensor
+from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts
+from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, RowCache, StackedExperts
 
 
 class StatefulLowering(Protocol):
@@ -23,12 +23,14 @@ class StatefulLowering(Protocol):
 
     def attend_draft(
         self,
-        context: tuple[ITensor, ITensor],
+        context: tuple[ITensor, ITensor] | None,  # None: an earlier pass of a chain has written the pages
         q: ITensor,
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
         gqa: Gqa,
+        *,
+        block_width: Dim,
     ) -> ITensor: ...
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
@@ -40,7 +42,10 @@ class StatefulLowering(Protocol):
         logits: ITensor,
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
+        num_slots: Dim,
     ) -> ITensor: ...
+
+    def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor: ...
 
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor: ...
 

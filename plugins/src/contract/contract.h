@@ -78,6 +78,7 @@ struct PluginContract
 extern PluginContract const kAttendPages;
 extern PluginContract const kAttendDraft;
 extern PluginContract const kWriteDraftContext;
+extern PluginContract const kPreviousRows;
 extern PluginContract const kSampleAndAccept;
 extern PluginContract const kDraftTokens;
 extern PluginContract const kExperts;

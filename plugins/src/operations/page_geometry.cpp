@@ -25,10 +25,7 @@ void PageGeometry::check() const
                 "Only FP8 pages are scaled.");
         }
     }
-    if (page_size < 1 || (page_size & (page_size - 1)) != 0)
-    {
-        throw Problem("page_size", "a power of two", std::to_string(page_size), "Build the engine with 16, 32 or 64.");
-    }
+    static_cast<void>(page_shift());
     if (head_dim < 1 || head_dim % launch_rules::HEAD_DIM_GRAIN != 0)
     {
         throw Problem("head_dim", "a multiple of " + std::to_string(launch_rules::HEAD_DIM_GRAIN), std::to_string(head_dim),
@@ -36,8 +33,12 @@ void PageGeometry::check() const
     }
 }
 
-int64_t PageGeometry::page_shift() const noexcept
+int64_t page_shift_of(int64_t page_size)
 {
+    if (page_size < 1 || (page_size & (page_size - 1)) != 0)
+    {
+        throw Problem("page_size", "a power of two", std::to_string(page_size), "Build the engine with 16, 32 or 64.");
+    }
     int64_t shift = 0;
     while ((int64_t{1} << shift) < page_size)
     {

@@ -8,6 +8,9 @@
 namespace dflash_trt
 {
 
+/// page_size == 1 << the result. Throws Problem for a size that is no power of two.
+int64_t page_shift_of(int64_t page_size);
+
 /// Pages are [pages, 2, page_size, kv_heads, head_dim], of F or of FP8 codes: K / k_scale and V / v_scale.
 struct PageGeometry
 {
@@ -22,7 +25,7 @@ struct PageGeometry
     /// Throws Problem for a size that no kernel serves, and for scales that pages of F cannot have.
     void check() const;
     [[nodiscard]] int64_t row_size() const noexcept { return kv_heads * head_dim; }
-    [[nodiscard]] int64_t page_shift() const noexcept; // page_size == 1 << page_shift
+    [[nodiscard]] int64_t page_shift() const { return page_shift_of(page_size); }
 };
 
 } // namespace dflash_trt
