@@ -2,7 +2,8 @@
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
 that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, and in the tiles that their
-groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all sizes are compiled in.
+groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all sizes are compiled in, of
+latents all but the heads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,13 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, SharedKv
+from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
+from plugins.aot.latent_variants import LatentKernels
 from plugins.aot.page_variants import page_write_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
@@ -50,6 +52,7 @@ class EngineKernels:
     draft_vocab_size: int | None = None  # of a drafter that has its own
     experts: tuple[ExpertsKernels, ...] = ()
     deltas: tuple[DeltaKernels, ...] = ()
+    latents: tuple[LatentKernels, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -74,6 +77,7 @@ class EngineKernels:
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
             experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
             deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
+            latents=tuple(sorted(set(_latents(states.target, limits)))),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -92,6 +96,8 @@ class EngineKernels:
             yield from experts.variants(self.dtype)
         for deltas in self.deltas:
             yield from deltas.variants(self.dtype)
+        for latents in self.latents:
+            yield from latents.variants(self.dtype)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -159,11 +165,9 @@ def architecture_of(compute_capability: str) -> str:
 def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    pages = [
-        state.source if isinstance(state, SharedKv) else state for state in states if not isinstance(state, Recurrent)
-    ]
+    kv = [state.source if isinstance(state, SharedKv) else state for state in states]
+    pages = [state for state in kv if isinstance(state, PagedKv)]
     for gqa, state in zip(model.attentions, pages, strict=True):
-        assert isinstance(state, PagedKv), "other states are refused by the backend"
         num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(
             is_drafter=model.role == "draft",
@@ -179,6 +183,18 @@ def _deltas(states: Iterable[LayerState], *, max_requests: int) -> Iterator[Delt
     for state in states:
         if isinstance(state, Recurrent):
             yield DeltaKernels.of(state, max_requests=max_requests)
+
+
+def _latents(states: Iterable[LayerState], limits: EngineLimits) -> Iterator[LatentKernels]:
+    for state in states:
+        if isinstance(state, PagedLatent):
+            yield LatentKernels(
+                latent_dim=state.latent_dim,
+                rope_dim=state.rope_dim,
+                page_dtype=state.dtype,
+                page_size=limits.page_size,
+                max_requests=limits.max_batch_size,
+            )
 
 
 def _tiles(dtype: torch.dtype, layer: LayerKernels) -> tuple[int, ...]:
