@@ -37,7 +37,7 @@ nvinfer1::IPluginCreatorV3One* find_creator(void* library, std::string const& na
     int32_t num_creators = 0;
     auto* const get = find<nvinfer1::IPluginCreatorInterface* const*(int32_t&)>(library, "getCreators");
     nvinfer1::IPluginCreatorInterface* const* creators = get(num_creators);
-    expect(num_creators == 9, "nine creators");
+    expect(num_creators == 10, "ten creators");
     for (int32_t i = 0; i < num_creators; ++i)
     {
         nvinfer1::InterfaceInfo const info = creators[i]->getInterfaceInfo();

@@ -36,6 +36,7 @@ from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.delta_cases import NET, NUM_RECORDS
 from tests.plugins.interpreted_library import InterpretingDriver
+from tests.plugins.latent_cases import LATENT_DIM, ROPE_DIM
 from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
 from tests.trt import networks
@@ -174,6 +175,22 @@ def of_one_net_twice(plugin_nodes: list[Any]) -> None:
     second.fields["state"] = first.fields["state"]
 
 
+def make_latents(root: Path) -> Any:
+    """Of the sizes that the library has kernels for, without experts."""
+    sizes = {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM, "first_k_dense_replace": 2}
+    options = {"num_layers": 1, "target_layer_ids": (0, 1), "head_dim": 16}
+    return make_pair(root, family="deepseek_v3", target={"num_hidden_layers": 2} | sizes, **options)
+
+
+def latents(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
+    return {
+        "tokens": same_tokens(open_engine(pair, nodes), pair),
+        "FP8 pages": same_tokens(open_engine(pair, nodes, pages=FP8_PAGES), pair, pages=FP8_PAGES),
+        "canary": canary(open_engine(pair, nodes)),
+        "no address": without_address(pair, nodes),
+    }
+
+
 def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
@@ -197,6 +214,7 @@ def main() -> dict[str, Any]:
     results["canary"]["one state twice"] = canary(open_engine(pair, nodes, spoil=of_one_state_twice))
     results["canary"]["a page late"] = past_the_own_pages(open_engine(pair, nodes))
     results["hybrid"] = hybrid(make_hybrid(root / "hybrid"), nodes)
+    results["latents"] = latents(make_latents(root / "latents"), nodes)
     results["errors"] = driver.errors
     return results
 

@@ -100,19 +100,25 @@ def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
 
 
 def _rows_of(name: str, pages: Tensor, place: range, num_tokens: int) -> Tensor:
+    if pages.dim() == 3:  # latents, which have no V
+        pages = pages[:, None]
     is_written = _is_written(pages)
-    own = is_written[place.start : place.stop].transpose(0, 1).flatten(1)  # [2, positions]
+    own = is_written[place.start : place.stop].transpose(0, 1).flatten(1)  # [2, positions]; of latents [1, positions]
     others = int(is_written.sum()) - int(own.sum())
     if others:
-        raise _refusal(name, "no page of others to be written", f"{others} rows of K or V written there")
+        raise _refusal(name, "no page of others to be written", f"{others} rows written there")
     if not bool(own[:, :num_tokens].all()) or bool(own[:, num_tokens:].any()):
         found = f"{int(own[:, :num_tokens].sum())} of them and {int(own[:, num_tokens:].sum())} others"
-        raise _refusal(name, f"{2 * num_tokens} rows of K and V to be written", found)
+        raise _refusal(
+            name,
+            f"{own.shape[0] * num_tokens} rows of {'K and V' if len(own) == 2 else 'latents'} to be written",
+            found,
+        )
     rows = pages[place.start : place.stop].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
     return rows.float()
 
 
-def _is_written(pages: Tensor) -> Tensor:  # bool [pages, 2, page_size]
+def _is_written(pages: Tensor) -> Tensor:  # bool [pages, 2 or 1, page_size]
     """Rows that are no longer full of canaries; by bytes, since PyTorch compares no float8."""
     canary = torch.full_like(pages[:1, :1, :1], CANARY).view(torch.uint8)
     chunks = torch.split(pages.view(torch.uint8), max(1, _CHUNK_BYTES // pages[0].nbytes))

@@ -2,8 +2,8 @@
 
 Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
 network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], or some, `target_state.{i}.{part}`, [slots, ...],
-and what was written leaves as `next_target_kv.{i}` and so on.
+`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of latents [pages, page_size, row]), or some,
+`target_state.{i}.{part}`, [slots, ...], and what was written leaves as `next_target_kv.{i}` and so on.
 """
 
 from collections.abc import Mapping as AbcMapping
@@ -23,10 +23,10 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv
+from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, PagedLatent, Recurrent, SharedKv
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
+from dflash_trt.network.ops import Cache, LatentCache, LayerCache, RecurrentCache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
@@ -108,8 +108,9 @@ def _tensors_of(state: LayerState, page_size: int) -> tuple[IoTensor, ...]:
         )
     if isinstance(state, SharedKv):
         return ()
-    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
-    shape, axes = (-1, *state.page_shape(page_size)), ("pages", "2", "page_size", "kv_heads", "D")
+    assert isinstance(state, PagedKv | PagedLatent), "refused by `unsupported_problems`"
+    shape = (-1, *state.page_shape(page_size))
+    axes = ("pages", "2", "page_size", "kv_heads", "D") if isinstance(state, PagedKv) else ("pages", "page_size", "row")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
@@ -174,6 +175,8 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor]) -> LayerCache[I
         parts = state.tensors()
         found = {part: tensors.get(slot_tensor_name(state, part), pools) for part in parts}
         return RecurrentCache(found, state)
+    if isinstance(state, PagedLatent):
+        return LatentCache(tensors.get(state.name, pools), state)
     kv = state.source if isinstance(state, SharedKv) else state
     assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
     return Cache(tensors.get(kv.name, pools), kv)

@@ -11,12 +11,14 @@ from typing import Final, Literal
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
+from dflash_trt.backends.tensorrt import lowering_latents as trt_latents
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
+from dflash_trt.backends.tensorrt.lowering_latents import LatentOps
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
 from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
@@ -33,7 +35,9 @@ from dflash_trt.network.ops import (
     DeltaParameters,
     Experts,
     KvDestination,
+    LatentCache,
     Linear,
+    PagedCache,
     RecurrentCache,
     Rows,
     StackedExperts,
@@ -81,6 +85,11 @@ class LayersLowering:
             pages = trt_attention.write_rows(self._layers, self._index, kv, _pages(cache))
             self._take(cache, pages)
         return trt_attention.attend_pages(self._layers, self._index, q, pages, gqa, sinks)
+
+    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
+        attended, pages = trt_latents.attend_latents(self._layers, self._index, q, own, cache, score_scale)
+        self._take(cache, pages)
+        return attended
 
     def attend_draft(
         self,
@@ -134,7 +143,7 @@ class LayersLowering:
         """The written pages and slots."""
         return self._written
 
-    def _take(self, cache: Cache[ITensor], written: Pages) -> None:
+    def _take(self, cache: PagedCache[ITensor], written: Pages) -> None:
         name = NEXT_PREFIX + cache.spec.name
         assert name not in self._written, f"{cache.spec.name} has two writers in one step"
         self._written[name] = written.tensor
@@ -149,7 +158,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps(DrafterOps, RefusedOps):
+class TrtOps(DrafterOps, LatentOps, RefusedOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(

@@ -10,8 +10,6 @@ def _refused(self: object, *_: object, **__: object) -> NoReturn:
 class RefusedOps:
     """The rest of `Ops`."""
 
-    attend_latent = _refused
-    pairs_to_halves = _refused
     tempered = _refused
     chain_blocks = _refused
     previous_rows = _refused
