@@ -4,6 +4,7 @@
 #include "operations/collective.h"
 #include "operations/experts.h"
 #include "operations/gated_delta.h"
+#include "operations/latents.h"
 #include "operations/previous_rows.h"
 #include "operations/sampling.h"
 #include "operations/step_operations.h"
@@ -137,6 +138,17 @@ DeltaOptions delta_options_of(dflash_trt_gated_delta_shape const& shape)
     return {shape.state, shape.num_records, shape.eps};
 }
 
+LatentShape latents_of(dflash_trt_latents_shape const& shape)
+{
+    return {{float_type(shape.float_type), page_type(shape.page_type)}, shape.num_rows, shape.num_requests,
+        shape.pages_per_request, shape.num_heads, shape.row_size};
+}
+
+LatentOptions latent_options_of(dflash_trt_latents_shape const& shape)
+{
+    return {shape.state, shape.latent_dim, shape.page_size, shape.k_scale, shape.score_scale};
+}
+
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
@@ -175,6 +187,12 @@ int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size
 {
     return guarded(
         [&] { *num_bytes = experts_workspace_bytes(experts_of(required(shape)), experts_options_of(*shape)); });
+}
+
+int32_t dflash_trt_attend_latents_workspace(dflash_trt_latents_shape const* shape, size_t* num_bytes)
+{
+    return guarded(
+        [&] { *num_bytes = latents_workspace_bytes(latents_of(required(shape)), latent_options_of(*shape)); });
 }
 
 int32_t dflash_trt_gated_delta_workspace(dflash_trt_gated_delta_shape const* shape, size_t* num_bytes)
@@ -296,6 +314,21 @@ int32_t dflash_trt_gated_delta(dflash_trt_gated_delta_shape const* shape, dflash
             CallTensors const tensors{&required(given.inputs), outputs, workspace};
             auto const launches =
                 prepare_gated_delta(delta_of(required(shape)), delta_options_of(*shape), Device::current());
+            run(launches, tensors, stream);
+        });
+}
+
+int32_t dflash_trt_attend_latents(dflash_trt_latents_shape const* shape, dflash_trt_latents_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            void* const outputs[] = {given.attended};
+            CallTensors const tensors{&required(given.inputs), outputs, workspace};
+            auto const launches =
+                prepare_latents(latents_of(required(shape)), latent_options_of(*shape), Device::current());
             run(launches, tensors, stream);
         });
 }

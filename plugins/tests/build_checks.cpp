@@ -270,6 +270,14 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("page_table", 0, 100000, "REQUESTS");
         return;
     }
+    if (node.name == "AttendLatents")
+    {
+        refuses("q", 2, kLatentRow + 1, "q: expected 32 along an axis");
+        refuses("own", 0, kTokens + 1, "own: expected 6 along an axis");
+        refuses("own", 1, kLatentRow + 1, "q: expected 33 along an axis");
+        refuses("page_table", 0, kRequests + 1, "token_offsets: expected 4 along an axis");
+        return;
+    }
     bool const is_target = node.name == "AttendPages";
     refuses(is_target ? "k" : "context_k", 2, 24, "head_dim");
     refuses("page_table", 0, 100000, "REQUESTS");

@@ -19,6 +19,7 @@ from plugins.aot.engine_kernels import (
     kernels_of_config,
     kernels_of_engine,
 )
+from plugins.aot.latent_variants import LatentKernels
 from plugins.aot.variant import KernelVariant
 from plugins.aot.variants import LibrarySpec, library_variants
 from tests.factories import VOCAB_SIZE, make_target, make_zlab_drafter, write_json
@@ -158,6 +159,27 @@ def test_an_eagle3_head_names_its_kernels(tmp_path: Path) -> None:
     [drafter] = [layer for layer in kernels.layers if layer.is_drafter]
     assert (drafter.first_key, drafter.head_dim, drafter.heads_per_kv) == (1, 32, 2)
     assert (kernels.feature_size, kernels.draft_vocab_size) == (64, 32)
+
+
+def test_kernels_of_latents_are_those_of_their_sizes_and_pages(tmp_path: Path) -> None:
+    """Of every rank, which holds all of them."""
+    make_target(tmp_path / "target", family="deepseek_v3")
+    make_zlab_drafter(
+        tmp_path / "drafter", target_dir=tmp_path / "target", block_size=4, head_dim=32, target_layer_ids=(0,)
+    )
+    fields = {"target": "target", "drafter": "drafter", "dtype": "bfloat16", "max_batch_size": 40, "tp_size": 2}
+    kernels = kernels_of_config(build_config_from(fields | {"page_size": 8}, source="test"), tmp_path)
+    [latents] = kernels.latents
+    assert latents == LatentKernels(latent_dim=32, rope_dim=8, page_dtype="bfloat16", page_size=8, max_requests=40)
+    assert [layer.is_drafter for layer in kernels.layers] == [True]
+    ours = {variant.kernel.__name__: variant.constexprs for variant in latents.variants("bfloat16")}
+    assert list(ours) == [
+        *("write_latents_kernel", "attention_plan_kernel", "latent_attention_kernel", "attention_reduction_kernel")
+    ]
+    assert all(variant in kernels.variants() for variant in latents.variants("bfloat16"))
+    attention = ours["latent_attention_kernel"]
+    assert (attention["LATENT"], attention["ROPE"], attention["TILE"], attention["POOLED"]) == (32, 8, 64, True)
+    assert (attention["KEY_BLOCK"], attention["IS_IN_ONE_PAGE"]) == (16, False)  # two pages of 8
 
 
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])

@@ -77,6 +77,16 @@ class DeltaShape(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int32) for name in _DELTA.split()), ("eps", ctypes.c_float))
 
 
+_LATENTS = "float_type page_type num_rows num_requests pages_per_request num_heads row_size latent_dim page_size state"
+
+
+class LatentsShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in _LATENTS.split()),
+        *((name, ctypes.c_float) for name in ("k_scale", "score_scale")),
+    )
+
+
 class LibraryError(Exception):
     pass
 
@@ -99,6 +109,7 @@ class PluginLibrary:
             "Experts": self.experts,
             "GatedDelta": self.gated_delta,
             "PreviousRows": self.previous_rows,
+            "AttendLatents": self.attend_latents,
         }
         return own.get(name, self._draft)(inputs, fields)
 
@@ -190,6 +201,28 @@ class PluginLibrary:
         buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(before.data_ptr()))
         self._call("previous_rows", shape, buffers)
         return [before]
+
+    def attend_latents(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        num_rows, num_heads, row_size = x["q"].shape
+        integers = [int(fields[name]) for name in ("latent_dim", "page_size", "state")]
+        shape = LatentsShape(
+            FLOAT_TYPES[x["q"].dtype],
+            int(fields["page_type"]),
+            num_rows,
+            *x["page_table"].shape,
+            num_heads,
+            row_size,
+            *integers,
+            fields["k_scale"],
+            fields["score_scale"],
+        )
+        attended = x["q"].new_zeros(num_rows, num_heads, integers[0])
+        workspace = self._workspace("attend_latents", shape, attended.device)
+        workspace.random_()  # it holds anything
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "AttendLatents")
+        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(attended.data_ptr()))
+        self._call("attend_latents", shape, buffers, _address(workspace))
+        return [attended]
 
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:

@@ -38,6 +38,7 @@ from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.delta_cases import NET, NUM_RECORDS
 from tests.plugins.interpreted_library import InterpretingDriver
+from tests.plugins.latent_cases import LATENT_DIM, ROPE_DIM
 from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
 from tests.trt import networks
@@ -194,6 +195,22 @@ def chain(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
     }
 
 
+def make_latents(root: Path) -> Any:
+    """Of the sizes that the library has kernels for, without experts."""
+    sizes = {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM, "first_k_dense_replace": 2}
+    options = {"num_layers": 1, "target_layer_ids": (0, 1), "head_dim": 16}
+    return make_pair(root, family="deepseek_v3", target={"num_hidden_layers": 2} | sizes, **options)
+
+
+def latents(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
+    return {
+        "tokens": same_tokens(open_engine(pair, nodes), pair),
+        "FP8 pages": same_tokens(open_engine(pair, nodes, pages=FP8_PAGES), pair, pages=FP8_PAGES),
+        "canary": canary(open_engine(pair, nodes)),
+        "no address": without_address(pair, nodes),
+    }
+
+
 def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
     theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN, quantization=pages)
     expected, found = (trace(x, GREEDY[:1], num_draft_tokens=KS, num_new=4)[0] for x in (theirs, ours))
@@ -219,6 +236,7 @@ def main() -> dict[str, Any]:
     results["hybrid"] = hybrid(make_hybrid(root / "hybrid"), nodes)
     has_writer = importlib.util.find_spec("speculators") is not None
     results["chain"] = chain(make_chain(root / "chain"), nodes) if has_writer else None
+    results["latents"] = latents(make_latents(root / "latents"), nodes)
     results["errors"] = driver.errors
     return results
 

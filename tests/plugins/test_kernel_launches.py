@@ -9,6 +9,7 @@ import pytest
 from tests.plugins.building import BuiltLibrary, run_python
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
+from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.node_inputs import ANCHORED, CHUNK, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
@@ -146,6 +147,16 @@ def test_a_draft_vocabulary_takes_the_kernels_made_for_it(results: dict[str, Any
 def test_a_vocabulary_of_a_multiple_of_16_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
     assert "tile_statistics_float32" in results["launches"]["SampleAndAccept, verify"]
     assert "tile_statistics_float32_v16" in results["launches"]["SampleAndAccept, one token"]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_a_node_over_latents_gives_what_pytorch_gives(results: dict[str, Any], case: str) -> None:
+    """Results and pages; rows of no request stay as they were, and so do pages without an address."""
+    found = results["latents"][case]
+    assert found["difference"] <= TOLERANCE and found["pages"] <= TOLERANCE < SPOILT < found["corrupted"]
+    assert found["is_unchanged"]
+    kernels = ["write_latents", "attention_plan", "latent_attention", "latent_reduction"]
+    assert [re.match("[a-z_]+?(?=_(float32|step))", name)[0] for name in found["launches"]] == kernels  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

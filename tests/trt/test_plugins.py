@@ -31,6 +31,7 @@ from tests.engines import PAGE_SIZE, make_executor
 from tests.kernels import reference_experts
 from tests.plugins.delta_cases import run_reference as run_delta
 from tests.plugins.expert_cases import decoded
+from tests.plugins.latent_cases import run_reference as run_latents
 from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, view_at
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
@@ -175,6 +176,9 @@ class PluginReference:
     def _gated_delta(self, x, settings):
         return run_delta(x, settings)
 
+    def _attend_latents(self, x, settings):
+        return run_latents(x, settings)
+
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
         sizes = {"page_size": settings["page_size"], "num_draft_tokens": width - 1}
@@ -286,18 +290,8 @@ def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
-    assert counts == [
-        4,
-        num_draft_layers,
-        0,
-        0,
-        1,
-        int(num_draft_layers > 0),
-        0,
-        0,
-        0,
-        0,
-    ]  # no chains, no experts, no delta nets, no collectives
+    # No chains, no experts, no delta nets, no latents, no collectives.
+    assert counts == [4, num_draft_layers, 0, 0, 1, int(num_draft_layers > 0), 0, 0, 0, 0, 0]
     plugins = FakePlugins(trt)
     define_pair(
         trt,

@@ -118,7 +118,7 @@ def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
 
 
 def _by_parts(pages: Tensor) -> Tensor:
-    """[pages, 2, page_size, heads, D] of K and V, [pages, 1, page_size, width] of rows."""
+    """[pages, 2, page_size, heads, D] of K and V, [pages, 1, page_size, width] of latents and other rows."""
     return pages if pages.dim() > 3 else pages[:, None]
 
 

@@ -2,9 +2,9 @@
 
 Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
 network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], or some, `target_state.{i}.{part}`, [slots, ...],
-and what was written leaves as `next_target_kv.{i}` and so on. Layers with pages of a window alone have a page table of
-their own, `page_table.{window}`.
+`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of latents [pages, page_size, row]), or some,
+`target_state.{i}.{part}`, [slots, ...], and what was written leaves as `next_target_kv.{i}` and so on. Layers with
+pages of a window alone have a page table of their own, `page_table.{window}`.
 """
 
 from collections.abc import Mapping as AbcMapping
@@ -29,7 +29,9 @@ from dflash_trt.core.state_spec import (
     EngineStates,
     LayerState,
     PagedKv,
+    PagedLatent,
     PagedRows,
+    PagedState,
     Recurrent,
     SharedKv,
     page_group_of,
@@ -37,7 +39,15 @@ from dflash_trt.core.state_spec import (
 )
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, RowCache, StepInputs, StepState
+from dflash_trt.network.ops import (
+    Cache,
+    LatentCache,
+    LayerCache,
+    RecurrentCache,
+    RowCache,
+    StepInputs,
+    StepState,
+)
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
@@ -132,10 +142,10 @@ def _tensors_of(state: LayerState, spec: StepNetworkSpec) -> tuple[IoTensor, ...
         )
     if isinstance(state, SharedKv):
         return ()
-    assert isinstance(state, PagedKv | PagedRows), "refused by `unsupported_problems`"
+    assert isinstance(state, PagedState | PagedRows)
     pool = pool_axis((None, *spec.page_windows)[page_group_of(state, spec.page_windows)])
     shape = (-1, *state.page_shape(spec.page_size))
-    axes = (pool, "page_size", "H") if isinstance(state, PagedRows) else (pool, "2", "page_size", "kv_heads", "D")
+    axes = (pool, "2", "page_size", "kv_heads", "D") if isinstance(state, PagedKv) else (pool, "page_size", "row")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
@@ -210,6 +220,8 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor], page_windows: t
         parts = state.tensors()
         found = {part: tensors.get(slot_tensor_name(state, part), pools) for part in parts}
         return RecurrentCache(found, state)
+    if isinstance(state, PagedLatent):
+        return LatentCache(tensors.get(state.name, pools), state)
     kv = state.source if isinstance(state, SharedKv) else state
     assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
     return Cache(tensors.get(kv.name, pools), kv, page_group_of(kv, page_windows))

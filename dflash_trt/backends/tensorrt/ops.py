@@ -12,15 +12,16 @@ from typing import Final, Literal
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
+from dflash_trt.backends.tensorrt import lowering_latents as trt_latents
 from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
+from dflash_trt.backends.tensorrt.lowering_latents import LatentOps
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
-from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -34,7 +35,9 @@ from dflash_trt.network.ops import (
     DeltaParameters,
     Experts,
     KvDestination,
+    LatentCache,
     Linear,
+    PagedCache,
     RecurrentCache,
     RowCache,
     Rows,
@@ -88,6 +91,11 @@ class LayersLowering:
             pages = trt_attention.write_rows(self._layers, index, kv, _pages(cache))
             self._take(cache, pages)
         return trt_attention.attend_pages(self._layers, index, q, pages, gqa, sinks)
+
+    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
+        attended, pages = trt_latents.attend_latents(self._layers, self._index[0], q, own, cache, score_scale)
+        self._take(cache, pages)
+        return attended
 
     def attend_draft(
         self,
@@ -154,7 +162,7 @@ class LayersLowering:
         """As this step has written them."""
         return replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
 
-    def _take(self, cache: Cache[ITensor], written: Pages) -> None:
+    def _take(self, cache: PagedCache[ITensor], written: Pages) -> None:
         name = NEXT_PREFIX + cache.spec.name
         assert name not in self._written, f"{cache.spec.name} has two writers in one step"
         self._written[name] = written.tensor
@@ -169,7 +177,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps(DrafterOps, RefusedOps):
+class TrtOps(DrafterOps, LatentOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(

@@ -24,6 +24,8 @@ from dflash_trt.network.ops import (
     Acceptance,
     Cache,
     DeltaParameters,
+    LatentCache,
+    PagedCache,
     RecurrentCache,
     RowCache,
     StackedExperts,
@@ -55,6 +57,13 @@ ATTEND_PAGES: Final = PluginContract(
     outputs=("attended",),
     fields=(*PAGE_FIELDS, "window", "chunk", "has_sinks", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
+)
+ATTEND_LATENTS: Final = PluginContract(
+    name="AttendLatents",
+    inputs=("q", "own", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    outputs=("attended",),
+    fields=(*PAGE_FIELDS, "latent_dim"),
+    real_fields=("k_scale", "score_scale"),
 )
 ATTEND_DRAFT: Final = PluginContract(
     name="AttendDraft",
@@ -147,6 +156,7 @@ PLUGINS: Final = (
     DRAFT_TOKENS,
     EXPERTS,
     GATED_DELTA,
+    ATTEND_LATENTS,
     ALL_REDUCE,
     ALL_GATHER,
 )
@@ -201,6 +211,12 @@ class PluginLowering:
     def _row_not_read(self, cache: Cache[ITensor], q: ITensor) -> ITensor:  # F [1, kv_heads, D]
         shape = (1, cache.spec.num_kv_heads, cache.spec.head_dim)
         return self._layers.cast_like(self._layers.floats([0.0] * math.prod(shape), shape), q)
+
+    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
+        given = {"q": q, "own": own}
+        return self._page_node(
+            ATTEND_LATENTS, given, cache, {"latent_dim": cache.spec.latent_dim, "score_scale": score_scale}
+        )
 
     def attend_draft(
         self,
@@ -269,7 +285,7 @@ class PluginLowering:
         return {CONTEXT_WRITTEN: self._layers.concat(self._written, 0)} if self._written else {}
 
     def _page_node(
-        self, contract: PluginContract, given: dict[str, ITensor], cache: Cache[ITensor], fields: dict[str, float]
+        self, contract: PluginContract, given: dict[str, ITensor], cache: PagedCache[ITensor], fields: dict[str, float]
     ) -> ITensor:
         state = cache.spec
         scales = state.scales or LayerKvScales()

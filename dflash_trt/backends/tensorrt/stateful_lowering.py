@@ -6,7 +6,15 @@ from typing import Protocol
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, RowCache, StackedExperts
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    LatentCache,
+    RecurrentCache,
+    RowCache,
+    StackedExperts,
+)
 
 
 class StatefulLowering(Protocol):
@@ -20,6 +28,16 @@ class StatefulLowering(Protocol):
         gqa: Gqa,
         sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor: ...
+
+    def attend_latents(
+        self,
+        q: ITensor,  # [T, heads, latent_dim + rope_dim], absorbed and rotated
+        own: ITensor,  # [T, latent_dim + rope_dim], written first
+        cache: LatentCache[ITensor],
+        score_scale: float,
+    ) -> ITensor:
+        """Sums of latents [T, heads, latent_dim], before the value's factor."""
+        ...
 
     def attend_draft(
         self,

@@ -175,6 +175,19 @@ constexpr FieldRule kGatedDeltaFields[] = {
     {"eps", FieldType::kFloat32, kLeastReal, kMostReal},
 };
 
+constexpr InputRule kAttendLatentsInputs[] = {
+    {"q", kF, 3},
+    {"own", kF, 2},
+    {"state_pools", kLong, 1},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+    {"page_table", kInt, 2},
+};
+constexpr OutputRule kAttendLatentsOutputs[] = {{"attended", kF}};
+constexpr FieldRule kAttendLatentsFields[] = {
+    kState, kPageType, kPageSize, {"latent_dim", FieldType::kInt32, 1, 1 << 16}, kKScale, kScoreScale};
+
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
 constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
@@ -247,6 +260,8 @@ PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs,
 PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
 PluginContract const kExperts{"Experts", kExpertsInputs, kExpertsOutputs, kExpertsFields};
 PluginContract const kGatedDelta{"GatedDelta", kGatedDeltaInputs, kGatedDeltaOutputs, kGatedDeltaFields};
+PluginContract const kAttendLatents{
+    "AttendLatents", kAttendLatentsInputs, kAttendLatentsOutputs, kAttendLatentsFields};
 PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
 PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
@@ -254,7 +269,7 @@ std::string describe_contract()
 {
     std::string plugins;
     for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kPreviousRows,
-             &kSampleAndAccept, &kDraftTokens, &kExperts, &kGatedDelta, &kAllReduce, &kAllGather})
+             &kSampleAndAccept, &kDraftTokens, &kExperts, &kGatedDelta, &kAttendLatents, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

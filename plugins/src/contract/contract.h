@@ -83,6 +83,7 @@ extern PluginContract const kSampleAndAccept;
 extern PluginContract const kDraftTokens;
 extern PluginContract const kExperts;
 extern PluginContract const kGatedDelta;
+extern PluginContract const kAttendLatents;
 extern PluginContract const kAllReduce;
 extern PluginContract const kAllGather;
 

@@ -111,7 +111,7 @@ Values common_values(
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
         .integer("heads_reciprocal", launch_rules::heads_reciprocal(heads / geometry.kv_heads))
-        .integer("page_shift", geometry.page_shift())
+        .integer("page_shift", page_shift(geometry.page_size))
         .integer("state_index", geometry.state)
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())

@@ -25,7 +25,7 @@ KernelChoice choice(PreviousRows const& rows)
 
 void require_previous_rows(PreviousRows const& rows)
 {
-    static_cast<void>(page_shift_of(rows.page_size));
+    check_page_size(rows.page_size);
     choice(rows).require();
 }
 
@@ -41,7 +41,7 @@ PreparedLaunches prepare_previous_rows(PreviousRows const& rows, Device const& d
         .integer("num_requests", rows.num_requests)
         .integer("width", rows.width)
         .integer("pages_per_request", rows.pages_per_request)
-        .integer("page_shift", page_shift_of(rows.page_size))
+        .integer("page_shift", page_shift(rows.page_size))
         .integer("state_index", rows.state);
     PreparedLaunches launches;
     launches.emplace_back(choice(rows).best(values, device), values, device);

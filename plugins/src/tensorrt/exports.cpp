@@ -1,5 +1,6 @@
 // What TensorRT asks a plugin library for. With getCreators alone it loads nothing, without a word.
 #include "tensorrt/attend_draft_plugin.h"
+#include "tensorrt/attend_latents_plugin.h"
 #include "tensorrt/attend_pages_plugin.h"
 #include "tensorrt/collective_plugin.h"
 #include "tensorrt/draft_tokens_plugin.h"
@@ -45,11 +46,13 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
     static PluginCreator draft_tokens_creator(kDraftTokens, make<DraftTokensPlugin>);
     static PluginCreator experts_creator(kExperts, make<ExpertsPlugin>);
     static PluginCreator gated_delta_creator(kGatedDelta, make<GatedDeltaPlugin>);
+    static PluginCreator attend_latents_creator(kAttendLatents, make<AttendLatentsPlugin>);
     static PluginCreator all_reduce_creator(kAllReduce, make_collective<kAllReduce>);
     static PluginCreator all_gather_creator(kAllGather, make_collective<kAllGather>);
     static nvinfer1::IPluginCreatorInterface* const creators[] = {&attend_pages_creator, &attend_draft_creator,
         &write_draft_context_creator, &previous_rows_creator, &sample_and_accept_creator,
-        &draft_tokens_creator, &experts_creator, &gated_delta_creator, &all_reduce_creator, &all_gather_creator};
+        &draft_tokens_creator, &experts_creator, &gated_delta_creator, &attend_latents_creator, &all_reduce_creator,
+        &all_gather_creator};
     num_creators = static_cast<int32_t>(std::size(creators));
     return creators;
 }
