@@ -272,5 +272,5 @@ DEMO = Path(dflash_trt.__file__).parent / "demo"
 
 @pytest.mark.slow
 def test_the_demo_target_and_its_head_compile(trt: ModuleType) -> None:
-    built = compiled((DEMO / "target", DEMO / "eagle3"), "bfloat16", num_drafts=7)
+    built = compiled((DEMO / "target", DEMO / "eagle3"), "bfloat16", num_drafts=K)
     assert built.plan_bytes > 1_000_000
