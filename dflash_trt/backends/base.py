@@ -144,8 +144,6 @@ def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
         yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
 
 
-
-
 def unsupported_formats(
     quantization: QuantizationSpec | None,
     computes: Callable[[WeightFormat], bool],

@@ -17,6 +17,7 @@ from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_pages import write_latents_kernel
 from dflash_trt.kernels.latent_rules import LatentShape
+from dflash_trt.kernels.launch_rules import NO_CHUNK
 from dflash_trt.kernels.rope_and_pages_launch import NUM_WARPS
 from plugins.aot.attention_variants import attention_plan_variant
 from plugins.aot.variant import KernelVariant, pointer
@@ -93,7 +94,7 @@ def latent_reduction_variant(
 ) -> KernelVariant:
     keys, requests = launch.latent_key_block(dtype=dtype, page_size=page_size), request_capacity(num_requests)
     constants = {"HEAD_DIM": shape.latent_dim, "DIM": launch.latent_constants(shape)["LATENT_DIM"], "TILE": tile}
-    constants |= {"KEY_BLOCK": keys, "REQUESTS": requests, "HAS_BLOCK": False, "PLANNED": True}
+    constants |= {"KEY_BLOCK": keys, "REQUESTS": requests, "HAS_BLOCK": False, "CHUNK": NO_CHUNK, "PLANNED": True}
     return latent_variant(
         f"latent_reduction_{dtype_name(dtype)}_c{shape.latent_dim}_t{tile}_k{keys}_r{requests}",
         attention_reduction_kernel,

@@ -15,8 +15,9 @@ from typing import Any, Final
 from dflash_trt.backends.tensorrt.collectives import make_collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX, LayersLowering
 from dflash_trt.backends.tensorrt.lowering_gated_delta import slot_tensor_name
-from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX, LayersLowering, PluginMode, RopeTables, TrtOps
+from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables, TrtOps
 from dflash_trt.backends.tensorrt.plugins import CONTEXT_WRITTEN, PluginLowering
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.config import CollectiveMode
@@ -39,15 +40,7 @@ from dflash_trt.core.state_spec import (
 )
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import (
-    Cache,
-    LatentCache,
-    LayerCache,
-    RecurrentCache,
-    RowCache,
-    StepInputs,
-    StepState,
-)
+from dflash_trt.network.ops import Cache, LatentCache, LayerCache, RecurrentCache, RowCache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 

@@ -296,7 +296,8 @@ class PluginLowering:
             "k_scale": scales.k,
             "v_scale": scales.v,
         }
-        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[cache.group]}
+        group = cache.group if isinstance(cache, Cache) else 0  # latents keep all positions
+        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[group]}
         return self._node(contract, given | own_pages, own | fields)[0]
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:

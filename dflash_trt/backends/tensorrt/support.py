@@ -2,12 +2,7 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import (
-    latent_problems,
-    recurrent_problems,
-    unsupported_formats,
-    wide_head_problems,
-)
+from dflash_trt.backends.base import latent_problems, recurrent_problems, unsupported_formats, wide_head_problems
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType

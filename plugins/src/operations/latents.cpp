@@ -103,6 +103,7 @@ Kernels kernels_of(LatentShape const& shape, LatentOptions const& options)
             .equal("TILE", tile)
             .equal("KEY_BLOCK", kernel.constant("KEY_BLOCK"))
             .equal("HAS_BLOCK", 0)
+            .equal("CHUNK", launch_rules::NO_CHUNK)
             .at_least("REQUESTS", shape.num_requests);
     };
     return {KernelChoice("write_latents_kernel")
