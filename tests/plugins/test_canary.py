@@ -61,7 +61,7 @@ def test_whole_steps_over_latents_give_torchs_tokens_and_their_pages_are_looked_
     found = results["latents"]
     assert found["tokens"] is True and found["FP8 pages"] is True
     assert found["canary"] == "5 tokens in each of 3 pools, at 2 places"
-    missing = "pages of target_kv.1: expected 5 rows of latents to be written, found 0 of them"
+    missing = "pages of target_kv.1: expected 5 rows to be written, found 0 of them"
     assert found["no address"].startswith(missing)
 
 
