@@ -53,7 +53,8 @@ class DFlashTrtModel:
     ) -> dict[str, Any]:
         """One turn. `output_ids` are [beam][step][token], `token_times` the start and the end of each step, in seconds.
 
-        `end_id` ends the text and is left out of it, as the harness's own engines do; -1 is no end.
+        `end_id` ends the text and is left out of it, as the harness's own engines do; -1 is no end. If there is nothing
+        else it is kept: the harness divides by the number of steps.
         """
         ends = {"ignore_eos": True} if end_id == -1 else {"stop_token_ids": (end_id,)}
         sampling = SamplingParams(max_new_tokens=max_length, **ends, **self._sampling)
@@ -68,6 +69,9 @@ class DFlashTrtModel:
                 if tokens:
                     steps.append(tokens)
                     token_times.append(now)
+        if not steps:
+            steps.append([end_id])
+            token_times.append(time.perf_counter())
         return {"output_ids": [steps], "output_logits": None, "token_times": token_times}
 
     def get_serving_config(self) -> dict[str, Any]:

@@ -14,13 +14,18 @@ from pathlib import Path
 from dflash_trt.core.errors import BuildError, DFlashError
 from plugins.aot.compile import DEFAULT_ARCHITECTURES, CompiledKernel
 from plugins.aot.gated_delta_variants import DeltaKernels
+from plugins.aot.latent_variants import LatentKernels
 from plugins.aot.manifest import write_kernels
 from plugins.aot.variant import KernelVariant
 from plugins.aot.variants import LibrarySpec, library_variants
 from tests.plugins.building import ROOT, BuiltLibrary, build_sources
 from tests.plugins.delta_cases import state_spec
+from tests.plugins.latent_cases import LATENT_DIM, PAGE_SIZE, ROPE_DIM
 
 MAX_REQUESTS = 256
+LATENTS = LatentKernels(
+    latent_dim=LATENT_DIM, rope_dim=ROPE_DIM, page_dtype="bfloat16", page_size=PAGE_SIZE, max_requests=MAX_REQUESTS
+)
 
 
 def placeholder(variant: KernelVariant, architecture: str) -> CompiledKernel:
@@ -45,7 +50,8 @@ def placeholder(variant: KernelVariant, architecture: str) -> CompiledKernel:
 def build_full_library(out: Path) -> tuple[BuiltLibrary, int]:
     """The library with the default table, and how many kernels that has."""
     deltas = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS).variants("bfloat16")
-    variants = [*library_variants(LibrarySpec()), *deltas]
+    latents = LATENTS.variants("bfloat16")
+    variants = [*library_variants(LibrarySpec()), *deltas, *latents]
     kernels = [placeholder(variant, name) for name in DEFAULT_ARCHITECTURES for variant in variants]
     (out / "kernels").mkdir(parents=True, exist_ok=True)
     write_kernels(out / "kernels", kernels, origin={"placeholders": True})

@@ -19,6 +19,7 @@ from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import Device, RuntimeConfig
 from dflash_trt.core.step_plan import StepExecutor
 from dflash_trt.kernels.capacity import MAX_DELTA_HEAD_DIM, MAX_DELTA_RECORDS
+from dflash_trt.kernels.latent_rules import MAX_LATENT_DIM, MAX_ROPE_DIM
 from dflash_trt.kernels.launch_rules import WIDE_HEAD_DIM, WIDE_MAX_GROUP
 
 if TYPE_CHECKING:
@@ -127,10 +128,12 @@ def recurrent_problems(target: TargetSpec, draft: DraftSpec | None, *, where: st
 
 
 def latent_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for a target with latent attention, for a back end that attends over K and V alone."""
-    if target.latents:
-        expected = f"attention over K and V in every layer {where} (no kernel for latents yet)"
-        yield problem("target", expected=expected, found=f"{len(target.latents)} layers over latents", hint=hint)
+    """A problem for latents that are larger than the kernels are made for."""
+    most = {"latent_dim": MAX_LATENT_DIM, "rope_dim": MAX_ROPE_DIM}
+    for name, size in sorted({(name, getattr(mla, name)) for mla in target.latents for name in most}):
+        if size > most[name]:
+            expected = f"at most {most[name]} {where}"
+            yield problem(f"{name} of latent attention", expected=expected, found=str(size), hint=hint)
 
 
 def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator[str]:
@@ -139,13 +142,6 @@ def wide_head_problems(target: TargetSpec, *, where: str, hint: str) -> Iterator
     for heads_per_kv in sorted(count for count in groups if count > WIDE_MAX_GROUP):
         expected = f"at most {WIDE_MAX_GROUP} for a K/V head of more than {WIDE_HEAD_DIM} {where}"
         yield problem("num_attention_heads of the target", expected=expected, found=str(heads_per_kv), hint=hint)
-
-
-def drafter_problems(draft: DraftSpec | None, *, where: str, hint: str) -> Iterator[str]:
-    """A problem for a drafting algorithm of which a back end lacks the ops."""
-    if draft is not None and draft.algorithm == "eagle3":
-        expected = f"dflash or dflash2 {where} (no lowering for chains yet)"
-        yield problem("drafter", expected=expected, found=draft.algorithm, hint=hint)
 
 
 def unsupported_formats(

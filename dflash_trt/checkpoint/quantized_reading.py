@@ -106,10 +106,11 @@ def _rows_of(part: QuantizedPart, open_slice: OpenSlice) -> OpenSlice:
     if part.rows is None:
         return open_slice
     rows, num_rows = part.rows, part.tensors["codes"].shape[0]
-    blocks = {tensor.name: rows_per_block(part, field) for field, tensor in part.tensors.items()}
+    fields = {tensor.name: field for field, tensor in part.tensors.items()}
 
     def gathered(stored: StoredTensor) -> Tensor:
-        whole, block = _whole(stored, open_slice), blocks[stored.name]
+        whole = _whole(stored, open_slice)
+        block = rows_per_block(part, fields[stored.name], whole.numel())
         if block is None:
             return whole
         spans = [slice(span.start // block, -(-span.stop // block)) for span in rows.spans(0, num_rows)]

@@ -177,7 +177,9 @@ class _Finder:
 
     def _refuse(self, tensor: StoredTensor, *, expected: str, found: str) -> None:
         subject = f"{self.label} tensor '{tensor.name}'"
-        self.problems.append(problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN))
+        found_problem = problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN)
+        if found_problem not in self.problems:  # the parts of a fused matrix have the same
+            self.problems.append(found_problem)
 
 
 def share_of(part: QuantizedPart, spec: WeightSpec) -> QuantizedPart:
@@ -187,17 +189,17 @@ def share_of(part: QuantizedPart, spec: WeightSpec) -> QuantizedPart:
     shapes = {
         field: tensor.shape if block is None else (-(-spec.shape[0] // block), *tensor.shape[1:])
         for field, tensor in part.tensors.items()
-        for block in (rows_per_block(part, field),)
+        for block in (rows_per_block(part, field, tensor.num_elements),)
     }
     return replace(part, tensors={field: replace(part.tensors[field], shape=shapes[field]) for field in shapes})
 
 
-def rows_per_block(part: QuantizedPart, field: str) -> int | None:
-    """Rows of a weight that share one of a field's; None for a field that is the same for all rows."""
+def rows_per_block(part: QuantizedPart, field: str, num_elements: int) -> int | None:
+    """Rows of a weight that share one of a field's `num_elements`; None for a field that is the same for all rows."""
     if part.stored is None:
         return 1
     known = weight_format(part.stored.format).weight_type
-    is_of_all = field not in part.stored.fields or field in known.per_segment or part.tensors[field].num_elements == 1
+    is_of_all = field not in part.stored.fields or field in known.per_segment or num_elements == 1
     return None if is_of_all else known.rows_per_block.get(field, 1)
 
 

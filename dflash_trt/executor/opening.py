@@ -84,20 +84,8 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
             hint="TensorRT chooses its GEMMs by the number of rows. Build the engine with --backend torch.",
         )
     is_recurrent = engine.manifest.target.is_recurrent
-    if config.deterministic and is_recurrent and device != "cpu":
-        raise SettingError(
-            "deterministic",
-            expected="a target whose layers all attend, or a CPU",
-            found=f"gated delta nets on device {device}",
-            hint="The sums of their kernels depend on how many rows a step has. Leave it out.",
-        )
-    if config.deterministic and engine.manifest.target.latents:
-        raise SettingError(
-            "deterministic",
-            expected="a target whose layers attend over K and V",
-            found="attention over latents",
-            hint="Its sums depend on how many rows a step has. Leave it out.",
-        )
+    if config.deterministic and device != "cpu":
+        _check_determinism(engine, device)
     has_snapshots = is_recurrent and engine.manifest.backend == "torch"
     _check_snapshots(config, is_recurrent=is_recurrent, backend=engine.manifest.backend)
     resolved: dict[str, object] = {
@@ -109,6 +97,19 @@ def resolved_config(engine: EngineDir, config: RuntimeConfig) -> RuntimeConfig:
     if config.use_drafter and config.draft_length is None:
         resolved["num_draft_tokens"] = checked_draft_length(config.num_draft_tokens, max_draft_len(engine))
     return config.model_copy(update=resolved)
+
+
+def _check_determinism(engine: EngineDir, device: str) -> None:
+    """Raises SettingError for layers whose kernels on a GPU add up in an order that the step decides."""
+    target = engine.manifest.target
+    parts = {"gated delta nets": target.is_recurrent, "attention over latents": bool(target.latents)}
+    for part in (part for part, is_there in parts.items() if is_there):
+        raise SettingError(
+            "deterministic",
+            expected="a target whose layers all attend over K and V, or a CPU",
+            found=f"{part} on device {device}",
+            hint="The sums of their kernels depend on how many rows a step has. Leave it out.",
+        )
 
 
 def check_drafting(engine: EngineDir, config: RuntimeConfig) -> None:

@@ -19,6 +19,7 @@ import triton.language as tl
 from dflash_trt.kernels.attention_partition import load_place, load_range, query_row, split_and_number
 from dflash_trt.kernels.attention_queries import for_pages
 from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
+from dflash_trt.kernels.state_pools import pooled
 
 
 @triton.jit
@@ -97,11 +98,13 @@ def absorb_latents(
         "group_heads",
         "heads_reciprocal",
         "page_shift",
+        "state_index",
     ]
 )
 def latent_attention_kernel(
-    q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; up to TILE heads behind the last are read and not used
-    pages,  # F or float8_e4m3fn [pages, page_size, LATENT + ROPE]
+    q,  # F [N, heads, LATENT + ROPE], absorbed and rotated; but with POOLED, up to TILE heads behind the last are read
+    pages,  # F or float8_e4m3fn [pages, page_size, LATENT + ROPE]; its type alone is read with POOLED
+    state_pools,  # int64 [states], addresses of pages; read only with POOLED
     attended,  # out, F [N, heads, LATENT]: sums of latents, before the value's factor
     partials,  # float32 [work_slots, groups, TILE, LATENT]
     partial_stats,  # float32 [work_slots, groups, 2, TILE]: maximum, total
@@ -117,6 +120,7 @@ def latent_attention_kernel(
     group_heads,  # heads = groups * group_heads
     heads_reciprocal,  # of group_heads, see `query_row`
     page_shift,  # page_size == 1 << page_shift
+    state_index,  # in state_pools
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     LATENT_DIM: tl.constexpr,  # padded to a power of two
@@ -124,19 +128,27 @@ def latent_attention_kernel(
     TILE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     IS_IN_ONE_PAGE: tl.constexpr,  # a block of keys: KEY_BLOCK divides page_size
+    POOLED: tl.constexpr,
 ):
     """Grid: (groups, tile_capacity + work_slots)."""
     group = tl.program_id(0)
     request, token, num_rows, position, key_begin, key_end = load_range(plan, tl.program_id(1))
     if num_rows == 0:
         return
+    if POOLED:
+        pages = pooled(state_pools, state_index, pages.dtype)
+        if pages.to(tl.int64) == 0:  # no state
+            return
     if is_direct(request, token_offsets, context_lens, min_direct_rows):
         key_end = key_begin
     in_tile = tl.arange(0, TILE)
     in_latent = tl.arange(0, LATENT_DIM)
     in_rope = tl.arange(0, ROPE_DIM)
     first_head = ((token * groups + group) * group_heads).to(tl.int64)  # of those of all tokens
-    q_rows = q + first_head * (LATENT + ROPE) + (in_tile * (LATENT + ROPE))[:, None]
+    in_q = in_tile
+    if POOLED:  # the rest of the tile repeats its last row, behind which there may be no memory
+        in_q = tl.minimum(in_tile, num_rows * group_heads - 1)
+    q_rows = q + first_head * (LATENT + ROPE) + (in_q * (LATENT + ROPE))[:, None]
     q_latent = for_pages(load_columns(q_rows, in_latent, LATENT, LATENT_DIM), pages)
     q_rope = for_pages(load_columns(q_rows + LATENT, in_rope, ROPE, ROPE_DIM), pages)
     maximum, total, output = absorb_latents(

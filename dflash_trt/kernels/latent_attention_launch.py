@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.attention_launch import (
     FLOATS,
     REDUCTION_ROWS,
@@ -21,15 +22,7 @@ from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
 from dflash_trt.kernels.latent_pages import store_latents_kernel
-from dflash_trt.kernels.latent_rules import (
-    FLOAT32_TILE,
-    FP8_TILE,
-    KEY_BLOCK,
-    MIN_KEY_BLOCK,
-    TILE,
-    LatentShape,
-    num_work_slots,
-)
+from dflash_trt.kernels.latent_rules import FLOAT32_TILE, FP8_TILE, TILE, LatentShape, num_work_slots
 from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS, heads_reciprocal
 from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS
 from dflash_trt.kernels.tensor_checks import check, check_tensor
@@ -119,8 +112,7 @@ def latent_tile(dtype: torch.dtype, page_dtype: torch.dtype) -> int:
 
 def latent_key_block(*, dtype: torch.dtype, page_size: int) -> int:
     """Keys of a block lie in one page, unless pages are smaller than what the tensor cores take."""
-    most = MIN_KEY_BLOCK if dtype == torch.float32 else KEY_BLOCK
-    return max(MIN_KEY_BLOCK, min(most, page_size))
+    return launch_rules.latent_key_block(page_size=page_size, is_float32=int(dtype == torch.float32))
 
 
 def latent_constants(shape: LatentShape) -> dict[str, int]:
@@ -185,6 +177,7 @@ def attend_latents(
     latent_attention_kernel[(groups, part.num_items)](
         queries,
         pages,
+        requests.page_table,  # not read: pages are given
         attended,
         partials,
         stats,
@@ -200,7 +193,9 @@ def attend_latents(
         group_heads,
         reciprocal,
         _page_shift(pages),
+        0,
         **attention_constants(shape, tile=tile, dtype=queries.dtype, page_size=page_size),
+        POOLED=False,
         num_warps=ATTENTION_WARPS,
         num_stages=attention_stages(queries.dtype),
         enable_fp_fusion=True,

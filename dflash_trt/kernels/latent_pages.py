@@ -1,7 +1,8 @@
-"""The kernel that turns projections into what latent attention reads: norms latents and rotates keys into pages.
+"""The kernels that store what latent attention reads: one norms latents and rotates keys into pages.
 
 The rotated part of the queries goes behind what the key's factor has made of the rest. Norm and rotation are in float32
-and rounded once, when stored; angles and pages are found as in rope_and_pages.py.
+and rounded once, when stored; angles and pages are found as in rope_and_pages.py. The other kernel is a plugin's, for
+rows that are ready.
 """
 
 # mypy: ignore-errors
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from dflash_trt.kernels.quantize_fp8 import e4m3
 from dflash_trt.kernels.rope_and_pages import cos_and_sin, request_of, rotated
+from dflash_trt.kernels.state_pools import pooled
 
 
 @triton.jit
@@ -106,3 +108,39 @@ def store_latents_kernel(
         out = rows + long_row * (LATENT + ROPE)
         tl.store(out + in_latent, latent.to(rows.dtype.element_ty), mask=in_latent < LATENT)
         store_halves(out + LATENT, first, second, only, 1, 0, ROPE, HALF)
+
+
+@triton.jit
+def write_latents_kernel(
+    rows,  # F [N, ROW], normed and rotated
+    pages,  # F or float8_e4m3fn [pages, page_size, ROW]; its type alone is read
+    state_pools,  # int64 [states]; pages are at its `state_index`
+    positions,  # int32 [N]
+    token_offsets,  # int32 [R + 1]
+    page_table,  # int32 [R, pages_per_request]
+    k_scale,  # of FP8 pages
+    num_requests,
+    pages_per_request,
+    page_shift,
+    state_index,
+    ROW: tl.constexpr,
+    ROW_DIM: tl.constexpr,  # padded to a power of two
+    REQUESTS: tl.constexpr,
+):
+    """Grid: (N,)."""
+    pages = pooled(state_pools, state_index, pages.dtype)
+    if pages.to(tl.int64) == 0:  # no state
+        return
+    row = tl.program_id(0)
+    request = request_of(row, token_offsets, num_requests, REQUESTS)
+    if request >= num_requests:
+        return
+    position = tl.load(positions + row)
+    page = tl.load(page_table + request.to(tl.int64) * pages_per_request + (position >> page_shift)).to(tl.int64)
+    page_size = 1 << page_shift
+    out = pages + (page * page_size + (position & (page_size - 1))) * ROW
+    column = tl.arange(0, ROW_DIM)
+    value = tl.load(rows + row.to(tl.int64) * ROW + column, mask=column < ROW, other=0.0).to(tl.float32)
+    if pages.dtype.element_ty == tl.float8e4nv:
+        value = e4m3(value, k_scale)
+    tl.store(out + column, value.to(pages.dtype.element_ty), mask=column < ROW)

@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from typing import Final
 
-from dflash_trt.kernels.launch_rules import num_partials, num_stats
+from dflash_trt.kernels.launch_rules import latent_slots, num_partials, num_stats
 
 MAX_LATENT_DIM: Final = 512  # sums of a tile's rows fill the registers of a multiprocessor
 MAX_ROPE_DIM: Final = 64
 TILE: Final = 64  # rows: the fewest that the tensor cores of Hopper and Blackwell read from shared memory
 FP8_TILE: Final = 32  # of 64 rows, the conversion of FP8 to float16 spills registers
 FLOAT32_TILE: Final = 16
-KEY_BLOCK: Final = 32
-MIN_KEY_BLOCK: Final = 16  # what the tensor cores take
 MIN_DIRECT_ROWS: Final = 64  # of a prompt that begins in a step: fewer do not fill a tile of one head
 
 
@@ -55,5 +53,5 @@ def largest_workspace(shape: LatentShape, *, num_multiprocessors: int) -> int:
 
 
 def num_work_slots(groups: int, num_multiprocessors: int) -> int:
-    """Programs of a group that run at once: a multiprocessor has registers for one."""
-    return max(1, num_multiprocessors // groups)
+    """Programs of a group that run at once."""
+    return latent_slots(groups=groups, num_multiprocessors=num_multiprocessors)

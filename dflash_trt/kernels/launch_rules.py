@@ -22,6 +22,8 @@ MAX_HEAD_DIM: Final = 512  # of a target
 MAX_DRAFT_HEAD_DIM: Final = 256  # no kernel has a draft block of wider heads
 WIDE_HEAD_DIM: Final = 256  # of wider heads a program of attention takes a part
 WIDE_MAX_GROUP: Final = 16  # query heads of a K/V head that is wider: what the smallest tile holds
+LATENT_KEY_BLOCK: Final = 32  # of attention over latents
+MIN_KEY_BLOCK: Final = 16  # what the tensor cores take
 # Entries of a tile of experts; an entry is one choice of one row.
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32
@@ -59,6 +61,16 @@ def max_lag(*, window: int, chunk: int, is_window_anchored: int) -> int:
 def max_lead(*, lag: int, is_causal: int, is_window_anchored: int) -> int:
     """From a query to the last key it sees. `lag` is its max_lag."""
     return 0 if is_causal else ANY_DISTANCE if is_window_anchored else lag
+
+
+def latent_slots(*, groups: int, num_multiprocessors: int) -> int:
+    """Programs of a group of heads that run at once over latents: a multiprocessor has registers for one."""
+    return max(1, num_multiprocessors // groups)
+
+
+def latent_key_block(*, page_size: int, is_float32: int) -> int:
+    """Keys of a block, which lie in one page, unless pages are smaller than the least of a block."""
+    return max(MIN_KEY_BLOCK, min(MIN_KEY_BLOCK if is_float32 == 1 else LATENT_KEY_BLOCK, page_size))
 
 
 def tile_tokens(*, num_entries: int, num_experts: int) -> int:

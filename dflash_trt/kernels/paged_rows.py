@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from dflash_trt.kernels.rope_and_pages import request_of
+from dflash_trt.kernels.state_pools import pooled
 
 
 @triton.jit
@@ -20,11 +21,12 @@ def place_of(request, position, page_table, pages_per_request, page_shift):
     return (page << page_shift) + (position & ((1 << page_shift) - 1))
 
 
-@triton.jit(do_not_specialize=["num_requests", "pages_per_request", "page_shift"])
+@triton.jit(do_not_specialize=["num_requests", "pages_per_request", "page_shift", "state_index"])
 def previous_rows_kernel(
     x,  # F [T, width]
     before,  # out, F [T, width]
-    pages,  # F [pages, page_size, width]
+    pages,  # F [pages, page_size, width]; its type alone is read with POOLED
+    state_pools,  # int64 [states], addresses of pages; read only with POOLED
     positions,  # int32 [T]
     token_offsets,  # int32 [R + 1]
     context_lens,  # int32 [R]
@@ -33,10 +35,16 @@ def previous_rows_kernel(
     num_requests,
     pages_per_request,
     page_shift,
+    state_index,  # in state_pools
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    POOLED: tl.constexpr,
 ):
     """Grid: (T, ceil(width / BLOCK)). A request reads behind none of the positions that it writes."""
+    if POOLED:
+        pages = pooled(state_pools, state_index, pages.dtype)
+        if pages.to(tl.int64) == 0:  # no state
+            return
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width

@@ -33,6 +33,7 @@ def previous_rows(
         x,
         before,
         pages,
+        requests.page_table,  # not read: pages are given
         positions,
         requests.token_offsets,
         requests.context_lens,
@@ -41,8 +42,10 @@ def previous_rows(
         num_requests,
         requests.page_table.shape[1],
         page_shift,
+        0,
         REQUESTS=request_capacity(num_requests),
         BLOCK=block,
+        POOLED=False,
         num_warps=ROW_WARPS,
         enable_fp_fusion=True,
     )

@@ -1,9 +1,9 @@
 """Contents of a plugin library for one engine: the kernel variants that its plugins may launch, and no others.
 
 Knows what an engine's config decides. Heads of K/V, windows, masks, sinks and scales are arguments of the kernels, so
-that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, in chunks of positions,
-and in the tiles that their groups of query heads fill. Of experts (`experts_of_engine.py`) and gated delta nets, all
-sizes are compiled in.
+that layers differ only in head_dim, in what their pages hold, in having a soft cap or none, in chunks of positions, in
+being a chain's, and in the tiles that their groups of query heads fill. Of experts (`experts_of_engine.py`) and gated
+delta nets, all sizes are compiled in, of latents all but the heads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,14 +17,15 @@ from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
-from dflash_trt.core.state_spec import LayerState, PagedKv, Recurrent, SharedKv
+from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import NO_CHUNK
 from plugins.aot.attention_variants import attention_variants
 from plugins.aot.experts_of_engine import experts_of
 from plugins.aot.experts_variants import ExpertsKernels
 from plugins.aot.gated_delta_variants import DeltaKernels
-from plugins.aot.page_variants import page_write_variant
+from plugins.aot.latent_variants import LatentKernels
+from plugins.aot.page_variants import page_write_variant, previous_rows_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
 from plugins.aot.variants import check_head_dims, tiles_of
@@ -41,6 +42,7 @@ class LayerKernels:
     max_rows: int
     has_softcap: bool = False
     chunk: int = NO_CHUNK
+    first_key: int = 0  # of a chain, whose first token has no row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class EngineKernels:
     draft_vocab_size: int | None = None  # of a drafter that has its own
     experts: tuple[ExpertsKernels, ...] = ()
     deltas: tuple[DeltaKernels, ...] = ()
+    feature_size: int | None = None  # of a chain's rows in pages
+    latents: tuple[LatentKernels, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, limits: EngineLimits) -> Self:
@@ -77,6 +81,8 @@ class EngineKernels:
             draft_vocab_size=config.draft.draft_vocab_size if config.draft else None,
             experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
             deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
+            feature_size=next((state.width for state in states.draft if isinstance(state, PagedRows)), None),
+            latents=tuple(sorted(set(_latents(states.target, limits)))),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -95,6 +101,10 @@ class EngineKernels:
             yield from experts.variants(self.dtype)
         for deltas in self.deltas:
             yield from deltas.variants(self.dtype)
+        if self.feature_size is not None:
+            yield previous_rows_variant(dtype, width=self.feature_size, max_requests=self.max_batch_size)
+        for latents in self.latents:
+            yield from latents.variants(self.dtype)
         for layer in self.layers:
             page_dtype = torch_dtype(layer.page_dtype)
             yield page_write_variant(
@@ -114,6 +124,7 @@ class EngineKernels:
                     chunk=layer.chunk,
                     max_requests=self.max_batch_size,
                     tiles=_tiles(dtype, layer),
+                    first_key=layer.first_key,
                 )
 
 
@@ -163,11 +174,9 @@ def architecture_of(compute_capability: str) -> str:
 def _layers(
     model: DecoderSpec, states: Iterable[LayerState], mapping: Mapping, *, max_rows: int
 ) -> Iterator[LayerKernels]:
-    pages = [
-        state.source if isinstance(state, SharedKv) else state for state in states if not isinstance(state, Recurrent)
-    ]
+    kv = [state.source if isinstance(state, SharedKv) else state for state in states]
+    pages = [state for state in kv if isinstance(state, PagedKv)]
     for gqa, state in zip(model.attentions, pages, strict=True):
-        assert isinstance(state, PagedKv), "other states are refused by the backend"
         num_kv_heads = mapping.num_kv_heads_of(gqa.num_kv_heads)
         yield LayerKernels(
             is_drafter=model.role == "draft",
@@ -177,6 +186,7 @@ def _layers(
             max_rows=max_rows,
             has_softcap=gqa.softcap is not None,
             chunk=gqa.mask.chunk or NO_CHUNK,
+            first_key=gqa.mask.first_key,
         )
 
 
@@ -184,6 +194,18 @@ def _deltas(states: Iterable[LayerState], *, max_requests: int) -> Iterator[Delt
     for state in states:
         if isinstance(state, Recurrent):
             yield DeltaKernels.of(state, max_requests=max_requests)
+
+
+def _latents(states: Iterable[LayerState], limits: EngineLimits) -> Iterator[LatentKernels]:
+    for state in states:
+        if isinstance(state, PagedLatent):
+            yield LatentKernels(
+                latent_dim=state.latent_dim,
+                rope_dim=state.rope_dim,
+                page_dtype=state.dtype,
+                page_size=limits.page_size,
+                max_requests=limits.max_batch_size,
+            )
 
 
 def _tiles(dtype: torch.dtype, layer: LayerKernels) -> tuple[int, ...]:

@@ -1,7 +1,12 @@
-"""Variants of the kernels that norm, rotate and store, to be compiled, as `rope_and_pages_launch.py` passes it."""
+"""Variants of the kernels that write pages, to be compiled, as `rope_and_pages_launch.py` and `paged_rows_launch.py`
+pass them.
+"""
 
 import torch
 
+from dflash_trt.kernels.capacity import request_capacity
+from dflash_trt.kernels.paged_rows import previous_rows_kernel
+from dflash_trt.kernels.paged_rows_launch import ROW_WARPS, row_block
 from dflash_trt.kernels.rope_and_pages import draft_context_kernel, rotate_and_store_kernel
 from dflash_trt.kernels.rope_and_pages_launch import HEADS_PER_PROGRAM, NUM_WARPS, head_constants, rotation_constants
 from plugins.aot.variant import KernelVariant, pointer
@@ -88,6 +93,29 @@ def draft_context_variant(
         num_warps=NUM_WARPS,
         num_stages=1,
         grid=("num_rows", "num_layers", f"(kv_heads + {HEADS_PER_PROGRAM - 1}) / {HEADS_PER_PROGRAM}"),
+    )
+
+
+def previous_rows_variant(
+    dtype: torch.dtype, *, width: int, max_requests: int, is_pooled: bool = True
+) -> KernelVariant:
+    """Features of a chain; `is_pooled`: their pages are at an address, as a plugin has them. The grid uses num_rows."""
+    block, requests = row_block(width), request_capacity(max_requests)
+    is_aligned = is_pooled and width % 16 == 0
+    tensors = dict.fromkeys(("x", "before", "pages"), pointer(dtype)) | {"state_pools": pointer(torch.int64)}
+    tensors |= dict.fromkeys(("positions", "token_offsets", "context_lens", "page_table"), pointer(torch.int32))
+    if not is_pooled:
+        tensors["state_pools"] = tensors["page_table"]  # which stands in for it
+    sizes = dict.fromkeys(("num_requests", "pages_per_request", "page_shift", "state_index"), "i32")
+    uses = [str(dtype).removeprefix("torch."), *(["v16"] if is_aligned else []), f"b{block}", f"r{requests}"]
+    return KernelVariant(
+        name="_".join(["previous_rows", *uses]),
+        kernel=previous_rows_kernel,
+        signature=tensors | {"width": "i32:16" if is_aligned else "i32"} | sizes,
+        constexprs={"REQUESTS": requests, "BLOCK": block, "POOLED": is_pooled},
+        num_warps=ROW_WARPS,
+        num_stages=1,
+        grid=("num_rows", f"(width + {block - 1}) / {block}", "1"),
     )
 
 

@@ -25,6 +25,8 @@ RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.num_stats,
     launch_rules.max_lag,
     launch_rules.max_lead,
+    launch_rules.latent_slots,
+    launch_rules.latent_key_block,
     launch_rules.tile_tokens,
     launch_rules.max_tiles,
 )

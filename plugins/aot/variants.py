@@ -13,15 +13,17 @@ import torch
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_HEAD_DIM
+from dflash_trt.kernels.paged_rows_launch import MAX_BLOCK
 from dflash_trt.kernels.sampling_scratch import TILE
 from plugins.aot.attention_variants import attention_variants
-from plugins.aot.page_variants import page_write_variant
+from plugins.aot.page_variants import page_write_variant, previous_rows_variant
 from plugins.aot.sampling_variants import library_draft_variants, library_sampling_variants
 from plugins.aot.variant import KernelVariant, unique_variants
 
 FLOAT_TYPES: Final = ("bfloat16", "float16", "float32")
 PAGE_TYPES: Final = ("network", "float8_e4m3fn")  # network: that of the activations
 SOFTCAPS: Final = ("without", "with")  # of attention scores
+CHAINS: Final = ("without", "with")  # EAGLE-3's, besides blocks
 HEAD_DIMS: Final = (64, 128, 256)
 MAX_REQUESTS: Final = (256,)
 TILES: Final = (16, 32, 64, 128)
@@ -42,6 +44,7 @@ class LibrarySpec:
     dtypes: tuple[str, ...] = FLOAT_TYPES
     pages: tuple[str, ...] = PAGE_TYPES
     softcaps: tuple[str, ...] = ("without",)  # no supported family has one
+    chains: tuple[str, ...] = ("without",)
     head_dims: tuple[int, ...] = HEAD_DIMS
     max_requests: tuple[int, ...] = MAX_REQUESTS
     tiles: tuple[int, ...] = TILES
@@ -53,7 +56,7 @@ class LibrarySpec:
             if not getattr(self, item.name):
                 name = "--" + item.name.replace("_", "-")
                 raise ConfigError.about(name, expected="one value or more", found="none", hint="Leave it out.")
-        for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES), ("softcaps", SOFTCAPS)):
+        for name, known in (("dtypes", FLOAT_TYPES), ("pages", PAGE_TYPES), ("softcaps", SOFTCAPS), ("chains", CHAINS)):
             for value in getattr(self, name):
                 if value not in known:
                     expected = f"some of {', '.join(known)}"
@@ -97,12 +100,16 @@ def _all_variants(spec: LibrarySpec) -> Iterator[KernelVariant]:
                 page_dtype = dtype if pages == "network" else torch_dtype(pages)
                 yield from _attention(dtype, page_dtype, head_dim, spec)
                 yield from _page_writes(dtype, page_dtype, head_dim, spec)
+        if "with" in spec.chains:
+            for max_requests in spec.max_requests:
+                yield previous_rows_variant(dtype, width=MAX_BLOCK, max_requests=max_requests)
 
 
 def _attention(
     dtype: torch.dtype, page_dtype: torch.dtype, head_dim: int, spec: LibrarySpec
 ) -> Iterator[KernelVariant]:
-    for has_block, softcap in itertools.product((False, True), spec.softcaps):
+    chains = [(True, int(name == "with")) for name in spec.chains]
+    for (has_block, first_key), softcap in itertools.product([(False, 0), *chains], spec.softcaps):
         for num_requests in spec.max_requests:
             yield from attention_variants(
                 dtype=dtype,
@@ -112,6 +119,7 @@ def _attention(
                 has_softcap=softcap == "with",
                 max_requests=num_requests,
                 tiles=tiles_of(dtype, spec.tiles),
+                first_key=first_key,
             )
 
 

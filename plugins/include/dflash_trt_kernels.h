@@ -56,12 +56,13 @@ extern "C"
         int32_t is_causal;          /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t is_window_anchored; /* of dflash_trt_attend_draft; 0 or 1 */
         int32_t has_sinks;          /* of dflash_trt_attend_pages; 0 or 1 */
-        int32_t shares_kv;          /* of dflash_trt_attend_pages: 1 does not read k and v, and writes no page */
+        int32_t shares_kv;          /* 1 does not read k and v, or context_k and context_v, and writes no page */
         int32_t num_tokens;
         int32_t num_requests;
         int32_t block_rows;        /* S, of dflash_trt_attend_draft */
         int32_t pages_per_request; /* P */
         int32_t state;             /* index in state_pools */
+        int32_t first_key;         /* of dflash_trt_attend_draft; 0 or 1 */
     } dflash_trt_attention_shape;
 
     typedef struct
@@ -92,6 +93,24 @@ extern "C"
         int32_t const* next_context_lens;
         void* attended;
     } dflash_trt_draft_buffers;
+
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t num_rows; /* of the step, those of no request included */
+        int32_t num_requests;
+        int32_t width; /* of a row */
+        int32_t page_size;
+        int32_t pages_per_request;
+        int32_t state; /* index in state_pools */
+    } dflash_trt_previous_rows_shape;
+
+    /* Device addresses in the order of PreviousRows' inputs, which dflash_trt_contract() lists. */
+    typedef struct
+    {
+        void const* const* inputs;
+        void* before;
+    } dflash_trt_previous_rows_buffers;
 
     typedef struct
     {
@@ -181,6 +200,29 @@ extern "C"
         void* out;
     } dflash_trt_gated_delta_buffers;
 
+    typedef struct
+    {
+        int32_t float_type;
+        int32_t page_type;
+        int32_t num_rows; /* of the step, those of no request included */
+        int32_t num_requests;
+        int32_t pages_per_request;
+        int32_t num_heads;
+        int32_t row_size; /* of a latent and the rotated key behind it */
+        int32_t latent_dim;
+        int32_t page_size;
+        int32_t state; /* index in state_pools */
+        float k_scale;
+        float score_scale;
+    } dflash_trt_latents_shape;
+
+    /* Device addresses in the order of AttendLatents' inputs, which dflash_trt_contract() lists. */
+    typedef struct
+    {
+        void const* const* inputs;
+        void* attended;
+    } dflash_trt_latents_buffers;
+
     /* Workspace: device memory of at least so many bytes, for one call at a time. */
     DFLASH_TRT_API int32_t dflash_trt_attend_pages_workspace(
         dflash_trt_attention_shape const* shape, size_t* num_bytes);
@@ -194,6 +236,8 @@ extern "C"
     DFLASH_TRT_API int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size_t* num_bytes);
     DFLASH_TRT_API int32_t dflash_trt_gated_delta_workspace(
         dflash_trt_gated_delta_shape const* shape, size_t* num_bytes);
+    DFLASH_TRT_API int32_t dflash_trt_attend_latents_workspace(
+        dflash_trt_latents_shape const* shape, size_t* num_bytes);
 
     DFLASH_TRT_API int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape,
         dflash_trt_attend_pages_buffers const* buffers, void* workspace, dflash_trt_stream stream);
@@ -203,6 +247,9 @@ extern "C"
 
     DFLASH_TRT_API int32_t dflash_trt_write_draft_context(
         dflash_trt_attention_shape const* shape, dflash_trt_draft_buffers const* buffers, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_previous_rows(dflash_trt_previous_rows_shape const* shape,
+        dflash_trt_previous_rows_buffers const* buffers, dflash_trt_stream stream);
 
     DFLASH_TRT_API int32_t dflash_trt_sample_and_accept(dflash_trt_sampling_shape const* shape,
         dflash_trt_sampling_buffers const* buffers, void* workspace, dflash_trt_stream stream);
@@ -215,6 +262,9 @@ extern "C"
 
     DFLASH_TRT_API int32_t dflash_trt_gated_delta(dflash_trt_gated_delta_shape const* shape,
         dflash_trt_gated_delta_buffers const* buffers, void* workspace, dflash_trt_stream stream);
+
+    DFLASH_TRT_API int32_t dflash_trt_attend_latents(dflash_trt_latents_shape const* shape,
+        dflash_trt_latents_buffers const* buffers, void* workspace, dflash_trt_stream stream);
 
     typedef struct
     {

@@ -4,6 +4,8 @@
 #include "operations/collective.h"
 #include "operations/experts.h"
 #include "operations/gated_delta.h"
+#include "operations/latents.h"
+#include "operations/previous_rows.h"
 #include "operations/sampling.h"
 #include "operations/step_operations.h"
 #include "runtime/embedded_kernel.h"
@@ -75,14 +77,25 @@ StepShape step_of(dflash_trt_attention_shape const& shape)
     return {shape.num_tokens, shape.num_requests, shape.block_rows, shape.pages_per_request};
 }
 
-bool has_softcap(dflash_trt_attention_shape const& shape)
-{
-    return shape.softcap > 0.0F;
-}
-
 AttentionOptions options_of(dflash_trt_attention_shape const& shape, AttentionMask const& mask)
 {
     return {mask, shape.score_scale, shape.softcap, shape.has_sinks != 0, shape.shares_kv != 0};
+}
+
+AttentionOptions pages_options_of(dflash_trt_attention_shape const& shape)
+{
+    return options_of(shape, {shape.window, true, false, shape.chunk, 0});
+}
+
+AttentionOptions draft_options_of(dflash_trt_attention_shape const& shape)
+{
+    return options_of(shape, {shape.window, shape.is_causal != 0, shape.is_window_anchored != 0, 0, shape.first_key});
+}
+
+PreviousRows previous_rows_of(dflash_trt_previous_rows_shape const& shape)
+{
+    return {float_type(shape.float_type), shape.num_rows, shape.num_requests, shape.width, shape.page_size,
+        shape.pages_per_request, shape.state};
 }
 
 SamplingShape sampling_of(dflash_trt_sampling_shape const& shape)
@@ -125,6 +138,17 @@ DeltaOptions delta_options_of(dflash_trt_gated_delta_shape const& shape)
     return {shape.state, shape.num_records, shape.eps};
 }
 
+LatentShape latents_of(dflash_trt_latents_shape const& shape)
+{
+    return {{float_type(shape.float_type), page_type(shape.page_type)}, shape.num_rows, shape.num_requests,
+        shape.pages_per_request, shape.num_heads, shape.row_size};
+}
+
+LatentOptions latent_options_of(dflash_trt_latents_shape const& shape)
+{
+    return {shape.state, shape.latent_dim, shape.page_size, shape.k_scale, shape.score_scale};
+}
+
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
 {
     return {float_type(shape.float_type), shape.num_ranks, shape.num_elements};
@@ -139,14 +163,14 @@ int32_t dflash_trt_attend_pages_workspace(dflash_trt_attention_shape const* shap
 {
     return guarded(
         [&]
-        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {false, has_softcap(*shape), shape->chunk}); });
+        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), pages_options_of(*shape).kind(false)); });
 }
 
 int32_t dflash_trt_attend_draft_workspace(dflash_trt_attention_shape const* shape, size_t* num_bytes)
 {
     return guarded(
         [&]
-        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), {true, has_softcap(*shape)}); });
+        { *num_bytes = attention_workspace_bytes(geometry_of(required(shape)), draft_options_of(*shape).kind(true)); });
 }
 
 int32_t dflash_trt_sample_and_accept_workspace(dflash_trt_sampling_shape const* shape, size_t* num_bytes)
@@ -165,6 +189,12 @@ int32_t dflash_trt_experts_workspace(dflash_trt_experts_shape const* shape, size
         [&] { *num_bytes = experts_workspace_bytes(experts_of(required(shape)), experts_options_of(*shape)); });
 }
 
+int32_t dflash_trt_attend_latents_workspace(dflash_trt_latents_shape const* shape, size_t* num_bytes)
+{
+    return guarded(
+        [&] { *num_bytes = latents_workspace_bytes(latents_of(required(shape)), latent_options_of(*shape)); });
+}
+
 int32_t dflash_trt_gated_delta_workspace(dflash_trt_gated_delta_shape const* shape, size_t* num_bytes)
 {
     return guarded(
@@ -179,9 +209,8 @@ int32_t dflash_trt_attend_pages(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& b = required(buffers);
-            auto const options = options_of(sizes, {sizes.window, true, false, sizes.chunk});
-            auto const launches =
-                prepare_attend_pages(geometry_of(sizes), sizes.heads, options, step_of(sizes), Device::current());
+            auto const launches = prepare_attend_pages(
+                geometry_of(sizes), sizes.heads, pages_options_of(sizes), step_of(sizes), Device::current());
             void const* const inputs[] = {
                 b.q, b.k, b.v, b.state_pools, b.positions, b.token_offsets, b.context_lens, b.page_table, b.sinks};
             void* const outputs[] = {b.attended};
@@ -197,10 +226,8 @@ int32_t dflash_trt_attend_draft(dflash_trt_attention_shape const* shape, dflash_
         {
             auto const& sizes = required(shape);
             auto const& b = required(buffers);
-            auto const options =
-                options_of(sizes, {sizes.window, sizes.is_causal != 0, sizes.is_window_anchored != 0});
-            auto const launches =
-                prepare_attend_draft(geometry_of(sizes), sizes.heads, options, step_of(sizes), Device::current());
+            auto const launches = prepare_attend_draft(
+                geometry_of(sizes), sizes.heads, draft_options_of(sizes), step_of(sizes), Device::current());
             void const* const inputs[] = {b.context_k, b.context_v, b.q, b.block_k, b.block_v, b.state_pools,
                 b.positions, b.token_offsets, b.page_table, b.next_context_lens};
             void* const outputs[] = {b.attended};
@@ -220,6 +247,19 @@ int32_t dflash_trt_write_draft_context(
             void const* const inputs[] = {b.context_k, b.context_v, b.state_pools, b.positions, b.token_offsets,
                 b.page_table, b.next_context_lens};
             run(launches, {inputs, nullptr, nullptr}, stream);
+        });
+}
+
+int32_t dflash_trt_previous_rows(dflash_trt_previous_rows_shape const* shape,
+    dflash_trt_previous_rows_buffers const* buffers, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            void* const outputs[] = {given.before};
+            auto const launches = prepare_previous_rows(previous_rows_of(required(shape)), Device::current());
+            run(launches, {&required(given.inputs), outputs, nullptr}, stream);
         });
 }
 
@@ -274,6 +314,21 @@ int32_t dflash_trt_gated_delta(dflash_trt_gated_delta_shape const* shape, dflash
             CallTensors const tensors{&required(given.inputs), outputs, workspace};
             auto const launches =
                 prepare_gated_delta(delta_of(required(shape)), delta_options_of(*shape), Device::current());
+            run(launches, tensors, stream);
+        });
+}
+
+int32_t dflash_trt_attend_latents(dflash_trt_latents_shape const* shape, dflash_trt_latents_buffers const* buffers,
+    void* workspace, dflash_trt_stream stream)
+{
+    return guarded(
+        [&]
+        {
+            auto const& given = required(buffers);
+            void* const outputs[] = {given.attended};
+            CallTensors const tensors{&required(given.inputs), outputs, workspace};
+            auto const launches =
+                prepare_latents(latents_of(required(shape)), latent_options_of(*shape), Device::current());
             run(launches, tensors, stream);
         });
 }

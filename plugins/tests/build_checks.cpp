@@ -222,7 +222,8 @@ void check_configuration(Plugin const& plugin, Node node)
     auto const outputs = dynamic(node.outputs);
     size_t const workspace =
         build(plugin)->getWorkspaceSize(inputs.data(), count(node.inputs), outputs.data(), count(node.outputs));
-    bool const needs_workspace = node.name != "WriteDraftContext" && !node.is_collective();
+    bool const is_write = node.name == "WriteDraftContext" || node.name == "PreviousRows";
+    bool const needs_workspace = !is_write && !node.is_collective();
     expect((workspace > 0) == needs_workspace, node.name + ": workspace");
     if (node.is_collective())
     {
@@ -262,6 +263,19 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("conv", 1, kConvSize + 1, "TAPS = 5");
         refuses("conv", 0, kChannels + 2, "qkvz: expected 258 along an axis");
         refuses("state_pools", 0, kDeltaStates - 1, "state_pools: expected 8 addresses or more");
+        return;
+    }
+    if (node.name == "PreviousRows")
+    {
+        refuses("page_table", 0, 100000, "REQUESTS");
+        return;
+    }
+    if (node.name == "AttendLatents")
+    {
+        refuses("q", 2, kLatentRow + 1, "q: expected 32 along an axis");
+        refuses("own", 0, kTokens + 1, "own: expected 6 along an axis");
+        refuses("own", 1, kLatentRow + 1, "q: expected 33 along an axis");
+        refuses("page_table", 0, kRequests + 1, "token_offsets: expected 4 along an axis");
         return;
     }
     bool const is_target = node.name == "AttendPages";

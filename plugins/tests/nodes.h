@@ -44,6 +44,7 @@ constexpr int64_t kHeads = 4, kKvHeads = 2, kHeadDim = 16, kVocabulary = 5000;
 constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, kConvSize = 4;
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
 constexpr int64_t kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim;
+constexpr int64_t kLatentDim = 24, kLatentRow = 32; // of tests/plugins/latent_cases.py
 constexpr int64_t kExperts = 8, kHidden = 64, kFfn = 96; // of MXFP4, as one of tests/plugins/expert_cases.py
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
@@ -79,8 +80,8 @@ inline std::vector<Node> make_nodes(
                 positions, token_offsets, per_request("context_lens", i32), page_table, {"sinks", {kHeads}, f32}},
             {attended(num_tokens)}, 3},
         {"AttendDraft",
-            {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0}, k_scale,
-                v_scale, softcap, score_scale},
+            {state, page_type, {"page_size", 4}, {"window", 8}, {"is_causal", 0}, {"is_window_anchored", 0},
+                {"first_key", 1}, {"shares_kv", 0}, k_scale, v_scale, softcap, score_scale},
             {rows("context_k", num_tokens, kKvHeads), rows("context_v", num_tokens, kKvHeads), rows("q", block, kHeads),
                 rows("block_k", block, kKvHeads), rows("block_v", block, kKvHeads), pools, positions, token_offsets,
                 page_table, next_context_lens},
@@ -89,6 +90,9 @@ inline std::vector<Node> make_nodes(
             {rows("context_k", num_tokens, kKvHeads), rows("context_v", num_tokens, kKvHeads), pools, positions,
                 token_offsets, page_table, next_context_lens},
             {{"written", {1}, i32}}, 1},
+        {"PreviousRows", {state, {"page_size", 4}},
+            {{"x", {num_tokens, kHidden}, f}, pools, positions, token_offsets, per_request("context_lens", i32), page_table},
+            {{"before", {num_tokens, kHidden}, f}}, 1},
         {"SampleAndAccept", {},
             {{"logits", {block, kVocabulary}, f}, {"token_ids", {num_tokens}, i32}, positions, token_offsets,
                 per_request("context_lens", i32), {"logit_rows", {kRequests, kWidth}, i32},
@@ -122,6 +126,11 @@ inline std::vector<Node> make_nodes(
                 {"norm", {kValueDim}, f}, {"state_pools", {kDeltaStates}, i64}, per_request("slot_ids", i64),
                 token_offsets, per_request("context_lens", i32)},
             {{"out", {num_tokens, kValueHeads * kValueDim}, f}}, 4},
+        {"AttendLatents",
+            {state, page_type, {"page_size", 4}, {"latent_dim", int32_t{kLatentDim}}, k_scale, score_scale},
+            {{"q", {num_tokens, kHeads, kLatentRow}, f}, {"own", {num_tokens, kLatentRow}, f}, pools, positions,
+                token_offsets, per_request("context_lens", i32), page_table},
+            {{"attended", {num_tokens, kHeads, kLatentDim}, f}}, 4},
         {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
         {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
             0},

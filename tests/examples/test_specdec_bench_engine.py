@@ -124,6 +124,14 @@ def test_the_end_token_ends_the_text_and_is_left_out(engine: Path) -> None:
     assert all(first["output_ids"][0]), "no empty step"
 
 
+def test_an_end_token_alone_is_one_step(engine: Path) -> None:
+    """`Request_AL` is a mean over steps, which the harness does not take of none."""
+    end_id = outputs(engine, 1, ignore_eos=True)[0].token_ids[0]
+    (first, *_) = answers(engine, max_length=24, end_id=end_id)
+    assert first["output_ids"] == [[[end_id]]] and len(first["token_times"]) == 2
+    assert average_al({(0, 0): [len(step) for step in first["output_ids"][0]]}) == 1
+
+
 def test_without_speculation_every_step_has_one_token(engine: Path) -> None:
     told = answers(engine, max_length=5, end_id=-1, speculative_algorithm="NONE")
     assert [answer["output_ids"][0] for answer in told] == [

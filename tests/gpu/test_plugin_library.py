@@ -11,6 +11,7 @@ from tests.plugins.building import build_library
 from tests.plugins.c_api import LibraryError, PluginLibrary
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import kept_state
+from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.node_inputs import CASES, NODES, NUM_STATES, SAMPLING_NODES, STATE, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
@@ -110,6 +111,19 @@ def test_a_delta_net_gives_what_pytorch_gives_and_leaves_its_state(
     found = library("GatedDelta", inputs, fields)
     assert difference(found, [tensor.float() for tensor in expected]) <= TOLERANCES[dtype]
     assert difference(kept_state(case, found_state), kept_state(case, state)) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_a_node_over_latents_gives_what_pytorch_gives(library: PluginLibrary, name: str, dtype: torch.dtype) -> None:
+    case = LATENT_CASES[name]
+    inputs, fields, pages = case.node(dtype)
+    node = type("Node", (), {"name": "AttendLatents", "fields": fields})
+    expected = PluginReference()(node, list(inputs.values()))
+    inputs, fields, found_pages = case.node(dtype, "cuda")
+    found = library("AttendLatents", inputs, fields)
+    assert difference(found, [tensor.float() for tensor in expected]) <= TOLERANCES[dtype]
+    assert torch.equal(found_pages.cpu().float(), pages.float())
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -4,7 +4,7 @@ import torch
 
 from dflash_trt.kernels import block_conv_launch, paged_rows, paged_rows_launch, selector, selector_launch
 from dflash_trt.kernels.block_conv import block_conv_kernel
-from dflash_trt.kernels.capacity import request_capacity
+from plugins.aot.page_variants import previous_rows_variant
 from plugins.aot.variant import KernelVariant, pointer
 
 INT32 = ("bonus_tokens", "next_context_lens", "token_ids", "candidates", "positions", "token_offsets", "context_lens")
@@ -47,18 +47,15 @@ def selector_variants(dtype: torch.dtype, *, vocab_size: int, top_k: int, rank: 
 def paged_rows_variants(dtype: torch.dtype, *, width: int, max_requests: int) -> list[KernelVariant]:
     """Grids use num_rows and num_requests."""
     block = paged_rows_launch.row_block(width)
-    blocks, requests = str(-(-width // block)), {"REQUESTS": request_capacity(max_requests)}
-    return [
-        _variant(
-            f"{name}_rows",
-            getattr(paged_rows, f"{name}_rows_kernel"),
-            dtype,
-            constants | {"BLOCK": block},
-            grid=(count, blocks, "1"),
-            num_warps=paged_rows_launch.ROW_WARPS,
-        )
-        for name, count, constants in (("previous", "num_rows", requests), ("last", "num_requests", {}))
-    ]
+    last = _variant(
+        "last_rows",
+        paged_rows.last_rows_kernel,
+        dtype,
+        {"BLOCK": block},
+        grid=("num_requests", str(-(-width // block)), "1"),
+        num_warps=paged_rows_launch.ROW_WARPS,
+    )
+    return [previous_rows_variant(dtype, width=width, max_requests=max_requests, is_pooled=False), last]
 
 
 def _variant(

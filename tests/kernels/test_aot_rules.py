@@ -24,6 +24,9 @@ SIZES = {
     "num_entries": (1, 512, 513, 9000),
     "num_experts": (1, 32, 128),
     "tokens": (16, 64),
+    "groups": (1, 3, 200),
+    "page_size": (8, 16, 64),
+    "is_float32": (0, 1),
     "is_causal": (0, 1),
     "is_window_anchored": (0, 1),
 }

@@ -43,7 +43,8 @@ def test_the_variants_of_dflash2_are_what_is_launched(monkeypatch: pytest.Monkey
 
 def test_the_variants_of_rows_in_pages_are_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     variants = paged_rows_variants(torch.float32, width=1040, max_requests=3)
-    recorders = [recorded(monkeypatch, paged_rows_launch, f"{variant.name}_kernel") for variant in variants]
+    names = [variant.kernel.__name__ for variant in variants]
+    recorders = [recorded(monkeypatch, paged_rows_launch, name) for name in names]
     lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
     requests = RequestTensors(token_offsets=torch.zeros(4, dtype=torch.int32), context_lens=lengths, page_table=table)
     pages = torch.zeros(2, 4, 1040)
@@ -58,6 +59,7 @@ from plugins.aot.compile import compile_variant, prepare_compiler
 prepare_compiler(sys.argv[1])
 import torch
 from plugins.aot.attention_variants import attention_variants
+from plugins.aot.page_variants import previous_rows_variant
 from tests.kernels.drafter_variants import block_conv_variant, paged_rows_variants, selector_variants
 
 dtype = torch.bfloat16
@@ -65,10 +67,13 @@ variants = [
     block_conv_variant(dtype, hidden_size=5120, group_size=16, num_taps=2),
     *selector_variants(dtype, vocab_size=248320, top_k=16, rank=256),
     *paged_rows_variants(dtype, width=7168, max_requests=64),
+    previous_rows_variant(dtype, width=7168, max_requests=64),
     *attention_variants(dtype=dtype, page_dtype=dtype, head_dim=128, has_block=True, page_size=32, first_key=1,
                         tiles=(16, 64))[::2],
+    *attention_variants(dtype=dtype, page_dtype=dtype, head_dim=128, has_block=True, first_key=1, tiles=(16,))[:1],
 ]
-names = ("walk", "tile_candidates", "attention_bfloat16_bfloat16_chain_block_d128_t16_r256")
+names = ("walk", "tile_candidates", "attention_bfloat16_bfloat16_chain_block_d128_t16_r256",
+         "previous_rows_bfloat16_v16_b1024_r64")
 for architecture, chosen in (("90a", variants), ("100a", names), ("103a", names[:1])):
     for variant in variants:
         if variant in chosen or variant.name in chosen:
@@ -84,6 +89,6 @@ def test_the_kernels_compile_without_spills_and_several_share_a_multiprocessor(t
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 8 + 3 + 1
+    assert len(kernels) == 10 + 5 + 1
     for kernel in kernels:
         assert kernel["stack"] == 0 and kernel["blocks"] >= (2 if "attention" in kernel["name"] else 4), kernel

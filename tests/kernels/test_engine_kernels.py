@@ -19,9 +19,10 @@ from plugins.aot.engine_kernels import (
     kernels_of_config,
     kernels_of_engine,
 )
+from plugins.aot.latent_variants import LatentKernels
 from plugins.aot.variant import KernelVariant
 from plugins.aot.variants import LibrarySpec, library_variants
-from tests.factories import VOCAB_SIZE, make_target, make_zlab_drafter
+from tests.factories import VOCAB_SIZE, make_target, make_zlab_drafter, write_json
 
 TARGET = LayerKernels(is_drafter=False, head_dim=128, page_dtype="bfloat16", heads_per_kv=4, max_rows=2048)
 DRAFTER = replace(TARGET, is_drafter=True, max_rows=16)
@@ -130,6 +131,55 @@ def test_a_hybrid_has_kernels_for_each_kind_of_its_delta_nets(tmp_path: Path) ->
     assert all(variant.constexprs["POOLED"] for variant in ours)
     assert {variant.constexprs["REQUESTS"] for variant in ours if "REQUESTS" in variant.constexprs} == {64}
     assert kernels.layers[0].head_dim == 16 and len(kernels.layers) == 2
+
+
+def test_a_chain_has_attention_kernels_of_its_own_and_one_for_its_features() -> None:
+    layers = (TARGET, replace(DRAFTER, first_key=1))
+    plain, chained = (set(names(kernels)) for kernels in (PAIR, replace(PAIR, layers=layers, feature_size=4096)))
+    attention = {name for name in plain if name.startswith("attention_bfloat16_bfloat16_block")}
+    assert plain - chained == attention
+    features = {"previous_rows_bfloat16_v16_b1024_r256"}
+    assert chained - plain == {name.replace("_block_", "_chain_block_") for name in attention} | features
+    full = {variant.name for variant in library_variants(LibrarySpec(chains=("without", "with")))}
+    assert chained <= full and not chained <= {variant.name for variant in library_variants(LibrarySpec())}
+
+
+def test_an_eagle3_head_names_its_kernels(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=4)
+    head = tmp_path / "head"
+    layer = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layer |= {"head_dim": 32, "vocab_size": VOCAB_SIZE, "draft_vocab_size": 32, "num_hidden_layers": 1}
+    layer |= {"max_position_embeddings": 256, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "rms_norm_eps": 1e-6}
+    head.mkdir()
+    write_json(head / "config.json", fields | layer | {"rope_theta": 10000.0, "hidden_act": "silu"})
+    config = build_config_from({"target": "target", "drafter": "head", "dtype": "float32"}, source="test")
+    kernels = kernels_of_config(config, tmp_path)
+    [drafter] = [layer for layer in kernels.layers if layer.is_drafter]
+    assert (drafter.first_key, drafter.head_dim, drafter.heads_per_kv) == (1, 32, 2)
+    assert (kernels.feature_size, kernels.draft_vocab_size) == (64, 32)
+
+
+def test_kernels_of_latents_are_those_of_their_sizes_and_pages(tmp_path: Path) -> None:
+    """Of every rank, which holds all of them."""
+    make_target(tmp_path / "target", family="deepseek_v3")
+    make_zlab_drafter(
+        tmp_path / "drafter", target_dir=tmp_path / "target", block_size=4, head_dim=32, target_layer_ids=(0,)
+    )
+    fields = {"target": "target", "drafter": "drafter", "dtype": "bfloat16", "max_batch_size": 40, "tp_size": 2}
+    kernels = kernels_of_config(build_config_from(fields | {"page_size": 8}, source="test"), tmp_path)
+    [latents] = kernels.latents
+    assert latents == LatentKernels(latent_dim=32, rope_dim=8, page_dtype="bfloat16", page_size=8, max_requests=40)
+    assert [layer.is_drafter for layer in kernels.layers] == [True]
+    ours = {variant.kernel.__name__: variant.constexprs for variant in latents.variants("bfloat16")}
+    assert list(ours) == [
+        *("write_latents_kernel", "attention_plan_kernel", "latent_attention_kernel", "attention_reduction_kernel")
+    ]
+    assert all(variant in kernels.variants() for variant in latents.variants("bfloat16"))
+    attention = ours["latent_attention_kernel"]
+    assert (attention["LATENT"], attention["ROPE"], attention["TILE"], attention["POOLED"]) == (32, 8, 64, True)
+    assert (attention["KEY_BLOCK"], attention["IS_IN_ONE_PAGE"]) == (16, False)  # two pages of 8
 
 
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])

@@ -31,13 +31,7 @@ def test_the_variants_are_what_is_launched(monkeypatch: pytest.MonkeyPatch, k_sc
     run_kernels(step, make_tensors(step), torch.device("cpu"))
     groups = 1 if k_scale is None else 2  # of 40 and of 20 heads
     tiles = 73 + 2  # a row each, and one more of each request that has none
-    sizes = {
-        "num_requests": 2,
-        "num_rows": 73,
-        "groups": groups,
-        "tile_capacity": tiles,
-        "num_items": tiles + 3 // groups,
-    }
+    sizes = {"num_requests": 2, "num_rows": 73, "groups": groups, "tile_capacity": tiles, "work_slots": 3 // groups}
     for variant, recorder in zip(variants, recorders, strict=True):
         assert_is_launched_as(variant, recorder, sizes)
 
@@ -49,6 +43,7 @@ prepare_compiler(sys.argv[1])
 import torch
 from dflash_trt.kernels.latent_rules import LatentShape
 from scripts.kernel_report import disassemble
+from plugins.aot.latent_variants import LatentKernels
 from tests.kernels.latent_variants import latent_variants
 
 def spills_in_loops(sass):
@@ -56,6 +51,13 @@ def spills_in_loops(sass):
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPE = LatentShape(num_heads=8, latent_dim=512, rope_dim=64)
+
+def report(variant, architecture):
+    kernel = compile_variant(variant, architecture)
+    spills = spills_in_loops(disassemble(kernel.cubin)) if kernel.stack_bytes else 0
+    print(json.dumps({"name": variant.name, "tile": variant.constexprs.get("TILE"), "fits": kernel.fits,
+                      "stack": kernel.stack_bytes, "shared": kernel.shared_bytes, "spills_in_loops": spills}))
+
 for architecture, page_dtype, page_size, names in (
     ("90a", BF16, 32, ("store_latents", "latent_attention", "attention_reduction", "latent_chunk")),
     ("90a", BF16, 16, ("latent_attention",)),
@@ -65,12 +67,19 @@ for architecture, page_dtype, page_size, names in (
 ):
     for variant in latent_variants(SHAPE, BF16, page_dtype=page_dtype, page_size=page_size):
         if variant.name in names:
-            kernel = compile_variant(variant, architecture)
-            spills = spills_in_loops(disassemble(kernel.cubin)) if kernel.stack_bytes else 0
-            print(json.dumps({"name": variant.name, "tile": variant.constexprs.get("TILE"), "fits": kernel.fits,
-                              "stack": kernel.stack_bytes, "shared": kernel.shared_bytes, "spills_in_loops": spills}))
+            report(variant, architecture)
+SIZES = dict(latent_dim=512, rope_dim=64, page_size=32, max_requests=64)
+for architecture, page_dtype, names in (
+    ("90a", "bfloat16", ("write_latents", "attention_plan", "latent_attention", "latent_reduction")),
+    ("100a", "float8_e4m3fn", ("write_latents", "latent_attention")),
+):
+    for variant in LatentKernels(page_dtype=page_dtype, **SIZES).variants("bfloat16"):
+        if variant.name.startswith(names):
+            report(variant, architecture)
 """
-ONE_REGISTER = 8  # bytes of a stack that holds one, which sm_90a spills before the loop and reads behind it
+# Bytes of a stack that holds registers which sm_90a spills before the loop and reads behind it: one, and those of a
+# plugin, whose pages are no parameter.
+FEW_REGISTERS = {False: 8, True: 80}
 
 
 def test_the_kernels_compile_without_spills_in_the_loop(tmp_path: Path) -> None:
@@ -79,9 +88,12 @@ def test_the_kernels_compile_without_spills_in_the_loop(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [kernel["tile"] for kernel in kernels if kernel["name"] == "latent_attention"] == [64, 64, 32, 64, 32]
-    assert len(kernels) == 5 + 5
+    attention = [kernel for kernel in kernels if kernel["name"].startswith("latent_attention")]
+    assert [kernel["tile"] for kernel in attention] == [64, 64, 32, 64, 32, 64, 32]  # the last two of a plugin
+    assert len(kernels) == 5 + 5 + 6
     for kernel in kernels:
-        allowed = ONE_REGISTER if kernel["name"] == "latent_attention" and kernel["tile"] == 64 else 0
+        allowed = (
+            FEW_REGISTERS[kernel["name"].endswith("pooled")] if kernel in attention and kernel["tile"] == 64 else 0
+        )
         assert kernel["stack"] <= allowed and kernel["spills_in_loops"] == 0 and kernel["fits"], kernel
     assert max(kernel["shared"] for kernel in kernels) > 170 << 10, "the queries, and three blocks of latents"

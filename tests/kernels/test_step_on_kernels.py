@@ -87,8 +87,8 @@ def make_executors(
 ) -> tuple[TorchExecutor, TorchGpuExecutor]:
     opened = open_pair(*pair)
     tensors = dict(opened.iter_weights(dtype=torch.float32, mapping=Mapping()))
-    formats = quantized_linears(opened, tensors, weight_format) if weight_format else {}
-    table = engine_weights(opened.target, opened.draft, None)
+    formats = quantized_linears(opened, tensors, weight_format) if weight_format else opened.quantization.linears
+    table = engine_weights(opened.target, opened.draft, opened.quantization)
     copies = (tensors, {name: tensor.clone().to(device) for name, tensor in tensors.items()})
     networks = [bind_tensors(opened.target, opened.draft, *split_quantized(copy, table, formats)) for copy in copies]
     page_plan = plan_pages(

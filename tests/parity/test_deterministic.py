@@ -31,6 +31,12 @@ TEMPERATURES = (0.0, 0.8)
 EXPERTS: dict[str, Any] = {"family": "gpt_oss", "intermediate_size": 40}  # no multiple of a vector's length
 DELTA: dict[str, Any] = {"family": "qwen3_5_moe_text", "num_hidden_layers": 3, "linear_key_head_dim": 20}
 DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LATENTS: dict[str, Any] = {
+    "family": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 40,
+    "moe_intermediate_size": 40,
+}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the target, and of QuantizationConfig
     "bfloat16": ({}, {}),
     "experts, sinks and windows": (EXPERTS, {}),
@@ -38,6 +44,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the t
     "nvfp4_w4a16": ({}, {"target": "nvfp4_w4a16"}),
     "float32, CPU kernels": ({"head_dim": 32}, {}),
     "gated delta nets": (DELTA, {}),
+    "latents": (LATENTS, {}),
 }
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 

@@ -1,6 +1,6 @@
-"""What every target family owes to its drafter and its ranks: taps, drafts, and two ranks that compute what one does.
+"""What every target family owes: tokens around a page's end, taps, drafts, and two ranks that compute what one does.
 
-transformers gives the outputs of the layers, PyPI `dflash` the drafts that follow from them.
+transformers gives tokens and the outputs of the layers, PyPI `dflash` the drafts that follow from them.
 """
 
 from pathlib import Path
@@ -19,7 +19,9 @@ from dflash_trt.network.decoder import run_target
 from tests.engines import PAGE_SIZE, decode, make_executor
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_target, make_zlab_drafter
+from tests.parity import test_gemma as gemma
 from tests.parity.test_dflash import BLOCK, NUM_NEW, PROMPT, expected_blocks
+from tests.parity.test_llama4 import greedy, model_of
 from tests.parity.test_speculators import layer_outputs
 from tests.traces import GREEDY, PROMPTS, integers, logprobs, trace
 
@@ -29,7 +31,10 @@ TOKENS = [(7 * i + i // 5) % VOCAB_SIZE for i in range(4 * PAGE_SIZE + 1)]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
+    "mistral": {"num_key_value_heads": 1},
     "phi3": {},
+    "qwen3_moe": {"num_key_value_heads": 1, "seed": 7},
+    "gpt_oss": {"num_key_value_heads": 1, "seed": 1},
     "glm4_moe": {"num_key_value_heads": 1},
     "minimax_m2": {"num_key_value_heads": 1},
     "deepseek_v3": {},
@@ -38,7 +43,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # A matrix that only this family has, or has in its own way.
 CHANGED = {
     "qwen2": "self_attn.v_proj.bias",
+    "mistral": "self_attn.v_proj.weight",
     "phi3": "self_attn.qkv_proj.weight",
+    "qwen3_moe": "mlp.gate.weight",
+    "gpt_oss": "self_attn.sinks",
     "glm4_moe": "mlp.shared_experts.up_proj.weight",
     "minimax_m2": "self_attn.k_norm.weight",
     "deepseek_v3": "self_attn.kv_a_proj_with_mqa.weight",
@@ -82,6 +90,19 @@ def test_the_outputs_of_all_layers_are_those_of_transformers(target: Path, tmp_p
     found = our_outputs(make_executor(changed))
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=TOLERANCE)
     assert (found[1] - expected[1]).abs().max() > 100 * TOLERANCE
+
+
+def test_prompts_around_the_end_of_a_page_have_the_tokens_of_transformers(target: Path) -> None:
+    """In mixed batches; the longest prompt is longer than every window. Negative controls: a family's own tests."""
+    if target.parent.name == "llama4_text":  # transformers' cache of chunked layers is no reference
+        model = model_of(target)
+        expected = [greedy(model, prompt) for prompt in gemma.PROMPTS]
+    else:
+        expected = gemma.expected_tokens(target)
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    executor = make_executor(target, target.parent / "drafter", max_batch_size=4)
+    for num_draft_tokens in (0, 1, BLOCK - 1):
+        assert gemma.tokens_of(executor, num_draft_tokens) == expected
 
 
 def test_drafts_are_those_of_dflash(target: Path) -> None:

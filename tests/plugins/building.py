@@ -16,7 +16,18 @@ ROOT = Path(__file__).parents[2]
 # Every kernel once or twice, of a size that compiles fast and that an interpreter can run.
 SMALL_KERNELS = (
     *("--dtypes", "float32", "--pages", "network,float8_e4m3fn", "--head-dims", "16", "--max-requests", "16"),
-    *("--softcaps", "without,with", "--tiles", "16,64", "--vocab-tiles", "64", "--widths", "16"),
+    *(
+        "--softcaps",
+        "without,with",
+        "--chains",
+        "without,with",
+        "--tiles",
+        "16,64",
+        "--vocab-tiles",
+        "64",
+        "--widths",
+        "16",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from dflash_trt.backends.tensorrt.plugins import PLUGINS
 FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _ATTENTION = (
     "heads kv_heads head_dim page_size window chunk is_causal is_window_anchored has_sinks shares_kv"
-    " num_tokens num_requests block_rows pages_per_request state"
+    " num_tokens num_requests block_rows pages_per_request state first_key"
 )
 _PAGES = "q k v state_pools positions token_offsets context_lens page_table sinks attended"
 _DRAFT = (
@@ -68,11 +68,23 @@ class ExpertsBuffers(ctypes.Structure):
     _fields_ = (("inputs", ctypes.POINTER(ctypes.c_void_p)), ("out", ctypes.c_void_p))
 
 
+_ROWS = "float_type num_rows num_requests width page_size pages_per_request state"
+RowsShape = _structure("RowsShape", _ROWS, ctypes.c_int32)
 _DELTA = "float_type num_rows num_requests num_channels conv_size key_heads value_heads value_dim num_records state"
 
 
 class DeltaShape(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int32) for name in _DELTA.split()), ("eps", ctypes.c_float))
+
+
+_LATENTS = "float_type page_type num_rows num_requests pages_per_request num_heads row_size latent_dim page_size state"
+
+
+class LatentsShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in _LATENTS.split()),
+        *((name, ctypes.c_float) for name in ("k_scale", "score_scale")),
+    )
 
 
 class LibraryError(Exception):
@@ -96,6 +108,8 @@ class PluginLibrary:
             "DraftTokens": self.draft_tokens,
             "Experts": self.experts,
             "GatedDelta": self.gated_delta,
+            "PreviousRows": self.previous_rows,
+            "AttendLatents": self.attend_latents,
         }
         return own.get(name, self._draft)(inputs, fields)
 
@@ -178,6 +192,38 @@ class PluginLibrary:
         self._call("gated_delta", shape, buffers, _address(workspace))
         return [out]
 
+    def previous_rows(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        rows, (num_requests, pages_per_request) = x["x"], x["page_table"].shape
+        sizes = (*rows.shape[:1], num_requests, rows.shape[1], int(fields["page_size"]), pages_per_request)
+        shape = RowsShape(FLOAT_TYPES[rows.dtype], *sizes, int(fields["state"]))
+        before = torch.empty_like(rows)
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "PreviousRows")
+        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(before.data_ptr()))
+        self._call("previous_rows", shape, buffers)
+        return [before]
+
+    def attend_latents(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
+        num_rows, num_heads, row_size = x["q"].shape
+        integers = [int(fields[name]) for name in ("latent_dim", "page_size", "state")]
+        shape = LatentsShape(
+            FLOAT_TYPES[x["q"].dtype],
+            int(fields["page_type"]),
+            num_rows,
+            *x["page_table"].shape,
+            num_heads,
+            row_size,
+            *integers,
+            fields["k_scale"],
+            fields["score_scale"],
+        )
+        attended = x["q"].new_zeros(num_rows, num_heads, integers[0])
+        workspace = self._workspace("attend_latents", shape, attended.device)
+        workspace.random_()  # it holds anything
+        contract = next(plugin for plugin in PLUGINS if plugin.name == "AttendLatents")
+        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(attended.data_ptr()))
+        self._call("attend_latents", shape, buffers, _address(workspace))
+        return [attended]
+
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:
             shape = _attention_shape(x, fields, None)
@@ -235,6 +281,7 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         block_rows=0 if q is None else len(q) // num_requests,
         pages_per_request=pages_per_request,
         state=int(fields["state"]),
+        first_key=int(fields.get("first_key", 0)),
     )
 
 

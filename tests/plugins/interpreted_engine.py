@@ -6,6 +6,7 @@ Everything but the nodes is the network that TensorRT-RTX holds, executed in PyT
 the addresses in `state_pools`. Prints one JSON object.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -32,10 +33,12 @@ from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits
 from tests import engines
 from tests.engines import make_executor
+from tests.factories import make_target
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
 from tests.plugins.delta_cases import NET, NUM_RECORDS
 from tests.plugins.interpreted_library import InterpretingDriver
+from tests.plugins.latent_cases import LATENT_DIM, ROPE_DIM
 from tests.scored_pairs import SCORES, score_as
 from tests.traces import GREEDY, integers, trace
 from tests.trt import networks
@@ -149,7 +152,7 @@ def same_again(ours: Any) -> bool:
 
 
 def late(executor: Any, name: str) -> str:
-    """A part of a state that begins a slot late."""
+    """A state, or a part of one, that begins a page or slot late."""
     index = list(executor.state.contents).index(name)
     executor.state.tensors["state_pools"][index] += executor.state.contents[name][0].nbytes
     return canary(executor)
@@ -172,6 +175,40 @@ def hybrid(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
 def of_one_net_twice(plugin_nodes: list[Any]) -> None:
     first, second = (node for node in plugin_nodes if node.name == "GatedDelta")
     second.fields["state"] = first.fields["state"]
+
+
+def make_chain(root: Path) -> Any:
+    """Of the sizes that the library has kernels for. PyPI `speculators` writes the head."""
+    from tests.eagle3_files import save_eagle3_head
+
+    target = make_target(root / "target", num_hidden_layers=2, head_dim=16, vocab_size=12, tokenizer=False)
+    return target, save_eagle3_head(root / "drafter", target_dir=target, aux_hidden_state_layer_ids=(2, 1))
+
+
+def chain(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
+    options = {"max_draft_len": KS[0]}
+    late_rows = open_engine(pair, nodes, **options)
+    return {
+        "tokens": same_tokens(open_engine(pair, nodes, **options), pair),
+        "canary": canary(open_engine(pair, nodes, **options)),
+        "a page late": late(late_rows, "draft_features"),
+    }
+
+
+def make_latents(root: Path) -> Any:
+    """Of the sizes that the library has kernels for, without experts."""
+    sizes = {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM, "first_k_dense_replace": 2}
+    options = {"num_layers": 1, "target_layer_ids": (0, 1), "head_dim": 16}
+    return make_pair(root, family="deepseek_v3", target={"num_hidden_layers": 2} | sizes, **options)
+
+
+def latents(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
+    return {
+        "tokens": same_tokens(open_engine(pair, nodes), pair),
+        "FP8 pages": same_tokens(open_engine(pair, nodes, pages=FP8_PAGES), pair, pages=FP8_PAGES),
+        "canary": canary(open_engine(pair, nodes)),
+        "no address": without_address(pair, nodes),
+    }
 
 
 def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:
@@ -197,6 +234,9 @@ def main() -> dict[str, Any]:
     results["canary"]["one state twice"] = canary(open_engine(pair, nodes, spoil=of_one_state_twice))
     results["canary"]["a page late"] = past_the_own_pages(open_engine(pair, nodes))
     results["hybrid"] = hybrid(make_hybrid(root / "hybrid"), nodes)
+    has_writer = importlib.util.find_spec("speculators") is not None
+    results["chain"] = chain(make_chain(root / "chain"), nodes) if has_writer else None
+    results["latents"] = latents(make_latents(root / "latents"), nodes)
     results["errors"] = driver.errors
     return results
 

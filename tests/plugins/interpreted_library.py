@@ -11,6 +11,7 @@ stand-in answers to the name libcuda.so.1. Prints one JSON object.
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import pkgutil
 import sys
@@ -33,6 +34,8 @@ from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.delta_cases import DeltaCase, kept_state
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
 from tests.plugins.expert_cases import ExpertsCase
+from tests.plugins.latent_cases import CASES as LATENT_CASES
+from tests.plugins.latent_cases import LatentCase
 from tests.plugins.node_inputs import ANCHORED, CASES, NODES, PAIRS, SAMPLING_NODES, SCORE_FIELDS, NodeInputs, StepCase
 from tests.trt.test_plugins import PluginReference
 
@@ -129,7 +132,7 @@ def compare(
     expected = [*reference(node, inputs, fields), *theirs.written]
     given, _ = getattr(ours, make)()
     if spoil:
-        name = {"AttendPages": "k"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
+        name = {"AttendPages": "k", "PreviousRows": "x"}.get(node, "logits" if node in SAMPLING_NODES else "context_v")
         given[name][0] = given[name][0].flip(-1)
     if other_fields is not None:
         found = library(node, given, fields | other_fields)[:1]
@@ -179,6 +182,47 @@ def run_delta(library: Any, driver: InterpretingDriver, case: DeltaCase) -> dict
     }
 
 
+def run_latents(library: Any, driver: InterpretingDriver, case: LatentCase) -> dict[str, Any]:
+    """The largest difference of results and of pages; also with one row corrupted. No address: pages stay as they are.
+
+    Behind the queries there is no memory.
+    """
+    inputs, fields, theirs = case.node()
+    [expected] = reference("AttendLatents", inputs, fields)
+    driver.launched.clear()
+    driver.set_device(9, 0, num_multiprocessors=16)  # so that long contexts are split
+    inputs, fields, ours = case.node()
+    inputs["q"] = at_the_end_of_memory(inputs["q"])
+    [found] = library("AttendLatents", inputs, fields)
+    launched, pages = list(driver.launched), ours.float().clone()
+    library("AttendLatents", inputs | {"own": inputs["own"] + 1}, fields | {"state": 0})
+    is_unchanged = bool((ours.float() == pages).all())
+    inputs["own"][0] = inputs["own"][0].flip(-1)
+    [corrupted] = library("AttendLatents", inputs, fields)
+    driver.set_device(9, 0)
+    return {
+        "difference": float((found - expected).abs().max()),
+        "pages": float((pages - theirs.float()).abs().max()),
+        "corrupted": float((corrupted - expected).abs().max()),
+        "is_unchanged": is_unchanged,
+        "launches": launched,
+    }
+
+
+def at_the_end_of_memory(x: Tensor) -> Tensor:
+    """A copy: to read one byte more ends the process."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    end = ctypes.c_char.from_buffer(memory, size)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(ctypes.addressof(end)), mmap.PAGESIZE, 0) == 0
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8, count=x.nbytes, offset=size - x.nbytes)
+        .view(x.dtype)
+        .view(x.shape)
+        .copy_(x)
+    )
+
+
 def reference(name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
     node_ = type("Node", (), {"name": name, "fields": fields})
     contracts = PluginReference().contracts
@@ -212,6 +256,7 @@ def main() -> dict[str, Any]:
         results["spoilt"][name] = compare(library, "AttendDraft", CASES[name], other_fields=other_fields)
     results["experts"] = {name: run_experts(library, driver, case) for name, case in EXPERT_CASES.items()}
     results["deltas"] = {name: run_delta(library, driver, case) for name, case in DELTA_CASES.items()}
+    results["latents"] = {name: run_latents(library, driver, case) for name, case in LATENT_CASES.items()}
     results["errors"] = driver.errors
     results["refusals"] = refusals(library, driver)
     return results

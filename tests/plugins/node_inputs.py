@@ -36,6 +36,7 @@ class StepCase:
     score_scale: float | None = None  # None: head_dim ** -0.5
     has_sinks: int = 0
     shares_kv: int = 0
+    first_key: int = 0
 
     @property
     def scales(self) -> dict[str, float]:
@@ -68,6 +69,7 @@ CASES = {
         num_tokens=(4, 4), context_lens=(17, 2), width=4, softcap=2.0, score_scale=0.4, has_sinks=1
     ),
     "chunks": StepCase(num_tokens=(3, 9, 1), context_lens=(4, 3, 12), width=3, chunk=CHUNK),
+    "chain": StepCase(num_tokens=(2, 5), context_lens=(0, 14), width=2, is_causal=1, first_key=1),
     "one token": StepCase(num_tokens=(1,), context_lens=(0,), width=1, vocab_size=4096),
 }
 ANCHORED = ("anchored window", "causal anchored window")
@@ -78,10 +80,12 @@ SCORE_FIELDS = {
     ("AttendPages", "shares_kv"): ("K and V of another layer", 0),
     ("AttendPages", "softcap"): ("soft cap", 0.0),
     ("AttendPages", "score_scale"): ("score scale", 0.25),
+    ("AttendDraft", "shares_kv"): ("K and V of another layer", 0),
+    ("AttendDraft", "first_key"): ("chain", 0),
     ("AttendDraft", "softcap"): ("soft cap", 0.0),
     ("AttendDraft", "score_scale"): ("score scale", 0.25),
 }
-# Heads and pages are nothing to sampling and drafts.
+# Heads and pages are nothing to sampling and drafts, and masks nothing to rows.
 SAMPLING_NODES = ("SampleAndAccept", "DraftTokens")
 SAMPLING_CASES = ("verify", "prefill", "window", "one token")
 # Plugin names, and the methods that make their inputs.
@@ -89,10 +93,12 @@ NODES = {
     "AttendPages": "attend_pages",
     "AttendDraft": "attend_draft",
     "WriteDraftContext": "write_draft_context",
+    "PreviousRows": "previous_rows",
     "SampleAndAccept": "sample_and_accept",
     "DraftTokens": "draft_tokens",
 }
-PAIRS = [(node, case) for case in CASES for node in NODES if node not in SAMPLING_NODES or case in SAMPLING_CASES]
+FEW_CASES = (*SAMPLING_NODES, "PreviousRows")
+PAIRS = [(node, case) for case in CASES for node in NODES if node not in FEW_CASES or case in SAMPLING_CASES]
 
 
 class NodeInputs:
@@ -136,8 +142,17 @@ class NodeInputs:
         kv = (rows, case.kv_heads, case.head_dim)
         inputs |= {"q": self._floats(rows, case.heads, case.head_dim)}
         inputs |= {"block_k": self._floats(*kv), "block_v": self._floats(*kv)}
-        names = ("window", "is_causal", "is_window_anchored")
+        names = ("window", "is_causal", "is_window_anchored", "first_key", "shares_kv")
         return inputs, fields | case.scores | {name: getattr(case, name) for name in names}
+
+    def previous_rows(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Rows as wide as the heads of K, and one more of no request."""
+        case, layout, width = self.case, self._layout(), self.case.kv_heads * self.case.head_dim
+        inputs = {"x": self._floats(sum(case.num_tokens) + 1, width)}
+        inputs |= {"state_pools": self._pools(self._floats(self._num_pages, case.page_size, width))}
+        inputs |= layout | {"positions": torch.nn.functional.pad(layout["positions"], (0, 1))}
+        inputs |= {"context_lens": self._integers(case.context_lens)}
+        return inputs, {"state": STATE, "page_size": case.page_size}
 
     def sample_and_accept(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Requests of at least `width` rows verify; drafts agree with the largest logit two times in three."""
@@ -215,9 +230,9 @@ class NodeInputs:
         given = zip(case.context_lens, case.num_tokens, strict=True)
         return self._integers([start + int(torch.randint(1, n + 1, (), generator=self._random)) for start, n in given])
 
-    def _pools(self) -> Tensor:  # int64 [states]
-        """Addresses of `pages`, and of nothing before and after it."""
-        self.pages = self._pages()
+    def _pools(self, pages: Tensor | None = None) -> Tensor:  # int64 [states]
+        """Addresses of `pages`, K/V's by default, and of nothing before and after it."""
+        self.pages = self._pages() if pages is None else pages
         pools = torch.zeros(NUM_STATES, dtype=torch.int64, device=self._device)
         pools[STATE] = self.pages.data_ptr()
         return pools

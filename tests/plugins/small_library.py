@@ -1,4 +1,5 @@
-"""Kernels of the library that tests build: those of the lists given, of chunks, and of cases of experts and delta nets.
+"""Kernels of the library that tests build: those of the lists given, of chunks, and of cases of experts, delta nets
+and latents.
 
 python -m tests.plugins.small_library OUT --cache DIR [lists of `python -m plugins.aot`]
 """
@@ -15,6 +16,7 @@ from plugins.aot.variant import KernelVariant, unique_variants
 from plugins.aot.variants import FLOAT32_TILES, FLOAT_TYPES, LibrarySpec
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.expert_cases import CASES
+from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.node_inputs import CHUNK, StepCase
 
 MAX_REQUESTS = 16
@@ -25,7 +27,14 @@ class SmallLibrarySpec(LibrarySpec):
     def variants(self) -> tuple[KernelVariant, ...]:
         experts = [variant for case in CASES.values() for variant in case.kernels().variants("float32")]
         kernels = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS)
-        deltas = [variant for dtype in FLOAT_TYPES if dtype in self.dtypes for variant in kernels.variants(dtype)]
+        dtypes = [dtype for dtype in FLOAT_TYPES if dtype in self.dtypes]
+        deltas = [variant for dtype in dtypes for variant in kernels.variants(dtype)]
+        latents = [
+            variant
+            for dtype in dtypes
+            for case in LATENT_CASES.values()
+            for variant in case.kernels(dtype).variants(dtype)
+        ]
         chunks = attention_variants(
             dtype=torch.float32,
             page_dtype=torch.float32,
@@ -35,7 +44,7 @@ class SmallLibrarySpec(LibrarySpec):
             tiles=FLOAT32_TILES,
             chunk=CHUNK,
         )
-        return unique_variants([*super().variants(), *experts, *deltas, *chunks])
+        return unique_variants([*super().variants(), *experts, *deltas, *chunks, *latents])
 
 
 if __name__ == "__main__":

@@ -47,6 +47,24 @@ def test_an_engine_that_writes_its_slots_passes_and_others_are_refused_by_the_pa
         assert found[engine].startswith(message), found[engine]
 
 
+def test_whole_steps_of_a_chain_give_torchs_tokens_and_its_features_pass_the_canary(results: dict[str, Any]) -> None:
+    found = results["chain"]
+    if found is None:
+        pytest.skip("needs PyPI speculators, which writes the head")
+    assert found["tokens"] is True
+    assert found["canary"] == "5 tokens in each of 4 pools, at 2 places"
+    message = "pages of draft_features: expected no page of others to be written"
+    assert found["a page late"].startswith(message), found["a page late"]
+
+
+def test_whole_steps_over_latents_give_torchs_tokens_and_their_pages_are_looked_at(results: dict[str, Any]) -> None:
+    found = results["latents"]
+    assert found["tokens"] is True and found["FP8 pages"] is True
+    assert found["canary"] == "5 tokens in each of 3 pools, at 2 places"
+    missing = "pages of target_kv.1: expected 5 rows to be written, found 0 of them"
+    assert found["no address"].startswith(missing)
+
+
 @pytest.mark.parametrize("engine", ["with drafts", "without drafts"])
 def test_an_engine_that_writes_its_pages_passes(results: dict[str, Any], engine: str) -> None:
     assert results["canary"][engine] == "5 tokens in each of 3 pools, at 2 places"

@@ -9,6 +9,7 @@ import pytest
 from tests.plugins.building import BuiltLibrary, run_python
 from tests.plugins.delta_cases import CASES as DELTA_CASES
 from tests.plugins.expert_cases import CASES as EXPERT_CASES
+from tests.plugins.latent_cases import CASES as LATENT_CASES
 from tests.plugins.node_inputs import ANCHORED, CHUNK, NODES, PAIRS, SCORE_FIELDS
 
 # float32 sums in another order: 3.6e-7 measured on the x86-64 CPU that the tests were written on.
@@ -60,6 +61,12 @@ def test_chunks_take_the_kernels_made_for_them(results: dict[str, Any]) -> None:
     assert not any("chunk" in name for name in results["launches"]["AttendPages, verify"])
 
 
+def test_a_chain_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
+    for case, is_chain in (("chain", True), ("verify", False)):
+        launched = results["launches"][f"AttendDraft, {case}"]
+        assert any("chain" in name for name in launched) == is_chain
+
+
 @pytest.mark.parametrize("case", ANCHORED)
 def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], case: str) -> None:
     assert results["spoilt"][case] > SPOILT
@@ -71,7 +78,9 @@ def test_a_window_counted_from_each_slot_is_noticed(results: dict[str, Any], cas
         ("AttendPages", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
         ("AttendPages", "long prefill", ["rotate_and_store", *["attention", "attention_reduction"] * 2]),
         ("AttendDraft", "verify", ["rotate_and_store", "attention", "attention_reduction"]),
+        ("AttendDraft", "K and V of another layer", ["attention", "attention_reduction"]),
         ("WriteDraftContext", "verify", ["rotate_and_store"]),
+        ("PreviousRows", "verify", ["previous_rows"]),
         (
             "SampleAndAccept",
             "verify",
@@ -138,6 +147,16 @@ def test_a_draft_vocabulary_takes_the_kernels_made_for_it(results: dict[str, Any
 def test_a_vocabulary_of_a_multiple_of_16_takes_the_kernels_made_for_it(results: dict[str, Any]) -> None:
     assert "tile_statistics_float32" in results["launches"]["SampleAndAccept, verify"]
     assert "tile_statistics_float32_v16" in results["launches"]["SampleAndAccept, one token"]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_a_node_over_latents_gives_what_pytorch_gives(results: dict[str, Any], case: str) -> None:
+    """Results and pages; rows of no request stay as they were, and so do pages without an address."""
+    found = results["latents"][case]
+    assert found["difference"] <= TOLERANCE and found["pages"] <= TOLERANCE < SPOILT < found["corrupted"]
+    assert found["is_unchanged"]
+    kernels = ["write_latents", "attention_plan", "latent_attention", "latent_reduction"]
+    assert [re.match("[a-z_]+?(?=_(float32|step))", name)[0] for name in found["launches"]] == kernels  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

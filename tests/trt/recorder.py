@@ -9,6 +9,7 @@ real network as inputs of the dtypes and shapes that plugins/README.md promises.
 import json
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,14 +111,14 @@ class FakePlugins:
 
     def add(self, network: Any, inputs: list[Any], plugin: PluginNode) -> "_PluginLayer":
         plugin.given = inputs
-        for i, (dtype, shape) in enumerate(output_types(plugin.name, inputs)):
+        for i, (dtype, shape) in enumerate(output_types(plugin.name, inputs, plugin.fields)):
             plugin.made.append(network.add_input(f"plugin {len(self.nodes)} output {i}", dtype, shape))
         self.nodes.append(plugin)
         # An input cannot be marked as an output; what follows it can.
         return _PluginLayer([network.add_identity(tensor).get_output(0) for tensor in plugin.made], plugin)
 
 
-def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+def output_types(name: str, inputs: list[Any], fields: Mapping[str, float]) -> list[tuple[Any, tuple[int, ...]]]:
     """What plugins/README.md promises about the outputs of each plugin."""
     if name in ("AttendPages", "AttendDraft"):
         q = inputs[0 if name == "AttendPages" else 2]
@@ -127,8 +128,12 @@ def output_types(name: str, inputs: list[Any]) -> list[tuple[Any, tuple[int, ...
     if name == "GatedDelta":
         qkvz, norm, log_rate = inputs[0], inputs[5], inputs[3]
         return [(qkvz.dtype, (-1, log_rate.shape[0] * norm.shape[0]))]
+    if name == "AttendLatents":
+        return [(inputs[0].dtype, (-1, inputs[0].shape[1], int(fields["latent_dim"])))]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
+    if name == "PreviousRows":
+        return [(inputs[0].dtype, (-1, inputs[0].shape[1]))]
     if name == "DraftTokens":
         return [(inputs[3].dtype, (-1, -1))]
     if name in ("AllReduce", "AllGather"):

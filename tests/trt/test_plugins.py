@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash_trt.backends.tensorrt.plugins import NO_SOFTCAP, NO_WINDOW, PLUGINS, PluginLowering
 from dflash_trt.backends.torch import attention as torch_attention
-from dflash_trt.backends.torch import attention_plan
+from dflash_trt.backends.torch import attention_plan, paged_rows
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.backends.torch.moe import activated
 from dflash_trt.backends.torch.quantized_linear import quantized_fp8, quantized_nvfp4
@@ -20,16 +20,18 @@ from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.quantization import LayerKvScales
+from dflash_trt.core.state_spec import PagedRows
 from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
 from dflash_trt.kernels.packed_product import FP8
 from dflash_trt.kernels.routing_launch import KINDS, Router
-from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.ops import RowCache, StepInputs
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.kernels import reference_experts
 from tests.plugins.delta_cases import run_reference as run_delta
 from tests.plugins.expert_cases import decoded
+from tests.plugins.latent_cases import run_reference as run_latents
 from tests.traces import GREEDY, integers, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair, view_at
 from tests.trt.recorder import CheckedNetwork, FakePlugins, UnknownApiError, check_call, checked_module
@@ -89,14 +91,15 @@ class PluginReference:
         return [torch.cat([torch_attention.attend_rows(plan, *given, attention, scores), padding])]
 
     def _attend_draft(self, x, settings):
-        self._write_draft_context(x, settings)
+        if not settings["shares_kv"]:
+            self._write_draft_context(x, settings)
         pages = _pages(x, settings, like=x["context_k"])
         context_lens = x["next_context_lens"]
         width = len(x["q"]) // len(context_lens)
         sizes = {"page_size": settings["page_size"], "num_slots": width}
         plan = attention_plan.plan_blocks(x["page_table"], context_lens, window=_window(settings), **sizes)
         flags = {name: bool(settings[name]) for name in ("is_causal", "is_window_anchored")}
-        attention = AttentionMask(window=_window(settings), **flags)
+        attention = AttentionMask(window=_window(settings), first_key=settings["first_key"], **flags)
         given = (x["q"], x["block_k"], x["block_v"], _scaled(pages, settings))
         return [torch_attention.attend_blocks(plan, *given, attention, _scores(settings))]
 
@@ -114,6 +117,20 @@ class PluginReference:
                     pages[page, 0, position % page_size] = context_k[t]
                     pages[page, 1, position % page_size] = context_v[t]
         return [torch.zeros(1, dtype=torch.int32)]
+
+    def _previous_rows(self, x, settings):
+        num_rows, is_there = int(x["token_offsets"][-1]), x["token_offsets"].diff() > 0  # padding comes last
+        before, num_requests = torch.zeros_like(x["x"]), int(is_there.sum())
+        if num_rows == 0:
+            return [before]
+        spec = PagedRows(name="rows", width=x["x"].shape[1], dtype="float32")
+        shape = (int(x["page_table"].max()) + 1, settings["page_size"], spec.width)
+        pages = view_at(int(x["state_pools"][settings["state"]]), shape, x["x"].dtype)
+        x = x | {"token_offsets": x["token_offsets"][: num_requests + 1], "positions": x["positions"][:num_rows]}
+        x |= {"context_lens": x["context_lens"][:num_requests]}
+        table = x["page_table"][:num_requests]
+        before[:num_rows] = paged_rows.previous_rows(x["x"][:num_rows], _inputs(x), table, RowCache(pages, spec))
+        return [before]
 
     def _sample_and_accept(self, x, settings):
         acceptance = torch_sampling.sample_and_accept(x["logits"], _inputs(x))
@@ -158,6 +175,9 @@ class PluginReference:
 
     def _gated_delta(self, x, settings):
         return run_delta(x, settings)
+
+    def _attend_latents(self, x, settings):
+        return run_latents(x, settings)
 
     def _plan(self, x, settings, *, context_lens, width):
         step = _inputs(x | {"context_lens": context_lens, "logit_rows": torch.zeros(len(context_lens), width)})
@@ -270,17 +290,8 @@ def test_both_lowerings_use_only_what_tensorrt_has(trt, tmp_path, name, dtype):
     _, nodes = define_with_plugins(trt, target, drafter, dtype=dtype)
     num_draft_layers = 0 if drafter is None else PAIRS[name].get("num_layers", 2)
     counts = [sum(node.name == plugin.name for node in nodes) for plugin in PLUGINS]
-    assert counts == [
-        4,
-        num_draft_layers,
-        0,
-        1,
-        int(num_draft_layers > 0),
-        0,
-        0,
-        0,
-        0,
-    ]  # no experts, no delta nets, no collectives
+    # No chains, no experts, no delta nets, no latents, no collectives.
+    assert counts == [4, num_draft_layers, 0, 0, 1, int(num_draft_layers > 0), 0, 0, 0, 0, 0]
     plugins = FakePlugins(trt)
     define_pair(
         trt,

@@ -11,6 +11,7 @@ import torch
 from dflash_trt.backends.base import (
     Compiler,
     EngineExecutor,
+    latent_problems,
     recurrent_problems,
     unsupported_formats,
     wide_head_problems,
@@ -22,7 +23,6 @@ from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.kernels.capacity import MAX_CANDIDATES
-from dflash_trt.kernels.latent_rules import MAX_LATENT_DIM, MAX_ROPE_DIM
 from dflash_trt.kernels.launch_rules import HEAD_DIM_GRAIN, MAX_DRAFT_HEAD_DIM, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def model_problems(target: TargetSpec, draft: DraftSpec | None) -> Iterator[str]
         if spec is not None:
             yield from _head_problems(spec)
     yield from wide_head_problems(target, where=where, hint=hint)
-    yield from _latent_problems(target)
+    yield from latent_problems(target, where=where, hint=hint)
     yield from _temperature_problems(target)
     yield from _selector_problems(draft)
     yield from recurrent_problems(target, draft, where=where, hint=hint)
@@ -101,19 +101,6 @@ def _temperature_problems(target: TargetSpec) -> Iterator[str]:
             found="layers with both",
             hint='Run this engine with device "cpu".',
         )
-
-
-def _latent_problems(target: TargetSpec) -> Iterator[str]:
-    """Of latents that are larger than the kernels are made for."""
-    most = {"latent_dim": MAX_LATENT_DIM, "rope_dim": MAX_ROPE_DIM}
-    for name, size in sorted({(name, getattr(mla, name)) for mla in target.latents for name in most}):
-        if size > most[name]:
-            yield problem(
-                f"{name} of latent attention",
-                expected=f"at most {most[name]} on a GPU",
-                found=str(size),
-                hint='Run this engine with device "cpu".',
-            )
 
 
 def _selector_problems(draft: DraftSpec | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_trt.backends.padding import StepShape
 from dflash_trt.backends.staging import InputStaging, ResultStaging
+from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX
 from dflash_trt.backends.tensorrt.network import (
     STATE_POOLS,
     StepNetworkSpec,
@@ -21,7 +22,6 @@ from dflash_trt.backends.tensorrt.network import (
     step_outputs_of,
     step_tensors_of,
 )
-from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX
 from dflash_trt.backends.tensorrt.page_tables import PageTables
 from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.page_windows import PageWindow

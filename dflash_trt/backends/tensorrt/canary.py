@@ -85,7 +85,7 @@ def _written(executor: PagedExecutor, place: Place, num_tokens: int) -> dict[str
             executor.submit(_moved(plan_of(chunk, max_pages=limits.max_pages), place, limits.max_pages)).result()
     rows = {}
     for name, pages in state.pages.items():
-        own = pages[:-1] if state.is_moving else pages  # without the page that padding writes to
+        own = _by_parts(pages[:-1] if state.is_moving else pages)  # without the page that padding writes to
         rows[name] = _rows_of(name, own, place.first_pages[state.group_of(name)], num_tokens)
     return rows | {name: _part_of(name, tensor, place.slot) for name, tensor in state.slots.items()}
 
@@ -117,21 +117,27 @@ def _part_of(name: str, tensor: Tensor, slot: int) -> Tensor:
     return own.float()
 
 
+def _by_parts(pages: Tensor) -> Tensor:
+    """[pages, 2, page_size, heads, D] of K and V, [pages, 1, page_size, width] of latents and other rows."""
+    return pages if pages.dim() > 3 else pages[:, None]
+
+
 def _rows_of(name: str, pages: Tensor, first_page: int, num_tokens: int) -> Tensor:
+    kind = "rows" if pages.shape[1] == 1 else "rows of K and V"
     is_written = _is_written(pages)
     place = slice(first_page, first_page + num_pages_for(num_tokens, pages.shape[2]))
-    own = is_written[place].transpose(0, 1).flatten(1)  # [2, positions]
+    own = is_written[place].transpose(0, 1).flatten(1)  # [parts, positions]
     others = int(is_written.sum()) - int(own.sum())
     if others:
-        raise _refusal(name, "no page of others to be written", f"{others} rows of K or V written there")
+        raise _refusal(name, "no page of others to be written", f"{others} {kind} written there")
     if not bool(own[:, :num_tokens].all()) or bool(own[:, num_tokens:].any()):
         found = f"{int(own[:, :num_tokens].sum())} of them and {int(own[:, num_tokens:].sum())} others"
-        raise _refusal(name, f"{2 * num_tokens} rows of K and V to be written", found)
+        raise _refusal(name, f"{len(own) * num_tokens} {kind} to be written", found)
     rows = pages[place].transpose(0, 1).flatten(1, 2)[:, :num_tokens]
     return rows.float()
 
 
-def _is_written(pages: Tensor) -> Tensor:  # bool [pages, 2, page_size]
+def _is_written(pages: Tensor) -> Tensor:  # bool [pages, parts, page_size]
     """Rows that are no longer full of canaries; by bytes, since PyTorch compares no float8."""
     canary = torch.full_like(pages[:1, :1, :1], CANARY).view(torch.uint8)
     chunks = torch.split(pages.view(torch.uint8), max(1, _CHUNK_BYTES // pages[0].nbytes))

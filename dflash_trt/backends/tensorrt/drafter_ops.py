@@ -1,17 +1,35 @@
-"""The ops of drafters that are plain layers whatever the rest of the network is."""
+"""The ops of drafters: blocks of tokens, features in pages, and the choice of drafts."""
 
+from collections.abc import Sequence
+
+from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_dflash2 import block_conv, select_tokens
-from dflash_trt.network.ops import Acceptance, Codebooks, StepInputs
+from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
+from dflash_trt.network.ops import Acceptance, Codebooks, RowCache, Rows, StepInputs, TokenBlocks
 
 
 class DrafterOps:
-    """A part of `Ops[Handle]`, for one network."""
+    """A part of `Ops[Handle]`, for one network.
 
-    def __init__(self, layers: Layers, inputs: StepInputs[ITensor], *, max_draft_len: int) -> None:
+    A chain's passes are unrolled: those of the largest K, behind one another. A step of a smaller K runs them all and
+    gives the first of their drafts.
+    """
+
+    def __init__(
+        self, layers: Layers, inputs: StepInputs[ITensor], lowering: StatefulLowering, *, max_draft_len: int
+    ) -> None:
         self._layers = layers
         self._inputs = inputs
+        self._lowering = lowering
         self._max_draft_len = max_draft_len
+        self._chain_width: int | None = None  # slots of the last block of a chain
+        self._features: dict[str, ITensor] = {}  # of the step's tokens, [T, H], by name of their state
+
+    @property
+    def block_width(self) -> Dim:
+        """S of the drafter's pass: K + 1, or of a chain the slots so far."""
+        return self._layers.dim(self._inputs.logit_rows, 1) if self._chain_width is None else self._chain_width
 
     def block_conv(self, x: ITensor, filters: ITensor, base: Handle) -> ITensor:
         rows, layers = self._inputs.logit_rows, self._layers
@@ -25,6 +43,49 @@ class DrafterOps:
         return select_tokens(
             self._layers, logits, hidden, codebooks, acceptance, self._inputs, num_slots=num_slots, max_slots=max_slots
         )
+
+    def without_first(self, hidden: ITensor) -> ITensor:
+        layers = self._layers
+        width, size = layers.dim(self._inputs.logit_rows, 1), hidden.shape[-1]
+        blocks = layers.reshape(hidden, (-1, width, size))
+        return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
+
+    def chain_blocks(self, acceptance: Acceptance[ITensor], drafts: Sequence[ITensor]) -> TokenBlocks[ITensor]:
+        self._chain_width = len(drafts) + 1
+        return trt_eagle3.chain_blocks(self._layers, acceptance, drafts, self._inputs.page_table)
+
+    def previous_rows(self, x: ITensor, rows: Rows[ITensor], cache: RowCache[ITensor]) -> ITensor:
+        assert rows.keeps_kv, "only the step's own tokens have rows in pages"
+        self._features[cache.spec.name] = x
+        return self._lowering.previous_rows(x, cache)
+
+    def context_rows(self, cache: RowCache[ITensor], acceptance: Acceptance[ITensor]) -> ITensor:
+        return trt_eagle3.accepted_rows(self._layers, self._features[cache.spec.name], acceptance, self._inputs)
+
+    def stack_slots(self, slots: Sequence[ITensor]) -> ITensor:
+        layers, width = self._layers, slots[0].shape[-1]
+        return layers.reshape(layers.concat([layers.reshape(slot, (-1, 1, width)) for slot in slots], 1), (-1, width))
+
+    def last_slot(self, x: ITensor, num_slots: int) -> ITensor:
+        layers, width = self._layers, x.shape[-1]
+        blocks = layers.reshape(x, (-1, num_slots, width))
+        return layers.reshape(layers.slice(blocks, 1, num_slots - 1, 1), (-1, width))
+
+    def draft_tokens(
+        self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None, *, first_slot: int = 1
+    ) -> ITensor:
+        layers, starts = self._layers, acceptance.next_context_lens
+        if first_slot > 1:
+            starts = layers.binary("SUM", starts, first_slot - 1)
+        targets = None if draft_to_target is None else layers.tensor(draft_to_target)
+        num_slots = num_drafts(layers, self._inputs) if self._chain_width is None else 1
+        return self._lowering.draft_tokens(logits, starts, targets, num_slots)
+
+    def of_this_step(self, drafts: ITensor) -> ITensor:
+        """As many as its K, int32 [R, K]."""
+        if self._chain_width is None:
+            return drafts
+        return self._layers.slice(drafts, 1, 0, num_drafts(self._layers, self._inputs))
 
 
 def num_drafts(layers: Layers, inputs: StepInputs[ITensor]) -> Dim:

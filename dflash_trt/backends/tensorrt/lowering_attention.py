@@ -179,7 +179,10 @@ def _block_mask(
     num_columns = _sum(layers, index.num_keys, block_width)
     columns = layers.reshape(layers.arange(num_columns), (1, -1))
     is_block = layers.unary("NOT", layers.binary("LESS", columns, _as_int32(layers, index.num_keys)))
-    visible = layers.binary("OR", is_block, layers.binary("LESS", key_positions, context_lens))
+    is_stored = layers.binary("LESS", key_positions, context_lens)
+    if mask.first_key:
+        is_stored = layers.binary("AND", is_stored, layers.binary("GREATER", key_positions, mask.first_key - 1))
+    visible = layers.binary("OR", is_block, is_stored)
     if mask.window is not None and mask.is_window_anchored:
         before_anchor = layers.binary("SUB", context_lens, key_positions)  # negative inside the block
         visible = layers.binary("AND", visible, _not_greater(layers, before_anchor, mask.window))

@@ -15,7 +15,10 @@ E4M3_MAX: Final = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One layer's state [pages, 2, page_size, kv_heads, D]. With `scales` it is FP8: e4m3(K / k), e4m3(V / v)."""
+    """One layer's state [pages, 2, page_size, kv_heads, D]. With `scales` it is FP8: e4m3(K / k), e4m3(V / v).
+
+    Of latents it is [pages, page_size, row], and all of it K.
+    """
 
     tensor: ITensor
     scales: LayerKvScales | None = None
@@ -32,11 +35,14 @@ class Pages:
         """K rows, then V rows [2N, kv_heads, D], as `codes` has them."""
         if self.scales is None:
             return layers.concat(kv, 0)
-        scaled = [
-            layers.binary("DIV", layers.cast(x, "float32"), scale)
-            for x, scale in zip(kv, (self.scales.k, self.scales.v), strict=True)
-        ]
+        scaled = [_divided(layers, *pair) for pair in zip(kv, (self.scales.k, self.scales.v), strict=True)]
         return layers.dequantize_fp8(layers.quantize_fp8(layers.concat(scaled, 0)))
+
+    def key_rows(self, layers: Layers, k: ITensor) -> ITensor:
+        """The same of rows of K alone, whatever their axes are."""
+        if self.scales is None:
+            return k
+        return layers.dequantize_fp8(layers.quantize_fp8(_divided(layers, k, self.scales.k)))
 
     def with_codes(self, layers: Layers, codes: ITensor) -> Self:
         """The same pages with other content; exact, since every code is a value of FP8."""
@@ -48,3 +54,7 @@ class Pages:
             return codes
         scale = self.scales.v if is_value else self.scales.k
         return layers.cast_like(layers.binary("PROD", codes, scale), like)
+
+
+def _divided(layers: Layers, x: ITensor, scale: float) -> ITensor:
+    return layers.binary("DIV", layers.cast(x, "float32"), scale)

@@ -2,9 +2,9 @@
 
 Input and output tensors are those of `core/step_spec.py`, and the state's. With plugins the state is no tensor of the
 network: one input, `state_pools`, has the addresses of all of it. With plain layers each state is an input,
-`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D], or some, `target_state.{i}.{part}`, [slots, ...],
-and what was written leaves as `next_target_kv.{i}` and so on. Layers with pages of a window alone have a page table of
-their own, `page_table.{window}`.
+`target_kv.{i}` or `draft_kv.{i}`, [pages, 2, page_size, kv_heads, D] (of latents [pages, page_size, row]), or some,
+`target_state.{i}.{part}`, [slots, ...], and what was written leaves as `next_target_kv.{i}` and so on. Layers with
+pages of a window alone have a page table of their own, `page_table.{window}`.
 """
 
 from collections.abc import Mapping as AbcMapping
@@ -15,8 +15,9 @@ from typing import Any, Final
 from dflash_trt.backends.tensorrt.collectives import make_collectives
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.layers_lowering import NEXT_PREFIX, LayersLowering
 from dflash_trt.backends.tensorrt.lowering_gated_delta import slot_tensor_name
-from dflash_trt.backends.tensorrt.ops import NEXT_PREFIX, LayersLowering, PluginMode, RopeTables, TrtOps
+from dflash_trt.backends.tensorrt.ops import PluginMode, RopeTables, TrtOps
 from dflash_trt.backends.tensorrt.plugins import CONTEXT_WRITTEN, PluginLowering
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.config import CollectiveMode
@@ -25,10 +26,21 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_states
 from dflash_trt.core.quantization import QuantizationSpec
-from dflash_trt.core.state_spec import EngineStates, LayerState, PagedKv, Recurrent, SharedKv, page_group_of
+from dflash_trt.core.state_spec import (
+    EngineStates,
+    LayerState,
+    PagedKv,
+    PagedLatent,
+    PagedRows,
+    PagedState,
+    Recurrent,
+    SharedKv,
+    page_group_of,
+    paged,
+)
 from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, LayerCache, RecurrentCache, StepInputs, StepState
+from dflash_trt.network.ops import Cache, LatentCache, LayerCache, RecurrentCache, RowCache, StepInputs, StepState
 from dflash_trt.network.rank_tensors import RankTensors
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
@@ -123,9 +135,10 @@ def _tensors_of(state: LayerState, spec: StepNetworkSpec) -> tuple[IoTensor, ...
         )
     if isinstance(state, SharedKv):
         return ()
-    assert isinstance(state, PagedKv), "refused by `unsupported_problems`"
+    assert isinstance(state, PagedState | PagedRows)
     pool = pool_axis((None, *spec.page_windows)[page_group_of(state, spec.page_windows)])
-    shape, axes = (-1, *state.page_shape(spec.page_size)), (pool, "2", "page_size", "kv_heads", "D")
+    shape = (-1, *state.page_shape(spec.page_size))
+    axes = (pool, "2", "page_size", "kv_heads", "D") if isinstance(state, PagedKv) else (pool, "page_size", "row")
     return (IoTensor(name=state.name, dtype=state.dtype, shape=shape, axes=axes),)
 
 
@@ -142,7 +155,9 @@ def state_outputs_of(spec: StepNetworkSpec) -> tuple[IoTensor, ...]:
         return tuple(replace(tensor, name=NEXT_PREFIX + tensor.name) for tensor in state_tensors_of(spec))
     if spec.draft is None or spec.has_drafts:
         return ()
-    return (IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(spec.states.draft),), axes=("draft layers",)),)
+    return (
+        IoTensor(name=CONTEXT_WRITTEN, dtype="int32", shape=(len(paged(spec.states.draft)),), axes=("draft layers",)),
+    )
 
 
 def define_step_network(
@@ -167,18 +182,25 @@ def define_step_network(
     lowering = _lowering(layers, inputs, page_tables, slot_ids, state, spec)
     ops = TrtOps(layers, lowering, inputs, rope_tables, collectives, max_draft_len=spec.max_draft_len)
     caches = [_cache(found, state, spec.page_windows) for found in spec.states.target]
-    draft_caches = [_cache(found, state, spec.page_windows) for found in spec.states.draft]
+    draft_caches = [_cache(found, state, spec.page_windows) for found in paged(spec.states.draft)]
 
     outputs: StepOutputs[Any] = run_step(
         ops,
         _bind(spec, tensors, quantized or {}),
         inputs,
-        StepState(target_kv=caches, draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)]),
+        StepState(
+            target_kv=caches,
+            draft_kv=[cache for cache in draft_caches if isinstance(cache, Cache)],
+            draft_features=next(
+                (_rows(found, state) for found in spec.states.draft if isinstance(found, PagedRows)), None
+            ),
+        ),
         num_draft_tokens=spec.max_draft_len,
     )
     for tensor in step_outputs_of(spec):
-        source = outputs if tensor.name == "draft_tokens" else outputs.acceptance
-        layers.mark_output(getattr(source, tensor.name), tensor.name)
+        drafted = tensor.name == "draft_tokens"
+        found = ops.of_this_step(outputs.draft_tokens) if drafted else getattr(outputs.acceptance, tensor.name)
+        layers.mark_output(found, tensor.name)
     state_outputs = ops.state_outputs()
     for tensor in state_outputs_of(spec):
         layers.mark_output(state_outputs[tensor.name], tensor.name)
@@ -191,9 +213,15 @@ def _cache(state: LayerState, tensors: AbcMapping[str, ITensor], page_windows: t
         parts = state.tensors()
         found = {part: tensors.get(slot_tensor_name(state, part), pools) for part in parts}
         return RecurrentCache(found, state)
+    if isinstance(state, PagedLatent):
+        return LatentCache(tensors.get(state.name, pools), state)
     kv = state.source if isinstance(state, SharedKv) else state
     assert isinstance(kv, PagedKv), "refused by `unsupported_problems`"
     return Cache(tensors.get(kv.name, pools), kv, page_group_of(kv, page_windows))
+
+
+def _rows(state: PagedRows, tensors: AbcMapping[str, ITensor]) -> RowCache[ITensor]:
+    return RowCache(tensors.get(state.name, tensors.get(STATE_POOLS)), state)
 
 
 def _lowering(

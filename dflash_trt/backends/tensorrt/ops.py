@@ -6,20 +6,17 @@ values: the written ones become outputs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Final, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from dflash_trt.backends.tensorrt import lowering_attention as trt_attention
 from dflash_trt.backends.tensorrt import lowering_experts as trt_experts
-from dflash_trt.backends.tensorrt import lowering_sampling as trt_sampling
 from dflash_trt.backends.tensorrt.collectives import Collectives
 from dflash_trt.backends.tensorrt.drafter_ops import DrafterOps, num_drafts
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
-from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
-from dflash_trt.backends.tensorrt.lowering_pages import Pages
+from dflash_trt.backends.tensorrt.lowering_latents import LatentOps
 from dflash_trt.backends.tensorrt.quantized_linear import quantized_linear
-from dflash_trt.backends.tensorrt.refused_ops import RefusedOps
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
@@ -42,109 +39,7 @@ from dflash_trt.network.ops import (
 )
 
 PluginMode = Literal["plugin", "layers"]
-NEXT_PREFIX: Final = "next_"  # of the output that pages leave by, with plain layers
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]
-
-
-class LayersLowering:
-    """Plain layers: slow and exact, buildable without the plugin library. Pages are inputs and outputs."""
-
-    def __init__(
-        self,
-        layers: Layers,
-        inputs: StepInputs[ITensor],
-        page_tables: Sequence[ITensor],  # int32 [R, P], of every page group
-        slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
-        *,
-        page_size: int,
-        max_num_tokens: int,
-    ) -> None:
-        self._layers = layers
-        self._inputs = inputs
-        self._index = [
-            trt_attention.index_step(layers, replace(inputs, page_table=table), page_size=page_size)
-            for table in page_tables
-        ]
-        self._written: dict[str, ITensor] = {}
-        self._deltas: DeltaLowering | None = None
-        if slot_ids is not None:
-            of_row = self._index[0].request_of_row
-            self._deltas = DeltaLowering(layers, inputs, slot_ids, of_row, max_num_tokens=max_num_tokens)
-
-    def attend_pages(
-        self,
-        q: ITensor,
-        kv: tuple[ITensor, ITensor] | None,  # None: an earlier layer has written the pages
-        cache: Cache[ITensor],
-        gqa: Gqa,
-        sinks: ITensor | None,  # float32 [heads]
-    ) -> ITensor:
-        index = self._index[cache.group]
-        if kv is None:
-            pages = replace(_pages(cache), tensor=self._written[NEXT_PREFIX + cache.spec.name])
-        else:
-            pages = trt_attention.write_rows(self._layers, index, kv, _pages(cache))
-            self._take(cache, pages)
-        return trt_attention.attend_pages(self._layers, index, q, pages, gqa, sinks)
-
-    def attend_draft(
-        self,
-        context: tuple[ITensor, ITensor],
-        q: ITensor,
-        block: tuple[ITensor, ITensor],
-        cache: Cache[ITensor],
-        limits: ITensor,
-        gqa: Gqa,
-    ) -> ITensor:
-        """`limits` are where the blocks begin, too."""
-        index = self._index[cache.group]
-        written = trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits)
-        self._take(cache, written)
-        width = self._layers.dim(self._inputs.logit_rows, 1)
-        return trt_attention.attend_draft(self._layers, index, q, block, written, limits, gqa, block_width=width)
-
-    def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
-        index = self._index[cache.group]
-        self._take(cache, trt_attention.write_draft_context(self._layers, index, context, _pages(cache), limits))
-
-    def sample_and_accept(self, logits: ITensor) -> Acceptance[ITensor]:
-        return trt_sampling.sample_and_accept(self._layers, logits, self._inputs)
-
-    def draft_tokens(
-        self,
-        logits: ITensor,
-        next_context_lens: ITensor,
-        draft_to_target: ITensor | None,  # int64 [V]
-    ) -> ITensor:
-        num_slots = num_drafts(self._layers, self._inputs)
-        return trt_sampling.draft_tokens(
-            self._layers, logits, next_context_lens, draft_to_target, self._inputs, num_slots
-        )
-
-    def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor:
-        return trt_experts.run_experts(self._layers, x, logits, experts, moe)
-
-    def gated_delta(
-        self,
-        qkvz: ITensor,
-        ba: ITensor,
-        parameters: DeltaParameters[ITensor],
-        cache: RecurrentCache[ITensor],
-        eps: float,
-    ) -> ITensor:
-        assert self._deltas is not None, "a target with recurrent layers has slots"
-        out, written = self._deltas.run(qkvz, ba, parameters, cache, eps)
-        self._written |= {NEXT_PREFIX + name: tensor for name, tensor in written.items()}
-        return out
-
-    def state_outputs(self) -> dict[str, ITensor]:
-        """The written pages and slots."""
-        return self._written
-
-    def _take(self, cache: Cache[ITensor], written: Pages) -> None:
-        name = NEXT_PREFIX + cache.spec.name
-        assert name not in self._written, f"{cache.spec.name} has two writers in one step"
-        self._written[name] = written.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +51,7 @@ class _Store:
     cache: Cache[ITensor]
 
 
-class TrtOps(DrafterOps, RefusedOps):
+class TrtOps(DrafterOps, LatentOps):
     """Implements `Ops[Handle]` for one network. K is read from `logit_rows`, so one network serves every K >= 1."""
 
     def __init__(
@@ -169,8 +64,7 @@ class TrtOps(DrafterOps, RefusedOps):
         *,
         max_draft_len: int = 0,
     ) -> None:
-        super().__init__(layers, inputs, max_draft_len=max_draft_len)
-        self._lowering = lowering
+        super().__init__(layers, inputs, lowering, max_draft_len=max_draft_len)
         self._rope_tables = rope_tables
         self._collectives = collectives
         self._stores: dict[str, _Store] = {}  # that no attention has done along the way yet, by name of the state
@@ -314,9 +208,12 @@ class TrtOps(DrafterOps, RefusedOps):
         if rows.keeps_kv:
             wide = None if sinks is None else self._layers.cast(self._layers.tensor(sinks), "float32")
             return self._lowering.attend_pages(q, None if k is None or v is None else (k, v), cache, gqa, wide)
-        assert sinks is None and k is not None and v is not None, "DFlash drafters have none of those"
-        store = self._stores.pop(cache.spec.name)
-        return self._lowering.attend_draft(store.kv, q, (k, v), store.cache, rows.context_lens, gqa)
+        assert sinks is None and k is not None and v is not None, "drafters have none of those"
+        store = self._stores.pop(cache.spec.name, None)
+        context = None if store is None else store.kv
+        return self._lowering.attend_draft(
+            context, q, (k, v), cache, rows.context_lens, gqa, block_width=self.block_width
+        )
 
     def gated_delta(
         self,
@@ -364,19 +261,6 @@ class TrtOps(DrafterOps, RefusedOps):
         )
         return TokenBlocks(token_ids=layers.reshape(layers.concat((anchors, masks), 1), (-1,)), rows=rows)
 
-    def without_first(self, hidden: ITensor) -> ITensor:
-        layers = self._layers
-        width, size = layers.dim(self._inputs.logit_rows, 1), hidden.shape[-1]
-        blocks = layers.reshape(hidden, (-1, width, size))
-        return layers.reshape(layers.drop_ends(blocks, 1, first=1, last=0), (-1, size))
-
-    def draft_tokens(
-        self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None, *, first_slot: int = 1
-    ) -> ITensor:
-        assert first_slot == 1, "chains are refused by `unsupported_problems`"
-        targets = None if draft_to_target is None else self._layers.tensor(draft_to_target)
-        return self._lowering.draft_tokens(logits, acceptance.next_context_lens, targets)
-
     def all_reduce(self, x: ITensor) -> ITensor:
         return x if self._collectives is None else self._collectives.all_reduce(x)
 
@@ -387,7 +271,3 @@ class TrtOps(DrafterOps, RefusedOps):
         rows = layers.dim(logits, 0)
         by_rank = layers.reshape(self._collectives.all_gather(logits), (num_ranks, rows, shard))
         return layers.reshape(layers.transpose(by_rank, (1, 0, 2)), (rows, num_ranks * shard))
-
-
-def _pages(cache: Cache[ITensor]) -> Pages:
-    return Pages(cache.tensor, cache.spec.scales)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Final
 
 from dflash_trt.backends.tensorrt.host_tensor import HostTensor
-from dflash_trt.backends.tensorrt.layers import ITensor, Layers
+from dflash_trt.backends.tensorrt.layers import Dim, ITensor, Layers
 from dflash_trt.core.errors import BuildError
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
@@ -20,7 +20,17 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
-from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts, StepInputs
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    LatentCache,
+    PagedCache,
+    RecurrentCache,
+    RowCache,
+    StackedExperts,
+    StepInputs,
+)
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"
@@ -48,6 +58,13 @@ ATTEND_PAGES: Final = PluginContract(
     fields=(*PAGE_FIELDS, "window", "chunk", "has_sinks", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
+ATTEND_LATENTS: Final = PluginContract(
+    name="AttendLatents",
+    inputs=("q", "own", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    outputs=("attended",),
+    fields=(*PAGE_FIELDS, "latent_dim"),
+    real_fields=("k_scale", "score_scale"),
+)
 ATTEND_DRAFT: Final = PluginContract(
     name="AttendDraft",
     inputs=(
@@ -63,7 +80,7 @@ ATTEND_DRAFT: Final = PluginContract(
         "next_context_lens",
     ),
     outputs=("attended",),
-    fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored"),
+    fields=(*PAGE_FIELDS, "window", "is_causal", "is_window_anchored", "first_key", "shares_kv"),
     real_fields=(*PAGE_SCALES, *SCORE_FACTORS),
 )
 WRITE_DRAFT_CONTEXT: Final = PluginContract(
@@ -72,6 +89,12 @@ WRITE_DRAFT_CONTEXT: Final = PluginContract(
     outputs=("written",),  # [1], for who reads the pages later in the step; its value means nothing
     fields=PAGE_FIELDS,
     real_fields=PAGE_SCALES,
+)
+PREVIOUS_ROWS: Final = PluginContract(
+    name="PreviousRows",
+    inputs=("x", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    outputs=("before",),
+    fields=("state", "page_size"),
 )
 CONTEXT_WRITTEN: Final = "context_written"  # an engine output: the tokens of WriteDraftContext
 
@@ -128,10 +151,12 @@ PLUGINS: Final = (
     ATTEND_PAGES,
     ATTEND_DRAFT,
     WRITE_DRAFT_CONTEXT,
+    PREVIOUS_ROWS,
     SAMPLE_AND_ACCEPT,
     DRAFT_TOKENS,
     EXPERTS,
     GATED_DELTA,
+    ATTEND_LATENTS,
     ALL_REDUCE,
     ALL_GATHER,
 )
@@ -187,17 +212,28 @@ class PluginLowering:
         shape = (1, cache.spec.num_kv_heads, cache.spec.head_dim)
         return self._layers.cast_like(self._layers.floats([0.0] * math.prod(shape), shape), q)
 
+    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
+        given = {"q": q, "own": own}
+        return self._page_node(
+            ATTEND_LATENTS, given, cache, {"latent_dim": cache.spec.latent_dim, "score_scale": score_scale}
+        )
+
     def attend_draft(
         self,
-        context: tuple[ITensor, ITensor],
+        context: tuple[ITensor, ITensor] | None,
         q: ITensor,
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
         gqa: Gqa,
+        *,
+        block_width: Dim,
     ) -> ITensor:
-        given = _context(context, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
-        flags = {name: int(getattr(gqa.mask, name)) for name in ("is_causal", "is_window_anchored")}
+        """Without `context`: q depends on the node that has written it, through the draft of that pass."""
+        kv = context or (self._row_not_read(cache, q),) * 2
+        given = _context(kv, limits) | {"q": q, "block_k": block[0], "block_v": block[1]}
+        flags = {name: int(getattr(gqa.mask, name)) for name in ("is_causal", "is_window_anchored", "first_key")}
+        flags |= {"shares_kv": int(context is None)}
         return self._page_node(ATTEND_DRAFT, given, cache, _scores(gqa) | flags)
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None:
@@ -212,11 +248,17 @@ class PluginLowering:
         logits: ITensor,
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
+        num_slots: Dim,
     ) -> ITensor:
         not_read = self._layers.ints([0], (1,), "int64")
         given = {"logits": logits, "next_context_lens": next_context_lens}
         given |= {"draft_to_target": not_read if draft_to_target is None else draft_to_target}
-        return self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})[0]
+        [tokens] = self._node(DRAFT_TOKENS, given, {"has_map": int(draft_to_target is not None)})
+        return self._layers.reshape(tokens, (-1, num_slots)) if isinstance(num_slots, int) else tokens
+
+    def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor:
+        fields: dict[str, float] = {"state": self._indices[cache.spec.name], "page_size": self._page_size}
+        return self._node(PREVIOUS_ROWS, {"x": x, "state_pools": self._state_pools}, fields)[0]
 
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[HostTensor], moe: Moe) -> ITensor:
         from dflash_trt.backends.tensorrt.experts_node import experts_node  # of those who have Triton
@@ -243,7 +285,7 @@ class PluginLowering:
         return {CONTEXT_WRITTEN: self._layers.concat(self._written, 0)} if self._written else {}
 
     def _page_node(
-        self, contract: PluginContract, given: dict[str, ITensor], cache: Cache[ITensor], fields: dict[str, float]
+        self, contract: PluginContract, given: dict[str, ITensor], cache: PagedCache[ITensor], fields: dict[str, float]
     ) -> ITensor:
         state = cache.spec
         scales = state.scales or LayerKvScales()
@@ -254,7 +296,8 @@ class PluginLowering:
             "k_scale": scales.k,
             "v_scale": scales.v,
         }
-        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[cache.group]}
+        group = cache.group if isinstance(cache, Cache) else 0  # latents keep all positions
+        own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[group]}
         return self._node(contract, given | own_pages, own | fields)[0]
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:

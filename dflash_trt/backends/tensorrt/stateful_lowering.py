@@ -3,10 +3,18 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from dflash_trt.backends.tensorrt.layers import Handle, ITensor
+from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import Acceptance, Cache, DeltaParameters, RecurrentCache, StackedExperts
+from dflash_trt.network.ops import (
+    Acceptance,
+    Cache,
+    DeltaParameters,
+    LatentCache,
+    RecurrentCache,
+    RowCache,
+    StackedExperts,
+)
 
 
 class StatefulLowering(Protocol):
@@ -21,14 +29,26 @@ class StatefulLowering(Protocol):
         sinks: ITensor | None,  # float32 [heads]
     ) -> ITensor: ...
 
+    def attend_latents(
+        self,
+        q: ITensor,  # [T, heads, latent_dim + rope_dim], absorbed and rotated
+        own: ITensor,  # [T, latent_dim + rope_dim], written first
+        cache: LatentCache[ITensor],
+        score_scale: float,
+    ) -> ITensor:
+        """Sums of latents [T, heads, latent_dim], before the value's factor."""
+        ...
+
     def attend_draft(
         self,
-        context: tuple[ITensor, ITensor],
+        context: tuple[ITensor, ITensor] | None,  # None: an earlier pass of a chain has written the pages
         q: ITensor,
         block: tuple[ITensor, ITensor],
         cache: Cache[ITensor],
         limits: ITensor,
         gqa: Gqa,
+        *,
+        block_width: Dim,
     ) -> ITensor: ...
 
     def write_draft_context(self, context: tuple[ITensor, ITensor], cache: Cache[ITensor], limits: ITensor) -> None: ...
@@ -40,7 +60,10 @@ class StatefulLowering(Protocol):
         logits: ITensor,
         next_context_lens: ITensor,
         draft_to_target: ITensor | None,  # int64 [V]
+        num_slots: Dim,
     ) -> ITensor: ...
+
+    def previous_rows(self, x: ITensor, cache: RowCache[ITensor]) -> ITensor: ...
 
     def experts(self, x: ITensor, logits: ITensor, experts: StackedExperts[Handle], moe: Moe) -> ITensor: ...
 

@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator
 
-from dflash_trt.backends.base import (
-    drafter_problems,
-    latent_problems,
-    recurrent_problems,
-    unsupported_formats,
-    wide_head_problems,
-)
+from dflash_trt.backends.base import latent_problems, recurrent_problems, unsupported_formats, wide_head_problems
 from dflash_trt.backends.tensorrt.network import StepNetworkSpec
 from dflash_trt.backends.tensorrt.quantized_linear import GEMMS
 from dflash_trt.core.dtype import FloatDType
@@ -57,7 +51,6 @@ def unsupported_problems(
         *latent_problems(target, where=where, hint=back),
         *wide_head_problems(target, where=where, hint=back),
         *_head_problems(target, hint=back),
-        *drafter_problems(draft, where=where, hint=back),
     ]
     hint = "Build with one of these formats, or with --backend torch."
     problems = list(unsupported_formats(quantization, lambda known: known.weight_type in GEMMS, hint=hint))

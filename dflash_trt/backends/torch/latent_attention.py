@@ -2,8 +2,11 @@
 
 Absorbed, for few rows: the key factor Bk goes into the query and the value factor Bv behind the sum, so that all heads
 attend over the latents themselves. Direct, for the long rows of a prompt: K and V of every head are computed once. The
-results are equal; which one is cheaper follows from the sizes.
+results are equal; which one is cheaper follows from the sizes. Rows in calls of fixed shapes are always absorbed: the
+shapes of the direct form's products follow the number of keys.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +32,8 @@ def attend_latent(
     kv_b: Tensor,  # [heads * (nope_dim + v_head_dim), latent_dim]
     cache: LatentCache[Tensor],
     mla: Mla,
+    *,
+    is_tiled: bool = False,  # the rows of the plan are in calls of fixed shapes, see `fixed_shapes.py`
 ) -> Tensor:  # [N, heads * v_head_dim]
     """See `Ops.attend_latent`."""
     _write_pages(cache, plan, torch.cat((latents, k_rope.flatten(1)), -1))
@@ -40,7 +45,7 @@ def attend_latent(
         width = group.positions.shape[1]
         rows = slice(None) if group.rows is None else group.rows
         stored = _read_pages(cache, group, latents.dtype)
-        form = _directly if is_direct_cheaper(mla, width) else _absorbed
+        form = _directly if not is_tiled and is_direct_cheaper(mla, width) else partial(_absorbed, is_tiled=is_tiled)
         shape = (len(stored), width, len(k_factor), -1)
         attended = form(q_nope[rows].view(shape), q_rope[rows].view(shape), stored, k_factor, v_factor, group, mla)
         out[rows] = attended.reshape(-1, *out.shape[1:])
@@ -61,13 +66,22 @@ def _absorbed(
     v_factor: Tensor,
     group: QueryGroup,
     mla: Mla,
+    *,
+    is_tiled: bool,
 ) -> Tensor:  # [G, Q, heads, v_head_dim]
     """One key head, whose values are the keys; of their sum only the latent's part is read."""
-    q = torch.cat((torch.einsum("gqhd,hdr->gqhr", q_nope, k_factor), q_rope), -1)
+    q = torch.cat((_by_heads("gqhd,hdr->gqhr", q_nope, k_factor, is_tiled), q_rope), -1)
     bias = causal_bias(group, _FULL, q.shape[2], q.dtype)
     keys = stored[:, None]
-    attended = attend(q, keys, keys, bias, Scores(scale=mla.scale))[..., : mla.latent_dim]
-    return torch.einsum("gqhr,hdr->gqhd", attended, v_factor)
+    attended = attend(q, keys, keys, bias, Scores(scale=mla.scale, is_tiled=is_tiled))[..., : mla.latent_dim]
+    return _by_heads("gqhr,hdr->gqhd", attended, v_factor, is_tiled)
+
+
+def _by_heads(equation: str, x: Tensor, factor: Tensor, is_tiled: bool) -> Tensor:
+    """Tiled, in a call for each block of rows."""
+    if not is_tiled:
+        return torch.einsum(equation, x, factor)
+    return torch.cat([torch.einsum(equation, block, factor) for block in torch.split(x, 1)])
 
 
 def _directly(

@@ -247,7 +247,8 @@ class TorchOps:
         mla: Mla,
     ) -> Tensor:
         assert rows.keeps_kv, "a draft block has no latents"
-        return attend_latent(rows.index[0], q_nope, q_rope, latents, k_rope, kv_b, cache, mla)
+        index, is_tiled = rows.index[0], self.has_fixed_shapes
+        return attend_latent(index, q_nope, q_rope, latents, k_rope, kv_b, cache, mla, is_tiled=is_tiled)
 
     def gated_delta(
         self,

@@ -185,9 +185,10 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
 
 def _projection_names(canonical: str, foreign: str, moe: Moe, stored_names: Collection[str]) -> ForeignTable:
     """All experts in one tensor, as published in bfloat16, or a matrix for each, as tools store quantized ones."""
-    inner = f"{foreign}.moe.experts" if f"{foreign}.moe.experts.0.down_proj.weight" in stored_names else None
-    experts = inner or f"{foreign}.experts"
-    if not inner and not any(f"{experts}.0.down_proj.{name}" in stored_names for name in ("weight", "weight_packed")):
+    places, kinds = (f"{foreign}.moe.experts", f"{foreign}.experts"), ("weight", "weight_packed")
+    found = [place for place in places if any(f"{place}.0.down_proj.{kind}" in stored_names for kind in kinds)]
+    experts = found[0] if found else places[1]
+    if not found:
         return {
             f"{canonical}.experts.gate_up": expert_tensors(f"{experts}.gate_up_proj"),
             f"{canonical}.experts.down": expert_tensors(f"{experts}.down_proj"),

@@ -112,7 +112,8 @@ def expert_names(canonical: str, foreign: str, moe: Moe, stored_names: Collectio
     forward = f"{foreign}.feed_forward"
     table: ForeignTable = {f"{canonical}.router": one(f"{forward}.router.weight")}
     table |= _mlp_names(f"{canonical}.shared", f"{forward}.shared_expert")
-    is_one_by_one = f"{forward}.experts.0.gate_proj.weight" in stored_names
+    first = f"{forward}.experts.0.gate_proj"
+    is_one_by_one = any(f"{first}.{name}" in stored_names for name in ("weight", "weight_packed"))
     for name, words in (("gate_up", ("gate", "up")), ("down", ("down",))):
         if is_one_by_one:
             parts = [f"{forward}.experts.{e}.{word}_proj.weight" for e in range(moe.num_experts) for word in words]

@@ -24,6 +24,7 @@ constexpr FieldRule kHasSinks{"has_sinks", FieldType::kInt32, 0, 1};
 constexpr FieldRule kSharesKv{"shares_kv", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsCausal{"is_causal", FieldType::kInt32, 0, 1};
 constexpr FieldRule kIsWindowAnchored{"is_window_anchored", FieldType::kInt32, 0, 1};
+constexpr FieldRule kFirstKey{"first_key", FieldType::kInt32, 0, 1};
 constexpr double kLeastReal = std::numeric_limits<float>::min();
 constexpr double kMostReal = std::numeric_limits<float>::max();
 constexpr FieldRule kKScale{"k_scale", FieldType::kFloat32, kLeastReal, kMostReal};
@@ -59,8 +60,8 @@ constexpr InputRule kAttendDraftInputs[] = {
     {"next_context_lens", kInt, 1},
 };
 constexpr OutputRule kAttendDraftOutputs[] = {{"attended", kF}};
-constexpr FieldRule kAttendDraftFields[] = {
-    kState, kPageType, kPageSize, kWindow, kIsCausal, kIsWindowAnchored, kKScale, kVScale, kSoftcap, kScoreScale};
+constexpr FieldRule kAttendDraftFields[] = {kState, kPageType, kPageSize, kWindow, kIsCausal, kIsWindowAnchored,
+    kFirstKey, kSharesKv, kKScale, kVScale, kSoftcap, kScoreScale};
 
 constexpr InputRule kWriteDraftContextInputs[] = {
     {"context_k", kF, 3},
@@ -73,6 +74,17 @@ constexpr InputRule kWriteDraftContextInputs[] = {
 };
 constexpr OutputRule kWriteDraftContextOutputs[] = {{"written", kInt}};
 constexpr FieldRule kWriteDraftContextFields[] = {kState, kPageType, kPageSize, kKScale, kVScale};
+
+constexpr InputRule kPreviousRowsInputs[] = {
+    {"x", kF, 2},
+    {"state_pools", kLong, 1},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+    {"page_table", kInt, 2},
+};
+constexpr OutputRule kPreviousRowsOutputs[] = {{"before", kF}};
+constexpr FieldRule kPreviousRowsFields[] = {kState, kPageSize};
 
 constexpr InputRule kSampleAndAcceptInputs[] = {
     {"logits", kF, 2},
@@ -163,6 +175,19 @@ constexpr FieldRule kGatedDeltaFields[] = {
     {"eps", FieldType::kFloat32, kLeastReal, kMostReal},
 };
 
+constexpr InputRule kAttendLatentsInputs[] = {
+    {"q", kF, 3},
+    {"own", kF, 2},
+    {"state_pools", kLong, 1},
+    {"positions", kInt, 1},
+    {"token_offsets", kInt, 1},
+    {"context_lens", kInt, 1},
+    {"page_table", kInt, 2},
+};
+constexpr OutputRule kAttendLatentsOutputs[] = {{"attended", kF}};
+constexpr FieldRule kAttendLatentsFields[] = {
+    kState, kPageType, kPageSize, {"latent_dim", FieldType::kInt32, 1, 1 << 16}, kKScale, kScoreScale};
+
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};
 constexpr OutputRule kAllGatherOutputs[] = {{"gathered", kF}};
@@ -230,18 +255,21 @@ PluginContract const kAttendPages{"AttendPages", kAttendPagesInputs, kAttendPage
 PluginContract const kAttendDraft{"AttendDraft", kAttendDraftInputs, kAttendDraftOutputs, kAttendDraftFields};
 PluginContract const kWriteDraftContext{
     "WriteDraftContext", kWriteDraftContextInputs, kWriteDraftContextOutputs, kWriteDraftContextFields};
+PluginContract const kPreviousRows{"PreviousRows", kPreviousRowsInputs, kPreviousRowsOutputs, kPreviousRowsFields};
 PluginContract const kSampleAndAccept{"SampleAndAccept", kSampleAndAcceptInputs, kSampleAndAcceptOutputs, {}};
 PluginContract const kDraftTokens{"DraftTokens", kDraftTokensInputs, kDraftTokensOutputs, kDraftTokensFields};
 PluginContract const kExperts{"Experts", kExpertsInputs, kExpertsOutputs, kExpertsFields};
 PluginContract const kGatedDelta{"GatedDelta", kGatedDeltaInputs, kGatedDeltaOutputs, kGatedDeltaFields};
+PluginContract const kAttendLatents{
+    "AttendLatents", kAttendLatentsInputs, kAttendLatentsOutputs, kAttendLatentsFields};
 PluginContract const kAllReduce{"AllReduce", kCollectiveInputs, kAllReduceOutputs, kCollectiveFields};
 PluginContract const kAllGather{"AllGather", kCollectiveInputs, kAllGatherOutputs, kCollectiveFields};
 
 std::string describe_contract()
 {
     std::string plugins;
-    for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kSampleAndAccept,
-             &kDraftTokens, &kExperts, &kGatedDelta, &kAllReduce, &kAllGather})
+    for (PluginContract const* plugin : std::array{&kAttendPages, &kAttendDraft, &kWriteDraftContext, &kPreviousRows,
+             &kSampleAndAccept, &kDraftTokens, &kExperts, &kGatedDelta, &kAttendLatents, &kAllReduce, &kAllGather})
     {
         plugins += (plugins.empty() ? "" : ", ") + describe_plugin(*plugin);
     }

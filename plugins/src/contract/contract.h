@@ -78,10 +78,12 @@ struct PluginContract
 extern PluginContract const kAttendPages;
 extern PluginContract const kAttendDraft;
 extern PluginContract const kWriteDraftContext;
+extern PluginContract const kPreviousRows;
 extern PluginContract const kSampleAndAccept;
 extern PluginContract const kDraftTokens;
 extern PluginContract const kExperts;
 extern PluginContract const kGatedDelta;
+extern PluginContract const kAttendLatents;
 extern PluginContract const kAllReduce;
 extern PluginContract const kAllGather;
 

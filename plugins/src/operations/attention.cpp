@@ -42,6 +42,7 @@ KernelChoice choice(char const* kernel, PageGeometry const& geometry, AttentionK
     {
         chosen.type("pages", page_pointer_type(geometry.types))
             .equal("HAS_SOFTCAP", kind.has_softcap ? 1 : 0)
+            .equal("FIRST_KEY", kind.first_key)
             .equal("POOLED", 1);
     }
     return chosen;
@@ -110,7 +111,7 @@ Values common_values(
         .integer("kv_heads", geometry.kv_heads)
         .integer("heads_per_kv", heads / geometry.kv_heads)
         .integer("heads_reciprocal", launch_rules::heads_reciprocal(heads / geometry.kv_heads))
-        .integer("page_shift", geometry.page_shift())
+        .integer("page_shift", page_shift(geometry.page_size))
         .integer("state_index", geometry.state)
         .integer("max_lag", mask.max_lag())
         .integer("max_lead", mask.max_lead())
@@ -228,7 +229,7 @@ void require_attention(PageGeometry const& geometry, AttentionKind kind, int64_t
 PreparedLaunches prepare_attention(PageGeometry const& geometry, int64_t heads, AttentionOptions const& options,
     Attention const& attention, Device const& device)
 {
-    AttentionKind const kind{attention.block.has_value(), options.has_softcap(), options.mask.chunk};
+    AttentionKind const kind = options.kind(attention.block.has_value());
     check(geometry, heads, options, attention);
     load(geometry, kind, device);
     Values values = common_values(geometry, heads, options, attention);

@@ -18,7 +18,8 @@ struct AttentionMask
     int64_t window; // keys closer than this are seen; launch_rules::NO_WINDOW: all
     bool is_causal;
     bool is_window_anchored; // of a block: the window is the context before its first slot, and all of the block
-    int64_t chunk = 0;       // of positions: keys before a query's own are hidden; launch_rules::NO_CHUNK: none are
+    int64_t chunk;           // of positions: keys before a query's own are hidden; launch_rules::NO_CHUNK: none are
+    int64_t first_key;       // of a block: stored positions before it are hidden
 
     [[nodiscard]] int64_t max_lag() const noexcept;
     [[nodiscard]] int64_t max_lead() const noexcept;
@@ -29,7 +30,8 @@ struct AttentionKind
 {
     bool has_block;   // keys that are in no page, as of a drafter
     bool has_softcap;
-    int64_t chunk = 0; // as of the mask
+    int64_t chunk;     // as of the mask
+    int64_t first_key; // of a block
 };
 
 struct AttentionOptions
@@ -38,9 +40,13 @@ struct AttentionOptions
     float score_scale; // D^-0.5, if the model has none of its own
     float softcap;     // c: scores become c * tanh(s / c); 0: none
     bool has_sinks;    // of attend_pages alone
-    bool shares_kv;    // of attend_pages alone: another node has written K and V
+    bool shares_kv;    // another node has written K and V, or the context
 
     [[nodiscard]] bool has_softcap() const noexcept { return softcap > 0.0F; }
+    [[nodiscard]] AttentionKind kind(bool has_block) const noexcept
+    {
+        return {has_block, has_softcap(), mask.chunk, mask.first_key};
+    }
 };
 
 /// The block of each request, of its num_rows / num_requests slots.

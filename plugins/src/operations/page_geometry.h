@@ -8,6 +8,13 @@
 namespace dflash_trt
 {
 
+/// Throws Problem unless it is a power of two.
+void check_page_size(int64_t page_size);
+/// Throws Problem for a scale that such pages cannot have; `name` is what it is called.
+void check_page_scale(char const* name, float scale, PageType pages);
+/// page_size == 1 << page_shift
+int64_t page_shift(int64_t page_size) noexcept;
+
 /// Pages are [pages, 2, page_size, kv_heads, head_dim], of F or of FP8 codes: K / k_scale and V / v_scale.
 struct PageGeometry
 {
@@ -22,7 +29,6 @@ struct PageGeometry
     /// Throws Problem for a size that no kernel serves, and for scales that pages of F cannot have.
     void check() const;
     [[nodiscard]] int64_t row_size() const noexcept { return kv_heads * head_dim; }
-    [[nodiscard]] int64_t page_shift() const noexcept; // page_size == 1 << page_shift
 };
 
 } // namespace dflash_trt

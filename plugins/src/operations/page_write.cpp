@@ -45,7 +45,7 @@ PreparedLaunch prepare_page_write(PageGeometry const& geometry, PageWrite const&
         .integer("kv_heads", geometry.kv_heads)
         .integer("k_stride", geometry.row_size())
         .integer("v_stride", geometry.row_size())
-        .integer("page_shift", geometry.page_shift())
+        .integer("page_shift", page_shift(geometry.page_size))
         .integer("state_index", geometry.state);
     values.real("k_scale", geometry.k_scale).real("v_scale", geometry.v_scale);
     // Not part of a plain write: no query heads, no norm, no rotation; of `pages` only the type.

@@ -88,8 +88,12 @@ PreparedLaunches prepare_attend_draft(PageGeometry const& geometry, int64_t head
     Attention read = attention(kAttendDraft, "next_context_lens", shape);
     read.num_rows = shape.num_requests * shape.block_rows;
     read.block = BlockSlots{input_slot(kAttendDraft, "block_k"), input_slot(kAttendDraft, "block_v")};
-    return joined(prepare_context_write(kAttendDraft, geometry, shape, device),
-        prepare_attention(geometry, heads, options, read, device));
+    PreparedLaunches launches = prepare_attention(geometry, heads, options, read, device);
+    if (options.shares_kv)
+    {
+        return launches;
+    }
+    return joined(prepare_context_write(kAttendDraft, geometry, shape, device), std::move(launches));
 }
 
 } // namespace dflash_trt

@@ -14,9 +14,9 @@ namespace
 
 AttentionOptions options_of(PluginFields const& fields)
 {
-    AttentionMask const mask{
-        fields.integer("window"), fields.integer("is_causal") != 0, fields.integer("is_window_anchored") != 0};
-    return {mask, fields.real("score_scale"), fields.real("softcap"), false, false};
+    AttentionMask const mask{fields.integer("window"), fields.integer("is_causal") != 0,
+        fields.integer("is_window_anchored") != 0, 0, fields.integer("first_key")};
+    return {mask, fields.real("score_scale"), fields.real("softcap"), false, fields.integer("shares_kv") != 0};
 }
 
 /// S, from the rows of all requests' blocks.
@@ -57,13 +57,17 @@ void AttendDraftPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
         check_rows(max, name, pages, pages.kv_heads);
     }
     int64_t const max_requests = step_shape(max).num_requests;
-    require_page_write(pages, true, max_requests);
-    require_attention(pages, {true, options_of(fields()).has_softcap()}, max_requests);
+    AttentionOptions const options = options_of(fields());
+    if (!options.shares_kv)
+    {
+        require_page_write(pages, true, max_requests);
+    }
+    require_attention(pages, options.kind(true), max_requests);
 }
 
 size_t AttendDraftPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return attention_workspace_bytes(geometry(max, type), {true, options_of(fields()).has_softcap()});
+    return attention_workspace_bytes(geometry(max, type), options_of(fields()).kind(true));
 }
 
 PreparedLaunches AttendDraftPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const

@@ -14,14 +14,9 @@ namespace
 
 AttentionOptions options_of(PluginFields const& fields)
 {
-    AttentionMask const mask{fields.integer("window"), true, false, fields.integer("chunk")};
+    AttentionMask const mask{fields.integer("window"), true, false, fields.integer("chunk"), 0};
     return {mask, fields.real("score_scale"), fields.real("softcap"), fields.integer("has_sinks") != 0,
         fields.integer("shares_kv") != 0};
-}
-
-AttentionKind kind_of(AttentionOptions const& options)
-{
-    return {false, options.has_softcap(), options.mask.chunk};
 }
 
 void check_sinks(nvinfer1::Dims const& sinks, int64_t heads)
@@ -63,12 +58,12 @@ void AttendPagesPlugin::check_build(nvinfer1::Dims const* max, FloatType type) c
     {
         require_page_write(pages, false, max_requests);
     }
-    require_attention(pages, kind_of(options), max_requests);
+    require_attention(pages, options.kind(false), max_requests);
 }
 
 size_t AttendPagesPlugin::workspace_bytes(nvinfer1::Dims const* max, FloatType type) const
 {
-    return attention_workspace_bytes(geometry(max, type), kind_of(options_of(fields())));
+    return attention_workspace_bytes(geometry(max, type), options_of(fields()).kind(false));
 }
 
 PreparedLaunches AttendPagesPlugin::prepare(nvinfer1::Dims const* inputs, FloatType type, Device const& device) const

@@ -1,6 +1,7 @@
 #include "tensorrt/gated_delta_plugin.h"
 
 #include "runtime/problem.h"
+#include "tensorrt/expect_size.h"
 
 #include <string>
 #include <utility>
@@ -11,15 +12,6 @@ namespace
 {
 
 constexpr int64_t kNumStateTensors = 6; // addresses of a state
-
-void expect_size(char const* tensor, int64_t found, int64_t expected)
-{
-    if (found != expected)
-    {
-        throw Problem(tensor, std::to_string(expected) + " along an axis", std::to_string(found),
-            "Shapes stand in plugins/README.md.");
-    }
-}
 
 } // namespace
 

@@ -1,0 +1,26 @@
+// PreviousRows: rows of activations that pages keep by position, of a chain's features.
+#pragma once
+
+#include "operations/previous_rows.h"
+#include "tensorrt/step_plugin.h"
+
+namespace dflash_trt
+{
+
+class PreviousRowsPlugin final : public StepPlugin
+{
+public:
+    PreviousRowsPlugin(PluginFields fields, nvinfer1::TensorRTPhase phase);
+
+private:
+    [[nodiscard]] std::unique_ptr<StepPlugin> copy() const override;
+    void set_output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
+        nvinfer1::IExprBuilder& builder) const override;
+    void check_build(nvinfer1::Dims const* max, FloatType type) const override;
+    [[nodiscard]] size_t workspace_bytes(nvinfer1::Dims const* max, FloatType type) const override;
+    [[nodiscard]] PreparedLaunches prepare(
+        nvinfer1::Dims const* inputs, FloatType type, Device const& device) const override;
+    [[nodiscard]] PreviousRows rows(nvinfer1::Dims const* inputs, FloatType type) const;
+};
+
+} // namespace dflash_trt
