@@ -45,7 +45,9 @@ def test_a_plan_for_every_rank_is_built_and_written(
 ) -> None:
     records = []
     monkeypatch.setattr(build_rank, "plan_options", lambda config, base_dir: RTX)
-    monkeypatch.setattr(build_rank, "record_of", lambda *built: records.append(record_of(*built)) or records[-1])
+    monkeypatch.setattr(
+        build_rank, "record_of", lambda *built, **fields: records.append(record_of(*built, **fields)) or records[-1]
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(root / "cache"))
     config = {
         "target": str(root / "target"),
