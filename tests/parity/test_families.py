@@ -38,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_key_value_heads": 1},
     "minimax_m2": {"num_key_value_heads": 1},
     "deepseek_v3": {},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
     "llama4_text": {"num_key_value_heads": 1},
 }
 # A matrix that only this family has, or has in its own way.
@@ -50,6 +52,8 @@ CHANGED = {
     "glm4_moe": "mlp.shared_experts.up_proj.weight",
     "minimax_m2": "self_attn.k_norm.weight",
     "deepseek_v3": "self_attn.kv_a_proj_with_mqa.weight",
+    "deepseek_v32": "self_attn.kv_a_proj_with_mqa.weight",
+    "glm_moe_dsa": "self_attn.kv_a_proj_with_mqa.weight",
     "llama4_text": "feed_forward.experts.gate_up_proj",
 }
 

@@ -57,11 +57,17 @@ def layer_outputs(target_model: Any, token_ids: torch.Tensor) -> list[torch.Tens
     """After the embedding and after every layer, before the final norm, as vLLM hands them to Speculators."""
     outputs = []
     for module in (target_model.model.embed_tokens, *target_model.model.layers):
-        module.register_forward_hook(lambda module, given, output: outputs.append(output))
+        module.register_forward_hook(lambda module, given, output: outputs.append(_first(output)))
     hidden_states = target_model(token_ids, output_hidden_states=True).hidden_states
     assert all(torch.equal(*pair) for pair in zip(outputs[:-1], hidden_states[:-1], strict=True))
     assert torch.equal(target_model.model.norm(outputs[-1]), hidden_states[-1])
     return outputs
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Layers with an indexer of keys, as GLM-5's, give its choice as well."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 @torch.no_grad()
