@@ -87,7 +87,7 @@ class DFlashTrtModel:
         mapping, limits = manifest.pretrained_config.mapping, manifest.build_config
         found = []
         if algorithm != "NONE" and algorithm.lower() not in (built, built.removesuffix("2")):
-            expected = f"{built.upper()} or NONE for this engine"
+            expected = f"{built.removesuffix('2').upper()} or NONE for this engine"
             found.append(problem("--speculative_algorithm", expected=expected, found=algorithm))
         if drafter is not None:
             found.append(problem("--draft_model_dir", expected="none: the engine has its drafter", found=str(drafter)))
