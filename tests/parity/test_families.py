@@ -1,10 +1,10 @@
-"""What every target family owes: tokens around a page's end, taps, drafts, and two ranks that compute what one does.
+"""What every target family owes, in the corners of its config: tokens around a page's end, taps, drafts, two ranks.
 
 transformers gives tokens and the outputs of the layers, PyPI `dflash` the drafts that follow from them.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from tests.engines import PAGE_SIZE, decode, make_executor
 from tests.executor.rank_engines import build, opened
 from tests.factories import make_target, make_zlab_drafter
 from tests.parity import test_gemma as gemma
+from tests.parity.corners import CORNERS
 from tests.parity.test_dflash import BLOCK, NUM_NEW, PROMPT, expected_blocks
 from tests.parity.test_llama4 import greedy, model_of
 from tests.parity.test_speculators import layer_outputs
@@ -29,21 +30,10 @@ TOLERANCE = 1e-4  # measured 1e-5, of numbers up to 10
 VOCAB_SIZE = 12
 TOKENS = [(7 * i + i // 5) % VOCAB_SIZE for i in range(4 * PAGE_SIZE + 1)]
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "mistral": {"num_key_value_heads": 1},
-    "phi3": {},
-    "qwen3_moe": {"num_key_value_heads": 1, "seed": 7},
-    "gpt_oss": {"num_key_value_heads": 1, "seed": 1},
-    "glm4_moe": {"num_key_value_heads": 1},
-    "minimax_m2": {"num_key_value_heads": 1},
-    "deepseek_v3": {},
-    "deepseek_v32": {},
-    "glm_moe_dsa": {},
-    "llama4_text": {"num_key_value_heads": 1},
-}
 # A matrix that only this family has, or has in its own way.
 CHANGED = {
+    "qwen3": "self_attn.q_norm.weight",
+    "llama": "mlp.gate_proj.weight",
     "qwen2": "self_attn.v_proj.bias",
     "mistral": "self_attn.v_proj.weight",
     "phi3": "self_attn.qkv_proj.weight",
@@ -58,15 +48,35 @@ CHANGED = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root: Path = tmp_path_factory.mktemp("pair") / str(request.param)
-    options = FAMILIES[request.param]
-    target = make_target(root / "target", family=request.param, vocab_size=VOCAB_SIZE, tokenizer=False, **options)
+@dataclass(frozen=True)
+class Pair:
+    root: Path  # of directories `target` and `drafter`
+    family: str
+    is_first: bool  # of its family's corners
+
+    @property
+    def target(self) -> Path:
+        return self.root / "target"
+
+    @property
+    def drafter(self) -> Path:
+        return self.root / "drafter"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(family, corner) for family, corners in CORNERS.items() for corner in corners],
+    ids=": ".join,
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, corner = request.param
+    pair = Pair(tmp_path_factory.mktemp("pair"), family, is_first=corner == next(iter(CORNERS[family])))
+    options = CORNERS[family][corner]
+    make_target(pair.target, family=family, vocab_size=VOCAB_SIZE, tokenizer=False, **options)
     make_zlab_drafter(
-        root / "drafter", target_dir=target, block_size=BLOCK, attention_bias=True, target_layer_ids=(0, 2)
+        pair.drafter, target_dir=pair.target, block_size=BLOCK, attention_bias=True, target_layer_ids=(0, 2)
     )
-    return target
+    return pair
 
 
 @torch.inference_mode()
@@ -78,47 +88,42 @@ def our_outputs(executor: TorchExecutor) -> list[torch.Tensor]:
     return run_target(ops, network.target, weights, inputs.token_ids, ops.token_rows(), state.target_kv)
 
 
-def test_the_outputs_of_all_layers_are_those_of_transformers(target: Path, tmp_path: Path) -> None:
-    """What a drafter taps. The negative control is one changed tensor."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+def test_the_outputs_of_all_layers_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
+    """What a drafter taps. The negative control is one changed tensor, once in each family."""
+    model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     expected = [output[0] for output in layer_outputs(model, torch.tensor([TOKENS]))[1:]]
-    for ours, theirs in zip(our_outputs(make_executor(target)), expected, strict=True):
+    for ours, theirs in zip(our_outputs(make_executor(pair.target)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
-    tensors = load_file(target / "model.safetensors")
-    name = f"model.layers.1.{CHANGED[target.parent.name]}"
+    if not pair.is_first:
+        return
+    tensors = load_file(pair.target / "model.safetensors")
+    name = f"model.layers.1.{CHANGED[pair.family]}"
     tensors[name] = tensors[name].roll(1, dims=0)
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    (changed / "config.json").write_bytes((target / "config.json").read_bytes())
-    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
-    found = our_outputs(make_executor(changed))
+    (tmp_path / "config.json").write_bytes((pair.target / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = our_outputs(make_executor(tmp_path))
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=TOLERANCE)
     assert (found[1] - expected[1]).abs().max() > 100 * TOLERANCE
 
 
-def test_prompts_around_the_end_of_a_page_have_the_tokens_of_transformers(target: Path) -> None:
+def test_prompts_around_the_end_of_a_page_have_the_tokens_of_transformers(pair: Pair) -> None:
     """In mixed batches; the longest prompt is longer than every window. Negative controls: a family's own tests."""
-    if target.parent.name == "llama4_text":  # transformers' cache of chunked layers is no reference
-        model = model_of(target)
-        expected = [greedy(model, prompt) for prompt in gemma.PROMPTS]
-    else:
-        expected = gemma.expected_tokens(target)
+    model = model_of(pair.target)
+    expected = [greedy(model, prompt) for prompt in gemma.PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > 1
-    executor = make_executor(target, target.parent / "drafter", max_batch_size=4)
+    executor = make_executor(pair.target, pair.drafter, max_batch_size=4)
     for num_draft_tokens in (0, 1, BLOCK - 1):
         assert gemma.tokens_of(executor, num_draft_tokens) == expected
 
 
-def test_drafts_are_those_of_dflash(target: Path) -> None:
-    drafter = target.parent / "drafter"
-    run = decode(make_executor(target, drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
-    assert run.blocks == expected_blocks(target, drafter, run.tokens, run.blocks)
+def test_drafts_are_those_of_dflash(pair: Pair) -> None:
+    run = decode(make_executor(pair.target, pair.drafter), PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)
+    assert run.blocks == expected_blocks(pair.target, pair.drafter, run.tokens, run.blocks)
 
 
-def test_two_ranks_compute_what_one_does(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_compute_what_one_does(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """One K/V head, where a family can have so few, is held by both."""
-    root = target.parent
-    with opened(build(root, tp_size=1)) as one, opened(build(root, tp_size=2)) as two:
+    with opened(build(pair.root, tp_size=1)) as one, opened(build(pair.root, tp_size=2)) as two:
         expected, _ = trace(one, GREEDY, num_draft_tokens=(3, 0))
         found, _ = trace(two, GREEDY, num_draft_tokens=(3, 0))
         assert integers(found) == integers(expected)
