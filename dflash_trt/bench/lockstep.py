@@ -50,9 +50,13 @@ class LockstepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpeed:
-    """One policy at one concurrency, the median over runs; `acceptance_length` is the last run's."""
+    """One policy at one concurrency, the median over runs; `acceptance_length` is the last run's.
+
+    `num_draft_tokens` is None of the adaptive policy.
+    """
 
     policy: str
+    num_draft_tokens: int | None
     output_tok_per_s: float
     acceptance_length: float | None
 
@@ -134,7 +138,12 @@ def _report(concurrency: int, runs: Sequence[Mapping[str, LockstepReport]], fixe
     return PolicyReport(
         concurrency=concurrency,
         speeds=tuple(
-            PolicySpeed(policy=name, output_tok_per_s=speed, acceptance_length=runs[-1][name].acceptance_length)
+            PolicySpeed(
+                policy=name,
+                num_draft_tokens=fixed.get(name),
+                output_tok_per_s=speed,
+                acceptance_length=runs[-1][name].acceptance_length,
+            )
             for name, speed in speeds.items()
         ),
         best_fixed=best,

@@ -268,7 +268,7 @@ def draft_length(
                 num_requests=report.concurrency,
                 context_len=context_len,
                 acceptance_length=speed.acceptance_length,
-                num_draft_tokens=int(speed.policy[4:]) if speed.policy.startswith("K = ") else None,
+                num_draft_tokens=speed.num_draft_tokens,
                 label=speed.policy,
             )
             for speed in report.speeds

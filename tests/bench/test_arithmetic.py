@@ -238,9 +238,9 @@ def test_the_best_fixed_length_is_best_by_its_median_and_adaptive_is_compared_wi
     assert lockstep._report(5, runs, {"K = 0": 0, "K = 3": 3}) == PolicyReport(
         concurrency=5,
         speeds=(
-            PolicySpeed(policy="K = 0", output_tok_per_s=10, acceptance_length=None),
-            PolicySpeed(policy="K = 3", output_tok_per_s=20, acceptance_length=3.0),
-            PolicySpeed(policy="adaptive", output_tok_per_s=30, acceptance_length=3.5),
+            PolicySpeed(policy="K = 0", num_draft_tokens=0, output_tok_per_s=10, acceptance_length=None),
+            PolicySpeed(policy="K = 3", num_draft_tokens=3, output_tok_per_s=20, acceptance_length=3.0),
+            PolicySpeed(policy="adaptive", num_draft_tokens=None, output_tok_per_s=30, acceptance_length=3.5),
         ),
         best_fixed="K = 3",
         best_fixed_length=3,
@@ -394,7 +394,7 @@ def test_the_text_of_a_sweep_says_each_number_with_its_unit(monkeypatch, tmp_pat
 
 def test_the_text_of_a_comparison_of_policies_names_the_best(monkeypatch, tmp_path) -> None:
     speeds = tuple(
-        PolicySpeed(policy=name, output_tok_per_s=speed, acceptance_length=None)
+        PolicySpeed(policy=name, num_draft_tokens=None, output_tok_per_s=speed, acceptance_length=None)
         for name, speed in (("K = 0", 11.2), ("adaptive", 33.4))
     )
     report = PolicyReport(
