@@ -15,6 +15,8 @@ from dflash_trt.scheduler.statistics import SchedulerStatistics
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.stream import RequestStream
 
+_RUSH = 10  # times as many arrivals
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakReport:
@@ -31,10 +33,11 @@ class SoakReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """`mean_gap_s` between arrivals. Fractions are of all requests."""
+    """`mean_gap_s` between arrivals, a tenth of it in every other `rush_s`. Fractions are of all requests."""
 
     duration_s: float = 60.0
     mean_gap_s: float = 0.05
+    rush_s: float = 2.0
     max_prompt_tokens: int = 200
     max_new_tokens: int = 96
     cancelled_fraction: float = 0.25
@@ -91,10 +94,15 @@ class _Sender:
         self.num_sent = 0
 
     def run(self) -> None:
-        end_s = time.monotonic() + self._traffic.duration_s
-        while time.monotonic() < end_s:
+        started_s = time.monotonic()
+        while (elapsed_s := time.monotonic() - started_s) < self._traffic.duration_s:
             self._send()
-            time.sleep(self._random.expovariate(1 / self._traffic.mean_gap_s))
+            time.sleep(self._random.expovariate(1 / self._gap_s(elapsed_s)))
+
+    def _gap_s(self, elapsed_s: float) -> float:
+        """Rushes are more than any engine of a test can do: requests wait, are preempted and are refused."""
+        is_rush = elapsed_s // self._traffic.rush_s % 2 == 1
+        return self._traffic.mean_gap_s / (_RUSH if is_rush else 1)
 
     def join(self) -> None:
         for reader in self._readers:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_trt.bench.soak import Traffic, _wait_until_idle, soak
+from dflash_trt.bench.soak import Traffic, _Sender, _wait_until_idle, soak
 from dflash_trt.core.batch import RequestResult, StepBatch
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.executor.fake import FakeExecutor, right_with_probability
@@ -32,6 +32,12 @@ def test_random_traffic_loses_no_page_and_no_request():
     assert report.num_by_outcome["cancelled"] > 0 and report.num_by_outcome["length"] > 0
     assert report.num_preemptions > 0  # otherwise the pages were too many for the test to mean anything
     assert report.prefix_hit_fraction is not None and report.prefix_hit_fraction > 0.1
+
+
+def test_every_other_interval_is_a_rush():
+    with make_generator(make_executor(LIMITS)) as engine:
+        sender = _Sender(engine, VOCAB_SIZE, replace(SHORT, rush_s=2.0, mean_gap_s=0.05))
+        assert [sender._gap_s(second) for second in (0.0, 1.9, 2.0, 3.9, 4.0)] == [0.05, 0.05, 0.005, 0.005, 0.05]
 
 
 def test_a_leaked_page_is_noticed():
