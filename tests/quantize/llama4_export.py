@@ -1,6 +1,7 @@
 """ModelOpt's own exports of a tiny Llama 4: `python -m tests.quantize.llama4_export ROOT`, in a process of its own.
 
-ROOT/text is the language model alone. ROOT/seen is made here: the whole model, as published, which also sees.
+ROOT/text and ROOT/text-bfloat16 are the language model alone. ROOT/seen is made here: the whole model, as published,
+which also sees.
 """
 
 import copy
@@ -53,6 +54,8 @@ def main(root: Path) -> None:
     torch.manual_seed(0)
     for name, config in EXPORTS.items():
         export_target(root / "text", root / name, config)
+    for name in ("fp8", "nvfp4"):
+        export_target(root / "text-bfloat16", root / f"{name}-bfloat16", EXPORTS[name])
     model = AutoModelForCausalLM.from_pretrained(root / "text", dtype="auto", attn_implementation="eager")
     export_seen(model.config.to_dict(), root / "seen")
     with torch.no_grad():  # what ModelOpt itself computes in FP8; it has no NVFP4 on a CPU

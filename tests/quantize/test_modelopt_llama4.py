@@ -21,14 +21,16 @@ from dflash_trt.core.errors import CheckpointError
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.quantization import QuantizationConfig
 from dflash_trt.formats.registry import dequantize
+from dflash_trt.quantize.plan import make_plan
 from tests.checkpoint.refusals import edit_tensors, pair_refusal
 from tests.checkpoint.test_quantized_experts import quantized_of
 from tests.engine_dir.building import build
 from tests.engines import make_executor
-from tests.factories import Tensors, make_target, read_json
+from tests.factories import Tensors, make_target, read_json, write_tokenizer
 from tests.quantize.conftest import ROOT
 from tests.quantize.test_execution import quantized
 from tests.quantize.test_modelopt_parity import independent_dequantization
+from tests.quantize.test_unified_export import calibration_of, ours, theirs
 
 PROMPTS = [[5 + (i * 7 + j * j) % 250 for j in range(24)] for i in range(4)]  # of modelopt_export
 SIZES = {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 96, "tokenizer": False}
@@ -43,6 +45,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("nvidia-modelopt is not installed: scripts/test installs it")
     root = tmp_path_factory.mktemp("exports")
     make_target(root / "text", family="llama4_text", **SIZES)
+    make_target(root / "text-bfloat16", family="llama4_text", dtype=torch.bfloat16, **SIZES)
     words = [sys.executable, "-m", "tests.quantize.llama4_export", str(root)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -275,3 +278,39 @@ def test_a_build_quantizes_experts_with_the_ranges_of_modelopt(exports: Path, tm
     ours, theirs = load_file(engine.path / "rank0.safetensors"), quantized_of(open_pair(exports / name, None))
     for part in (GATE_UP, DOWN, "target.layers.1.shared.down"):
         torch.testing.assert_close(ours[f"{part}.input_scale"], theirs[part].input_scale, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_our_export_for_tensorrt_llm_has_the_bytes_of_modelopts_own(
+    exports: Path, tmp_path: Path, name: str, dtype_name: str
+) -> None:
+    end = "" if dtype_name == "float32" else f"-{dtype_name}"
+    source, export = exports / f"text{end}", exports / f"{name}{end}"
+    pair = open_pair(source, None)
+    plan = make_plan(QuantizationConfig(target=name), pair.target, None, pair.quantization)
+    calibration, expected = calibration_of(export, source, plan), theirs(export)
+
+    def different(source: Path) -> list[str]:
+        made, modules = ours(source, plan, calibration, getattr(torch, dtype_name))
+        assert made.keys() == expected.keys() and EXPERTS in modules
+        return [part for part in expected if made[part] != expected[part]]
+
+    assert different(source) == []
+    copy = shutil.copytree(source, tmp_path / "copy")
+    edit_tensors(copy, lambda tensors: tensors[f"{EXPERTS}.down_proj"][2, 5].neg_())
+    assert different(copy) == [f"{EXPERTS}.down_proj"], "the negative control"
+
+
+def test_a_build_for_tensorrt_llm_lists_the_experts_as_modelopt_does(exports: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(exports / "text", tmp_path / "target")
+    write_tokenizer(target)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_token_ids": PROMPTS[0]}) + "\n")
+    overrides = {"target.layers.*.experts.*": "none"}
+    for name, choices in {"plain-experts": overrides, "fp8": {}}.items():
+        fields = {"target": "fp8", "overrides": choices, "calibration": {"prompts": str(tmp_path / "prompts.jsonl")}}
+        config = QuantizationConfig(**fields)  # type: ignore[arg-type]
+        options = {"dtype": "bfloat16", "quantization": config, "max_seq_len": 96, "backend": "tensorrt_llm"}
+        engine = build(tmp_path, tmp_path / f"engine-{name}", **options)
+        described = read_json(engine.path / "target" / "hf_quant_config.json")
+        assert described == read_json(exports / name / "hf_quant_config.json")
