@@ -36,7 +36,7 @@ PROMPTS = [[5 + (i * 7 + j * j) % 250 for j in range(24)] for i in range(4)]  # 
 SIZES = {"num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 96, "tokenizer": False}
 EXPERTS = "model.layers.1.feed_forward.experts"
 GATE_UP, DOWN = "target.layers.1.experts.gate_up", "target.layers.1.experts.down"
-LOGIT_TOLERANCE = 1e-4  # measured 6e-6, of logits up to 7
+LOGIT_TOLERANCE = 1e-4  # measured 1.6e-5, of logits up to 14
 
 
 @pytest.fixture(scope="module")
