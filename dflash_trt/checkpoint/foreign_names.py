@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 
@@ -23,6 +23,11 @@ class PartRows:
 
     def __str__(self) -> str:
         return f"{self.length} rows from row {self.start} on"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if they are all rows of the part."""
+        return self.length == self.stored_shape[0]
 
     def has_whole_blocks(self, block: int, num_rows: int) -> bool:
         """True if none of the `num_rows` chosen rows shares a block of so many stored rows with another row."""
@@ -53,6 +58,7 @@ class PairRows:
 
     head_dim: int
     stored_shape: tuple[int, ...]
+    is_whole: ClassVar[bool] = True
 
     def __str__(self) -> str:
         return "every other row of a head"

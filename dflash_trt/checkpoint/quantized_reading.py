@@ -97,7 +97,7 @@ def _read_experts(
                 of_expert = parts[i * num_parts : (i + 1) * num_parts]
                 row.copy_(_read_field(field, expert, of_expert, open_slice, ranks))
             else:
-                row.copy_(_read_field(field, expert, parts, _of_expert(open_slice, i), ranks))
+                row.copy_(_read_field(field, expert, parts, _of_expert(parts[0], open_slice, i), ranks))
         yield tensor_name(name, field), tensor
 
 
@@ -119,8 +119,16 @@ def _rows_of(part: QuantizedPart, open_slice: OpenSlice) -> OpenSlice:
     return gathered
 
 
-def _of_expert(open_slice: OpenSlice, index: int) -> OpenSlice:
-    return lambda stored: open_slice(stored)[index : index + 1][0]
+def _of_expert(part: QuantizedPart, open_slice: OpenSlice, index: int) -> OpenSlice:
+    """Opens one expert's part of tensors of all; numbers are those of all."""
+
+    def opened(stored: StoredTensor) -> Tensor:
+        if stored.num_elements == 1:
+            return _whole(stored, open_slice)
+        tensor: Tensor = open_slice(stored)[index : index + 1][0]
+        return tensor.t() if part.is_transposed and tensor.dim() == 2 else tensor
+
+    return opened
 
 
 def _format(parts: tuple[QuantizedPart, ...]) -> WeightFormat:
@@ -153,7 +161,8 @@ def _read_codes(part: QuantizedPart, field: str, spec: WeightSpec, open_slice: O
     """This rank's shard; refuses NaN."""
     assert part.stored is not None
     stored = part.tensors[field]
-    cut = field_spec(spec, weight_format(part.stored.format), field, stored.shape)
+    shape = tuple(reversed(stored.shape[1:])) if part.is_transposed else stored.shape
+    cut = field_spec(spec, weight_format(part.stored.format), field, shape)
     whole: Any = open_slice(stored)
     tensor: Tensor = shard(whole, cut, mapping) if len(cut.segments) > 1 else whole[rank_index(cut, mapping)]
     tensor = tensor.contiguous()

@@ -15,10 +15,10 @@ from dflash_trt.checkpoint.tensors import StoredTensor, StoredTensors, listed
 from dflash_trt.core.dtype import safetensors_dtype
 from dflash_trt.core.errors import problem
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, is_linear, segment_specs, segments_of
-from dflash_trt.formats.base import TensorLayout
 from dflash_trt.formats.registry import weight_format
 
 _EXPORT_AGAIN = "Export the checkpoint again."
+_OTHER_FORMAT = "Export it in FP8 without blocks, or in NVFP4."
 _OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which producers leave out without a word
 
 
@@ -26,12 +26,14 @@ _OFTEN_UNQUANTIZED = (".lm_head", ".router", ".ba", ".shared_gate")  # which pro
 class QuantizedPart:
     """One of the linear layers fused in a canonical one. If `stored` is None, its `codes` are an unquantized weight.
 
-    With `rows` it is those rows of the stored layer, and the shapes of `tensors` are those of its share.
+    With `rows` it is those rows of the stored layer, and the shapes of `tensors` are those of its share. With
+    `is_transposed` it is of all experts, and its codes and block scales have the axes of `in` and `out` exchanged.
     """
 
     stored: StoredFormat | None
     tensors: Mapping[str, StoredTensor]  # by field
     rows: PartRows | PairRows | None = None
+    is_transposed: bool = False
 
     @property
     def format(self) -> str | None:
@@ -69,13 +71,16 @@ def resolve_quantized(
     sources: dict[str, QuantizedSource] = {}
     for canonical, spec in table.items():
         may_be_quantized = is_linear(spec, canonical) or spec.is_plain
-        specs = part_specs(spec, names[canonical]) if may_be_quantized else None
+        specs = part_specs(spec, names[canonical], scheme) if may_be_quantized else None
         if specs is None:
             continue
         may_be_plain = canonical.endswith(_OFTEN_UNQUANTIZED)
+        layout = names[canonical].layout
+        is_transposed = layout is not None and layout.is_transposed
         rows = names[canonical].rows or (None,) * len(specs)
-        found = zip(names[canonical].parts, specs, rows, strict=True)
-        parts = [finder.part(*part, may_be_plain=may_be_plain) for part in found]
+        places = zip(names[canonical].parts, specs, rows, strict=True)
+        wanted = [_Wanted(name=name, spec=spec, rows=rows, is_transposed=is_transposed) for name, spec, rows in places]
+        parts = [finder.part(part, may_be_plain=may_be_plain) for part in wanted]
         whole = tuple(part for part in parts if part is not None)
         # A layer without one of its parts is left to `resolve_sources`, which reports missing tensors.
         if len(whole) == len(parts) and any(part.stored is not None for part in whole):
@@ -87,11 +92,13 @@ def resolve_quantized(
     return sources, replace(stored, tensors=rest)
 
 
-def part_specs(spec: WeightSpec, foreign: ForeignNames) -> tuple[WeightSpec, ...] | None:
-    """Spec of each stored part; None for experts in a layout that no producer quantizes."""
+def part_specs(spec: WeightSpec, foreign: ForeignNames, scheme: Scheme) -> tuple[WeightSpec, ...] | None:
+    """Spec of each stored part; None for experts in a layout that the producer does not quantize."""
     if foreign.layout is None:
         return segment_specs(spec)
     if foreign.layout == ExpertLayout():
+        return (spec,)
+    if foreign.layout == ExpertLayout(is_transposed=True) and scheme.quantizes_transposed:
         return (spec,)
     if not foreign.layout.is_one_by_one:
         return None
@@ -111,6 +118,23 @@ def format_notes(formats: Iterable[str], label: str) -> list[str]:
     return notes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """The weight `name`, or some of its rows; `spec` is that of these rows alone."""
+
+    name: str
+    spec: WeightSpec
+    rows: PartRows | PairRows | None
+    is_transposed: bool
+
+    @property
+    def stored_spec(self) -> WeightSpec:
+        """Of the whole weight."""
+        if self.rows is None:
+            return self.spec
+        return replace(self.spec, shape=self.rows.stored_shape, segments=self.rows.stored_shape[:1])
+
+
 @dataclass(frozen=True)
 class _Finder:
     """Finds the tensors of one module after the other, and checks their headers."""
@@ -120,15 +144,13 @@ class _Finder:
     label: str
     problems: list[str]
 
-    def part(
-        self, name: str, spec: WeightSpec, rows: PartRows | PairRows | None, *, may_be_plain: bool
-    ) -> QuantizedPart | None:
-        """The weight `name`, or some of its rows, of whichever format the scheme says; None if it is missing."""
-        module = name.removesuffix(".weight")
-        claimed, plain = self.scheme.format_of(module), self.stored.tensors.get(name)
-        codes = None if claimed is None else self.stored.tensors.get(_beside(name, claimed.fields["codes"].suffix))
+    def part(self, wanted: _Wanted, *, may_be_plain: bool) -> QuantizedPart | None:
+        """The weight of whichever format the scheme says; None if it is missing."""
+        name = wanted.name
+        claimed, plain = self.scheme.format_of(name.removesuffix(".weight")), self.stored.tensors.get(name)
+        codes = None if claimed is None else self._beside(name, claimed.fields["codes"].suffix)
         if claimed is not None and codes is not None and codes.dtype not in FLOATS:
-            return self._quantized(name, claimed, codes, spec, rows)
+            return self._quantized(wanted, claimed, codes)
         if plain is None:
             return None
         if plain.dtype not in FLOATS:
@@ -137,35 +159,50 @@ class _Finder:
         elif claimed is not None and not may_be_plain:
             expected = f"a weight in {claimed.format} with its scales, as in {self.scheme.source}"
             self._refuse(plain, expected=expected, found=f"an unquantized weight in {plain.dtype}")
-        return share_of(QuantizedPart(stored=None, tensors={"codes": plain}, rows=rows), spec)
+        part = QuantizedPart(
+            stored=None, tensors={"codes": plain}, rows=wanted.rows, is_transposed=wanted.is_transposed
+        )
+        return share_of(part, wanted.spec)
 
     def refuse_mixed(self, foreign: ForeignNames, source: QuantizedSource) -> None:
         found = " and ".join(sorted({part.format or "unquantized" for part in source.parts}))
         subject = f"{self.label} tensors '{foreign.parts[0]}' to '{foreign.parts[-1]}'"
         self.problems.append(problem(subject, expected="experts of one format", found=found, hint=_EXPORT_AGAIN))
 
-    def _quantized(
-        self, name: str, claimed: StoredFormat, codes: StoredTensor, spec: WeightSpec, rows: PartRows | PairRows | None
-    ) -> QuantizedPart:
-        whole = spec if rows is None else replace(spec, shape=rows.stored_shape, segments=rows.stored_shape[:1])
-        layout = weight_format(claimed.format).layout(whole.shape, segments_of(whole))
-        if rows is not None and not rows.has_whole_blocks(weight_format(claimed.format).rows_per_block, spec.shape[0]):
-            block = weight_format(claimed.format).rows_per_block
-            expected = f"heads of a multiple of {block} rows, for {claimed.format} has blocks of {block}"
-            self._refuse(codes, expected=expected, found=str(rows))
-        names = {field: _beside(name, stored_field.suffix) for field, stored_field in claimed.fields.items()}
+    def _quantized(self, wanted: _Wanted, claimed: StoredFormat, codes: StoredTensor) -> QuantizedPart:
+        has_other_blocks = self._refuse_other_blocks(wanted, claimed, codes)
+        names = {field: self._name_beside(wanted.name, place.suffix) for field, place in claimed.fields.items()}
         tensors = {field: self.stored.tensors[name] for field, name in names.items() if name in self.stored.tensors}
         for field, tensor in tensors.items():
-            self._check(tensor, field, claimed, layout[field])
+            if not has_other_blocks:
+                self._check(tensor, field, claimed, wanted)
         missing = [name for field, name in names.items() if field not in tensors]
         if missing:
             self._refuse(codes, expected=f"the scales of {claimed.format}", found=f"no {listed(missing)}")
-        extra = {suffix: self.stored.tensors.get(_beside(name, suffix)) for suffix in claimed.ignored}
+        extra = {suffix: self._beside(wanted.name, suffix) for suffix in claimed.ignored}
         tensors |= {suffix: tensor for suffix, tensor in extra.items() if tensor is not None}
-        return share_of(QuantizedPart(stored=claimed, tensors=tensors, rows=rows), spec)
+        part = QuantizedPart(stored=claimed, tensors=tensors, rows=wanted.rows, is_transposed=wanted.is_transposed)
+        return share_of(part, wanted.spec)
 
-    def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, layout: TensorLayout) -> None:
-        dtypes, shapes = stored_layout(field, claimed, layout)
+    def _refuse_other_blocks(self, wanted: _Wanted, claimed: StoredFormat, codes: StoredTensor) -> bool:
+        """True for blocks of several rows where rows go to another place, and for such blocks of [experts, in, out].
+
+        ModelOpt 0.47 writes the latter's scales for blocks of [out, in], and their codes for other ones.
+        """
+        block, rows = weight_format(claimed.format).rows_per_block, wanted.rows
+        if rows is not None and not rows.has_whole_blocks(block, wanted.spec.shape[0]):
+            expected = f"heads of a multiple of {block} rows, for {claimed.format} has blocks of {block}"
+            self._refuse(codes, expected=expected, found=str(rows), hint=_OTHER_FORMAT)
+            return True
+        if not (wanted.is_transposed and block > 1):
+            return False
+        expected = "experts [experts, in, out] in FP8 with a scale for all or each, or in NVFP4"
+        found = f"{claimed.format}, whose scales are not those of the codes"
+        self._refuse(codes, expected=expected, found=found, hint=_OTHER_FORMAT)
+        return True
+
+    def _check(self, tensor: StoredTensor, field: str, claimed: StoredFormat, wanted: _Wanted) -> None:
+        dtypes, shapes = stored_layout(field, claimed, wanted.stored_spec, is_transposed=wanted.is_transposed)
         if tensor.dtype in dtypes and (tensor.shape in shapes or (field != "codes" and _squeezed(tensor) in shapes)):
             return
         found = f"{tensor.dtype} {list(tensor.shape)}"
@@ -175,9 +212,20 @@ class _Finder:
             found += f" (blocks of {columns // tensor.shape[1]} columns instead of {block})"
         self._refuse(tensor, expected=f"{dtypes[0]} {list(shapes[0])} for {claimed.format}", found=found)
 
-    def _refuse(self, tensor: StoredTensor, *, expected: str, found: str) -> None:
+    def _beside(self, name: str, suffix: str) -> StoredTensor | None:
+        return self.stored.tensors.get(self._name_beside(name, suffix))
+
+    def _name_beside(self, name: str, suffix: str) -> str:
+        """A tensor of the module whose weight is `name`; that of stacked experts has no `.weight` at its end."""
+        if name.endswith(".weight"):
+            return f"{name.removesuffix('weight')}{suffix}"
+        if self.scheme.names_scales_in_full and suffix != "weight":
+            return f"{name}_{suffix}"
+        return f"{name}{suffix.removeprefix('weight')}"
+
+    def _refuse(self, tensor: StoredTensor, *, expected: str, found: str, hint: str = _EXPORT_AGAIN) -> None:
         subject = f"{self.label} tensor '{tensor.name}'"
-        found_problem = problem(subject, expected=expected, found=found, hint=_EXPORT_AGAIN)
+        found_problem = problem(subject, expected=expected, found=found, hint=hint)
         if found_problem not in self.problems:  # the parts of a fused matrix have the same
             self.problems.append(found_problem)
 
@@ -204,28 +252,24 @@ def rows_per_block(part: QuantizedPart, field: str, num_elements: int) -> int | 
 
 
 def stored_layout(
-    field: str,
-    stored: StoredFormat,
-    layout: TensorLayout,  # of one segment
+    field: str, stored: StoredFormat, spec: WeightSpec, *, is_transposed: bool
 ) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Dtypes and shapes that a stored tensor may have, the expected ones first. Scales may have more axes of size 1."""
-    known, place = weight_format(stored.format).weight_type, stored.fields[field]
+    known, place = weight_format(stored.format), stored.fields[field]
+    layout = known.layout(spec.shape, segments_of(spec))[field]
     dtypes = place.dtypes or (safetensors_dtype(layout.dtype),)
-    if field in known.per_segment:
-        return dtypes, ((),)
+    experts = spec.shape[:-2]
+    if field in known.weight_type.per_segment:
+        return dtypes, ((), experts)
     *leading, last = layout.shape
     if dtypes == WORDS:
         return dtypes, ((*leading, last // 4),)
     shape = (*leading, last // place.repeats)
-    # A scale per row may be one for all rows.
-    return dtypes, (shape, _without_ones(shape)) if len(shape) > 1 else (shape, _without_ones(shape), ())
-
-
-def _beside(name: str, suffix: str) -> str:
-    """A tensor of the module whose weight is `name`; that of stacked experts has no `.weight` at its end."""
-    if name.endswith(".weight"):
-        return f"{name.removesuffix('weight')}{suffix}"
-    return f"{name}{suffix.removeprefix('weight')}"
+    if len(shape) < len(spec.shape):  # a scale per row may be one for all rows
+        return dtypes, (shape, _without_ones(shape), experts, ())
+    if is_transposed:
+        shape = (*experts, *reversed(shape[-2:]))
+    return dtypes, (shape, _without_ones(shape))
 
 
 def _names(part: QuantizedPart) -> list[str]:

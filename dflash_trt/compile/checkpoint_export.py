@@ -270,7 +270,7 @@ def _plain_modules(export: ExportPlan, prefix: str) -> list[str]:
     modules = {part for name in names if name in table for part in table[name].parts}
     if prefix == "target.":
         modules |= {"lm_head.weight", embedding_name(export.stored[directory].tensors)}
-    return sorted(name.removesuffix(".weight") for name in modules)
+    return sorted({name.rpartition(".")[0] for name in modules})  # both tensors of all experts are of one
 
 
 def _write_tensors(writer: EngineDirWriter, directory: str, export: Export, on_bytes: Callable[[int], None]) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_trt.checkpoint.expert_tensors import ExpertLayout
 from dflash_trt.checkpoint.foreign_names import ForeignNames, ForeignTable
+from dflash_trt.checkpoint.producers.base import StoredField
 from dflash_trt.checkpoint.producers.modelopt import stored_as
 from dflash_trt.checkpoint.tensors import INDEX_FILE, StoredTensor, StoredTensors
 from dflash_trt.checkpoint.weights import OpenFiles
@@ -30,15 +32,20 @@ _KEEP = "Keep it unquantized with an override, or quantize with --backend torch 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedPart:
-    """A stored weight that becomes codes and scales. `group` are the parts that share a scale, this one included."""
+    """A stored weight that becomes codes and scales. `group` are the parts that share a scale, this one included.
+
+    With `is_transposed` it is of all experts, [experts, in, out], and all of them share a scale.
+    """
 
     linear: PlannedLinear
     part: StoredTensor
     group: tuple[StoredTensor, ...]
+    is_transposed: bool = False
 
     @property
     def module(self) -> str:
-        return self.part.name.removesuffix(".weight")
+        """That of a description: both tensors of all experts are of one."""
+        return self.part.name.rpartition(".")[0]
 
     @property
     def format(self) -> WeightFormat:
@@ -46,13 +53,21 @@ class QuantizedPart:
 
     def layout(self) -> dict[str, TensorLayout]:
         """By the name of each stored tensor; what is one number for a segment is a scalar."""
-        layout = self.format.layout(self.part.shape, (self.part.shape[0],))
-        scalars = self.format.weight_type.per_segment
+        shape = self._exchanged(self.part.shape)
+        layout = self.format.layout(shape, (shape[-2],))
+        shapes = {name: self._exchanged(tensor.shape) for name, tensor in layout.items()}
+        shapes |= dict.fromkeys(self.format.weight_type.per_segment, ())
         _, stored = stored_as(self.format.name)
-        return {
-            f"{self.module}.{place.suffix}": replace(layout[name], shape=()) if name in scalars else layout[name]
-            for name, place in stored.fields.items()
-        }
+        return {self.name_of(place): replace(layout[name], shape=shapes[name]) for name, place in stored.fields.items()}
+
+    def name_of(self, place: StoredField) -> str:
+        """Of a stored tensor."""
+        if self.part.name.endswith(".weight"):
+            return f"{self.module}.{place.suffix}"
+        return self.part.name if place.suffix == "weight" else f"{self.part.name}_{place.suffix}"
+
+    def _exchanged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], *reversed(shape[1:])) if self.is_transposed else shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +131,16 @@ def quantized_parts(
             continue
         foreign = names.get(linear.name)
         num_segments = len(segments_of(linear.spec))
-        if foreign is None or not _is_a_matrix_each(foreign, linear, num_segments):
+        is_transposed = foreign is not None and foreign.layout == ExpertLayout(is_transposed=True)
+        if foreign is None or not (is_transposed or _is_a_matrix_each(foreign, linear, num_segments)):
             found = "a copy that only an engine has" if foreign is None else f"'{foreign.parts[0]}'"
-            expected = "a matrix for each projection and expert, as ModelOpt exports them"
+            expected = "a matrix for each projection and expert, or experts [experts, in, out]"
             problems.append(problem(f"{linear.name} in {linear.format}", expected=expected, found=found, hint=_KEEP))
             continue
         tensors = [stored.tensors[name] for name in foreign.parts]
+        if is_transposed:
+            parts.append(QuantizedPart(linear=linear, part=tensors[0], group=tuple(tensors), is_transposed=True))
+            continue
         for first in range(0, len(tensors), num_segments):
             group = tuple(tensors[first : first + num_segments])
             parts += [QuantizedPart(linear=linear, part=part, group=group) for part in group]
@@ -161,7 +180,7 @@ def permuted_columns(tensor: StoredTensor, order: Sequence[int]) -> Change:
 
 
 def _is_a_matrix_each(foreign: ForeignNames, linear: PlannedLinear, num_segments: int) -> bool:
-    if foreign.rows or not all(name.endswith(".weight") for name in foreign.parts):
+    if not all(name.endswith(".weight") for name in foreign.parts) or not all(rows.is_whole for rows in foreign.rows):
         return False
     if linear.spec.num_experts:
         return foreign.layout is not None and foreign.layout.is_one_by_one
@@ -172,25 +191,50 @@ def _quantizer(
     part: QuantizedPart, calibration: Calibration, *, dtype: torch.dtype
 ) -> Callable[[OpenFiles], Mapping[str, Tensor]]:
     def make(opened: OpenFiles) -> Mapping[str, Tensor]:
+        if part.is_transposed:
+            return _quantized_experts(part, calibration, opened, dtype=dtype)
         weight = _read(opened, part.part, dtype)
         amax = segment_amax(weight, (len(weight),))
         if part.linear.shares_weight_scale:
             others = [_read(opened, other, dtype) for other in part.group if other is not part.part]
             amax = torch.stack([amax, *(segment_amax(other, (len(other),)) for other in others)]).amax(dim=0)
-        input_amax = None
-        if part.format.has_input_scale:
-            input_amax = torch.full_like(amax, calibration.input_amax[part.linear.name])
-        quantized = part.format.quantize(weight, segments=(len(weight),), weight_amax=amax, input_amax=input_amax)
-        return _by_stored_name(part, quantized)
+        layout, named = part.layout(), _by_stored_name(part, _quantized(part, weight, amax, calibration))
+        return {name: tensor.reshape(layout[name].shape) for name, tensor in named.items()}
 
     return make
 
 
+def _quantized_experts(
+    part: QuantizedPart, calibration: Calibration, opened: OpenFiles, *, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """One expert at a time beside what becomes of them. ModelOpt divides these in float32, whatever their dtype is."""
+    experts = range(part.part.shape[0])
+
+    def expert(i: int) -> Tensor:
+        (stored,) = opened.slice_of(part.part)[i : i + 1]
+        matrix: Tensor = stored.to(dtype).float()
+        return matrix.t().contiguous()
+
+    amax = torch.stack([segment_amax(expert(i), part.part.shape[2:]) for i in experts]).amax(dim=0)
+    made = [_by_stored_name(part, _quantized(part, expert(i), amax, calibration)) for i in experts]
+    return {
+        name: made[0][name].reshape(()) if not layout.shape else torch.stack([each[name].t() for each in made])
+        for name, layout in part.layout().items()
+    }
+
+
+def _quantized(part: QuantizedPart, weight: Tensor, amax: Tensor, calibration: Calibration) -> QuantizedWeight[Tensor]:
+    """A matrix of one segment."""
+    input_amax = None
+    if part.format.has_input_scale:
+        input_amax = torch.full_like(amax, calibration.input_amax[part.linear.name])
+    return part.format.quantize(weight, segments=(len(weight),), weight_amax=amax, input_amax=input_amax)
+
+
 def _by_stored_name(part: QuantizedPart, quantized: QuantizedWeight[Tensor]) -> dict[str, Tensor]:
     _, stored = stored_as(part.format.name)
-    tensors, layout = quantized.tensors(), part.layout()
-    named = {f"{part.module}.{place.suffix}": tensors[name] for name, place in stored.fields.items()}
-    return {name: tensor.reshape(layout[name].shape) for name, tensor in named.items()}
+    tensors = quantized.tensors()
+    return {part.name_of(place): tensors[name] for name, place in stored.fields.items()}
 
 
 def _read(opened: OpenFiles, stored: StoredTensor, dtype: torch.dtype) -> Tensor:

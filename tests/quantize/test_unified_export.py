@@ -64,9 +64,13 @@ def calibration_of(export: Path, source: Path, plan: QuantizationPlan) -> Calibr
     ranges = {}
     for linear in plan.linears:
         if linear.format is not None:
-            scales = {stored[f"{part.removesuffix('.weight')}.input_scale"].item() for part in names[linear.name].parts}
+            scales = {stored[_input_scale(part)].item() for part in names[linear.name].parts}
             ranges[linear.name] = amax_of(max(scales), LARGEST[linear.format])
     return Calibration(input_amax=ranges, target_kv=open_pair(export, None).quantization.target_kv)
+
+
+def _input_scale(part: str) -> str:
+    return f"{part.removesuffix('weight')}input_scale" if part.endswith(".weight") else f"{part}_input_scale"
 
 
 @pytest.mark.parametrize(

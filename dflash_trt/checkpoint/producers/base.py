@@ -50,12 +50,16 @@ class Scheme:
     """The quantization of one checkpoint. `format_of` is given a module, for example `model.layers.0.mlp.down_proj`.
 
     `source` is where it is described, for messages. `kv_scale` is the K/V scale of a layer, `{x}` for k or v.
+    `quantizes_transposed`: experts in one tensor [experts, in, out] may be quantized, too. `names_scales_in_full`: a
+    scale of experts in one tensor is `gate_up_proj_weight_scale`, and not `gate_up_proj_scale`.
     """
 
     source: str
     format_of: Callable[[str], StoredFormat | None]
     has_fp8_kv: bool = False
     kv_scale: str = "self_attn.{x}_proj.{x}_scale"
+    quantizes_transposed: bool = False
+    names_scales_in_full: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

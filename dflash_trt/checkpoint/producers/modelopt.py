@@ -1,6 +1,8 @@
 """ModelOpt: hf_quant_config.json, or `quantization_config` of config.json.
 
 Reads both schemas of ModelOpt 0.47, the nested one and the flat one of config.json. Refuses unknown algorithms by name.
+Experts are a matrix each, or, in Llama 4, [experts, in, out] in one tensor, packed along `in`, with one number for all
+of them where a matrix has one; FP8_PER_CHANNEL_PER_TOKEN has one scale for each of these experts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -61,12 +63,15 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
     }
 
     def format_of(module: str) -> StoredFormat | None:
-        names = spellings(module)
+        names = _names_in_lists(module)
         if layers:
             return next((layers[name] for name in names if name in layers), None)
         return None if any(fnmatchcase(name, pattern) for pattern in excluded for name in names) else default
 
-    return Scheme(source=subject, format_of=format_of, has_fp8_kv=_kv_algorithm(section) == "FP8")
+    has_fp8_kv = _kv_algorithm(section) == "FP8"
+    return Scheme(
+        source=subject, format_of=format_of, has_fp8_kv=has_fp8_kv, quantizes_transposed=True, names_scales_in_full=True
+    )
 
 
 def _problems_of(section: Mapping[str, Any], subject: str) -> Iterator[str]:
@@ -113,6 +118,12 @@ def _kv_algorithm(section: Mapping[str, Any]) -> Any:
         is_fp8 = scheme.get("num_bits") == 8 and scheme.get("type") == "float" and not scheme.get("dynamic")
         return "FP8" if is_fp8 else scheme
     return section.get("kv_cache_quant_algo", scheme)
+
+
+def _names_in_lists(module: str) -> tuple[str, ...]:
+    """Of a module; experts in one tensor are listed as the module that holds both of their tensors."""
+    owner, _, _ = module.rpartition(".")
+    return (*spellings(module), *(spellings(owner) if owner.endswith(".experts") else ()))
 
 
 def _plain_name(name: str) -> str:
