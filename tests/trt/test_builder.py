@@ -93,6 +93,18 @@ def test_profiles_cover_what_the_limits_allow_and_nothing_more(tmp_path):
         assert "pages" not in profile.axes  # pages are no tensor of the network
 
 
+def test_what_every_row_gathers_is_within_tensorrts_bound_on_a_tensor(trt, tmp_path):
+    """A million tokens a request, half a million in a step: a quarter of the pages for each row would be 2**47."""
+    limits = LIMITS.model_copy(update={"max_seq_len": 2**20, "max_num_tokens": 2**19})
+    spec = replace(open_spec(*make_pair(tmp_path), dtype="float32")[0], plugins="layers")
+    page = 2 * PAGE_SIZE * 2 * 16
+    _, mixed = step_profiles(spec, limits)
+    assert 2**37 < mixed.axes["T"].opt * mixed.axes["P"].opt * page <= 2**39
+    _, mixed = step_profiles(replace(spec, plugins="plugin"), limits)
+    assert mixed.axes["P"].opt == 2**20 // PAGE_SIZE // 4
+    assert build(tmp_path / "built", {}, "float32", limits=limits).plan_bytes > 100_000
+
+
 def test_an_unknown_builder_flag_is_refused(trt, tmp_path):
     with pytest.raises(BuildError, match=r"builder flag: expected one of .*TF32.*, found FASTER"):
         build(
