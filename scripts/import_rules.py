@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
         file_libraries={
             "host_resources.py": _set("psutil"),
             "dtype.py": _set("torch"),
+            "array.py": _set("numpy"),
             "step_plan.py": _set("numpy"),
             "batch.py": _set("numpy"),
             "logit_rules.py": _set("numpy"),

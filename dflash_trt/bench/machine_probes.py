@@ -29,7 +29,8 @@ from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.engine_dir import PretrainedConfig
-from dflash_trt.plan.step_work import ComputedRows, EngineWork, StepWork
+from dflash_trt.plan.computed_rows import ComputedRows
+from dflash_trt.plan.step_work import EngineWork, StepWork
 
 _PAGE_SIZE: Final = 32
 _MAX_REQUESTS: Final = 16

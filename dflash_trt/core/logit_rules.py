@@ -14,15 +14,13 @@ again. In order, with the sources of the definitions:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.request import Request
-
-Array = NDArray[Any]
 
 ANY_TOKEN: Final = -1  # fills prefixes on the left
 MAX_BIASES: Final = 1024  # of one request, stop tokens and spellings of bad words included

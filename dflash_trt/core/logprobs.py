@@ -7,12 +7,11 @@ arrays, of which readers make tuples in their own threads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from dflash_trt.core.step_plan import Array
+from dflash_trt.core.array import Array
 
 LOGPROBS_FIELDS: Final = frozenset({"top_logprobs", "prompt_logprobs"})  # of SamplingParams
 

@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.logprobs import PromptRows, PromptScores, TopTokens
 from dflash_trt.core.page_windows import PageWindow, num_pages_for
 
 if TYPE_CHECKING:
     from dflash_trt.core.logit_rules import SlotUpdate
-
-Array = NDArray[Any]
 
 CHAINED: Final = -1  # as a row's context length: the slot has it
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.batch import (
     RequestResult,
     ScheduledRequest,
@@ -18,7 +19,7 @@ from dflash_trt.core.batch import (
     result_of,
 )
 from dflash_trt.core.logit_rules import LogitRules
-from dflash_trt.core.step_plan import Array, ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
+from dflash_trt.core.step_plan import ExecutorLimits, FinishedStep, StepPlan, StepResult, TokenMasks
 
 # (seed, position) -> True if that draft is right.
 DraftRule = Callable[[int, int], bool]

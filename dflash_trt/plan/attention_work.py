@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import DraftSpec
@@ -16,10 +16,7 @@ from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.state_spec import LayerState, SharedKv
-from dflash_trt.core.step_plan import Array
-
-if TYPE_CHECKING:
-    from dflash_trt.plan.step_work import ComputedRows
+from dflash_trt.plan.computed_rows import ComputedRows
 
 
 @dataclass(frozen=True, slots=True)

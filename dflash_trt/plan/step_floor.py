@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_trt.engine_dir import PretrainedConfig
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import PLAIN_BITS, Gpu
-from dflash_trt.plan.step_work import ComputedRows, EngineWork, StepWork
+from dflash_trt.plan.step_work import EngineWork, StepWork
 from dflash_trt.plan.step_work import chosen_fraction as chosen_fraction
 
 

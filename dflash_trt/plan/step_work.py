@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from dflash_trt.core.dtype import num_bytes_of
 from dflash_trt.core.model.decoder import DecoderSpec
 from dflash_trt.core.model.draft import DraftSpec, engine_weights
 from dflash_trt.core.model.feed_forward import Moe
-from dflash_trt.core.step_plan import Array
 from dflash_trt.core.weight_spec import WeightSpec, is_linear, rank_shard
 from dflash_trt.engine_dir import PretrainedConfig, tensor_headers
 from dflash_trt.plan.attention_work import Mixing, mixings_of
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.rank_memory import layer_features
 
 # Rows that a weight is multiplied with: tokens of the step, its rows of logits, the slots of draft blocks, the slots of
@@ -32,28 +30,6 @@ _SLOTS: Final = "slots"
 _CHAIN: Final = "chain"
 _LAST: Final = "last"
 _DRAFTS: Final = "drafts"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ComputedRows:
-    """The rows of a step, by request; int64. Every request gets K drafts, one that decodes has at most K + 1 tokens."""
-
-    num_tokens: Array  # [R]
-    context_lens: Array  # [R], before the step
-    num_draft_tokens: int  # K
-
-    @classmethod
-    def decode(cls, *, num_requests: int, context_len: int, num_draft_tokens: int) -> ComputedRows:
-        """Verify blocks of requests that are alike."""
-        return cls(
-            num_tokens=np.full(num_requests, num_draft_tokens + 1),
-            context_lens=np.full(num_requests, context_len),
-            num_draft_tokens=num_draft_tokens,
-        )
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

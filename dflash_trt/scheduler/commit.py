@@ -10,11 +10,12 @@ from math import isnan
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.constraint import ConstraintError
 from dflash_trt.core.errors import problem
 from dflash_trt.core.logprobs import TopTokens
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics, TokenEvent
-from dflash_trt.core.step_plan import Array, StepResult
+from dflash_trt.core.step_plan import StepResult
 from dflash_trt.scheduler.constrained_rows import advance, refusal
 from dflash_trt.scheduler.planner import PlannedStep
 from dflash_trt.scheduler.prompt_scores import take_prompt_scores

@@ -7,9 +7,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.constraint import ConstraintError, MaskedBlock
 from dflash_trt.core.errors import problem
-from dflash_trt.core.step_plan import Array, StepResult, StepRows, TokenMasks
+from dflash_trt.core.step_plan import StepResult, StepRows, TokenMasks
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slots import SlotTable
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.logprobs import PromptRows
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StateCopies, StepPlan, StepRows, TokenMasks
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StateCopies, StepPlan, StepRows, TokenMasks
 from dflash_trt.scheduler.admission import Admission
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.constrained_rows import allowed_candidates, may_follow, token_masks

@@ -1,6 +1,6 @@
 """Chunks of prompts that a step computes."""
 
-from dflash_trt.core.step_plan import Array
+from dflash_trt.core.array import Array
 from dflash_trt.scheduler.request_pool import RequestPool
 
 

@@ -5,7 +5,7 @@ from bisect import insort
 
 import numpy as np
 
-from dflash_trt.core.step_plan import Array
+from dflash_trt.core.array import Array
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.sequence import Sequence

@@ -20,7 +20,7 @@ from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, DraftLengthPolicy, FixedDraftLength, StepObservation
 from dflash_trt.scheduler.page_store import PageStore
 from dflash_trt.scheduler.planner import PlannedStep, StepPlanner
-from dflash_trt.scheduler.prompt_scores import PromptBook
+from dflash_trt.scheduler.prompt_book import PromptBook
 from dflash_trt.scheduler.request_pool import RequestPool
 from dflash_trt.scheduler.sequence import Sequence
 from dflash_trt.scheduler.slot_windows import SlotWindows

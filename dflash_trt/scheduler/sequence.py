@@ -1,16 +1,13 @@
 """One request in the scheduler, apart from what a running one has in its slot."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from dflash_trt.core.batch import StepSampling
 from dflash_trt.core.constraint import TokenMatcher
 from dflash_trt.core.logit_rules import LogitRules
 from dflash_trt.core.request import FinishReason, Request, RequestStatistics
 from dflash_trt.scheduler.prefix_tree import PrefixNode
-
-if TYPE_CHECKING:
-    from dflash_trt.scheduler.prompt_scores import PromptBook
+from dflash_trt.scheduler.prompt_book import PromptBook
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -33,7 +30,7 @@ class Sequence:
     paused_s: float | None = None  # since when it is paused
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
-    prompt_book: "PromptBook | None" = None  # of a request that wants log probabilities of its prompt
+    prompt_book: PromptBook | None = None  # of a request that wants log probabilities of its prompt
     sampling: StepSampling = field(init=False)
     logit_rules: LogitRules | None = field(init=False)
     matcher: TokenMatcher | None = field(init=False)

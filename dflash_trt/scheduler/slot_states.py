@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from dflash_trt.core.step_plan import CHAINED, NO_COPIES, Array, StateCopies
+from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import CHAINED, NO_COPIES, StateCopies
 from dflash_trt.scheduler.prefix_tree import PrefixNode
 from dflash_trt.scheduler.snapshots import SnapshotStore
 

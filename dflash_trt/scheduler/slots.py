@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.logit_rules import SlotUpdate
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
-from dflash_trt.core.step_plan import Array, ExecutorLimits, PageUpdates, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, PageUpdates, StepPlan
 from dflash_trt.scheduler.sequence import Sequence
 
 _NEVER = np.iinfo(np.int64).max

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.request import FinishReason
-from dflash_trt.core.step_plan import Array
 from dflash_trt.scheduler.acceptance import AcceptanceCounts
 from dflash_trt.scheduler.commit import CommittedStep
 

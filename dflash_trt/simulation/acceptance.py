@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import ConfigError
-from dflash_trt.core.step_plan import Array
 
 _KEYS = ("accepted_fraction_by_position", "by_position")
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_trt.core.step_plan import CHAINED, Array, ExecutorLimits, StepPlan, StepResult
+from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import CHAINED, ExecutorLimits, StepPlan, StepResult
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import Gpu
 from dflash_trt.plan.step_costs import StepClock, StepTime
 from dflash_trt.plan.step_floor import floor_of
-from dflash_trt.plan.step_work import ComputedRows, EngineWork
+from dflash_trt.plan.step_work import EngineWork
 from dflash_trt.simulation.acceptance import AcceptanceByPosition
 
 

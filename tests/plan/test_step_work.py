@@ -14,9 +14,10 @@ from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import RopeSpec
 from dflash_trt.engine_dir import PretrainedConfig
+from dflash_trt.plan.computed_rows import ComputedRows
 from dflash_trt.plan.gpus import Gpu
 from dflash_trt.plan.step_floor import floor_of
-from dflash_trt.plan.step_work import ComputedRows, EngineWork, chosen_fraction
+from dflash_trt.plan.step_work import EngineWork, chosen_fraction
 
 H, V, FFN = 64, 512, 128
 ATTENTION = Gqa(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeSpec(theta=1e4))

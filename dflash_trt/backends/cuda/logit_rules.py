@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.slots import PlanInputs
+from dflash_trt.core.array import Array
 from dflash_trt.core.logit_rules import ANY_TOKEN, MAX_BAD_WORD_TOKENS, LogitRules
-from dflash_trt.core.step_plan import Array, ExecutorLimits, StepPlan
+from dflash_trt.core.step_plan import ExecutorLimits, StepPlan
 from dflash_trt.kernels.logit_rules_launch import RuleTensors, adjusted_scores, write_raw_logprobs
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.ops import StepInputs

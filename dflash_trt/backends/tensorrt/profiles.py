@@ -10,7 +10,9 @@ from typing import Final
 from dflash_trt.backends.tensorrt.network import IoTensor, StepNetworkSpec, pool_axis, state_inputs_of, step_inputs_of
 from dflash_trt.engine_dir import EngineLimits
 
-_MOST_ELEMENTS: Final = 2**40  # of a tensor at the sizes that a profile is tuned for, by the message of TensorRT-RTX 1.7
+_MOST_ELEMENTS: Final = (
+    2**40
+)  # of a tensor at the sizes that a profile is tuned for, by the message of TensorRT-RTX 1.7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.logit_rules import LogitRules, RuledSlots
-from dflash_trt.core.step_plan import Array, StepPlan
+from dflash_trt.core.step_plan import StepPlan
 from dflash_trt.network.ops import StepInputs
 
 # float32 scores [R*(K+1), V] of the target, adjusted in place.

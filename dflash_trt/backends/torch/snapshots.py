@@ -7,7 +7,8 @@ whose records are still to be folded.
 import torch
 from torch import Tensor
 
-from dflash_trt.core.step_plan import Array, StateCopies
+from dflash_trt.core.array import Array
+from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.network.ops import RecurrentCache, StepState
 
 

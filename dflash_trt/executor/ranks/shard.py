@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dflash_trt.backends.base import EngineExecutor, backend_name, backend_of
 from dflash_trt.backends.torch.process_group import ProcessRanks
+from dflash_trt.core.array import Array
 from dflash_trt.core.runtime_config import RuntimeConfig
-from dflash_trt.core.step_plan import Array, StepResult
+from dflash_trt.core.step_plan import StepResult
 from dflash_trt.executor.threads import run_in_thread
 
 if TYPE_CHECKING:

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import RequestError, problem, raise_all
 from dflash_trt.core.frozen import nearest_name
 from dflash_trt.core.sampling import SAMPLING_FIELDS, SamplingParams
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.servers.triton.tensors import INPUTS_BY_NAME, InputTensor
 from dflash_trt.serving.prompts import Prompt
-
-Array = NDArray[Any]
 
 # Parameters that Triton itself adds to a request.
 _TRITON_REQUEST_PARAMETERS = {

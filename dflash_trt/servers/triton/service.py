@@ -14,13 +14,14 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Protocol
 
+from dflash_trt.core.array import Array
 from dflash_trt.core.errors import QueueFullError, RequestError, problem
 from dflash_trt.core.request import FinishReason
 from dflash_trt.engine_dir.template_renderer import max_conversation_bytes, text_too_long
 from dflash_trt.servers.triton.metrics import MetricBook
 from dflash_trt.servers.triton.open_request import Channel, ErrorCode, OpenRequest
 from dflash_trt.servers.triton.prompt_lanes import PromptLanes
-from dflash_trt.servers.triton.request_reader import Array, CancelOrder, Order, read_request
+from dflash_trt.servers.triton.request_reader import CancelOrder, Order, read_request
 from dflash_trt.servers.triton.responses import ResponseMaker, as_arrays
 from dflash_trt.servers.triton.settings import ModelSettings
 from dflash_trt.serving.generation_batch import output_without_tokens
