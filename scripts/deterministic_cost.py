@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Measures the cost of `deterministic` on the demo pair, in each dtype: a table of docs/benchmarks.md.
 
-Usage: scripts/deterministic_cost.py WORK_DIR [NUM_ROUNDS]. Sides alternate within a round; the time is the CPU time of
-the process, per new token, on one thread.
+Usage: python -m scripts.deterministic_cost WORK_DIR [NUM_ROUNDS]. Sides alternate within a round; the time is
+the CPU time of the process, per new token, on one thread.
 """
 
 import sys

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Builds the demo pair in each dtype and counts the texts that K and batch mates change: a table of docs/benchmarks.md.
 
-Usage: scripts/text_stability.py WORK_DIR [NUM_PROMPTS] [MAX_NEW_TOKENS]. Every prompt has a seed of its own, the same
-in all runs. The texts are compared with those of K = 0, one request at a time.
+Usage: python -m scripts.text_stability WORK_DIR [NUM_PROMPTS] [MAX_NEW_TOKENS]. Every prompt has a seed of its own,
+the same in all runs. The texts are compared with those of K = 0, one request at a time.
 """
 
 import sys
