@@ -16,8 +16,8 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.kernels.latent_rules import MIN_DIRECT_ROWS, LatentShape, largest_workspace
-from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
+from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
+from dflash_trt.kernels.launch_rules import MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
 # What a process takes for CUDA's context, loaded kernels and cuBLAS before any weight: an assumption, not measured.
