@@ -29,6 +29,7 @@ class LatentCase:
     has_fp8_pages: bool = False
     num_padding: int = 0  # rows of no request at the end
     max_verify_rows: int = 16
+    num_multiprocessors: int = 16  # so many that long contexts are split
 
     @property
     def pages_per_request(self) -> int:
@@ -104,11 +105,11 @@ CASES = {
     "groups of heads, in a padded step": LatentCase(
         num_rows=(2, 3, 0), context_lens=(40, 5, 0), num_heads=40, num_padding=3
     ),
-    "prompts that begin beside a verify block, a later chunk and a shorter prompt, in a padded step": LatentCase(
-        num_rows=(3, 66, 65, 63, 64), context_lens=(22, 0, 7, 0, 0), num_heads=2, num_padding=2
+    "a prompt that begins beside a verify block, a later chunk and a shorter prompt, in a padded step": LatentCase(
+        num_rows=(3, 66, 65, 63), context_lens=(22, 0, 7, 0), num_heads=2, num_padding=2
     ),
-    "a prompt that begins over FP8 pages": LatentCase(
-        num_rows=(2, 70), context_lens=(9, 0), num_heads=2, has_fp8_pages=True
+    "a prompt that begins over FP8 pages, whose absorbed keys would be split": LatentCase(
+        num_rows=(2, 64), context_lens=(9, 0), num_heads=2, has_fp8_pages=True, num_multiprocessors=32
     ),
     "no more rows than verify blocks may have": LatentCase(
         num_rows=(65, 1), context_lens=(0, 3), num_heads=1, max_verify_rows=33
