@@ -20,11 +20,17 @@ from plugins.aot.variant import KernelVariant
 from plugins.aot.variants import LibrarySpec, library_variants
 from tests.plugins.building import ROOT, BuiltLibrary, build_sources
 from tests.plugins.delta_cases import state_spec
-from tests.plugins.latent_cases import LATENT_DIM, PAGE_SIZE, ROPE_DIM
+from tests.plugins.latent_cases import LATENT_DIM, NOPE_DIM, PAGE_SIZE, ROPE_DIM, VALUE_DIM
 
 MAX_REQUESTS = 256
 LATENTS = LatentKernels(
-    latent_dim=LATENT_DIM, rope_dim=ROPE_DIM, page_dtype="bfloat16", page_size=PAGE_SIZE, max_requests=MAX_REQUESTS
+    latent_dim=LATENT_DIM,
+    rope_dim=ROPE_DIM,
+    nope_dim=NOPE_DIM,
+    value_dim=VALUE_DIM,
+    page_dtype="bfloat16",
+    page_size=PAGE_SIZE,
+    max_requests=MAX_REQUESTS,
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_trt.kernels.attention_partition import PLAN_WORDS, attention_plan_kernel
 from dflash_trt.kernels.capacity import next_power_of_2
-from dflash_trt.kernels.launch_rules import ANY_ROWS
+from dflash_trt.kernels.launch_rules import ANY_ROWS, row_tiles
 from dflash_trt.kernels.tensor_checks import check
 
 PLAN_WARPS = 1  # of a program, which writes one item
@@ -58,7 +58,12 @@ class Partition:
 
     @property
     def tile_capacity(self) -> int:
-        return self.num_rows // self.rows_per_tile + self.num_requests
+        return row_tiles(
+            num_rows=self.num_rows,
+            num_requests=self.num_requests,
+            rows_per_tile=self.rows_per_tile,
+            min_rows=self.min_rows,
+        )
 
     @property
     def num_items(self) -> int:

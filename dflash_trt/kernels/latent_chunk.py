@@ -1,11 +1,12 @@
 """Direct attention of prompts that begin in this step: every head has keys and values of its own, made by one GEMM.
 
 The rows of such a request see each other alone, so that keys are read where the GEMM has left them and no page is. A
-program takes a tile of query rows of one head.
+program takes a tile of query rows of one head. PyTorch's GEMM takes all rows of a step; that of a plugin, which knows
+only their number, is the kernel here, with the plan of the attention behind it.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: N803  (constants of a kernel are upper case)
+# ruff: noqa: N803, SIM102  (constants of a kernel are upper case, and branches of their own)
 
 import triton
 import triton.language as tl
@@ -15,14 +16,80 @@ from dflash_trt.kernels.attention_softmax import LOG2_E, absorb
 from dflash_trt.kernels.latent_attention import is_direct, load_columns
 
 
+@triton.jit
+def is_state(state_pools, state_index):
+    """An address of 0 is none: see state_pools.py."""
+    return tl.load(state_pools + state_index) != 0
+
+
+@triton.jit(do_not_specialize=["min_direct_rows", "heads", "state_index"])
+def latent_kv_kernel(
+    rows,  # F [N, LATENT + ROPE], of which the latents are read
+    k_factor,  # F [heads, NOPE, LATENT]
+    v_factor,  # F [heads, VALUE, LATENT]
+    kv,  # out, F [N, heads, NOPE + VALUE]; other requests' rows are left alone
+    state_pools,  # int64 [states]
+    plan,  # int32 [items, PLAN_WORDS], of tiles for one head
+    token_offsets,  # int32 [R + 1]
+    context_lens,  # int32 [R]
+    min_direct_rows,
+    heads,
+    state_index,  # in state_pools
+    NOPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of one factor, for each program
+    LATENT_BLOCK: tl.constexpr,
+):
+    """Grid: (heads * (blocks of COLUMNS of K, and of V), tile_capacity + 1)."""
+    request, token, num_rows, _, _, _ = load_range(plan, tl.program_id(1))
+    if num_rows == 0:
+        return
+    if not is_direct(request, token_offsets, context_lens, min_direct_rows):
+        return
+    if not is_state(state_pools, state_index):
+        return
+    k_blocks: tl.constexpr = (NOPE + COLUMNS - 1) // COLUMNS
+    blocks: tl.constexpr = k_blocks + (VALUE + COLUMNS - 1) // COLUMNS
+    head = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    is_key = block < k_blocks
+    size = tl.where(is_key, NOPE, VALUE)
+    column = tl.where(is_key, block, block - k_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    in_tile = tl.arange(0, TILE)
+    # What is left of a tile, or of a factor, repeats its last row.
+    row = (token + tl.minimum(in_tile, num_rows - 1)).to(tl.int64)[:, None]
+    factor = tl.where(is_key, k_factor, v_factor) + head.to(tl.int64) * (size * LATENT)
+    of_factor = factor + (tl.minimum(column, size - 1) * LATENT)[:, None]
+    products = tl.zeros([TILE, COLUMNS], tl.float32)
+    for first in range(0, LATENT, LATENT_BLOCK):
+        in_latent = first + tl.arange(0, LATENT_BLOCK)
+        latent = load_latents(rows + row * (LATENT + ROPE), in_latent, LATENT, LATENT_BLOCK)
+        of_columns = load_latents(of_factor, in_latent, LATENT, LATENT_BLOCK)
+        products = tl.dot(latent, tl.trans(of_columns), products, input_precision="tf32x3")
+    out = kv + (row * heads + head) * (NOPE + VALUE) + (tl.where(is_key, 0, NOPE) + column)[None, :]
+    tl.store(out, products, mask=(in_tile < num_rows)[:, None] & (column < size)[None, :])
+
+
+@triton.jit
+def load_latents(rows, in_latent, LATENT: tl.constexpr, LATENT_BLOCK: tl.constexpr):
+    """A block of the features of each row, from pointers [ROWS, 1]; zeros behind the last."""
+    if LATENT % LATENT_BLOCK == 0:
+        return tl.load(rows + in_latent[None, :])
+    return tl.load(rows + in_latent[None, :], mask=in_latent[None, :] < LATENT, other=0.0)
+
+
 # As in attention.py: one build serves steps of all sizes. Strides are those of an engine, and nearly always multiples.
-@triton.jit(do_not_specialize=["min_direct_rows", "heads"])
+@triton.jit(do_not_specialize=["min_direct_rows", "heads", "state_index"])
 def latent_chunk_kernel(
     q_nope,  # F, N rows of heads q_pitch apart, NOPE each, the rows q_stride
     queries,  # F [N, heads, LATENT + ROPE], of which the rotated part is read
     kv,  # F [N, heads, NOPE + VALUE]
     rows,  # F [N, LATENT + ROPE], of which the rotated key is read
     attended,  # out, F [N, heads, VALUE]; other requests' rows are left alone
+    state_pools,  # int64 [states]; read only with POOLED: nothing is done without a state
     plan,  # int32 [items, PLAN_WORDS], of tiles for one head
     token_offsets,  # int32 [R + 1]
     context_lens,  # int32 [R]
@@ -31,6 +98,7 @@ def latent_chunk_kernel(
     q_stride,
     q_pitch,
     heads,
+    state_index,  # in state_pools
     NOPE: tl.constexpr,
     VALUE: tl.constexpr,
     LATENT: tl.constexpr,
@@ -40,6 +108,7 @@ def latent_chunk_kernel(
     ROPE_DIM: tl.constexpr,
     TILE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
+    POOLED: tl.constexpr,
 ):
     """Grid: (heads, tile_capacity + 1)."""
     head = tl.program_id(0)
@@ -48,11 +117,14 @@ def latent_chunk_kernel(
         return
     if not is_direct(request, token_offsets, context_lens, min_direct_rows):
         return
+    if POOLED:
+        if not is_state(state_pools, state_index):
+            return
     in_tile = tl.arange(0, TILE)
     in_nope, in_rope, in_value = tl.arange(0, NOPE_DIM), tl.arange(0, ROPE_DIM), tl.arange(0, VALUE_DIM)
     # What is left of a tile, or of a block of keys, repeats its last row.
     row = (token + tl.minimum(in_tile, num_rows - 1)).to(tl.int64)[:, None]
-    q_n = load_columns(q_nope + row * q_stride + head * q_pitch, in_nope, NOPE, NOPE_DIM)
+    q_n = load_columns(q_nope + row * q_stride + head.to(tl.int64) * q_pitch, in_nope, NOPE, NOPE_DIM)
     q_r = load_columns(queries + (row * heads + head) * (LATENT + ROPE) + LATENT, in_rope, ROPE, ROPE_DIM)
     num_keys = position + num_rows  # the first row of the request is at position 0
     first_row = token - position

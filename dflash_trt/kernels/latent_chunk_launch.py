@@ -8,25 +8,31 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from dflash_trt.kernels import launch_rules
 from dflash_trt.kernels.attention_launch import FLOATS
 from dflash_trt.kernels.attention_plan import AttentionPlans, Partition, RequestTensors
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_chunk import latent_chunk_kernel
-from dflash_trt.kernels.latent_rules import MIN_DIRECT_ROWS
-from dflash_trt.kernels.launch_rules import ANY_DISTANCE
+from dflash_trt.kernels.launch_rules import ANY_DISTANCE, ANY_ROWS
 from dflash_trt.kernels.tensor_checks import check, check_tensor
 
 CHUNK_TILE: Final = 128
 FLOAT32_CHUNK_TILE: Final = 32
 CHUNK_KEY_BLOCK: Final = 64
+WIDE_CHUNK_KEY_BLOCK: Final = 32  # of heads of more than 128, where 64 keys spill registers
 FLOAT32_CHUNK_KEY_BLOCK: Final = 16
 CHUNK_WARPS: Final = 8
+KV_COLUMNS: Final = 128
+FLOAT32_KV_COLUMNS: Final = 32
+KV_LATENT_BLOCK: Final = 64
+FLOAT32_KV_LATENT_BLOCK: Final = 32
+KV_WARPS: Final = 8
 
 
 def min_direct_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int | None:
     """Rows from which a prompt that begins in such a step is attended directly; None: no request has as many."""
-    least = max(MIN_DIRECT_ROWS, num_verify_rows + 1)
-    return least if num_rows > num_requests * num_verify_rows and num_rows >= least else None
+    least = launch_rules.min_direct_rows(num_rows=num_rows, num_requests=num_requests, num_verify_rows=num_verify_rows)
+    return None if least == ANY_ROWS else least
 
 
 def chunk_tile(dtype: torch.dtype) -> int:
@@ -39,6 +45,7 @@ def chunk_constants(
     def padded(size: int) -> int:
         return max(16, next_power_of_2(size))
 
+    key_block = CHUNK_KEY_BLOCK if max(nope_dim, value_dim) <= 128 else WIDE_CHUNK_KEY_BLOCK
     return {
         "NOPE": nope_dim,
         "VALUE": value_dim,
@@ -48,12 +55,32 @@ def chunk_constants(
         "VALUE_DIM": padded(value_dim),
         "ROPE_DIM": padded(rope_dim),
         "TILE": chunk_tile(dtype),
-        "KEY_BLOCK": FLOAT32_CHUNK_KEY_BLOCK if dtype == torch.float32 else CHUNK_KEY_BLOCK,
+        "KEY_BLOCK": FLOAT32_CHUNK_KEY_BLOCK if dtype == torch.float32 else key_block,
     }
 
 
 def chunk_stages(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 2
+
+
+def kv_constants(
+    *, nope_dim: int, value_dim: int, latent_dim: int, rope_dim: int, dtype: torch.dtype
+) -> dict[str, int]:
+    """Of a plugin's GEMM, whose tiles of rows are those of the attention behind it."""
+    is_float32 = dtype == torch.float32
+    return {
+        "NOPE": nope_dim,
+        "VALUE": value_dim,
+        "LATENT": latent_dim,
+        "ROPE": rope_dim,
+        "TILE": chunk_tile(dtype),
+        "COLUMNS": FLOAT32_KV_COLUMNS if is_float32 else KV_COLUMNS,
+        "LATENT_BLOCK": FLOAT32_KV_LATENT_BLOCK if is_float32 else KV_LATENT_BLOCK,
+    }
+
+
+def kv_stages(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.float32 else 3
 
 
 def attend_chunks(
@@ -103,6 +130,7 @@ def attend_chunks(
         kv,
         rows,
         attended,
+        requests.page_table,  # not read: there is a state
         plans.of(requests, part),
         requests.token_offsets,
         requests.context_lens,
@@ -111,7 +139,9 @@ def attend_chunks(
         q_nope.stride(0),
         q_nope.stride(1),
         num_heads,
+        0,
         **constants,
+        POOLED=False,
         num_warps=CHUNK_WARPS,
         num_stages=chunk_stages(queries.dtype),
         enable_fp_fusion=True,

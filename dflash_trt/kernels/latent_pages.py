@@ -11,6 +11,7 @@ rows that are ready.
 import triton
 import triton.language as tl
 
+from dflash_trt.kernels.latent_attention import is_direct
 from dflash_trt.kernels.quantize_fp8 import e4m3
 from dflash_trt.kernels.rope_and_pages import cos_and_sin, request_of, rotated
 from dflash_trt.kernels.state_pools import pooled
@@ -114,17 +115,23 @@ def store_latents_kernel(
 def write_latents_kernel(
     rows,  # F [N, ROW], normed and rotated
     pages,  # F or float8_e4m3fn [pages, page_size, ROW]; its type alone is read
+    kept,  # out, F [N, ROW]: what FP8 pages hold of these rows; pages of F hold the rows themselves
+    direct,  # out, F [N, direct_columns]: zeros, but for the rows that are attended directly
     state_pools,  # int64 [states]; pages are at its `state_index`
     positions,  # int32 [N]
     token_offsets,  # int32 [R + 1]
+    context_lens,  # int32 [R]
     page_table,  # int32 [R, pages_per_request]
     k_scale,  # of FP8 pages
+    min_direct_rows,  # see `is_direct`
+    direct_columns,
     num_requests,
     pages_per_request,
     page_shift,
     state_index,
     ROW: tl.constexpr,
     ROW_DIM: tl.constexpr,  # padded to a power of two
+    ZEROS: tl.constexpr,  # stored at once
     REQUESTS: tl.constexpr,
 ):
     """Grid: (N,)."""
@@ -133,14 +140,27 @@ def write_latents_kernel(
         return
     row = tl.program_id(0)
     request = request_of(row, token_offsets, num_requests, REQUESTS)
+    own = direct + row.to(tl.int64) * direct_columns
     if request >= num_requests:
+        store_zeros(own, direct_columns, ZEROS)
         return
+    if not is_direct(request, token_offsets, context_lens, min_direct_rows):
+        store_zeros(own, direct_columns, ZEROS)
     position = tl.load(positions + row)
     page = tl.load(page_table + request.to(tl.int64) * pages_per_request + (position >> page_shift)).to(tl.int64)
     page_size = 1 << page_shift
     out = pages + (page * page_size + (position & (page_size - 1))) * ROW
     column = tl.arange(0, ROW_DIM)
-    value = tl.load(rows + row.to(tl.int64) * ROW + column, mask=column < ROW, other=0.0).to(tl.float32)
+    in_rows = row.to(tl.int64) * ROW + column
+    value = tl.load(rows + in_rows, mask=column < ROW, other=0.0).to(tl.float32)
     if pages.dtype.element_ty == tl.float8e4nv:
         value = e4m3(value, k_scale)
+        tl.store(kept + in_rows, (value * k_scale).to(kept.dtype.element_ty), mask=column < ROW)
     tl.store(out + column, value.to(pages.dtype.element_ty), mask=column < ROW)
+
+
+@triton.jit
+def store_zeros(out, num_columns, ZEROS: tl.constexpr):
+    for first in range(0, num_columns, ZEROS):
+        column = first + tl.arange(0, ZEROS)
+        tl.store(out + column, tl.zeros([ZEROS], out.dtype.element_ty), mask=column < num_columns)

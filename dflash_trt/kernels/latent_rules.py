@@ -10,7 +10,6 @@ MAX_ROPE_DIM: Final = 64
 TILE: Final = 64  # rows: the fewest that the tensor cores of Hopper and Blackwell read from shared memory
 FP8_TILE: Final = 32  # of 64 rows, the conversion of FP8 to float16 spills registers
 FLOAT32_TILE: Final = 16
-MIN_DIRECT_ROWS: Final = 64  # of a prompt that begins in a step: fewer do not fill a tile of one head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ WIDE_HEAD_DIM: Final = 256  # of wider heads a program of attention takes a part
 WIDE_MAX_GROUP: Final = 16  # query heads of a K/V head that is wider: what the smallest tile holds
 LATENT_KEY_BLOCK: Final = 32  # of attention over latents
 MIN_KEY_BLOCK: Final = 16  # what the tensor cores take
+MIN_DIRECT_ROWS: Final = 64  # of a prompt that begins in a step: fewer do not fill a tile of one head
 # Entries of a tile of experts; an entry is one choice of one row.
 MIN_TILE_TOKENS: Final = 16
 MID_TILE_TOKENS: Final = 32
@@ -71,6 +72,24 @@ def latent_slots(*, groups: int, num_multiprocessors: int) -> int:
 def latent_key_block(*, page_size: int, is_float32: int) -> int:
     """Keys of a block, which lie in one page, unless pages are smaller than the least of a block."""
     return max(MIN_KEY_BLOCK, min(MIN_KEY_BLOCK if is_float32 == 1 else LATENT_KEY_BLOCK, page_size))
+
+
+def min_direct_rows(*, num_rows: int, num_requests: int, num_verify_rows: int) -> int:
+    """Rows from which a prompt that begins in such a step is attended directly; ANY_ROWS: no request has as many.
+
+    No verify block has more than num_verify_rows. A step without more rows than verify blocks may have has no prompt,
+    as far as shapes tell, and any answer gives right results.
+    """
+    return (
+        max(MIN_DIRECT_ROWS, num_verify_rows + 1)
+        if num_rows >= max(MIN_DIRECT_ROWS, num_requests * num_verify_rows + 1)
+        else ANY_ROWS
+    )
+
+
+def row_tiles(*, num_rows: int, num_requests: int, rows_per_tile: int, min_rows: int) -> int:
+    """Tiles of query rows at most: each request of at least `min_rows` rows may have one that is not full."""
+    return num_rows // rows_per_tile + min(num_requests, num_rows // min_rows)
 
 
 def tile_tokens(*, num_entries: int, num_experts: int) -> int:

@@ -16,8 +16,8 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.engine_dir import EngineLimits, PretrainedConfig
-from dflash_trt.kernels.latent_rules import MIN_DIRECT_ROWS, LatentShape, largest_workspace
-from dflash_trt.kernels.launch_rules import num_partials, num_stats, work_slots
+from dflash_trt.kernels.latent_rules import LatentShape, largest_workspace
+from dflash_trt.kernels.launch_rules import MIN_DIRECT_ROWS, num_partials, num_stats, work_slots
 from dflash_trt.kernels.sampling_scratch import SCRATCH, num_tiles
 
 # What a process takes for CUDA's context, loaded kernels and cuBLAS before any weight: an assumption, not measured.
@@ -79,8 +79,8 @@ def rank_memory(
         weights_bytes=weights_bytes,
         buffers_bytes=buffers_bytes(steps),
         workspace_bytes=workspace_bytes(config, steps, multiprocessors=multiprocessors),
-        activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps)),
-        graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens),
+        activations_bytes=activations_bytes(config, steps, num_tokens=_max_tokens(steps), has_nodes=has_pages_last),
+        graph_pool_bytes=activations_bytes(config, steps, num_tokens=graph_tokens, has_nodes=has_pages_last),
     )
 
 
@@ -110,8 +110,10 @@ def workspace_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, multipr
     return attention * num_bytes_of("float32") + _max_rows(limits) * per_row + kept * num_bytes_of(config.dtype)
 
 
-def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_tokens: int) -> int:
-    """The most that a step of so many tokens holds at once, its logits included.
+def activations_bytes(
+    config: PretrainedConfig, limits: ExecutorLimits, *, num_tokens: int, has_nodes: bool = False
+) -> int:
+    """The most that a step of so many tokens holds at once, its logits included. `has_nodes`: of a TensorRT engine.
 
     The step keeps three tensors of every layer, since any layer may be tapped; to them comes the largest of a layer's
     own tensors, the target's logits, the drafter's fusion, and its block with its logits.
@@ -119,7 +121,8 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     target, draft, mapping = config.target, config.draft, config.mapping
     rows = _max_rows(limits)
     kept = num_tokens * target.hidden_size * (1 + _LAYER_TENSORS * target.num_layers)
-    layer = num_tokens * max(layer_features(layer, target.hidden_size, config, num_tokens) for layer in target.layers)
+    features = (layer_features(x, target.hidden_size, config, num_tokens, has_nodes=has_nodes) for x in target.layers)
+    layer = num_tokens * max(features)
     logits = rows * (2 * target.hidden_size + _logit_columns(target.vocab_size, mapping.tp_size))
     phases = [layer, logits]
     if draft is not None:
@@ -133,7 +136,9 @@ def activations_bytes(config: PretrainedConfig, limits: ExecutorLimits, *, num_t
     return (kept + max(phases)) * num_bytes_of(config.dtype)
 
 
-def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int = 1) -> int:
+def layer_features(
+    layer: LayerSpec, hidden_size: int, config: PretrainedConfig, num_tokens: int = 1, *, has_nodes: bool = False
+) -> int:
     """Elements of a layer's tensors per token, the larger of attention and feed-forward."""
     mixer, mapping, forward = layer.shard(config.mapping).mixer, config.mapping, layer.feed_forward
     if isinstance(mixer, Gqa):
@@ -143,6 +148,7 @@ def layer_features(layer: LayerSpec, hidden_size: int, config: PretrainedConfig,
         attention = 2 * hidden_size + 2 * mixer.q_size + latents + mixer.attended_size
         if num_tokens >= MIN_DIRECT_ROWS:
             attention += latents // 2 + mixer.num_heads * (mixer.nope_dim + mixer.v_head_dim)
+            attention += mixer.attended_size if has_nodes else 0  # a node's second output
     else:
         attention = 2 * hidden_size + 2 * (mixer.num_channels + mixer.v_size)
     if isinstance(forward, Moe):

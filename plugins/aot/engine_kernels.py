@@ -16,7 +16,7 @@ import torch
 from dflash_trt.core.config import BuildConfig
 from dflash_trt.core.dtype import DType, FloatDType, torch_dtype
 from dflash_trt.core.mapping import Mapping
-from dflash_trt.core.model.decoder import DecoderSpec
+from dflash_trt.core.model.decoder import DecoderSpec, TargetSpec
 from dflash_trt.core.state_spec import LayerState, PagedKv, PagedLatent, PagedRows, Recurrent, SharedKv
 from dflash_trt.engine_dir import EngineDir, EngineLimits, PretrainedConfig
 from dflash_trt.kernels.launch_rules import NO_CHUNK
@@ -82,7 +82,7 @@ class EngineKernels:
             experts=tuple(sorted(set(experts_of(config, max_rows=limits.max_num_tokens)))),
             deltas=tuple(sorted(set(_deltas(states.target, max_requests=limits.max_batch_size)))),
             feature_size=next((state.width for state in states.draft if isinstance(state, PagedRows)), None),
-            latents=tuple(sorted(set(_latents(states.target, limits)))),
+            latents=tuple(sorted(set(_latents(config.target, states.target, limits)))),
         )
 
     def variants(self) -> tuple[KernelVariant, ...]:
@@ -196,16 +196,18 @@ def _deltas(states: Iterable[LayerState], *, max_requests: int) -> Iterator[Delt
             yield DeltaKernels.of(state, max_requests=max_requests)
 
 
-def _latents(states: Iterable[LayerState], limits: EngineLimits) -> Iterator[LatentKernels]:
-    for state in states:
-        if isinstance(state, PagedLatent):
-            yield LatentKernels(
-                latent_dim=state.latent_dim,
-                rope_dim=state.rope_dim,
-                page_dtype=state.dtype,
-                page_size=limits.page_size,
-                max_requests=limits.max_batch_size,
-            )
+def _latents(target: TargetSpec, states: Iterable[LayerState], limits: EngineLimits) -> Iterator[LatentKernels]:
+    pages = [state for state in states if isinstance(state, PagedLatent)]
+    for mla, state in zip(target.latents, pages, strict=True):
+        yield LatentKernels(
+            latent_dim=mla.latent_dim,
+            rope_dim=mla.rope_dim,
+            nope_dim=mla.nope_dim,
+            value_dim=mla.v_head_dim,
+            page_dtype=state.dtype,
+            page_size=limits.page_size,
+            max_requests=limits.max_batch_size,
+        )
 
 
 def _tiles(dtype: torch.dtype, layer: LayerKernels) -> tuple[int, ...]:

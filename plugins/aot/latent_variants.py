@@ -1,10 +1,11 @@
-"""Variants of the kernels of latent attention to be compiled, as `latent_attention_launch.py` passes them.
+"""Variants of the kernels of latent attention to be compiled, as the launchers in `kernels/` pass them.
 
-Sizes of a latent are compiled in, heads are not: a library has the latents of the engines that it is made for alone.
+Sizes of a latent and of its heads are compiled in, their number is not: a library has the latents of the engines that
+it is made for alone.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,15 @@ from dflash_trt.kernels.attention_launch import REDUCTION_ROWS, REDUCTION_STAGES
 from dflash_trt.kernels.attention_reduction import attention_reduction_kernel
 from dflash_trt.kernels.capacity import next_power_of_2, request_capacity
 from dflash_trt.kernels.latent_attention import latent_attention_kernel
+from dflash_trt.kernels.latent_chunk import latent_chunk_kernel, latent_kv_kernel
+from dflash_trt.kernels.latent_chunk_launch import (
+    CHUNK_WARPS,
+    KV_WARPS,
+    chunk_constants,
+    chunk_stages,
+    kv_constants,
+    kv_stages,
+)
 from dflash_trt.kernels.latent_pages import write_latents_kernel
 from dflash_trt.kernels.latent_rules import LatentShape
 from dflash_trt.kernels.launch_rules import NO_CHUNK
@@ -29,7 +39,11 @@ _TYPES: Final = {
     "fp32": ("score_scale", "k_scale", "amplitude", "eps"),
     "i32:16": ("latent_stride", "k_stride", "q_stride", "q_pitch"),
 }
-_OF_F: Final = ("q", "q_nope", "q_rope", "latents", "k_rope", "queries", "norm", "kv", "rows", "attended")
+_OF_F: Final = (
+    *("q", "q_nope", "q_rope", "latents", "k_rope", "queries", "norm"),
+    *("k_factor", "v_factor", "kv", "rows", "kept", "direct", "attended"),
+)
+_ZEROS: Final = 1024  # of `direct`, that a program stores at once
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -38,6 +52,8 @@ class LatentKernels:
 
     latent_dim: int
     rope_dim: int
+    nope_dim: int
+    value_dim: int
     page_dtype: DType
     page_size: int
     max_requests: int
@@ -50,26 +66,41 @@ class LatentKernels:
         shape = LatentShape(num_heads=1, latent_dim=self.latent_dim, rope_dim=self.rope_dim)
         tile = launch.latent_tile(dtype, page_dtype)
         key_block = launch.latent_key_block(dtype=dtype, page_size=self.page_size)
-        yield write_latents_variant(shape, dtype, page_dtype, max_requests=self.max_requests)
-        yield attention_plan_variant(tile=tile, key_block=key_block, has_block=False, max_requests=self.max_requests)
+        yield write_latents_variant(
+            shape, dtype, page_dtype, max_requests=self.max_requests, has_aligned_values=self.value_dim % 16 == 0
+        )
+        yield latent_plan_variant(tile=tile, key_block=key_block, max_requests=self.max_requests)
         yield latent_attention_variant(shape, dtype, page_dtype, page_size=self.page_size, is_pooled=True)
         yield latent_reduction_variant(
             shape, dtype, tile=tile, page_size=self.page_size, num_requests=self.max_requests
         )
+        sizes = {"nope_dim": self.nope_dim, "value_dim": self.value_dim}
+        chunk = latent_chunk_variant(shape, dtype, **sizes, is_pooled=True)
+        tile, key_block = (int(chunk.constexprs[name]) for name in ("TILE", "KEY_BLOCK"))
+        yield latent_plan_variant(tile=tile, key_block=key_block, max_requests=self.max_requests)
+        yield latent_kv_variant(shape, dtype, **sizes)
+        yield chunk
+
+
+def latent_plan_variant(*, tile: int, key_block: int, max_requests: int) -> KernelVariant:
+    """With as many tiles as the requests that it serves may have."""
+    variant = attention_plan_variant(tile=tile, key_block=key_block, has_block=False, max_requests=max_requests)
+    return replace(variant, grid=("tile_capacity + work_slots", "1", "1"))
 
 
 def write_latents_variant(
-    shape: LatentShape, dtype: torch.dtype, page_dtype: torch.dtype, *, max_requests: int
+    shape: LatentShape, dtype: torch.dtype, page_dtype: torch.dtype, *, max_requests: int, has_aligned_values: bool
 ) -> KernelVariant:
     requests = request_capacity(max_requests)
-    return latent_variant(
-        f"write_latents_{_name(shape, dtype, page_dtype)}_r{requests}",
+    variant = latent_variant(
+        f"write_latents_{_name(shape, dtype, page_dtype)}_r{requests}{'_v16' if has_aligned_values else ''}",
         write_latents_kernel,
         (dtype, page_dtype),
-        {"ROW": shape.row_size, "ROW_DIM": next_power_of_2(shape.row_size), "REQUESTS": requests},
+        {"ROW": shape.row_size, "ROW_DIM": next_power_of_2(shape.row_size), "ZEROS": _ZEROS, "REQUESTS": requests},
         num_warps=NUM_WARPS,
         grid=("num_rows", "1", "1"),
     )
+    return _with_words(variant, "i32:16", "direct_columns") if has_aligned_values else variant
 
 
 def latent_attention_variant(
@@ -105,6 +136,41 @@ def latent_reduction_variant(
     )
 
 
+def latent_kv_variant(shape: LatentShape, dtype: torch.dtype, *, nope_dim: int, value_dim: int) -> KernelVariant:
+    constants = kv_constants(
+        nope_dim=nope_dim, value_dim=value_dim, latent_dim=shape.latent_dim, rope_dim=shape.rope_dim, dtype=dtype
+    )
+    blocks = sum(-(-size // constants["COLUMNS"]) for size in (nope_dim, value_dim))
+    return latent_variant(
+        f"latent_kv_{_direct_name(shape, dtype, nope_dim, value_dim)}",
+        latent_kv_kernel,
+        (dtype, dtype),
+        constants,
+        num_warps=KV_WARPS,
+        num_stages=kv_stages(dtype),
+        grid=(f"heads * {blocks}", "tile_capacity + work_slots", "1"),
+    )
+
+
+def latent_chunk_variant(
+    shape: LatentShape, dtype: torch.dtype, *, nope_dim: int, value_dim: int, is_pooled: bool
+) -> KernelVariant:
+    constants = chunk_constants(
+        nope_dim=nope_dim, value_dim=value_dim, latent_dim=shape.latent_dim, rope_dim=shape.rope_dim, dtype=dtype
+    )
+    pooled = "_pooled" if is_pooled else ""
+    variant = latent_variant(
+        f"latent_chunk_{_direct_name(shape, dtype, nope_dim, value_dim)}{pooled}",
+        latent_chunk_kernel,
+        (dtype, dtype),
+        constants | {"POOLED": is_pooled},
+        num_warps=CHUNK_WARPS,
+        num_stages=chunk_stages(dtype),
+        grid=("heads", "tile_capacity + work_slots", "1"),
+    )
+    return variant if nope_dim % 16 == 0 else _with_words(variant, "i32", "q_stride", "q_pitch")
+
+
 def latent_variant(
     name: str,
     kernel: Any,
@@ -130,3 +196,11 @@ def latent_variant(
 
 def _name(shape: LatentShape, dtype: torch.dtype, page_dtype: torch.dtype) -> str:
     return f"{dtype_name(dtype)}_{dtype_name(page_dtype)}_c{shape.latent_dim}_p{shape.rope_dim}"
+
+
+def _with_words(variant: KernelVariant, word: str, *arguments: str) -> KernelVariant:
+    return replace(variant, signature=dict(variant.signature) | dict.fromkeys(arguments, word))
+
+
+def _direct_name(shape: LatentShape, dtype: torch.dtype, nope_dim: int, value_dim: int) -> str:
+    return f"{dtype_name(dtype)}_c{shape.latent_dim}_p{shape.rope_dim}_n{nope_dim}_v{value_dim}"

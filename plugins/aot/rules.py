@@ -27,6 +27,8 @@ RULES: Final[tuple[Callable[..., int], ...]] = (
     launch_rules.max_lead,
     launch_rules.latent_slots,
     launch_rules.latent_key_block,
+    launch_rules.min_direct_rows,
+    launch_rules.row_tiles,
     launch_rules.tile_tokens,
     launch_rules.max_tiles,
 )

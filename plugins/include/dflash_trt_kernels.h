@@ -209,18 +209,21 @@ extern "C"
         int32_t pages_per_request;
         int32_t num_heads;
         int32_t row_size; /* of a latent and the rotated key behind it */
+        int32_t nope_dim; /* of a head's keys that are not rotated */
+        int32_t value_dim;
         int32_t latent_dim;
         int32_t page_size;
-        int32_t state; /* index in state_pools */
+        int32_t max_verify_rows; /* of a request that is not a prompt */
+        int32_t state;           /* index in state_pools */
         float k_scale;
         float score_scale;
     } dflash_trt_latents_shape;
 
-    /* Device addresses in the order of AttendLatents' inputs, which dflash_trt_contract() lists. */
+    /* Device addresses in the order of AttendLatents' inputs and outputs, which dflash_trt_contract() lists. */
     typedef struct
     {
         void const* const* inputs;
-        void* attended;
+        void* const* outputs;
     } dflash_trt_latents_buffers;
 
     /* Workspace: device memory of at least so many bytes, for one call at a time. */

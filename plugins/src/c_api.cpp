@@ -141,12 +141,12 @@ DeltaOptions delta_options_of(dflash_trt_gated_delta_shape const& shape)
 LatentShape latents_of(dflash_trt_latents_shape const& shape)
 {
     return {{float_type(shape.float_type), page_type(shape.page_type)}, shape.num_rows, shape.num_requests,
-        shape.pages_per_request, shape.num_heads, shape.row_size};
+        shape.pages_per_request, shape.num_heads, shape.row_size, shape.nope_dim, shape.value_dim};
 }
 
 LatentOptions latent_options_of(dflash_trt_latents_shape const& shape)
 {
-    return {shape.state, shape.latent_dim, shape.page_size, shape.k_scale, shape.score_scale};
+    return {shape.state, shape.latent_dim, shape.page_size, shape.max_verify_rows, shape.k_scale, shape.score_scale};
 }
 
 CollectiveShape collective_of(dflash_trt_collective_shape const& shape)
@@ -325,8 +325,7 @@ int32_t dflash_trt_attend_latents(dflash_trt_latents_shape const* shape, dflash_
         [&]
         {
             auto const& given = required(buffers);
-            void* const outputs[] = {given.attended};
-            CallTensors const tensors{&required(given.inputs), outputs, workspace};
+            CallTensors const tensors{&required(given.inputs), &required(given.outputs), workspace};
             auto const launches =
                 prepare_latents(latents_of(required(shape)), latent_options_of(*shape), Device::current());
             run(launches, tensors, stream);

@@ -275,6 +275,10 @@ void check_configuration(Plugin const& plugin, Node node)
         refuses("q", 2, kLatentRow + 1, "q: expected 32 along an axis");
         refuses("own", 0, kTokens + 1, "own: expected 6 along an axis");
         refuses("own", 1, kLatentRow + 1, "q: expected 33 along an axis");
+        refuses("q_nope", 1, kTokens + 1, "q_nope: expected 6 along an axis");
+        refuses("k_factor", 1, kLatentNope + 1, "k_factor: expected 16 along an axis");
+        refuses("v_factor", 0, kHeads + 1, "v_factor: expected 4 along an axis");
+        refuses("v_factor", 1, kLatentValue + 1, "VALUE = 13");
         refuses("page_table", 0, kRequests + 1, "token_offsets: expected 4 along an axis");
         return;
     }

@@ -45,6 +45,7 @@ constexpr int64_t kKeyHeads = 2, kValueHeads = 4, kKeyDim = 16, kValueDim = 24, 
 constexpr int64_t kDeltaStates = 8; // the six of the node, from the third on
 constexpr int64_t kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim;
 constexpr int64_t kLatentDim = 24, kLatentRow = 32; // of tests/plugins/latent_cases.py
+constexpr int64_t kLatentNope = 16, kLatentValue = 12;
 constexpr int64_t kExperts = 8, kHidden = 64, kFfn = 96; // of MXFP4, as one of tests/plugins/expert_cases.py
 
 /// `has_fp8_pages`: of scaled FP8; else of `f`.
@@ -127,10 +128,13 @@ inline std::vector<Node> make_nodes(
                 token_offsets, per_request("context_lens", i32)},
             {{"out", {num_tokens, kValueHeads * kValueDim}, f}}, 4},
         {"AttendLatents",
-            {state, page_type, {"page_size", 4}, {"latent_dim", int32_t{kLatentDim}}, k_scale, score_scale},
-            {{"q", {num_tokens, kHeads, kLatentRow}, f}, {"own", {num_tokens, kLatentRow}, f}, pools, positions,
-                token_offsets, per_request("context_lens", i32), page_table},
-            {{"attended", {num_tokens, kHeads, kLatentDim}, f}}, 4},
+            {state, page_type, {"page_size", 4}, {"latent_dim", int32_t{kLatentDim}}, {"max_verify_rows", int32_t{kWidth}},
+                k_scale, score_scale},
+            {{"q", {num_tokens, kHeads, kLatentRow}, f}, {"own", {num_tokens, kLatentRow}, f},
+                {"q_nope", {kHeads, num_tokens, kLatentNope}, f}, {"k_factor", {kHeads, kLatentNope, kLatentDim}, f},
+                {"v_factor", {kHeads, kLatentValue, kLatentDim}, f}, pools, positions, token_offsets,
+                per_request("context_lens", i32), page_table},
+            {{"attended", {num_tokens, kHeads, kLatentDim}, f}, {"direct", {num_tokens, kHeads, kLatentValue}, f}}, 4},
         {"AllReduce", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"summed", {kTokens, kHeadDim}, f}}, 0},
         {"AllGather", {{"num_ranks", 3}}, {{"x", {kTokens, kHeadDim}, f}}, {{"gathered", {3 * kTokens, kHeadDim}, f}},
             0},

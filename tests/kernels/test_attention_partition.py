@@ -86,6 +86,7 @@ CASES = {
     "chunks of less than a block of keys": Lengths(rows=(9, 3), contexts=(500, 30), work_slots=20, chunk=10),
     "fixed length, chunks": Lengths(rows=(9, 4, 1), contexts=(300, 92, 0), split_blocks=3, chunk=96, work_slots=64),
     "short requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), max_rows=4, work_slots=20),
+    "as many long requests as there may be": Lengths(rows=(5, 5, 1, 1, 5, 1, 1), contexts=(9,) * 7, min_rows=5),
     "long requests only": Lengths(rows=(33, 2, 3), contexts=(500, 300, 9), min_rows=5, work_slots=20),
     "draft blocks": Lengths(rows=(5, 5, 5), contexts=(0, 900, 20), has_block=True, work_slots=9),
     "fixed length": Lengths(rows=(9, 4, 1), contexts=(300, 40, 0), split_blocks=3, work_slots=64),

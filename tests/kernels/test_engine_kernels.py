@@ -170,16 +170,27 @@ def test_kernels_of_latents_are_those_of_their_sizes_and_pages(tmp_path: Path) -
     fields = {"target": "target", "drafter": "drafter", "dtype": "bfloat16", "max_batch_size": 40, "tp_size": 2}
     kernels = kernels_of_config(build_config_from(fields | {"page_size": 8}, source="test"), tmp_path)
     [latents] = kernels.latents
-    assert latents == LatentKernels(latent_dim=32, rope_dim=8, page_dtype="bfloat16", page_size=8, max_requests=40)
+    heads = {"nope_dim": 16, "value_dim": 12}
+    assert latents == LatentKernels(
+        latent_dim=32, rope_dim=8, page_dtype="bfloat16", page_size=8, max_requests=40, **heads
+    )
     assert [layer.is_drafter for layer in kernels.layers] == [True]
-    ours = {variant.kernel.__name__: variant.constexprs for variant in latents.variants("bfloat16")}
-    assert list(ours) == [
-        *("write_latents_kernel", "attention_plan_kernel", "latent_attention_kernel", "attention_reduction_kernel")
+    names = [variant.kernel.__name__ for variant in latents.variants("bfloat16")]
+    assert names == [
+        *("write_latents_kernel", "attention_plan_kernel", "latent_attention_kernel", "attention_reduction_kernel"),
+        *("attention_plan_kernel", "latent_kv_kernel", "latent_chunk_kernel"),
     ]
+    ours = {variant.kernel.__name__: variant.constexprs for variant in latents.variants("bfloat16")}
     assert all(variant in kernels.variants() for variant in latents.variants("bfloat16"))
     attention = ours["latent_attention_kernel"]
     assert (attention["LATENT"], attention["ROPE"], attention["TILE"], attention["POOLED"]) == (32, 8, 64, True)
     assert (attention["KEY_BLOCK"], attention["IS_IN_ONE_PAGE"]) == (16, False)  # two pages of 8
+    assert all(
+        (ours[f"latent_{name}_kernel"]["NOPE"], ours[f"latent_{name}_kernel"]["VALUE"]) == (16, 12)
+        for name in ("kv", "chunk")
+    )
+    tiles = [variant.constexprs["TILE"] for variant in latents.variants("bfloat16") if "TILE" in variant.constexprs]
+    assert tiles == [64, 64, 64, 128, 128, 128]  # each part behind a plan of its own
 
 
 @pytest.mark.parametrize(("capability", "name"), [("9.0", "90a"), ("10.3", "103a"), ("12.0", "120a"), ("8.9", "89")])

@@ -69,11 +69,15 @@ for architecture, page_dtype, page_size, names in (
         if variant.name in names:
             report(variant, architecture)
 SIZES = dict(latent_dim=512, rope_dim=64, page_size=32, max_requests=64)
-for architecture, page_dtype, names in (
-    ("90a", "bfloat16", ("write_latents", "attention_plan", "latent_attention", "latent_reduction")),
-    ("100a", "float8_e4m3fn", ("write_latents", "latent_attention")),
+KIMI, GLM_5 = dict(nope_dim=128, value_dim=128), dict(nope_dim=192, value_dim=256)
+for architecture, page_dtype, heads, names in (
+    ("90a", "bfloat16", KIMI, ("write_latents", "attention_plan", "latent_")),
+    ("90a", "bfloat16", GLM_5, ("latent_kv", "latent_chunk")),
+    ("100a", "float8_e4m3fn", KIMI, ("write_latents", "latent_attention", "latent_kv", "latent_chunk")),
+    ("100a", "bfloat16", GLM_5, ("latent_chunk",)),
+    ("103a", "bfloat16", KIMI, ("latent_kv", "latent_chunk")),
 ):
-    for variant in LatentKernels(page_dtype=page_dtype, **SIZES).variants("bfloat16"):
+    for variant in LatentKernels(page_dtype=page_dtype, **SIZES, **heads).variants("bfloat16"):
         if variant.name.startswith(names):
             report(variant, architecture)
 """
@@ -90,7 +94,7 @@ def test_the_kernels_compile_without_spills_in_the_loop(tmp_path: Path) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     attention = [kernel for kernel in kernels if kernel["name"].startswith("latent_attention")]
     assert [kernel["tile"] for kernel in attention] == [64, 64, 32, 64, 32, 64, 32]  # the last two of a plugin
-    assert len(kernels) == 5 + 5 + 6
+    assert len(kernels) == 5 + 5 + 7 + 2 + 4 + 1 + 2
     for kernel in kernels:
         allowed = (
             FEW_REGISTERS[kernel["name"].endswith("pooled")] if kernel in attention and kernel["tile"] == 64 else 0

@@ -115,6 +115,25 @@ def test_activations_bound_what_a_step_holds(tmp_path: Path, case: str) -> None:
         assert held <= planned <= 1.5 * held  # measured: 1.01 to 1.35
 
 
+def test_a_tensorrt_engine_has_the_results_of_prompts_attended_directly_besides(tmp_path: Path) -> None:
+    """The second output of a node, in steps that may have such a prompt."""
+    family, sizes, _ = CASES["latents"]
+    _, executor = make_executors(make_pair(tmp_path, family, **sizes), torch.device("cpu"), max_num_tokens=64)
+    config, limits = described(executor)
+    layer, mixer = config.target.layers[0], config.target.latents[0]
+    for num_tokens, extra in ((63, 0), (64, mixer.attended_size)):
+        counts = [
+            rank_memory.layer_features(layer, config.target.hidden_size, config, num_tokens, has_nodes=has_nodes)
+            for has_nodes in (False, True)
+        ]
+        assert counts[1] - counts[0] == extra
+    planned = [
+        rank_memory.rank_memory(config, limits, weights_bytes=0, multiprocessors=1, has_pages_last=is_last)
+        for is_last in (False, True)
+    ]
+    assert planned[1].activations_bytes > planned[0].activations_bytes
+
+
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("deepseek_v3", ONE_GROUP)])
 def test_buffers_and_workspaces_are_those_of_the_executor(
     tmp_path: Path, family: Family, sizes: dict[str, int]

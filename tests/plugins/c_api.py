@@ -77,7 +77,10 @@ class DeltaShape(ctypes.Structure):
     _fields_ = (*((name, ctypes.c_int32) for name in _DELTA.split()), ("eps", ctypes.c_float))
 
 
-_LATENTS = "float_type page_type num_rows num_requests pages_per_request num_heads row_size latent_dim page_size state"
+_LATENTS = (
+    "float_type page_type num_rows num_requests pages_per_request num_heads row_size nope_dim value_dim"
+    " latent_dim page_size max_verify_rows state"
+)
 
 
 class LatentsShape(ctypes.Structure):
@@ -127,8 +130,10 @@ class PluginLibrary:
         return contract
 
     def workspace_bytes(self, name: str, inputs: dict[str, Tensor], fields: dict[str, float]) -> int:
-        """Of "attend_pages" or "attend_draft"."""
-        return self._workspace(name, _attention_shape(inputs, fields, inputs["q"]), torch.device("meta")).numel()
+        """Of "attend_pages", "attend_draft" or "attend_latents"."""
+        is_of_latents = name == "attend_latents"
+        shape = _latents_shape(inputs, fields) if is_of_latents else _attention_shape(inputs, fields, inputs["q"])
+        return self._workspace(name, shape, torch.device("meta")).numel()
 
     def attend_pages(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         shape = _attention_shape(x, fields, x["q"])
@@ -203,26 +208,18 @@ class PluginLibrary:
         return [before]
 
     def attend_latents(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
-        num_rows, num_heads, row_size = x["q"].shape
-        integers = [int(fields[name]) for name in ("latent_dim", "page_size", "state")]
-        shape = LatentsShape(
-            FLOAT_TYPES[x["q"].dtype],
-            int(fields["page_type"]),
-            num_rows,
-            *x["page_table"].shape,
-            num_heads,
-            row_size,
-            *integers,
-            fields["k_scale"],
-            fields["score_scale"],
-        )
-        attended = x["q"].new_zeros(num_rows, num_heads, integers[0])
-        workspace = self._workspace("attend_latents", shape, attended.device)
+        shape = _latents_shape(x, fields)
+        heads = (shape.num_rows, shape.num_heads)
+        outputs = {
+            "attended": x["q"].new_zeros(*heads, shape.latent_dim),
+            "direct": x["q"].new_full((*heads, shape.value_dim), torch.nan),
+        }
+        workspace = self._workspace("attend_latents", shape, x["q"].device)
         workspace.random_()  # it holds anything
         contract = next(plugin for plugin in PLUGINS if plugin.name == "AttendLatents")
-        buffers = ExpertsBuffers(_addresses(x, contract.inputs), ctypes.c_void_p(attended.data_ptr()))
+        buffers = SamplingBuffers(_addresses(x, contract.inputs), _addresses(outputs, contract.outputs))
         self._call("attend_latents", shape, buffers, _address(workspace))
-        return [attended]
+        return list(outputs.values())
 
     def _draft(self, x: dict[str, Tensor], fields: dict[str, float]) -> list[Tensor]:
         if "q" not in x:
@@ -282,6 +279,23 @@ def _attention_shape(x: dict[str, Tensor], fields: dict[str, float], q: Tensor |
         pages_per_request=pages_per_request,
         state=int(fields["state"]),
         first_key=int(fields.get("first_key", 0)),
+    )
+
+
+def _latents_shape(x: dict[str, Tensor], fields: dict[str, float]) -> Any:
+    num_rows, num_heads, row_size = x["q"].shape
+    return LatentsShape(
+        float_type=FLOAT_TYPES[x["q"].dtype],
+        num_rows=num_rows,
+        num_requests=x["page_table"].shape[0],
+        pages_per_request=x["page_table"].shape[1],
+        num_heads=num_heads,
+        row_size=row_size,
+        nope_dim=x["q_nope"].shape[2],
+        value_dim=x["v_factor"].shape[1],
+        k_scale=fields["k_scale"],
+        score_scale=fields["score_scale"],
+        **{name: int(fields[name]) for name in ("page_type", "latent_dim", "page_size", "max_verify_rows", "state")},
     )
 
 

@@ -32,7 +32,7 @@ from dflash_trt.core.errors import EngineDirError
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.step_plan import ExecutorLimits
 from tests import engines
-from tests.engines import make_executor
+from tests.engines import decode, make_executor
 from tests.factories import make_target
 from tests.kernels.exact_fp8 import round_fp8_as_hardware
 from tests.plugins.c_api import PluginLibrary
@@ -206,9 +206,19 @@ def latents(pair: Any, nodes: LibraryNodes) -> dict[str, Any]:
     return {
         "tokens": same_tokens(open_engine(pair, nodes), pair),
         "FP8 pages": same_tokens(open_engine(pair, nodes, pages=FP8_PAGES), pair, pages=FP8_PAGES),
+        "a prompt attended directly": same_after_a_long_prompt(open_engine(pair, nodes), pair),
         "canary": canary(open_engine(pair, nodes)),
         "no address": without_address(pair, nodes),
     }
+
+
+def same_after_a_long_prompt(ours: Any, pair: Any) -> bool:
+    """Of as many tokens as the step may have; its last token depends on all of them."""
+    theirs = make_executor(*pair, max_seq_len=MAX_SEQ_LEN)
+    prompt = [index * index % 11 for index in range(64)]
+    expected, found = (decode(x, prompt, 3, num_draft_tokens=1) for x in (theirs, ours))
+    assert max(abs(a - b) for a, b in zip(found.logprobs, expected.logprobs, strict=True)) < 1e-4
+    return found.tokens == expected.tokens
 
 
 def same_tokens(ours: Any, pair: Any, *, pages: Any = None) -> bool:

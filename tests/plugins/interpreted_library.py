@@ -183,30 +183,42 @@ def run_delta(library: Any, driver: InterpretingDriver, case: DeltaCase) -> dict
 
 
 def run_latents(library: Any, driver: InterpretingDriver, case: LatentCase) -> dict[str, Any]:
-    """The largest difference of results and of pages; also with one row corrupted. No address: pages stay as they are.
-
-    Behind the queries there is no memory.
+    """The largest difference of results and of pages; also with one row corrupted, or the key's factor, which only
+    prompts that begin are attended with. No address: pages stay as they are. Behind the queries there is no memory.
     """
     inputs, fields, theirs = case.node()
-    [expected] = reference("AttendLatents", inputs, fields)
+    expected = reference("AttendLatents", inputs, fields)
     driver.launched.clear()
-    driver.set_device(9, 0, num_multiprocessors=16)  # so that long contexts are split
+    driver.set_device(9, 0, num_multiprocessors=case.num_multiprocessors)
     inputs, fields, ours = case.node()
     inputs["q"] = at_the_end_of_memory(inputs["q"])
-    [found] = library("AttendLatents", inputs, fields)
+    found = library("AttendLatents", inputs, fields)
     launched, pages = list(driver.launched), ours.float().clone()
     library("AttendLatents", inputs | {"own": inputs["own"] + 1}, fields | {"state": 0})
     is_unchanged = bool((ours.float() == pages).all())
+    other = inputs | {"k_factor": inputs["k_factor"].flip(1).contiguous()}
+    of_other_factor = library("AttendLatents", other, fields) if len(launched) > 4 else found  # else nothing reads it
     inputs["own"][0] = inputs["own"][0].flip(-1)
-    [corrupted] = library("AttendLatents", inputs, fields)
+    corrupted = library("AttendLatents", inputs, fields)
     driver.set_device(9, 0)
+    offsets = inputs["token_offsets"].tolist()
     return {
-        "difference": float((found - expected).abs().max()),
+        "difference": largest_difference(found, expected),
         "pages": float((pages - theirs.float()).abs().max()),
-        "corrupted": float((corrupted - expected).abs().max()),
+        "corrupted": largest_difference(corrupted, expected),
+        "of_other_factor": [
+            largest_difference(*([x[offsets[r] : offsets[r + 1]] for x in both] for both in (of_other_factor, found)))
+            for r in range(len(case.num_rows))
+        ],
         "is_unchanged": is_unchanged,
         "launches": launched,
     }
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Of any output; NaN counts as infinitely wrong."""
+    differences = [(a - b).abs().nan_to_num(torch.inf) for a, b in zip(found, expected, strict=True)]
+    return max((float(x.max()) for x in differences if x.numel()), default=0.0)
 
 
 def at_the_end_of_memory(x: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from torch import Tensor
 from dflash_trt.backends.tensorrt.plugins import ATTEND_LATENTS
 from dflash_trt.core.dtype import FloatDType
 from dflash_trt.formats.fp8 import e4m3
+from dflash_trt.kernels.launch_rules import min_direct_rows
 from plugins.aot.latent_variants import LatentKernels
 from tests.trt.networks import view_at
 
-LATENT_DIM, ROPE_DIM = 24, 8
-PAGE_SIZE, NUM_PAGES, PAGES_PER_REQUEST = 4, 40, 12
+LATENT_DIM, ROPE_DIM, NOPE_DIM, VALUE_DIM = 24, 8, 16, 12
+PAGE_SIZE = 4
 STATE = 3  # in state_pools, behind three of other layers
 FP8_SCALE = 0.02
+_FACTORS = ("k_factor", "v_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,29 @@ class LatentCase:
     num_heads: int = 4
     has_fp8_pages: bool = False
     num_padding: int = 0  # rows of no request at the end
+    max_verify_rows: int = 16
+    num_multiprocessors: int = 16  # so many that long contexts are split
+
+    @property
+    def pages_per_request(self) -> int:
+        """One more than the longest has."""
+        lengths = (sum(both) for both in zip(self.num_rows, self.context_lens, strict=True))
+        return max(lengths) // PAGE_SIZE + 2
+
+    @property
+    def direct_requests(self) -> list[int]:
+        """See plugins/README.md."""
+        sizes = {"num_rows": sum(self.num_rows) + self.num_padding, "num_requests": len(self.num_rows)}
+        least = min_direct_rows(**sizes, num_verify_rows=self.max_verify_rows)
+        both = enumerate(zip(self.num_rows, self.context_lens, strict=True))
+        return [r for r, (rows, context) in both if context == 0 and rows >= least]
 
     def kernels(self, dtype: FloatDType) -> LatentKernels:
         return LatentKernels(
             latent_dim=LATENT_DIM,
             rope_dim=ROPE_DIM,
+            nope_dim=NOPE_DIM,
+            value_dim=VALUE_DIM,
             page_dtype="float8_e4m3fn" if self.has_fp8_pages else dtype,
             page_size=PAGE_SIZE,
             max_requests=16,
@@ -47,7 +67,8 @@ class LatentCase:
 
         row_size, page_dtype = LATENT_DIM + ROPE_DIM, torch.float8_e4m3fn if self.has_fp8_pages else dtype
         scale = FP8_SCALE if self.has_fp8_pages else 1.0
-        stored = randn(NUM_PAGES, PAGE_SIZE, row_size)
+        num_pages = len(self.num_rows) * self.pages_per_request + 4
+        stored = randn(num_pages, PAGE_SIZE, row_size)
         pages = (e4m3(stored / scale) if self.has_fp8_pages else stored.to(page_dtype)).to(device)
         pools = torch.zeros(STATE + 2, dtype=torch.int64)
         pools[STATE] = pages.data_ptr()
@@ -55,18 +76,25 @@ class LatentCase:
         for count, context in zip(self.num_rows, self.context_lens, strict=True):
             offsets.append(offsets[-1] + count)
             positions += range(context, context + count)
-        order = torch.randperm(NUM_PAGES, generator=random)[: len(self.num_rows) * PAGES_PER_REQUEST]
+        order = torch.randperm(num_pages, generator=random)[: len(self.num_rows) * self.pages_per_request]
+        factors = [randn(self.num_heads, size, LATENT_DIM).to(dtype) / 5 for size in (NOPE_DIM, VALUE_DIM)]
+        q_nope = randn(self.num_heads, num_rows, NOPE_DIM).to(dtype)
+        absorbed = torch.einsum("hqd,hdr->qhr", q_nope.float(), factors[0].float())
         inputs = {
-            "q": randn(num_rows, self.num_heads, row_size).to(dtype),
+            "q": torch.cat((absorbed, randn(num_rows, self.num_heads, ROPE_DIM)), 2).to(dtype),
             "own": randn(num_rows, row_size).to(dtype),
+            "q_nope": q_nope,
+            "k_factor": factors[0],
+            "v_factor": factors[1],
             "state_pools": pools,
             "positions": torch.tensor([*positions, *[0] * self.num_padding], dtype=torch.int32),
             "token_offsets": torch.tensor(offsets, dtype=torch.int32),
             "context_lens": torch.tensor(self.context_lens, dtype=torch.int32),
-            "page_table": order.int().view(len(self.num_rows), PAGES_PER_REQUEST),
+            "page_table": order.int().view(len(self.num_rows), -1),
         }
         fields = {"state": STATE, "page_type": int(self.has_fp8_pages), "page_size": PAGE_SIZE}
-        reals = {"latent_dim": LATENT_DIM, "k_scale": scale, "score_scale": 0.2}
+        fields |= {"latent_dim": LATENT_DIM, "max_verify_rows": self.max_verify_rows}
+        reals = {"k_scale": scale, "score_scale": 0.2}
         return {name: inputs[name].to(device) for name in ATTEND_LATENTS.inputs}, fields | reals, pages
 
 
@@ -77,17 +105,29 @@ CASES = {
     "groups of heads, in a padded step": LatentCase(
         num_rows=(2, 3, 0), context_lens=(40, 5, 0), num_heads=40, num_padding=3
     ),
+    "a prompt that begins beside a verify block, a later chunk and a shorter prompt, in a padded step": LatentCase(
+        num_rows=(3, 66, 65, 63), context_lens=(22, 0, 7, 0), num_heads=2, num_padding=2
+    ),
+    "a prompt that begins over FP8 pages, whose absorbed keys would be split": LatentCase(
+        num_rows=(2, 64), context_lens=(9, 0), num_heads=2, has_fp8_pages=True, num_multiprocessors=32
+    ),
+    "no more rows than verify blocks may have": LatentCase(
+        num_rows=(65, 1), context_lens=(0, 3), num_heads=1, max_verify_rows=33
+    ),
 }
 
 
 def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tensor]:
-    """plugins/README.md in PyTorch; rows of no request, which a node leaves alone, are zeros."""
+    """plugins/README.md in PyTorch; sums of rows of no request, which a node leaves alone, are zeros."""
     page_size, latent_dim, is_fp8 = int(settings["page_size"]), int(settings["latent_dim"]), bool(settings["page_type"])
     q, own = x["q"], x["own"]
     shape = (int(x["page_table"].max()) + 1, page_size, own.shape[1])
     pages = view_at(int(x["state_pools"][int(settings["state"])]), shape, torch.uint8 if is_fp8 else own.dtype)
     codes = e4m3(own.float() / settings["k_scale"]).view(torch.uint8) if is_fp8 else own
     attended = torch.zeros(*q.shape[:2], latent_dim, dtype=q.dtype)
+    direct = torch.zeros(*q.shape[:2], x["v_factor"].shape[1], dtype=q.dtype)
+    sizes = {"num_rows": len(q), "num_requests": len(x["context_lens"])}
+    least = min_direct_rows(**sizes, num_verify_rows=int(settings["max_verify_rows"]))
     for r, context in enumerate(x["context_lens"].tolist()):
         start, stop = x["token_offsets"][r : r + 2].tolist()
         for t in range(start, stop):
@@ -96,8 +136,16 @@ def run_reference(x: dict[str, Tensor], settings: dict[str, float]) -> list[Tens
         num_keys, num_pages = context + stop - start, -(-(context + stop - start) // page_size)
         stored = pages[x["page_table"][r, :num_pages].long()].flatten(0, 1)[:num_keys]
         keys = (stored.view(torch.float8_e4m3fn) if is_fp8 else stored).float() * settings["k_scale"]
-        scores = torch.einsum("qhd,kd->qhk", q[start:stop].float(), keys) * settings["score_scale"]
         is_hidden = torch.arange(num_keys) > x["positions"][start:stop, None, None]
-        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(2)
-        attended[start:stop] = (weights @ keys[:, :latent_dim]).to(q.dtype)
-    return [attended]
+        own_q = q[start:stop].float()
+        if context == 0 and stop - start >= least:
+            k, v = (torch.einsum("kr,hdr->khd", keys[:, :latent_dim], x[name].float()) for name in _FACTORS)
+            scores = torch.einsum("hqd,khd->qhk", x["q_nope"][:, start:stop].float(), k)
+            scores += torch.einsum("qhd,kd->qhk", own_q[..., latent_dim:], keys[:, latent_dim:])
+            weights = (scores * settings["score_scale"]).masked_fill(is_hidden, -torch.inf).softmax(2)
+            direct[start:stop] = torch.einsum("qhk,khd->qhd", weights, v).to(q.dtype)
+        else:
+            scores = torch.einsum("qhd,kd->qhk", own_q, keys) * settings["score_scale"]
+            weights = scores.masked_fill(is_hidden, -torch.inf).softmax(2)
+            attended[start:stop] = (weights @ keys[:, :latent_dim]).to(q.dtype)
+    return [attended, direct]

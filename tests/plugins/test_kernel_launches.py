@@ -155,7 +155,17 @@ def test_a_node_over_latents_gives_what_pytorch_gives(results: dict[str, Any], c
     found = results["latents"][case]
     assert found["difference"] <= TOLERANCE and found["pages"] <= TOLERANCE < SPOILT < found["corrupted"]
     assert found["is_unchanged"]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES)
+def test_prompts_that_begin_are_looked_for_where_there_may_be_one(results: dict[str, Any], case: str) -> None:
+    """They alone are attended with the factors of K and V."""
+    found, direct = results["latents"][case], LATENT_CASES[case].direct_requests
+    assert [r for r, difference in enumerate(found["of_other_factor"]) if difference > SPOILT] == direct
+    assert all(difference == 0.0 for r, difference in enumerate(found["of_other_factor"]) if r not in direct)
     kernels = ["write_latents", "attention_plan", "latent_attention", "latent_reduction"]
+    if direct:
+        kernels += ["attention_plan", "latent_kv", "latent_chunk"]
     assert [re.match("[a-z_]+?(?=_(float32|step))", name)[0] for name in found["launches"]] == kernels  # type: ignore[index]
 
 

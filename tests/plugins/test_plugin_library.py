@@ -18,6 +18,7 @@ from dflash_trt.backends.tensorrt.plugins import PLUGIN_NAMESPACE, PLUGIN_VERSIO
 from dflash_trt.kernels.attention_launch import work_slots, workspace_size
 from tests.plugins.building import ROOT, BuiltLibrary, cuda_headers, run_python, tensorrt_headers
 from tests.plugins.c_api import PluginLibrary
+from tests.plugins.latent_cases import LATENT_DIM, NOPE_DIM, ROPE_DIM, VALUE_DIM, LatentCase
 from tests.plugins.node_inputs import CASES, NodeInputs
 
 # The C and C++ run-time libraries, and nothing of CUDA or TensorRT.
@@ -236,3 +237,24 @@ def test_the_workspace_of_attention_serves_gpus_of_up_to_192_multiprocessors(
     ]
     expected = 4 * max(size.num_elements for size in sizes)
     assert PluginLibrary(built.kernels).workspace_bytes(node, inputs, fields) == expected
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_the_workspace_of_latents_has_k_and_v_of_any_step_that_a_prompt_makes_long_enough(
+    built: BuiltLibrary, num_requests: int
+) -> None:
+    """Whatever the number of requests: another of as many rows may have the prompt. Else it has FP8 rows alone."""
+
+    def num_bytes(num_rows: int, *, has_fp8_pages: bool = False) -> int:
+        rows = (num_rows - num_requests + 1, *[1] * (num_requests - 1))
+        case = LatentCase(num_rows=rows, context_lens=(0,) * num_requests, num_heads=1, has_fp8_pages=has_fp8_pages)
+        inputs, fields, _ = case.node()
+        return PluginLibrary(built.kernels).workspace_bytes("attend_latents", inputs, fields)
+
+    def aligned(num_bytes: int) -> int:
+        return -(-num_bytes // 256) * 256
+
+    plan = 32 * (64 // 32 + 1 + 1)  # tiles of 32 rows, the request's last, and a slot
+    assert num_bytes(64) - num_bytes(63) == aligned(plan) + aligned(4 * 64 * (NOPE_DIM + VALUE_DIM))
+    of_fp8 = [num_bytes(num_rows, has_fp8_pages=True) - num_bytes(num_rows) for num_rows in (63, 64)]
+    assert of_fp8 == [aligned(4 * num_rows * (LATENT_DIM + ROPE_DIM)) for num_rows in (63, 64)]

@@ -129,7 +129,10 @@ def output_types(name: str, inputs: list[Any], fields: Mapping[str, float]) -> l
         qkvz, norm, log_rate = inputs[0], inputs[5], inputs[3]
         return [(qkvz.dtype, (-1, log_rate.shape[0] * norm.shape[0]))]
     if name == "AttendLatents":
-        return [(inputs[0].dtype, (-1, inputs[0].shape[1], int(fields["latent_dim"])))]
+        return [
+            (inputs[0].dtype, (-1, inputs[0].shape[1], size))
+            for size in (int(fields["latent_dim"]), inputs[4].shape[1])
+        ]
     if name == "WriteDraftContext":
         return [(inputs[3].dtype, (1,))]
     if name == "PreviousRows":

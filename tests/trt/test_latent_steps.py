@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dflash_trt.backends.tensorrt import lowering_latents as lowering
 from dflash_trt.backends.tensorrt.canary import check_pages
 from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.support import unsupported_problems
 from dflash_trt.checkpoint.pair import open_pair
+from dflash_trt.core.batch import StepBatch, run_batch
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
-from tests.engines import make_executor
+from tests.engines import Decoding, make_executor
 from tests.executor.rank_engines import build, opened, write_calibration_prompts
 from tests.traces import GREEDY, SAMPLED, Steps, integers, logprobs, trace
 from tests.trt.networks import MAX_SEQ_LEN, InterpretedExecutor, define_engine, define_pair
@@ -100,6 +102,7 @@ def test_plugin_nodes_that_keep_their_contract_give_torchs_tokens(
     latents = [node for node in nodes if node.name == "AttendLatents"]
     assert [node.fields["state"] for node in nodes if node.name.startswith("Attend")] == [0, 1, 2]
     assert [(node.fields["latent_dim"], node.fields["page_type"]) for node in latents] == [(32, 0)] * 2
+    assert [node.fields["max_verify_rows"] for node in latents] == [defined.spec.max_draft_len + 1] * 2
     ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, PluginReference()))
     assert integers(steps_of(ours)) == integers(expected)
     latents[1].fields["state"] = 0  # pages of layer 0, which layer 1 then overwrites
@@ -131,6 +134,53 @@ def test_the_executor_gives_torchs_tokens_in_padded_steps_and_its_pages_pass_the
     ours, _ = make_ours(trt, pair, plugins)
     assert check_pages(ours) == "5 tokens in each of 3 pools, at 2 places"
     assert integers(steps_of(ours)) == integers(expected)
+
+
+class DirectNodes(PluginReference):
+    """Says in which steps the first layer's node had rows that are attended directly, or leaves their results out."""
+
+    def __init__(self, *, leaves_out: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.leaves_out = leaves_out
+        self.direct_rows: list[list[int]] = []
+
+    def _attend_latents(self, x: dict[str, Tensor], settings: dict[str, float]) -> list[Tensor]:
+        attended, direct = super()._attend_latents(x, settings)  # type: ignore[no-untyped-call]
+        if settings["state"] == 0:
+            self.direct_rows.append(direct.flatten(1).any(1).nonzero().flatten().tolist())
+        return [attended, torch.zeros_like(direct) if self.leaves_out else direct]
+
+
+def long_steps(executor: Any) -> tuple[list[Any], Tensor]:
+    """Verify blocks beside a prompt that begins, then its later chunk: what each step decided, log probabilities."""
+    short = Decoding(executor, [5, 9, 2, 3], tuple(range(8)))
+    long = Decoding(executor, [index * index % 11 for index in range(73)], tuple(range(8, 32)))
+    steps: Steps = []
+    for short_rows, long_rows in ((4, 0), (0, 66), (0, 7), (0, 0), (0, 0)):
+        parts = [(short, short.prefill_part(short_rows) if short_rows else short.verify_part(3))]
+        if not short_rows:
+            parts.append((long, long.prefill_part(long_rows) if long_rows else long.verify_part(3)))
+        results = run_batch(executor, StepBatch(requests=tuple(part for _, part in parts), num_draft_tokens=3))
+        steps.append(results)
+        for (run, part), result in zip(parts, results, strict=True):
+            run.take(part, result)
+    return integers(steps), logprobs(steps)
+
+
+def test_prompts_that_begin_are_attended_directly_by_nodes(trt: ModuleType, pair: tuple[Path, Path]) -> None:
+    """On one rank and on two. The negative control leaves their results out."""
+    expected, wanted = long_steps(make_executor(*pair, max_seq_len=MAX_SEQ_LEN))
+    defined, nodes = define_with_plugins(trt, *pair)
+    for leaves_out in (False, True):
+        reference = DirectNodes(leaves_out=leaves_out)
+        ours = InterpretedExecutor(defined, num_pages=NUM_PAGES, plugins=(nodes, reference))
+        found, probabilities = long_steps(ours)
+        assert reference.direct_rows == [[], list(range(4, 70)), [], [], []]
+        assert (found == expected) is not leaves_out
+        if not leaves_out:
+            torch.testing.assert_close(probabilities, wanted, rtol=0, atol=1e-4)
+    ranks = interpreted_ranks(trt, *pair, num_ranks=2, num_pages=NUM_PAGES, collectives="plugin")
+    assert long_steps(ranks)[0] == expected
 
 
 def test_two_ranks_divide_heads_and_hold_all_latents(trt: ModuleType, pair: tuple[Path, Path], expected: Steps) -> None:

@@ -73,10 +73,18 @@ class LayersLowering:
             self._take(cache, pages)
         return trt_attention.attend_pages(self._layers, index, q, pages, gqa, sinks)
 
-    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
-        attended, pages = trt_latents.attend_latents(self._layers, self._index[0], q, own, cache, score_scale)
+    def attend_latents(
+        self,
+        queries: tuple[ITensor, ITensor],
+        own: ITensor,
+        factors: tuple[ITensor, ITensor],
+        cache: LatentCache[ITensor],
+        score_scale: float,
+    ) -> tuple[ITensor, None]:
+        """All are absorbed: the direct form of one prompt would be that of every row here."""
+        attended, pages = trt_latents.attend_latents(self._layers, self._index[0], queries[0], own, cache, score_scale)
         self._take(cache, pages)
-        return attended
+        return attended, None
 
     def attend_draft(
         self,

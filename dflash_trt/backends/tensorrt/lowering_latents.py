@@ -1,7 +1,8 @@
 """Latent attention in TensorRT: the products around a node, and attention over latent pages in plain layers.
 
-Absorbed, whatever the rows are: the key's factor goes into the queries and the value's factor behind the sums, so that
-all heads attend over the latents themselves. `torch/latent_attention.py` is the definition.
+Absorbed: the key's factor goes into the queries and the value's factor behind the sums, so that all heads attend over
+the latents themselves. A node attends directly for prompts that begin; theirs is added behind the value's factor.
+`torch/latent_attention.py` is the definition.
 """
 
 from dflash_trt.backends.tensorrt.layers import Handle, ITensor, Layers
@@ -39,12 +40,16 @@ class LatentOps:
         factors = layers.reshape(layers.tensor(kv_b), (-1, mla.nope_dim + mla.v_head_dim, mla.latent_dim))
         k_factor = layers.slice(factors, 1, 0, mla.nope_dim)
         v_factor = layers.slice(factors, 1, mla.nope_dim, mla.v_head_dim)
-        absorbed = layers.matmul(layers.transpose(q_nope, (1, 0, 2)), k_factor)  # [heads, N, latent_dim]
+        by_heads = layers.transpose(q_nope, (1, 0, 2))  # [heads, N, nope_dim]
+        absorbed = layers.matmul(by_heads, k_factor)  # [heads, N, latent_dim]
         q = layers.concat((layers.transpose(absorbed, (1, 0, 2)), q_rope), 2)
         own = layers.concat((latents, layers.reshape(k_rope, (-1, mla.rope_dim))), 1)
-        attended = self._lowering.attend_latents(q, own, cache, mla.scale)
+        given = (q, by_heads), own, (k_factor, v_factor)
+        attended, direct = self._lowering.attend_latents(*given, cache, mla.scale)
         values = layers.matmul(layers.transpose(attended, (1, 0, 2)), v_factor, is_b_transposed=True)
         heads = layers.transpose(values, (1, 0, 2))  # [N, heads, v_head_dim]
+        if direct is not None:
+            heads = layers.binary("SUM", heads, direct)
         return layers.reshape(heads, (-1, heads.shape[1] * mla.v_head_dim))
 
 

@@ -235,7 +235,8 @@ def _lowering(
     if spec.plugins == "layers":
         sizes = {"page_size": spec.page_size, "max_num_tokens": spec.max_num_tokens}
         return LayersLowering(layers, inputs, page_tables, slot_ids, **sizes)
-    pools, sizes = state[STATE_POOLS], {"page_size": spec.page_size}
+    pools = state[STATE_POOLS]
+    sizes = {"page_size": spec.page_size, "max_verify_rows": 1 + (spec.max_draft_len if spec.has_drafts else 0)}
     return PluginLowering(layers, inputs, page_tables, pools, spec.states, slot_ids=slot_ids, **sizes)
 
 

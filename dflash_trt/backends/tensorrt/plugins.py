@@ -60,9 +60,12 @@ ATTEND_PAGES: Final = PluginContract(
 )
 ATTEND_LATENTS: Final = PluginContract(
     name="AttendLatents",
-    inputs=("q", "own", "state_pools", "positions", "token_offsets", "context_lens", "page_table"),
-    outputs=("attended",),
-    fields=(*PAGE_FIELDS, "latent_dim"),
+    inputs=(
+        *("q", "own", "q_nope", "k_factor", "v_factor"),
+        *("state_pools", "positions", "token_offsets", "context_lens", "page_table"),
+    ),
+    outputs=("attended", "direct"),
+    fields=(*PAGE_FIELDS, "latent_dim", "max_verify_rows"),
     real_fields=("k_scale", "score_scale"),
 )
 ATTEND_DRAFT: Final = PluginContract(
@@ -177,6 +180,7 @@ class PluginLowering:
         states: EngineStates,
         *,
         page_size: int,
+        max_verify_rows: int,  # of a request that is not a prompt
         slot_ids: ITensor | None = None,  # int64 [R]; of a target with recurrent layers
     ) -> None:
         self._layers = layers
@@ -188,6 +192,7 @@ class PluginLowering:
         firsts = accumulate((num_pools(state) for state in own), initial=0)
         self._indices = {state.name: index for state, index in zip(own, firsts, strict=False)}
         self._page_size = page_size
+        self._max_verify_rows = max_verify_rows
         self._num_nodes = 0
         self._written: list[ITensor] = []
 
@@ -212,11 +217,18 @@ class PluginLowering:
         shape = (1, cache.spec.num_kv_heads, cache.spec.head_dim)
         return self._layers.cast_like(self._layers.floats([0.0] * math.prod(shape), shape), q)
 
-    def attend_latents(self, q: ITensor, own: ITensor, cache: LatentCache[ITensor], score_scale: float) -> ITensor:
-        given = {"q": q, "own": own}
-        return self._page_node(
-            ATTEND_LATENTS, given, cache, {"latent_dim": cache.spec.latent_dim, "score_scale": score_scale}
-        )
+    def attend_latents(
+        self,
+        queries: tuple[ITensor, ITensor],
+        own: ITensor,
+        factors: tuple[ITensor, ITensor],
+        cache: LatentCache[ITensor],
+        score_scale: float,
+    ) -> tuple[ITensor, ITensor]:
+        given = {"q": queries[0], "own": own, "q_nope": queries[1], "k_factor": factors[0], "v_factor": factors[1]}
+        sizes = {"latent_dim": cache.spec.latent_dim, "max_verify_rows": self._max_verify_rows}
+        attended, direct = self._outputs_over_pages(ATTEND_LATENTS, given, cache, sizes | {"score_scale": score_scale})
+        return attended, direct
 
     def attend_draft(
         self,
@@ -287,6 +299,11 @@ class PluginLowering:
     def _page_node(
         self, contract: PluginContract, given: dict[str, ITensor], cache: PagedCache[ITensor], fields: dict[str, float]
     ) -> ITensor:
+        return self._outputs_over_pages(contract, given, cache, fields)[0]
+
+    def _outputs_over_pages(
+        self, contract: PluginContract, given: dict[str, ITensor], cache: PagedCache[ITensor], fields: dict[str, float]
+    ) -> list[ITensor]:
         state = cache.spec
         scales = state.scales or LayerKvScales()
         own = {
@@ -298,7 +315,7 @@ class PluginLowering:
         }
         group = cache.group if isinstance(cache, Cache) else 0  # latents keep all positions
         own_pages = {"state_pools": self._state_pools, "page_table": self._page_tables[group]}
-        return self._node(contract, given | own_pages, own | fields)[0]
+        return self._node(contract, given | own_pages, own | fields)
 
     def _node(self, contract: PluginContract, given: dict[str, ITensor], fields: dict[str, float]) -> list[ITensor]:
         """Inputs that are not `given` are the step's, by name."""

@@ -31,12 +31,18 @@ class StatefulLowering(Protocol):
 
     def attend_latents(
         self,
-        q: ITensor,  # [T, heads, latent_dim + rope_dim], absorbed and rotated
+        # [T, heads, latent_dim + rope_dim], absorbed and rotated; [heads, T, nope_dim] before the key's factor
+        queries: tuple[ITensor, ITensor],
         own: ITensor,  # [T, latent_dim + rope_dim], written first
+        factors: tuple[ITensor, ITensor],  # [heads, nope_dim, latent_dim], [heads, v_head_dim, latent_dim]
         cache: LatentCache[ITensor],
         score_scale: float,
-    ) -> ITensor:
-        """Sums of latents [T, heads, latent_dim], before the value's factor."""
+    ) -> tuple[ITensor, ITensor | None]:
+        """Sums of latents [T, heads, latent_dim], before the value's factor, and what to add behind it.
+
+        That is [T, heads, v_head_dim]: results of rows that are attended directly, whose sums are zeros, and zeros of
+        the others. None: all are absorbed.
+        """
         ...
 
     def attend_draft(

@@ -178,15 +178,25 @@ constexpr FieldRule kGatedDeltaFields[] = {
 constexpr InputRule kAttendLatentsInputs[] = {
     {"q", kF, 3},
     {"own", kF, 2},
+    {"q_nope", kF, 3},
+    {"k_factor", kF, 3},
+    {"v_factor", kF, 3},
     {"state_pools", kLong, 1},
     {"positions", kInt, 1},
     {"token_offsets", kInt, 1},
     {"context_lens", kInt, 1},
     {"page_table", kInt, 2},
 };
-constexpr OutputRule kAttendLatentsOutputs[] = {{"attended", kF}};
+constexpr OutputRule kAttendLatentsOutputs[] = {{"attended", kF}, {"direct", kF}};
 constexpr FieldRule kAttendLatentsFields[] = {
-    kState, kPageType, kPageSize, {"latent_dim", FieldType::kInt32, 1, 1 << 16}, kKScale, kScoreScale};
+    kState,
+    kPageType,
+    kPageSize,
+    {"latent_dim", FieldType::kInt32, 1, 1 << 16},
+    {"max_verify_rows", FieldType::kInt32, 1, 1 << 16},
+    kKScale,
+    kScoreScale,
+};
 
 constexpr InputRule kCollectiveInputs[] = {{"x", kF, 2}};
 constexpr OutputRule kAllReduceOutputs[] = {{"summed", kF}};

@@ -3,6 +3,7 @@
 #include "contract/contract.h"
 #include "launch_rules.h"
 #include "operations/tensor_slots.h"
+#include "operations/workspace_layout.h"
 #include "runtime/kernel_choice.h"
 #include "runtime/problem.h"
 #include "runtime/values.h"
@@ -16,7 +17,6 @@ namespace dflash_trt
 namespace
 {
 
-constexpr size_t kAlignment = 256;
 // Forms of codes, as `packed_product.py` counts them; from kMxfp4 on a byte has two codes.
 constexpr int64_t kPlain = 0, kMxfp4 = 3, kNvfp4 = 4, kInt4 = 5;
 
@@ -115,12 +115,9 @@ std::vector<Scratch> scratch_tensors(ExpertsShape const& shape, ExpertsOptions c
     int64_t const tiles = num_tiles(shape, options, launch_rules::MIN_TILE_TOKENS);
     int64_t const element = element_bytes(shape.type);
     std::vector<Scratch> tensors;
-    size_t offset = 0;
+    WorkspaceLayout layout;
     auto const add = [&](char const* name, int64_t num_bytes)
-    {
-        tensors.push_back({name, offset, static_cast<size_t>(num_bytes)});
-        offset += (static_cast<size_t>(num_bytes) + kAlignment - 1) / kAlignment * kAlignment;
-    };
+    { tensors.push_back({name, layout.add(num_bytes), static_cast<size_t>(num_bytes)}); };
     add("ticket", 4);
     for (char const* name : {"expert_ids", "weights", "order", "ranks"})
     {

@@ -2,6 +2,7 @@
 
 #include "contract/contract.h"
 #include "operations/tensor_slots.h"
+#include "operations/workspace_layout.h"
 #include "runtime/kernel_choice.h"
 #include "runtime/problem.h"
 #include "runtime/values.h"
@@ -15,8 +16,6 @@ namespace dflash_trt
 namespace
 {
 
-constexpr size_t kAlignment = 256;
-
 /// Where the launches leave what the next ones read.
 struct Workspace
 {
@@ -28,17 +27,11 @@ struct Workspace
 
 Workspace workspace_of(DeltaShape const& shape)
 {
-    size_t end = 0;
-    auto const add = [&](int64_t num_bytes)
-    {
-        size_t const start = end;
-        end += (static_cast<size_t>(num_bytes) + kAlignment - 1) / kAlignment * kAlignment;
-        return start;
-    };
-    size_t const num_folded = add(4 * shape.num_requests);
-    size_t const mixed = add(shape.num_rows * shape.num_channels * element_bytes(shape.type));
-    size_t const attended = add(shape.num_rows * shape.value_size() * 4);
-    return {num_folded, mixed, attended, end};
+    WorkspaceLayout layout;
+    size_t const num_folded = layout.add(4 * shape.num_requests);
+    size_t const mixed = layout.add(shape.num_rows * shape.num_channels * element_bytes(shape.type));
+    size_t const attended = layout.add(shape.num_rows * shape.value_size() * 4);
+    return {num_folded, mixed, attended, layout.end()};
 }
 
 KernelChoice convolve_choice(DeltaShape const& shape, DeltaOptions const& options)

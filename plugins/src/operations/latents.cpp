@@ -2,8 +2,10 @@
 
 #include "contract/contract.h"
 #include "launch_rules.h"
+#include "operations/latents_direct.h"
 #include "operations/page_geometry.h"
 #include "operations/tensor_slots.h"
+#include "operations/workspace_layout.h"
 #include "runtime/kernel_choice.h"
 #include "runtime/problem.h"
 #include "runtime/values.h"
@@ -11,14 +13,12 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace dflash_trt
 {
 namespace
 {
-
-constexpr size_t kAlignment = 256;
-constexpr int64_t kPlanWords = 8; // attention_partition.PLAN_WORDS, int32 each
 
 /// The kernels of a layer, whatever the GPU: of each size of pages there is one tile.
 struct Kernels
@@ -48,33 +48,30 @@ struct Partition
         }
         groups = shape.num_heads / group_heads;
         rows_per_tile = groups == 1 ? tile / group_heads : 1;
-        tile_capacity = shape.num_rows / rows_per_tile + shape.num_requests;
+        tile_capacity = launch_rules::row_tiles(shape.num_rows, shape.num_requests, rows_per_tile, 1);
         num_slots = launch_rules::latent_slots(
             groups, std::min<int64_t>(num_multiprocessors, launch_rules::MAX_MULTIPROCESSORS));
     }
 };
 
-/// Where the launches leave what the next ones read.
+/// Where the launches leave what the next ones read. What prompts need comes last.
 struct Workspace
 {
     size_t plan;     // int32 [items, kPlanWords]
     size_t partials; // float32 [slots, groups, tile, latent_dim]
     size_t stats;    // float32 [slots, groups, 2, tile]
-    size_t num_bytes;
+    size_t kept;     // F [N, row_size], what FP8 pages hold of the rows
+    size_t end;
 
-    Workspace(Partition const& part, int64_t tile, int64_t latent_dim)
+    Workspace(LatentShape const& shape, Partition const& part, int64_t tile, int64_t latent_dim)
     {
-        size_t end = 0;
-        auto const add = [&](int64_t num_words)
-        {
-            size_t const start = end;
-            end += (4 * static_cast<size_t>(num_words) + kAlignment - 1) / kAlignment * kAlignment;
-            return start;
-        };
-        plan = add((part.tile_capacity + part.num_slots) * kPlanWords);
-        partials = add(launch_rules::num_partials(tile, part.groups, latent_dim, part.num_slots));
-        stats = add(launch_rules::num_stats(tile, part.groups, part.num_slots));
-        num_bytes = end;
+        WorkspaceLayout layout;
+        plan = layout.add(4 * (part.tile_capacity + part.num_slots) * kPlanWords);
+        partials = layout.add(4 * launch_rules::num_partials(tile, part.groups, latent_dim, part.num_slots));
+        stats = layout.add(4 * launch_rules::num_stats(tile, part.groups, part.num_slots));
+        bool const is_kept = shape.types.pages == PageType::kFloat8;
+        kept = layout.add(is_kept ? shape.num_rows * shape.row_size * element_bytes(shape.types.network) : 0);
+        end = layout.end();
     }
 };
 
@@ -132,50 +129,62 @@ void check(LatentShape const& shape, LatentOptions const& options)
     {
         throw Problem("score_scale", "more than 0", std::to_string(options.score_scale), "It multiplies the scores.");
     }
-    if (shape.num_rows < 1 || shape.num_requests < 1 || shape.num_heads < 1)
+    if (shape.num_rows < 1 || shape.num_requests < 1 || shape.num_heads < 1 || options.max_verify_rows < 1)
     {
-        throw Problem("q", "a row, a request and a head at least",
+        throw Problem("q", "a row, a request, a head and a verify row at least",
             std::to_string(shape.num_rows) + " rows of " + std::to_string(shape.num_requests) + " requests, "
-                + std::to_string(shape.num_heads) + " heads",
+                + std::to_string(shape.num_heads) + " heads, " + std::to_string(options.max_verify_rows)
+                + " verify rows",
             "Shapes stand in plugins/README.md.");
     }
 }
 
-Values values_of(LatentShape const& shape, LatentOptions const& options, Partition const& part, int64_t tile)
+TensorSlot scratch(size_t offset)
 {
-    Workspace const workspace(part, tile, options.latent_dim);
-    auto const scratch = [](size_t offset) { return TensorSlot{TensorSource::kWorkspace, 0, offset}; };
-    Values values;
+    return {TensorSource::kWorkspace, 0, offset};
+}
+
+void add_pointers(Values& values, Workspace const& workspace)
+{
     for (char const* name : {"q", "state_pools", "positions", "token_offsets", "context_lens", "page_table"})
     {
         values.pointer(name, input_slot(kAttendLatents, name));
     }
     values.pointer("rows", input_slot(kAttendLatents, "own"))
         .pointer("attended", output_slot(kAttendLatents, "attended"))
+        .pointer("direct", output_slot(kAttendLatents, "direct"))
         .pointer("pages", std::nullopt) // of it only the type
         .pointer("sinks", std::nullopt)
         .pointer("plan", scratch(workspace.plan))
         .pointer("partials", scratch(workspace.partials))
-        .pointer("partial_stats", scratch(workspace.stats));
-    int64_t const reciprocal = launch_rules::heads_reciprocal(part.group_heads);
+        .pointer("partial_stats", scratch(workspace.stats))
+        .pointer("kept", scratch(workspace.kept));
+}
+
+Values values_of(
+    LatentShape const& shape, LatentOptions const& options, Partition const& part, Workspace const& workspace)
+{
+    Values values;
+    add_pointers(values, workspace);
     values.integer("num_rows", shape.num_rows)
         .integer("num_requests", shape.num_requests)
         .integer("pages_per_request", shape.pages_per_request)
-        .integer("block_rows", shape.num_rows / shape.num_requests) // not read without a block
+        .integer("block_rows", 0) // not read without a block
         .integer("rows_per_tile", part.rows_per_tile)
         .integer("tile_capacity", part.tile_capacity)
         .integer("groups", part.groups)
         .integer("kv_heads", part.groups)
         .integer("group_heads", part.group_heads)
         .integer("heads_per_kv", part.group_heads)
-        .integer("heads_reciprocal", reciprocal)
+        .integer("heads_reciprocal", launch_rules::heads_reciprocal(part.group_heads))
         .integer("page_shift", page_shift(options.page_size))
         .integer("state_index", options.state)
         .integer("max_lag", launch_rules::ANY_DISTANCE)
         .integer("window_step", 1)
         .integer("min_rows", 1)
         .integer("max_rows", launch_rules::ANY_ROWS)
-        .integer("min_direct_rows", launch_rules::ANY_ROWS) // all are absorbed
+        .integer("min_direct_rows", min_direct_rows(shape, options))
+        .integer("direct_columns", shape.num_heads * shape.value_dim)
         .integer("work_slots", part.num_slots)
         .integer("split_blocks", 0)
         .integer("has_sinks", 0);
@@ -194,7 +203,7 @@ size_t latents_workspace_bytes(LatentShape const& shape, LatentOptions const& op
         choice->require();
     }
     Partition const part(shape, kernels.tile, launch_rules::MAX_MULTIPROCESSORS);
-    return Workspace(part, kernels.tile, options.latent_dim).num_bytes;
+    return Workspace(shape, part, kernels.tile, options.latent_dim).end + direct_workspace_bytes(shape, options);
 }
 
 PreparedLaunches prepare_latents(LatentShape const& shape, LatentOptions const& options, Device const& device)
@@ -202,11 +211,18 @@ PreparedLaunches prepare_latents(LatentShape const& shape, LatentOptions const& 
     check(shape, options);
     Kernels const kernels = kernels_of(shape, options);
     Partition const part(shape, kernels.tile, device.num_multiprocessors);
-    Values const values = values_of(shape, options, part, kernels.tile);
+    Workspace const workspace(shape, part, kernels.tile, options.latent_dim);
+    Values const values = values_of(shape, options, part, workspace);
     PreparedLaunches launches;
     for (KernelChoice const* choice : {&kernels.write, &kernels.plan, &kernels.attention, &kernels.reduction})
     {
         launches.emplace_back(choice->best(values, device), values, device);
+    }
+    bool const is_kept = shape.types.pages == PageType::kFloat8;
+    TensorSlot const rows = is_kept ? scratch(workspace.kept) : input_slot(kAttendLatents, "own");
+    for (PreparedLaunch& launch : prepare_direct(shape, options, rows, workspace.end, device))
+    {
+        launches.push_back(std::move(launch));
     }
     return launches;
 }

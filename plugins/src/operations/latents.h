@@ -1,5 +1,5 @@
-// Attention over latent pages, absorbed: the launches of dflash_trt/kernels/latent_attention_launch.py, behind a write of
-// the step's rows.
+// Attention over latent pages: a write of the step's rows, the launches of
+// dflash_trt/kernels/latent_attention_launch.py, and those of latents_direct.h for prompts that begin.
 #pragma once
 
 #include "operations/float_type.h"
@@ -20,6 +20,8 @@ struct LatentShape
     int64_t pages_per_request;
     int64_t num_heads;
     int64_t row_size; // of a latent and the rotated key behind it
+    int64_t nope_dim; // of a head's keys that are not rotated
+    int64_t value_dim;
 };
 
 struct LatentOptions
@@ -27,6 +29,7 @@ struct LatentOptions
     int64_t state; // index of the pages' address in state_pools
     int64_t latent_dim;
     int64_t page_size;
+    int64_t max_verify_rows; // of a request that is not a prompt
     float k_scale; // 1 for pages of F
     float score_scale;
 };

@@ -20,10 +20,14 @@ void AttendLatentsPlugin::set_output_shapes(
     nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs, nvinfer1::IExprBuilder& builder) const
 {
     nvinfer1::DimsExprs const& q = inputs[input_index("q")];
-    outputs[0].nbDims = 3;
-    outputs[0].d[0] = q.d[0];
-    outputs[0].d[1] = q.d[1];
+    for (int32_t i = 0; i < 2; ++i)
+    {
+        outputs[i].nbDims = 3;
+        outputs[i].d[0] = q.d[0];
+        outputs[i].d[1] = q.d[1];
+    }
     outputs[0].d[2] = builder.constant(fields().integer("latent_dim"));
+    outputs[1].d[2] = inputs[input_index("v_factor")].d[1];
 }
 
 void AttendLatentsPlugin::check_build(nvinfer1::Dims const* max, FloatType type) const
@@ -45,10 +49,18 @@ LatentShape AttendLatentsPlugin::shape(nvinfer1::Dims const* inputs, FloatType t
 {
     auto const size = [&](char const* name, int32_t axis) { return inputs[input_index(name)].d[axis]; };
     ElementTypes const types{type, static_cast<PageType>(fields().integer("page_type"))};
-    LatentShape const found{
-        types, size("q", 0), size("page_table", 0), size("page_table", 1), size("q", 1), size("own", 1)};
+    LatentShape const found{types, size("q", 0), size("page_table", 0), size("page_table", 1), size("q", 1),
+        size("own", 1), size("q_nope", 2), size("v_factor", 1)};
     expect_size("q", size("q", 2), found.row_size);
     expect_size("own", size("own", 0), found.num_rows);
+    expect_size("q_nope", size("q_nope", 0), found.num_heads);
+    expect_size("q_nope", size("q_nope", 1), found.num_rows);
+    expect_size("k_factor", size("k_factor", 1), found.nope_dim);
+    for (char const* factor : {"k_factor", "v_factor"})
+    {
+        expect_size(factor, size(factor, 0), found.num_heads);
+        expect_size(factor, size(factor, 2), fields().integer("latent_dim"));
+    }
     expect_size("positions", size("positions", 0), found.num_rows);
     expect_size("token_offsets", size("token_offsets", 0), found.num_requests + 1);
     expect_size("context_lens", size("context_lens", 0), found.num_requests);
@@ -58,7 +70,7 @@ LatentShape AttendLatentsPlugin::shape(nvinfer1::Dims const* inputs, FloatType t
 LatentOptions AttendLatentsPlugin::options() const
 {
     return {fields().integer("state"), fields().integer("latent_dim"), fields().integer("page_size"),
-        fields().real("k_scale"), fields().real("score_scale")};
+        fields().integer("max_verify_rows"), fields().real("k_scale"), fields().real("score_scale")};
 }
 
 } // namespace dflash_trt
