@@ -2,7 +2,7 @@
 
     TENSORRT_INCLUDE_DIR=... python -m scripts.bench_launches
 
-The plugins are called as TensorRT calls them, with every kernel of the default library in their table, and with a
+The plugins are called as TensorRT calls them, with the kernels of all nodes in their table, and with a
 stand-in for the CUDA driver that launches nothing. Cubins are placeholders: nothing is compiled and nothing runs.
 """
 
@@ -17,7 +17,7 @@ from plugins.aot.gated_delta_variants import DeltaKernels
 from plugins.aot.latent_variants import LatentKernels
 from plugins.aot.manifest import write_kernels
 from plugins.aot.variant import KernelVariant
-from plugins.aot.variants import LibrarySpec, library_variants
+from plugins.aot.variants import CHAINS, LibrarySpec, library_variants
 from tests.plugins.building import ROOT, BuiltLibrary, build_sources
 from tests.plugins.delta_cases import state_spec
 from tests.plugins.latent_cases import LATENT_DIM, NOPE_DIM, PAGE_SIZE, ROPE_DIM, VALUE_DIM
@@ -54,10 +54,10 @@ def placeholder(variant: KernelVariant, architecture: str) -> CompiledKernel:
 
 
 def build_full_library(out: Path) -> tuple[BuiltLibrary, int]:
-    """The library with the default table, and how many kernels that has."""
+    """The library with the table of all nodes, and how many kernels that has."""
     deltas = DeltaKernels.of(state_spec(), max_requests=MAX_REQUESTS).variants("bfloat16")
     latents = LATENTS.variants("bfloat16")
-    variants = [*library_variants(LibrarySpec()), *deltas, *latents]
+    variants = [*library_variants(LibrarySpec(chains=CHAINS)), *deltas, *latents]
     kernels = [placeholder(variant, name) for name in DEFAULT_ARCHITECTURES for variant in variants]
     (out / "kernels").mkdir(parents=True, exist_ok=True)
     write_kernels(out / "kernels", kernels, origin={"placeholders": True})
