@@ -3,6 +3,7 @@
 Nothing here reads a tensor's content: which requests begin is decided on the device.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -111,19 +112,7 @@ def attend_chunks(
         rope_dim=row_size - latent_dim,
         dtype=queries.dtype,
     )
-    part = Partition(
-        num_rows=num_rows,
-        num_requests=num_requests,
-        request_capacity=request_capacity(num_requests),
-        has_block=False,
-        tile=constants["TILE"],
-        heads_per_kv=1,
-        key_block=constants["KEY_BLOCK"],
-        max_lag=ANY_DISTANCE,
-        window_step=1,
-        num_slots=1,  # no splits: there are tiles enough
-        min_rows=min_rows,
-    )
+    part = _partition(constants, num_rows=num_rows, num_requests=num_requests, min_rows=min_rows)
     latent_chunk_kernel[(num_heads, part.num_items)](
         q_nope,
         queries,
@@ -145,4 +134,20 @@ def attend_chunks(
         num_warps=CHUNK_WARPS,
         num_stages=chunk_stages(queries.dtype),
         enable_fp_fusion=True,
+    )
+
+
+def _partition(constants: Mapping[str, int], *, num_rows: int, num_requests: int, min_rows: int) -> Partition:
+    return Partition(
+        num_rows=num_rows,
+        num_requests=num_requests,
+        request_capacity=request_capacity(num_requests),
+        has_block=False,
+        tile=constants["TILE"],
+        heads_per_kv=1,
+        key_block=constants["KEY_BLOCK"],
+        max_lag=ANY_DISTANCE,
+        window_step=1,
+        num_slots=1,  # no splits: there are tiles enough
+        min_rows=min_rows,
     )
