@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dflash_trt.core.runtime_config import RuntimeConfig
 from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import checked_draft_length, max_draft_len
 from dflash_trt.plan.machine_file import MachineFile
 from dflash_trt.plan.step_floor import Step, floor_of
 from dflash_trt.plan.step_work import EngineWork
@@ -46,7 +48,16 @@ class Roofs:
     def __init__(self, engine: EngineDir, machine: MachineFile) -> None:
         config = engine.manifest.pretrained_config
         self._machine = machine
+        self._max_draft_len = max_draft_len(engine)
         self._works = {has: EngineWork(config, has_drafter=has) for has in (False, True) if config.draft or not has}
+
+    def fixed_drafts(self, config: RuntimeConfig) -> int | None:
+        """K of the steps under these settings; None where it is not one number."""
+        if not config.use_drafter:
+            return 0
+        if config.adaptive_draft_length or config.draft_length or config.draft_length_by_context:
+            return None
+        return checked_draft_length(config.num_draft_tokens, self._max_draft_len)
 
     def beside(
         self,

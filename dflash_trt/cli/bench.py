@@ -108,7 +108,7 @@ def speedup(
     shape = {"num_requests": concurrency, "context_len": context_len_of(engine_dir, prompts, max_new_tokens)}
     sides = {
         "autoregressive": (report.autoregressive_tok_per_s, None, 0),
-        "speculative": (report.speculative_tok_per_s, report.acceptance_length, _fixed_drafts(report, config)),
+        "speculative": (report.speculative_tok_per_s, report.acceptance_length, roofs.fixed_drafts(config)),
     }
     rooflines = [
         roofs.beside(speed, acceptance_length=length, num_draft_tokens=drafts, label=name, **shape)
@@ -118,11 +118,6 @@ def speedup(
         click.echo(json.dumps(asdict(report) | {"rooflines": [asdict(roof) for roof in rooflines]}, indent=2))
     else:
         click.echo("\n".join([*_lines(report, config), *map(str, rooflines)]))
-
-
-def _fixed_drafts(report: "SpeculationReport", config: RuntimeConfig) -> int | None:
-    """K, where it is one number."""
-    return None if config.draft_length or config.draft_length_by_context else report.num_draft_tokens
 
 
 _POSITIVE = click.IntRange(min=1)

@@ -33,11 +33,12 @@ def floors_beside(
         mean_prompt, mean_output = (
             round(count / report.num_requests) for count in (report.num_prompt_tokens, report.num_output_tokens)
         )
-        yield roofs_of(engine_dir, machine, runtime).beside(
+        roofs = roofs_of(engine_dir, machine, runtime)
+        yield roofs.beside(
             report.output_tok_per_s,
             num_requests=report.concurrency,
             context_len=mean_context_len([mean_prompt], mean_output),
             acceptance_length=report.acceptance.length if report.acceptance else None,
-            num_draft_tokens=None if runtime.use_drafter else 0,
+            num_draft_tokens=roofs.fixed_drafts(runtime),
             label=f"{report.server}, {report.concurrency} clients",
         )

@@ -327,7 +327,8 @@ def test_whole_batches_begin_when_the_last_of_the_ones_before_has_ended() -> Non
 def printed(monkeypatch, tmp_path: Path, target: str, report: Any, *words: str) -> tuple[str, Any]:
     """What a bench command prints of a report, as text and as JSON. Floors have tests of their own."""
     monkeypatch.setattr(target, lambda *arguments, **options: report)
-    monkeypatch.setattr("dflash_trt.cli.bench.roofs_of", lambda *_: SimpleNamespace(beside=lambda *_, **__: ROOF))
+    roofs = SimpleNamespace(beside=lambda *_, **__: ROOF, fixed_drafts=lambda _: ROOF.num_draft_tokens)
+    monkeypatch.setattr("dflash_trt.cli.bench.roofs_of", lambda *_: roofs)
     monkeypatch.setattr("dflash_trt.cli.bench.context_len_of", lambda *_: ROOF.context_len)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')

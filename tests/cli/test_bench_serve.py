@@ -16,6 +16,8 @@ from dflash_trt.cli.load_prompts import read_conversations
 from dflash_trt.cli.serve_floors import floors_beside
 from dflash_trt.core.errors import ConfigError
 from dflash_trt.core.runtime_config import RuntimeConfig
+from dflash_trt.engine_dir import EngineDir
+from dflash_trt.executor.opening import max_draft_len
 from tests.bench.test_load_report import REPORT
 from tests.cli.calls import Recorder, options_never_set
 from tests.cli.test_options_arrive import runtime_cases
@@ -243,6 +245,8 @@ def test_closed_loads_on_engines_have_the_floor_of_their_step_beside_them(engine
     assert others == [None] * 3
     assert drafting is not None and plain is not None
     assert (drafting.num_requests, drafting.context_len, drafting.machine) == (2, 10 + 20 // 2, MACHINE.name)
-    assert drafting.num_draft_tokens > 0 == plain.num_draft_tokens
+    assert (drafting.num_draft_tokens, plain.num_draft_tokens) == (max_draft_len(EngineDir.open(engine_dir)), 0)
+    [adaptive] = floors_beside([closed], {"e": (engine_dir, runtime.replaced(adaptive_draft_length=True))}, MACHINE)
+    assert adaptive is not None and adaptive.num_draft_tokens == 2  # the fewest that give its acceptance length
     assert plain.reached_fraction == pytest.approx(10.0 / plain.floor_tok_per_s)
     assert str(drafting).startswith("e, 2 clients: floor of a step (2 x 20 tokens")
