@@ -116,8 +116,15 @@ def _problems(engines: Sequence[EngineDir]) -> list[str]:
         if manifest.draft is None:
             hint = "Leave it out: the first engine also runs without its drafter."
             found.append(problem(str(engine.path), expected="an engine with a drafter", found="none", hint=hint))
-        same = (manifest.target, manifest.pretrained_config.dtype, manifest.backend)
-        if same != (first.target, first.pretrained_config.dtype, first.backend):
-            expected = f"the target, dtype and backend of {engines[0].path}"
-            found.append(problem(str(engine.path), expected=expected, found="others", hint="Build both alike."))
+        hint = f"Build it as {engines[0].path} was."
+        for name, own, expected in (
+            ("backend", manifest.backend, first.backend),
+            ("dtype", manifest.pretrained_config.dtype, first.pretrained_config.dtype),
+        ):
+            if own != expected:
+                found.append(problem(f"{engine.path} {name}", expected=expected, found=own, hint=hint))
+        if manifest.target != first.target:
+            found.append(
+                problem(f"{engine.path} target", expected=f"that of {engines[0].path}", found="another", hint=hint)
+            )
     return found

@@ -18,7 +18,7 @@ def run(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines dflash, dflash2 and eagle3 of one target, one without a drafter, and one of another target."""
+    """Engines dflash, dflash2 and eagle3 of one target, one without a drafter, and one of another target and dtype."""
     root = tmp_path_factory.mktemp("bench")
     target = make_target(root / "target")
     drafters = {
@@ -33,9 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert built.exit_code == 0, built.output
     other = make_target(root / "other", num_hidden_layers=3)
     make_zlab_drafter(root / "drafter.other", target_dir=other)
-    built = run(
-        "build", "--target", other, "--drafter", root / "drafter.other", "-o", root / "another", "--dtype", "float32"
-    )
+    built = run("build", "--target", other, "--drafter", root / "drafter.other", "-o", root / "another")
     assert built.exit_code == 0, built.output
     rows = (json.dumps({"prompt": text}) + "\n" for text in ("def f():", "import os", "x = 1"))
     (root / "prompts.jsonl").write_text("".join(rows))
@@ -80,4 +78,5 @@ def test_engines_that_cannot_be_compared_are_refused(root: Path) -> None:
     result = compared(root, "dflash", "none", "another")
     assert result.exit_code == 2
     assert "none: expected an engine with a drafter" in result.output
-    assert "another: expected the target, dtype and backend of" in result.output
+    assert "another dtype: expected float32, found bfloat16. Build it as" in result.output
+    assert "another target: expected that of" in result.output
