@@ -87,6 +87,7 @@ NOT_RUN = {
 # Appended, so that a test is quick; click and argparse take the last value of an option.
 QUICKER = {
     "dflash-trt eval": ("--max-new-tokens", "4"),
+    "python -m scripts.bench_steps": ("1",),
     "python scripts/bench_threads.py": ("--rounds", "1", "--max-new-tokens", "16"),
 }
 
