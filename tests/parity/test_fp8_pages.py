@@ -51,7 +51,18 @@ class CodedLatentCache(DynamicCache):
         return super().update(keys, value_states, layer_idx, *rest, **more)
 
 
-FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3", "qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "llama4_text")
+FAMILIES = (
+    "qwen3",
+    "llama",
+    "qwen2",
+    "mistral",
+    "phi3",
+    "qwen3_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "minimax_m2",
+    "llama4_text",
+)
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 GEMMAS = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 LATENT_FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")

@@ -209,7 +209,9 @@ def test_a_changed_weight_and_a_changed_key_are_noticed(tmp_path: Path, name: st
 IN_TWO = ("3", "4 with experts", "4 with per-layer embeddings, K/V of one layer for all of its kind")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TWO)) for name in TARGETS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TWO)) for name in TARGETS]
+)
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     expected = expected_tokens(make_pair(tmp_path, **TARGETS[name])[0])
     assert texts_of(build(tmp_path, tp_size=2, max_seq_len=128)) == expected
