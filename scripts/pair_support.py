@@ -146,7 +146,7 @@ _WORDS: Mapping[str, str] = {
     "drafter dflash2": r"dflash2",
     "drafter eagle3": r"eagle3",
 }
-_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|eagle3")  # files about one of them
+_OTHERS = re.compile("expert|hybrid|latent|gemma|llama4|delta|dflash2|eagle3|published")  # files about one of them
 # Where a back end's whole steps are compared with another's, or with transformers; and the names of tests there.
 _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "torch, CPU": (("parity/test_*.py",), r"def test_\w*_(of|that)_(transformers|dflash|the_reference|speculators)"),
@@ -155,6 +155,10 @@ _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "several ranks": (
         ("parity/test_*.py", "executor/test_*ranks*.py", "kernels/test_*ranks*.py", "trt/test_*ranks*.py"),
         r"def test_\w*(of_one_rank|two_ranks)",
+    ),
+    "weight formats": (
+        ("checkpoint/test_*.py", "quantize/test_modelopt*.py"),
+        r"def test_\w*(dequantize|decompress|modelopt|to_the_bit)",
     ),
     "TensorRT-LLM": (("compile/test_checkpoint_export.py", "compile/test_llm_args.py"), ""),
 }

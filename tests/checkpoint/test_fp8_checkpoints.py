@@ -43,7 +43,8 @@ def write_blocks(
 ) -> Tensors:
     """Write `source` as Qwen publishes FP8; its weights as transformers dequantizes them."""
     tensors, dequantized = load_file(source / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith(endings)]:
+    plain = "indexer.weights_proj.weight"  # which nobody quantizes
+    for name in [name for name in tensors if name.endswith(endings) and not name.endswith(plain)]:
         weight = tensors[name].float()
         rows, columns = (size // 128 for size in weight.shape)
         blocks = weight.view(rows, 128, columns, 128)

@@ -17,21 +17,27 @@ from dflash_trt.formats.registry import dequantize
 from tests.checkpoint.compressed_target import compress
 from tests.checkpoint.refusals import edit_tensors
 from tests.checkpoint.test_compressed_tensors import NVFP4_TOLERANCE
-from tests.checkpoint.test_fp8_checkpoints import write_blocks
+from tests.checkpoint.test_fp8_checkpoints import LINEARS, write_blocks
 from tests.checkpoint.test_quantized_experts import quantized_of
 from tests.engines import decode, make_executor
 from tests.factories import Tensors, edit_json, make_target
 
 TOKENS = list(range(4, 40))
 COMMON: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "dtype": torch.bfloat16}
+_LATENT: dict[str, Any] = (
+    COMMON
+    | {"num_key_value_heads": 2, "intermediate_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 4}
+    | {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128}
+    | {"head_dim": 128, "n_group": 1, "topk_group": 1}
+)
 FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": COMMON
     | {"head_dim": 128, "num_key_value_heads": 1, "intermediate_size": 256, "num_local_experts": 4},
-    "deepseek_v3": COMMON
-    | {"num_key_value_heads": 2, "intermediate_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 4}
-    | {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128}
-    | {"head_dim": 128, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT | {"index_head_dim": 128},
+    "glm_moe_dsa": _LATENT | {"index_head_dim": 128},
 }
+LINEARS_OF_INDEXERS = (".wq_b.weight", ".wk.weight")
 EXPERTS_ONLY = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*layers\\.0\\.mlp.*")  # Kimi's list
 ROUTED = {"target.layers.1.experts.gate_up", "target.layers.1.experts.down"}
 
@@ -61,9 +67,12 @@ def assert_computes(found: Path, source: Path, dequantized: Tensors) -> None:
 
 
 def test_fp8_blocks_compute_what_is_dequantized(source: Path, tmp_path: Path) -> None:
-    """The factors of latents are dequantized: attention absorbs them."""
-    excluded = {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
-    dequantized = write_blocks(source, tmp_path / "target", **excluded)
+    """The factors of latents are dequantized: attention absorbs them. An indexer has blocks, too, and one matrix
+    that nobody quantizes; DeepSeek's sections have `scale_fmt`.
+    """
+    excluded = {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head", "weights_proj"]}
+    endings = (*LINEARS, *LINEARS_OF_INDEXERS)
+    dequantized = write_blocks(source, tmp_path / "target", endings=endings, scale_fmt="ue8m0", **excluded)
     linears = open_pair(tmp_path / "target", None).quantization.linears
     assert set(linears.values()) == {"fp8_block"} and linears.keys() >= ROUTED
     assert not any(name.endswith("kv_b") for name in linears)

@@ -18,7 +18,7 @@ from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.checkpoint.pair import open_pair
 from tests.engines import decode, make_executor
 from tests.factories import edit_json, make_target, make_zlab_drafter, read_json, write_json
-from tests.gemma_targets import make_gemma
+from tests.gemma_targets import EXPERTS, PER_LAYER, make_gemma
 
 dflash = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed: scripts/test installs it")
 
@@ -205,10 +205,19 @@ def test_a_perturbed_drafter_drafts_something_else(tmp_path, target, perturb):
     assert our_blocks[: len(compared)] != compared
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
-def test_drafts_for_gemma_see_its_scaled_embedding(tmp_path, family):
+GEMMAS = {
+    "3": {"family": "gemma3_text"},
+    "4": {"family": "gemma4_text"},
+    "4 with experts": {"family": "gemma4_text", **EXPERTS},
+    "4 with per-layer embeddings": {"family": "gemma4_text", **PER_LAYER},
+    "4 unified": {"family": "gemma4_unified_text"},
+}
+
+
+@pytest.mark.parametrize("options", GEMMAS.values(), ids=GEMMAS.keys())
+def test_drafts_for_gemma_see_its_scaled_embedding(tmp_path, options):
     """transformers' module of Gemma's embedding scales its rows, and so the reference drafts from scaled ones."""
-    target = make_gemma(tmp_path / "target", family=family)
+    target = make_gemma(tmp_path / "target", **options)
     drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, final_logit_softcapping=5.0)
     executor = make_executor(target, drafter)
     run = decode(executor, PROMPT, NUM_NEW, num_draft_tokens=BLOCK - 1)

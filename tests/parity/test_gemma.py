@@ -206,8 +206,11 @@ def test_a_changed_weight_and_a_changed_key_are_noticed(tmp_path: Path, name: st
     assert torch.equal(make_executor(target).target_logits(prompt), expected)
 
 
+IN_TWO = ("3", "4 with experts", "4 with per-layer embeddings, K/V of one layer for all of its kind")
+
+
 @pytest.mark.parametrize(
-    "name", ["4 with experts", "4 with per-layer embeddings, K/V of one layer for all of its kind"]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TWO)) for name in TARGETS]
 )
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     expected = expected_tokens(make_pair(tmp_path, **TARGETS[name])[0])

@@ -217,11 +217,13 @@ def test_bfloat16_is_as_close_to_float32_as_in_transformers(tmp_path: Path) -> N
     assert (ours - expected).abs().mean() < 1.2 * (theirs - expected).abs().mean()
 
 
-@pytest.mark.parametrize(
-    "name", ["next", "3.5, six value heads, tied", pytest.param("3.5 with experts", marks=pytest.mark.slow)]
-)
+IN_TWO = ("next", "3.5, six value heads, tied")
+ALL = TARGETS | SLOW_TARGETS
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TWO)) for name in ALL])
 def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
-    target, _ = make_pair(tmp_path, **TARGETS[name])
+    target, _ = make_pair(tmp_path, **ALL[name])
     expected = expected_tokens(target)
     engine = build(tmp_path, tp_size=2, max_seq_len=128)
     drafts_by_batch_size = {1: BLOCK_SIZE - 1, 2: 1, 3: 0}

@@ -80,6 +80,7 @@ def test_every_step_of_a_trace_equals_torchs(trt: ModuleType, engine: EngineDir,
         ("gpt_oss in MXFP4", 2),
         ("qwen3_moe in NVFP4", 1),
         ("qwen3_moe in NVFP4", 2),
+        ("glm4_moe, groups of experts", 2),
         ("minimax_m2", 2),  # whose norms are over the heads of both
     ],
     indirect=["pair"],

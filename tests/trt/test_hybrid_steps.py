@@ -34,12 +34,14 @@ DRAFT = {"num_layers": 1, "target_layer_ids": (0, 1)}
 FAMILIES = {
     "qwen3_5_text": {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
     "qwen3_next": {"linear_num_value_heads": 2},
+    "qwen3_5_moe_text": {"linear_conv_kernel_dim": 2},
 }
+PAIRS = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("moe_text")) for name in FAMILIES]
 KS = (3, 0, 2)  # in turn; 0 and blocks that are shorter than the records
 NUM_PAGES = 64
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root: Path = tmp_path_factory.mktemp("pair")
     return make_pair(root, family=request.param, target=SMALL | FAMILIES[request.param], **DRAFT)

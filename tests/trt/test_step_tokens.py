@@ -51,6 +51,11 @@ PAIRS = {
         "family": "phi3",
         "target": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     },
+    "Qwen2, windows in half of the layers": {
+        "family": "qwen2",
+        "target": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2, "seed": 3},
+    },
+    "Mistral, windows everywhere": {"family": "mistral"},
     "biases and a scaled embedding": {"attention_bias": True, "input_embedding_scale": 0.5},
     "a reduced draft vocabulary": {"speculators": True},
     "no drafter": {"has_drafter": False},
