@@ -1,14 +1,16 @@
 """Writes the recipes of pairs that have none written by hand: `python -m scripts.write_recipes`.
 
 A pair has recipes when its family is read and the GPU backend refuses nothing of it: one for each GPU, H200 and B300,
-or one for both where they take as many ranks, the fewest that hold the weights and 16 requests of 8192 tokens. Run it
-after a backend has learned something; tests/plan/test_recipe_plans.py finds what is missing.
+or one for both where they take as many ranks, the fewest that hold the weights and 16 requests of 8192 tokens. Steps
+of fewer tokens, whose activations take less, are for pairs that eight GPUs do not hold otherwise. Run it after a
+backend has learned something; tests/plan/test_recipe_plans.py finds what is missing.
 """
 
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from dflash_trt.compile.description import describe_engine
@@ -30,6 +32,7 @@ BY_HAND = (
     "gpt-oss-120b",
 )
 _REQUESTS, _CONTEXT_LEN, _MAX_SEQ_LEN = 16, 8192, 131072
+_MAX_NUM_TOKENS = (4096, 2048)  # of which the first is tried with all numbers of ranks before the second
 _NUMBERS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 # By the format of most weights: the end of a name, and words.
 _FORMATS = {
@@ -61,42 +64,43 @@ def written_recipes() -> list[Written]:
 
 
 def _recipes_of(form: Form) -> Iterator[Written]:
-    counts = [(gpu, num_ranks) for gpu in GPUS if (num_ranks := _num_ranks(form, gpu)) is not None]
-    if len(counts) == len(GPUS) and len({num_ranks for _, num_ranks in counts}) == 1:
-        yield _written(form, GPUS, counts[0][1], suffix="")
+    configs = [(gpu, config) for gpu in GPUS if (config := _smallest(form, gpu)) is not None]
+    if len(configs) == len(GPUS) and all(config == configs[0][1] for _, config in configs):
+        yield _written(form, GPUS, configs[0][1], suffix="")
         return
-    for gpu, num_ranks in counts:
-        yield _written(form, (gpu,), num_ranks, suffix=f"-{gpu.name}")
+    for gpu, config in configs:
+        yield _written(form, (gpu,), config, suffix=f"-{gpu.name}")
 
 
-def _num_ranks(form: Form, gpu: Gpu) -> int | None:
-    """The fewest; None where the GPU backend refuses, or eight GPUs are too few."""
-    for num_ranks in RANKS:
+def _smallest(form: Form, gpu: Gpu) -> BuildConfig | None:
+    """That of the fewest ranks; None where the GPU backend refuses, or eight GPUs are too few."""
+    for max_num_tokens, num_ranks in product(_MAX_NUM_TOKENS, RANKS):
         if problems_of(form, "cuda", num_ranks, gpu):
             continue
+        config = _config(form, num_ranks, max_num_tokens)
         try:
-            made = plan_engine(_config(form, num_ranks), form.specs, gpu)
+            made = plan_engine(config, form.specs, gpu)
         except DFlashError:
             continue
         if made.fits and made.max_requests(_CONTEXT_LEN) >= _REQUESTS:
-            return num_ranks
+            return config
     return None
 
 
-def _config(form: Form, num_ranks: int) -> BuildConfig:
+def _config(form: Form, num_ranks: int, max_num_tokens: int) -> BuildConfig:
     return BuildConfig(
         target=form.pair.target,
         drafter=form.pair.drafter,
         tp_size=num_ranks,
         ep_size=num_ranks if form.has_experts else 1,
-        max_num_tokens=4096,
+        max_num_tokens=max_num_tokens,
         max_seq_len=min(_MAX_SEQ_LEN, form.specs.target.max_position_embeddings),
     )
 
 
-def _written(form: Form, gpus: tuple[Gpu, ...], num_ranks: int, *, suffix: str) -> Written:
+def _written(form: Form, gpus: tuple[Gpu, ...], config: BuildConfig, *, suffix: str) -> Written:
     end, stored, words = _FORMATS[form.name]
-    config, target = _config(form, num_ranks), form.pair.target.partition("/")[2]
+    num_ranks, target = config.tp_size, form.pair.target.partition("/")[2]
     name = f"{target.removesuffix('-it').lower()}-{end}{suffix}"
     devices = " or ".join(gpu.name.upper() for gpu in gpus)
     lines = [

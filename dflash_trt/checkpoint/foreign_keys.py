@@ -102,9 +102,13 @@ VISION_KEYS = (
     "use_unified_vision_chunk",
     "video_placeholder",
     "mm_tokens_per_image",
+    "multimodal_projector_bias",
+    "projector_hidden_act",
+    "spatial_merge_size",
     "video_token_id",
     "vision_config",
     "vision_end_token_id",
+    "vision_feature_layer",
     "vision_soft_tokens_per_image",
     "vision_start_token_id",
 )

@@ -8,6 +8,7 @@ _REASONS: Final = {
     "kimi_linear": "Kimi-K3 has delta attention whose decay is by channel: records of a recurrent state of that kind",
     "kimi_k3": "Kimi-K3 has delta attention whose decay is by channel: records of a recurrent state of that kind",
     "minimax_m3_vl": "MiniMax-M3 attends to blocks of its context that it chooses: an indexer beside the pages",
+    "ministral3": "Ministral 3 has a temperature of scores, as Llama 4, but in layers with RoPE: not implemented",
     "muse_glimmer": "Muse has layers of a kind of its own, which no public code describes",
     "qwen4_exp": "its layers have n-gram embeddings, hyper-connections and sparse attention: none is implemented",
 }

@@ -26,13 +26,15 @@ def parse_target(directory: Path, problems: list[str], *, notes: list[str]) -> T
     if fields is None:
         return None
     reader = ConfigReader(fields, label=_LABEL, problems=problems, notes=notes)
-    family = _read_family(reader, missing_feature(fields))
+    missing = missing_feature(fields)
+    family = _read_family(reader, missing)
     if family is None:
         return None  # errors about the other keys would only be noise
     reader = ConfigReader(_with_defaults(fields, family, notes), label=_LABEL, problems=problems, notes=notes)
     model = _language_model(reader)
     reader.ignore(("architectures",))
-    model.require("model_type", family, default=family, hint=f"{fields['architectures'][0]} is a {family} model.")
+    hint = f"{fields['architectures'][0]} is a {family} model" if missing is None else missing
+    model.require("model_type", family, default=family, hint=f"{hint}.")
     spec_fields = _read_fields(model, family)
     spec_fields["is_embedding_tied"] = _is_embedding_tied(reader, model)
     spec_fields["eos_token_ids"] = _read_eos(directory, (model, reader), problems)

@@ -21,7 +21,7 @@ from tests.dflash2_files import make_dflash2_drafter
 from tests.eagle3_files import save_eagle3_head
 from tests.engines import make_executor
 from tests.factories import make_zlab_drafter
-from tests.gemma_targets import make_gemma
+from tests.gemma_targets import EVERYTHING, make_gemma
 
 NUM_NEW, VOCAB_SIZE, BLOCK_SIZE = 40, 12, 6
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(50)]
@@ -202,3 +202,24 @@ def test_a_page_that_leaves_its_window_too_early_changes_the_tokens(
     monkeypatch.setattr(WindowPages, "first_page", lambda pages, num_tokens: first_page(pages, num_tokens + 4))
     executor = make_executor(*pair, max_batch_size=3, max_num_tokens=20, has_page_groups=True, budget_bytes=600_000)
     assert tokens_of(make_loop(executor, 0, reuses=False), together=True) != expected
+
+
+def test_layers_of_gemma_4_that_share_k_and_v_free_the_pages_of_both_geometries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 16 in windows and of 32 without; the last layers read the pages of the first."""
+    target = make_gemma(tmp_path / "target", family="gemma4_text", vocab_size=VOCAB_SIZE, **EVERYTHING)
+    drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK_SIZE)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    options = {"max_new_tokens": NUM_NEW, "do_sample": False, "eos_token_id": None}
+    expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS[:3]]
+
+    def found() -> list[list[int]]:
+        executor = make_executor(target, drafter, max_batch_size=3, max_num_tokens=20, has_page_groups=True)
+        assert [group.window for group in executor.limits.page_windows] == [6]
+        return tokens_of(make_loop(executor, BLOCK_SIZE - 1), PROMPTS[:3], together=True)
+
+    assert found() == expected
+    first_page = WindowPages.first_page
+    monkeypatch.setattr(WindowPages, "first_page", lambda pages, num_tokens: first_page(pages, num_tokens + 4))
+    assert found() != expected, "the negative control"

@@ -1,4 +1,4 @@
-"""Mistral: Llama's arithmetic, and one window in every layer or none."""
+"""Mistral: Llama's arithmetic, and one window in every layer or none. Of Mistral 3 the language model alone."""
 
 from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.decoder_config import NOT_IMPLEMENTED, DecoderSizes, layers_of, read_rope, require_dense
@@ -18,4 +18,8 @@ def read_layers(reader: ConfigReader, sizes: DecoderSizes) -> list[LayerFields]:
     return layers_of(mixer, sizes.dense_fields(), [{"window": window}] * sizes.num_layers)
 
 
-FAMILY = Family(architectures=("MistralForCausalLM",), read_layers=read_layers)
+FAMILY = Family(
+    architectures=("MistralForCausalLM", "Mistral3ForConditionalGeneration"),
+    read_layers=read_layers,
+    left_out=("vision_tower.", "multi_modal_projector."),
+)
