@@ -1,4 +1,4 @@
-"""Targets of `quant_method: fp8`, in blocks and per tensor: read as they are, and compared with transformers."""
+"""Targets of FP8 tools, in blocks, per tensor and per row: read as they are, and compared with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,24 @@ def write_per_tensor(source: Path, output: Path, **section: Any) -> Tensors:
     )
 
 
+def write_rows(source: Path, output: Path, **section: Any) -> Tensors:
+    """Write `source` as Meta publishes Llama 3.1 in FP8: attention and the first layer unquantized."""
+    tensors, dequantized = load_file(source / "model.safetensors"), {}
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    plain = [name for name in names if "self_attn" in name or ".layers.0." in name]
+    for name in set(names) - set(plain):
+        scale = tensors[name].float().abs().amax(dim=1, keepdim=True) / 448
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"], tensors[f"{name.removesuffix('weight')}input_scale_ub"] = (
+            scale,
+            torch.tensor([1200.0]),
+        )
+        dequantized[name] = tensors[name].float() * scale
+    kept = [name.removesuffix(".weight") for name in plain] + ["lm_head"]
+    fields = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": kept}
+    return write(source, output, tensors, fields | section) or dequantized
+
+
 def write(source: Path, output: Path, tensors: Tensors, section: dict[str, Any]) -> None:
     output.mkdir()
     for file in source.iterdir():
@@ -107,6 +125,20 @@ def test_weights_per_tensor_are_read(source: Path, tmp_path: Path, scheme: str, 
     dequantized = write_per_tensor(source, tmp_path / "target", activation_scheme=scheme)
     assert_is_read(tmp_path / "target", dequantized)
     assert set(open_pair(tmp_path / "target", None).quantization.linears.values()) == {ours}
+
+
+def test_weights_per_row_are_read(source: Path, tmp_path: Path) -> None:
+    dequantized = write_rows(source, tmp_path / "target")
+    assert_is_read(tmp_path / "target", dequantized)
+    formats = open_pair(tmp_path / "target", None).quantization.linears
+    assert formats == {f"target.layers.1.{name}": "fp8_w8a16" for name in ("gate_up", "down")}
+
+    def one_row(tensors: Tensors) -> None:
+        tensors[f"{DOWN}.weight_scale"][3] *= 1.01
+
+    edit_tensors(tmp_path / "target", one_row)
+    with pytest.raises(AssertionError, match=r"layers\.1\.down"):
+        assert_is_read(tmp_path / "target", dequantized)
 
 
 def test_an_engine_gives_the_tokens_of_the_dequantized_checkpoint(source: Path, tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""`quant_method: fp8`: blocks of 128 x 128 (DeepSeek, Qwen, MiniMax), or one scale per tensor (AutoFP8)."""
+"""`quant_method: fp8`: blocks of 128 x 128 (DeepSeek, Qwen, MiniMax), or one scale per tensor (AutoFP8).
+
+`fbgemm_fp8` (Meta's Llama 3.1): a scale for each row, and activations that are quantized token by token.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dflash_trt.checkpoint.config_reader import ConfigReader
 from dflash_trt.checkpoint.producers.base import (
     FLOATS,
     Producer,
@@ -27,25 +31,24 @@ _STATIC = StoredFormat(
     format="fp8",
     fields={"codes": _CODES, "weight_scale": _SCALE, "input_scale": StoredField(suffix="input_scale", dtypes=FLOATS)},
 )
+_ROWS = StoredFormat(
+    format="fp8_w8a16",
+    fields={"codes": _CODES, "weight_scale": _SCALE},
+    ignored=("input_scale_ub",),  # a bound for scales of activations
+)
+_METHODS = ("fp8", "fbgemm_fp8")
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 
 
 def recognizes(section: Mapping[str, Any]) -> bool:
-    return section.get("quant_method") == "fp8"
+    return section.get("quant_method") in _METHODS
 
 
 def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme | None:
     num_problems = len(problems)
     reader = section_reader(fields, subject, problems)
-    hint = "Use a checkpoint with blocks of 128 x 128 or with a scale per tensor."
-    reader.ignore(("quant_method", "dequantize"))
-    reader.require("fmt", "e4m3", "float8_e4m3fn", hint=hint)
-    reader.require("scale_fmt", "float", "ue8m0", hint=hint)  # powers of two, in float32 as well
-    reader.require("activation_scheme", "dynamic", "static", hint=hint)
-    reader.require("weight_block_size", [BLOCK_SIZE, BLOCK_SIZE], hint=hint)
-    stored = _STATIC if reader.value("activation_scheme") == "static" else _DYNAMIC
-    if reader.has("weight_block_size"):
-        stored = _BLOCKS
+    reader.ignore(("quant_method",))
+    stored = _stored(reader)
     ignored = tuple(name for key in _LISTS for name in reader.optional_texts(key) or ())
     problems += pattern_problems(ignored, subject)
     reader.finish()
@@ -61,6 +64,21 @@ def read(fields: Mapping[str, Any], subject: str, problems: list[str]) -> Scheme
     return Scheme(source=subject, format_of=format_of)
 
 
+def _stored(reader: ConfigReader) -> StoredFormat:
+    if reader.value("quant_method") == "fbgemm_fp8":
+        reader.ignore(("activation_scale_ub",))
+        return _ROWS
+    hint = "Use a checkpoint with blocks of 128 x 128 or with a scale per tensor."
+    reader.ignore(("dequantize",))
+    reader.require("fmt", "e4m3", "float8_e4m3fn", hint=hint)
+    reader.require("scale_fmt", "float", "ue8m0", hint=hint)  # powers of two, in float32 as well
+    reader.require("activation_scheme", "dynamic", "static", hint=hint)
+    reader.require("weight_block_size", [BLOCK_SIZE, BLOCK_SIZE], hint=hint)
+    if reader.has("weight_block_size"):
+        return _BLOCKS
+    return _STATIC if reader.value("activation_scheme") == "static" else _DYNAMIC
+
+
 def _ends(name: str) -> Iterator[str]:
     """Dotted beginnings and ends: a list may name a module, one that contains it, or the end of its name."""
     words = name.split(".")
@@ -69,4 +87,4 @@ def _ends(name: str) -> Iterator[str]:
         yield ".".join(words[-length:])
 
 
-PRODUCER = Producer(name="FP8 (quant_method fp8)", recognizes=recognizes, read=read)
+PRODUCER = Producer(name="FP8 (quant_method fp8 or fbgemm_fp8)", recognizes=recognizes, read=read)
