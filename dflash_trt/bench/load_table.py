@@ -76,6 +76,8 @@ def _flat(report: LoadReport) -> dict[str, Any]:
         elif isinstance(value, Acceptance):
             row |= {"acceptance_length": value.length, "num_verify_steps": value.num_verify_steps}
             row |= {f"accepted_fraction_{i}": rate for i, rate in enumerate(value.by_position, start=1)}
+        elif entry.name == "acceptance":
+            continue  # of a server that tells none
         elif entry.name == "acceptance_by_category":
             row |= {f"acceptance_length_{name}": found.length for name, found in value.items()}
         elif entry.name == "output_tok_per_s_by_round":

@@ -128,8 +128,8 @@ def _note(axes: Any, text: str, place: tuple[float, float], *, offset: tuple[int
 
 
 def _draw_frame(axes: Any, figure: Figure) -> None:
-    """Axes, title and legend. The legend is at the upper right, which no curve reaches: no configuration is best for
-    both users and machine.
+    """Axes, title and legend. The legend is at the upper right, which few curves reach: seldom is a configuration best
+    for both users and machine. Where one is, the legend goes to the corner or side that covers least.
     """
     points = [point for points in figure.curves.values() for point in points]
     axes.set_xlim(0, 1.16 * max((point.per_user for point in points), default=1.0))
@@ -140,6 +140,6 @@ def _draw_frame(axes: Any, figure: Figure) -> None:
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = axes.legend(loc="upper right", frameon=True, framealpha=0.85, edgecolor="#cccccc")
+    legend = axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="#cccccc")
     for text in legend.get_texts():
         text.set_parse_math(False)

@@ -70,18 +70,28 @@ def _lines(path: Path, columns: Mapping[str, str], split: str | None) -> Iterato
         found = str(error.strerror)
         hint = "Check the path."
         raise ConfigError.about(str(path), expected="a JSONL file or a data set", found=found, hint=hint) from error
+    known: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
-        yield _renamed(line, columns, number) if columns and line.strip() else line
+        yield _renamed(line, columns, number, known) if columns and line.strip() else line
+    missing = [column for column in columns.values() if column not in known]
+    if missing and known:
+        expected, found = f"a column {', '.join(missing)}", ", ".join(known)
+        hint = "Name it, for example --column prompt=text."
+        raise ConfigError.about(str(path), expected=expected, found=found, hint=hint)
 
 
-def _renamed(line: bytes, columns: Mapping[str, str], number: int) -> bytes:
-    """The row with these columns alone; one that is no JSON object as it is, for the reader of rows to refuse."""
+def _renamed(line: bytes, columns: Mapping[str, str], number: int, known: dict[str, None]) -> bytes:
+    """The row with these columns alone; one that is no JSON object as it is, for the reader of rows to refuse.
+
+    `known` gains the row's columns.
+    """
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return line
     if not isinstance(fields, dict):
         return line
+    known |= dict.fromkeys(fields)
     chosen = {name: fields[column] for name, column in columns.items() if fields.get(column) is not None}
     return json.dumps(_by_turns(chosen, number)).encode()
 

@@ -83,6 +83,9 @@ def test_tables_have_every_number() -> None:
     assert row["time_to_first_token_s_p99"] == REPORT.time_to_first_token_s.p99
     assert row["accepted_fraction_2"] == pytest.approx(1 / 3) and row["acceptance_length_a"] > 2
     assert row["output_tok_per_s_round_2"] == pytest.approx(10.5)
+    silent, told = flat_rows([replace(REPORT, acceptance=None), REPORT])
+    assert silent["acceptance_length"] is None and told["acceptance_length"] == pytest.approx(2.25)
+    assert "acceptance" not in silent, "its parts are columns, it is none"
     head, line = table([REPORT], unit="server")
     assert "good/s" in head and line.split()[-1] == "0.50" and "200 / 300 / 300" in line
     assert acceptance_lines([REPORT])[1].endswith("a 2.33, b 2.00")

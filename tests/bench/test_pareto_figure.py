@@ -63,6 +63,21 @@ def test_points_are_where_their_speeds_are(drawn: ElementTree.Element) -> None:
     assert line(drawn, "hull") == [by_point[point] for point in hull(CURVES)]
 
 
+def test_the_legend_covers_no_point(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
+    best = curve((350, 410), (796, 373))  # for users and for the machine
+    worse = {name: curve((250, 280), (300, 180)) for name in ("first", "second", "third, with a long name")}
+    for curves, stays in ((CURVES, True), ({"best": best, **worse}, False)):
+        draw(replace(FIGURE, curves=curves, interactivity=()), tmp_path / "f.svg")
+        root = ElementTree.parse(tmp_path / "f.svg").getroot()
+        (group,) = (element for element in root.iter(f"{SVG}g") if element.get("id") == "legend_1")
+        corners = re.findall(r"[MLQ] ([\d.]+) ([\d.]+)", next(group.iter(f"{SVG}path")).get("d"))
+        x, y = [float(corner[0]) for corner in corners], [float(corner[1]) for corner in corners]
+        points = [place for index in range(len(curves)) for place in line(root, f"curve-{index}")]
+        assert not [place for place in points if min(x) < place[0] < max(x) and min(y) < place[1] < max(y)]
+        assert (max(x) > 600 and max(y) < 200) is stays, "the upper right, if that is free"
+
+
 def test_the_ending_names_the_format_and_a_figure_is_the_same_every_time(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra 'figures'")
     for name in ("a.png", "a.svg", "b.svg", "empty.png"):

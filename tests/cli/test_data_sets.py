@@ -75,6 +75,8 @@ def test_columns_are_those_that_the_command_line_names(tmp_path: Path) -> None:
     line = tmp_path / "d.jsonl"
     line.write_text('{"question": "q", "domain": "math", "other": 1}\n')
     assert prompts(line, columns={"prompt": "question"}) == ["q"]
+    with pytest.raises(ConfigError, match="a column text, found question, domain, other"):
+        prompts(line, columns={"prompt": "text"})
 
 
 @pytest.mark.parametrize(
