@@ -15,7 +15,7 @@ from dflash_trt.core.acceptance import acceptance_length
 MAX_NEW_TOKENS = 128
 
 
-def main() -> None:
+def main(*, one_at_a_time: bool = False) -> None:
     engine, prompts_file, num_rounds, *temperatures = sys.argv[1:]
     prompts = [json.loads(line)["prompt"] for line in Path(prompts_file).read_text().splitlines()]
     with LLM(engine, enable_prefix_caching=False) as llm:
@@ -28,7 +28,10 @@ def main() -> None:
                     )
                     for i in range(len(prompts))
                 ]
-                rounds.append(llm.generate(prompts, samplings))
+                if one_at_a_time:
+                    rounds.append([llm.generate(*each) for each in zip(prompts, samplings, strict=True)])
+                else:
+                    rounds.append(llm.generate(prompts, samplings))
             each = " ".join(f"{acceptance_length(outputs):.3f}" for outputs in rounds)
             mean = acceptance_length([output for outputs in rounds for output in outputs])
             print(f"T = {temperature}: {mean:.3f} (rounds {each})", flush=True)

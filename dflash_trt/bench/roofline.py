@@ -19,7 +19,8 @@ class Roofline:
     """At one point: a step of so many requests that decode with so many tokens of context.
 
     `floor_tok_per_s` is what steps at their floor would give, `reached_fraction` the measured part of it: prompts, the
-    host and everything but the floor's bytes and FLOPs are what is missing.
+    host and everything but the floor's bytes and FLOPs are what is missing. `is_least_k`: K changed from step to step,
+    and the floor is that of the least K that gives so many tokens a step.
     """
 
     label: str
@@ -32,11 +33,13 @@ class Roofline:
     floor_s: float
     floor_tok_per_s: float
     reached_fraction: float
+    is_least_k: bool = False
 
     def __str__(self) -> str:
         name = f"{self.label}: " if self.label else ""
+        drafts = f"K {'>=' if self.is_least_k else '='} {self.num_draft_tokens}"
         return (
-            f"{name}floor of a step ({self.num_requests} x {self.context_len} tokens, K = {self.num_draft_tokens}): "
+            f"{name}floor of a step ({self.num_requests} x {self.context_len} tokens, {drafts}): "
             f"memory {1e3 * self.memory_floor_s:.3g} ms, compute {1e3 * self.compute_floor_s:.3g} ms, "
             f"{self.floor_tok_per_s:.0f} tok/s; reached {self.reached_fraction:.0%}"
         )
@@ -89,6 +92,7 @@ class Roofs:
             floor_s=floor.total_s,
             floor_tok_per_s=tokens / floor.total_s,
             reached_fraction=tok_per_s * floor.total_s / tokens,
+            is_least_k=num_draft_tokens is None and drafts > 0,
         )
 
 

@@ -247,6 +247,6 @@ def test_closed_loads_on_engines_have_the_floor_of_their_step_beside_them(engine
     assert (drafting.num_requests, drafting.context_len, drafting.machine) == (2, 10 + 20 // 2, MACHINE.name)
     assert (drafting.num_draft_tokens, plain.num_draft_tokens) == (max_draft_len(EngineDir.open(engine_dir)), 0)
     [adaptive] = floors_beside([closed], {"e": (engine_dir, runtime.replaced(adaptive_draft_length=True))}, MACHINE)
-    assert adaptive is not None and adaptive.num_draft_tokens == 2  # the fewest that give its acceptance length
+    assert adaptive is not None and "K >= 2" in str(adaptive)  # the fewest that give its acceptance length
     assert plain.reached_fraction == pytest.approx(10.0 / plain.floor_tok_per_s)
     assert str(drafting).startswith("e, 2 clients: floor of a step (2 x 20 tokens")
