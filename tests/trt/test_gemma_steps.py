@@ -20,14 +20,17 @@ from tests.trt.ranks import interpreted_engine
 from tests.trt.test_plugins import PluginReference, define_engine_with_plugins
 
 K, NUM_PAGES, KV_CACHE_BYTES = 3, 128, 1 << 24
-TARGETS: dict[str, dict[str, Any]] = {"dense": {"global_head_dim": 512}, "everything": EVERYTHING}
+TARGETS: dict[str, dict[str, Any]] = {
+    "dense": {"family": "gemma4_unified_text", "global_head_dim": 512},
+    "everything": {"family": "gemma4_text", **EVERYTHING},
+}
 EXPECTED_NODES = {"dense": (4, 0, 0), "everything": (4, 2, 4)}  # attention, of which sharing K/V, and experts
 
 
 @pytest.fixture(scope="module", params=TARGETS)
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
-    target = make_gemma(root / "target", family="gemma4_text", **TARGETS[request.param])
+    target = make_gemma(root / "target", **TARGETS[request.param])
     sizes = {"num_layers": 1, "target_layer_ids": (0, 2), "head_dim": 16}
     make_zlab_drafter(root / "drafter", target_dir=target, final_logit_softcapping=2.0, **sizes)
     return root

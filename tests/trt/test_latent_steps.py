@@ -32,6 +32,7 @@ DRAFT = {"num_layers": 1, "target_layer_ids": (0, 1)}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3": ("deepseek_v3", {}),
     "Kimi-K2, one group of experts": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    "DeepSeek-V3.2": ("deepseek_v32", {}),
     "GLM-5": ("glm_moe_dsa", {}),
     "q without a latent, halves rotated": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
 }
