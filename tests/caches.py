@@ -5,7 +5,7 @@ from torch import Tensor
 from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.state_spec import PagedKv
-from dflash_trt.network.ops import Cache
+from dflash_trt.network.state import Cache
 
 
 def cache_of(pages: Tensor, scales: LayerKvScales | None = None) -> Cache[Tensor]:

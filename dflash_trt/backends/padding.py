@@ -42,7 +42,7 @@ class StepShape:
     def width(self) -> int:
         return self.num_draft_tokens + 1
 
-    def sizes(self, *, max_pages: int, num_page_groups: int = 1) -> dict[Axis, int]:
+    def sizes(self, *, max_pages: int, num_page_groups: int = 1, num_choices: int = 0) -> dict[Axis, int]:
         """Of every axis of a step tensor."""
         return {
             "T": self.num_tokens,
@@ -50,6 +50,7 @@ class StepShape:
             "R+1": self.num_requests + 1,
             "K": self.num_draft_tokens,
             "K+1": self.width,
+            "K*C": self.num_draft_tokens * num_choices,
             "P": max_pages if self.num_pages is None else self.num_pages,
             "G": num_page_groups,
         }

@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_trt.core.sampling import SamplingColumns
 from dflash_trt.core.step_plan import ExecutorLimits
 from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.proposal import Proposal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +46,14 @@ class DeviceSlots:
         self.token_ids = torch.zeros(
             (size, limits.max_draft_len + 1), dtype=torch.int32, device=device
         )  # bonus, drafts
+        num_choices = limits.max_draft_len * limits.num_choices
+        self.choices = torch.zeros((size, num_choices), dtype=torch.int32, device=device)
+        self.chances = torch.zeros((size, num_choices), dtype=torch.float32, device=device)
         self.context_lens = torch.zeros(size, dtype=torch.int32, device=device)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.page_table, self.token_ids, self.context_lens
+        return self.page_table, self.token_ids, self.choices, self.chances, self.context_lens
 
     def update_pages(self, entries: Tensor, page_ids: Tensor) -> None:
         """Write page ids, int32 [D], to entries of the flat page table, int64 [D]."""
@@ -76,18 +80,27 @@ class DeviceSlots:
         inputs.positions.copy_((inputs.context_lens[rows] + index) * is_token)
         stored = self.token_ids[slots[rows], index.clamp(min=0, max=self.token_ids.shape[1] - 1)]
         torch.where(is_chained[rows] & is_token, stored, plan.token_ids, out=inputs.token_ids)
+        if inputs.choices is not None and inputs.chances is not None:
+            num_choices = inputs.choices.shape[1]
+            torch.index_select(self.choices[:, :num_choices], 0, slots, out=inputs.choices)
+            # drafts that the host gave were not drawn
+            torch.mul(self.chances[slots, :num_choices], is_chained[:, None], out=inputs.chances)
 
     def store(
         self,
         slot_ids: Tensor,  # int64 [R]
         bonus_tokens: Tensor,  # int32 [R]
-        draft_tokens: Tensor | None,  # int32 [R, K]
+        proposal: Proposal[Tensor] | None,
         next_context_lens: Tensor,  # int32 [R]
     ) -> None:
         """The last operation of a step: the inputs of the next chained rows."""
         self.token_ids[:, 0].index_copy_(0, slot_ids, bonus_tokens)
-        if draft_tokens is not None:
-            self.token_ids[:, 1 : 1 + draft_tokens.shape[1]].index_copy_(0, slot_ids, draft_tokens)
+        if proposal is not None:
+            self.token_ids[:, 1 : 1 + proposal.tokens.shape[1]].index_copy_(0, slot_ids, proposal.tokens)
+            if proposal.choices is not None and proposal.chances is not None:
+                num_choices = proposal.choices.shape[1]
+                self.choices[:, :num_choices].index_copy_(0, slot_ids, proposal.choices)
+                self.chances[:, :num_choices].index_copy_(0, slot_ids, proposal.chances)
         self.context_lens.index_copy_(0, slot_ids, next_context_lens)
 
 

@@ -19,6 +19,7 @@ from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.step_plan import ExecutorLimits, StepPlan, StepResult, StepRows
 from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
 
 _BONUS: Final = StepTensor("bonus_tokens", "int32", ("R",), "the last emitted token: what samplers write besides")
@@ -105,9 +106,11 @@ class InputStaging:
         """The device's copy of the plan."""
         return PlanInputs(**self._plan.views(shape))
 
-    def store(self, shape: StepShape, bonus_tokens: Tensor, draft_tokens: Tensor | None, context_lens: Tensor) -> None:
+    def store(
+        self, shape: StepShape, bonus_tokens: Tensor, proposal: Proposal[Tensor] | None, context_lens: Tensor
+    ) -> None:
         """The last part of a step on the device."""
-        self.slots.store(self._plan.views(shape)["slot_ids"], bonus_tokens, draft_tokens, context_lens)
+        self.slots.store(self._plan.views(shape)["slot_ids"], bonus_tokens, proposal, context_lens)
 
 
 class _HostBlock:
@@ -164,7 +167,8 @@ class ResultStaging:
             copied.record()
         acceptance, drafts = self._views(host, shape)
         real = {name: getattr(acceptance, name)[:num_requests] for name in Acceptance.__dataclass_fields__}
-        outputs = StepOutputs(acceptance=Acceptance(**real), draft_tokens=drafts[:num_requests] if has_drafts else None)
+        proposal = Proposal(tokens=drafts[:num_requests]) if has_drafts else None
+        outputs = StepOutputs(acceptance=Acceptance(**real), proposal=proposal)
         return StagedResult(outputs, copied)
 
     def _views(self, block: Tensor, shape: StepShape) -> tuple[Acceptance[Tensor], Tensor]:

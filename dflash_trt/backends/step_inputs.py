@@ -87,8 +87,12 @@ class TensorBlock:
         is_pinned: bool = False,
     ) -> None:
         self._tensors = tensors
-        self._groups = {"max_pages": limits.max_pages, "num_page_groups": limits.num_page_groups}
-        axes = largest_shape(limits).sizes(**self._groups)
+        self._limits = {
+            "max_pages": limits.max_pages,
+            "num_page_groups": limits.num_page_groups,
+            "num_choices": limits.num_choices,
+        }
+        axes = largest_shape(limits).sizes(**self._limits)
         sizes = [num_bytes_of(tensor.dtype) * tensor.num_elements(axes) for tensor in tensors]
         starts = [0, *accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes)]
         self.memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device, pin_memory=is_pinned)
@@ -99,7 +103,7 @@ class TensorBlock:
 
     def views(self, shape: StepShape) -> dict[str, Tensor]:
         """The tensors in the shapes of a step; the same addresses every time."""
-        sizes = shape.sizes(**self._groups)
+        sizes = shape.sizes(**self._limits)
         views = {}
         for tensor in self._tensors:
             view = self.flat[tensor.name][: tensor.num_elements(sizes)]
@@ -194,14 +198,14 @@ def bind_inputs(packed: dict[str, Tensor], assembled: dict[str, Tensor]) -> Step
 
 def step_result(outputs: StepOutputs[Tensor]) -> StepResult:
     """Bring outputs to the host; arrays of their own."""
-    acceptance, drafts = outputs.acceptance, outputs.draft_tokens
+    acceptance, proposal = outputs.acceptance, outputs.proposal
     num_requests = len(acceptance.num_accepted)
     return StepResult(
         emitted_tokens=_array(acceptance.emitted_tokens),
         emitted_logprobs=_array(acceptance.emitted_logprobs),
         num_accepted=_array(acceptance.num_accepted),
         next_context_lens=_array(acceptance.next_context_lens),
-        draft_tokens=np.zeros((num_requests, 0), np.int32) if drafts is None else _array(drafts),
+        draft_tokens=np.zeros((num_requests, 0), np.int32) if proposal is None else _array(proposal.tokens),
     )
 
 

@@ -22,17 +22,8 @@ from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.formats.base import E4M3_MAX
 from dflash_trt.network.mixers.gqa import rotated_kv
-from dflash_trt.network.ops import (
-    Cache,
-    Experts,
-    KvDestination,
-    LatentCache,
-    Linear,
-    PagedCache,
-    RecurrentCache,
-    Rows,
-    StepInputs,
-)
+from dflash_trt.network.ops import Experts, KvDestination, Linear, Rows, StepInputs
+from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache
 from dflash_trt.network.step import Network, run_step
 from dflash_trt.quantize.calibrate import LinearBank
 

@@ -20,6 +20,7 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
     "request_id": text("a string"),
     "sampling": instance("SamplingParams", SamplingParams),
     "seed": integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED),
+    "is_reproducible": instance("true or false", bool),
     "priority": integer("an integer"),
     "queue_timeout_s": optional(number("None, or 0 or more seconds", lambda x: 0.0 <= x <= math.inf)),
     "cache_salt": text("a string"),
@@ -31,6 +32,9 @@ _REQUEST_READERS: Final[dict[str, Reader[Any]]] = {
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to be served. `seed` is resolved: `sampling.seed`, or one that the engine drew.
+
+    `is_reproducible` asks for a text that is a function of the seed. One that nobody gave may do without
+    (`SamplingParams`).
 
     Requests of higher `priority` go first, among equals the earlier one. `queue_timeout_s` bounds the wait for the
     first step. Prefixes are shared only between requests of equal `cache_salt`. `constraint` is what
@@ -49,6 +53,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence ids (unless ignored) and sampling.stop_token_ids
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # spellings of sampling.bad_words, each of one token or more
     seed: int = 0
+    is_reproducible: bool = True
     priority: int = 0
     queue_timeout_s: float | None = None
     cache_salt: str = ""

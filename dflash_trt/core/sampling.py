@@ -120,9 +120,12 @@ class SamplingParams:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch their filter off.
 
     Filters apply in the order temperature, top_k, top_p, min_p, to the target's distribution of every row. A `seed`
-    fixes the random numbers of every position; without one the engine draws a seed for each request. K, the batch and
-    prompt chunks change how sums are rounded, never the distribution. In float32 on a CPU greedy texts are equal, and
-    sampled ones practically always; in bfloat16, FP8 and FP4 near-ties, and so changed texts, are common.
+    fixes the random numbers of every position, which drafts share with the target: a text is a function of its seed.
+    Without one (and without one of the engine's) a seed is drawn for each request, drafts get random numbers of their
+    own and are accepted by rejection sampling, which accepts more of them: a text then also depends on what was
+    drafted. K, the batch and prompt chunks change how sums are rounded, never the distribution. In float32 on a CPU
+    greedy texts are equal, and those of a seed practically always; in bfloat16, FP8 and FP4 near-ties, and so changed
+    texts, are common.
     `stop` takes at most MAX_STOP_STRINGS strings of at most MAX_STOP_LEN characters.
 
     Before the filters, the logits get `logit_bias`, `repetition_penalty`, `frequency_penalty` and `presence_penalty`,
@@ -228,7 +231,8 @@ class SamplingParams:
         None,
         optional_of(integer(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)),
         "Fixes the random numbers; below 2^63, by default drawn for each request. K and the batch change roundings and "
-        "so texts: practically none in float32 on a CPU, many in bfloat16, FP8 and FP4.",
+        "so texts: practically none in float32 on a CPU, many in bfloat16, FP8 and FP4. Without a seed more drafts are "
+        "accepted, and a text depends on them.",
         dtype="int64",
         off=0,
         trtllm_names=("seed", "sampling_param_seed"),
@@ -312,26 +316,49 @@ def _table() -> tuple[SamplingField, ...]:
 
 
 SAMPLING_FIELDS: Final = _table()
-STEP_SAMPLING_FIELDS: Final = tuple(row for row in SAMPLING_FIELDS if row.dtype is not None)
+# No parameter of a request: it follows from the seed.
+_DRAFT_STREAM: Final = SamplingField(
+    name="draft_stream",
+    kind=int,
+    is_list=False,
+    default=0,
+    read=integer("0 or 1", 0, 1),
+    help="Random numbers of drafts: 0 are those that sample the target, 1 are others, and a draft is accepted by "
+    "rejection sampling.",
+    dtype="int32",
+    off=0,
+    idle=(),
+    trtllm_names=None,
+    reads_file=False,
+)
+STEP_SAMPLING_FIELDS: Final = (*(row for row in SAMPLING_FIELDS if row.dtype is not None), _DRAFT_STREAM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSampling:
-    """The parameters of one request that the device reads, by default all off. The seed is resolved."""
+    """The parameters of one request that the device reads, by default all off. The seed is resolved.
+
+    `draft_stream` is 1 for drafts with random numbers of their own: see `backends/torch/philox.py`.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    draft_stream: int = 0
 
     @classmethod
-    def of(cls, params: SamplingParams, *, seed: int) -> Self:
-        """Filters that leave one token make the request greedy: they do not reach drafts, which become greedy too."""
-        values = {row.name: getattr(params, row.name) for row in STEP_SAMPLING_FIELDS} | {"seed": seed}
+    def of(cls, params: SamplingParams, *, seed: int, shares_noise: bool = True) -> Self:
+        """Filters that leave one token make the request greedy: they do not reach drafts, which become greedy too.
+
+        `shares_noise`: drafts share the target's random numbers, so that a text depends on its seed alone.
+        """
+        values = {row.name: getattr(params, row.name) for row in SAMPLING_FIELDS if row.dtype is not None}
+        values["seed"] = seed
         if params.top_k == 1 or params.min_p == 1.0:
             values["temperature"] = 0.0
-        return cls(**values)
+        return cls(**values, draft_stream=int(not shares_noise and values["temperature"] > 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +370,7 @@ class SamplingColumns(Generic[T]):
     top_p: T
     min_p: T
     seed: T
+    draft_stream: T
 
 
 def sample_seed(seed: int, sample_index: int) -> int:

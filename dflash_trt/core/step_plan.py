@@ -28,7 +28,8 @@ CHAINED: Final = -1  # as a row's context length: the slot has it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorLimits:
-    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter.
+    """Limits for the scheduler. `max_draft_len` is 0 for an engine without a drafter, and so is `num_choices`: of each
+    draft, C of `core/step_spec.py`.
 
     `num_pages` are those of the first group of layers, which keeps all positions; `page_windows` are the other groups.
 
@@ -43,6 +44,7 @@ class ExecutorLimits:
     max_draft_len: int
     page_size: int  # token positions per page
     num_pages: int
+    num_choices: int = 0
     unsupported_sampling: frozenset[str] = frozenset()
     num_snapshots: int | None = None  # of recurrent states; None: a prefix of a sequence is its pages alone
     page_windows: tuple[PageWindow, ...] = ()

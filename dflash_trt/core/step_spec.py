@@ -1,6 +1,7 @@
 """The step contract: every tensor that enters and leaves one engine call.
 
     T tokens in the step   R requests   K draft tokens per request   P pages per request (max)   G page groups
+    C choices of a draft: the tokens that it may have been
 
 K is chosen per step, down to 0. A request verifies `num_candidates` <= K drafts and always leaves with K new ones.
 
@@ -17,7 +18,7 @@ from typing import Final, Literal
 from dflash_trt.core.dtype import DType
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 
-Axis = Literal["T", "R", "R+1", "K", "K+1", "P", "G"]
+Axis = Literal["T", "R", "R+1", "K", "K+1", "K*C", "P", "G"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
     StepTensor("page_table", "int32", ("R", "P"), "page ids, a table for each page group", is_by_group=True),
     StepTensor("logit_rows", "int32", ("R", "K+1"), "rows that need logits; the last one repeated to fill"),
     StepTensor("num_candidates", "int32", ("R",), "drafts to verify; 0 for a prefill chunk"),
+    StepTensor("choices", "int32", ("R", "K*C"), "the tokens that each draft was chosen of, one draft behind another"),
+    StepTensor("chances", "float32", ("R", "K*C"), "their probabilities in this choice; 0 where nothing was drawn"),
     *(
         StepTensor(row.name, row.dtype, ("R",), row.help, padding=row.off or 0)
         for row in STEP_SAMPLING_FIELDS
@@ -58,13 +61,16 @@ STEP_INPUTS: tuple[StepTensor, ...] = (
 )
 
 # Made on the device from the plan and from the slots of its rows, before the engine call; the others come as they are.
-ASSEMBLED: Final = ("token_ids", "positions", "context_lens", "page_table")
+ASSEMBLED: Final = ("token_ids", "positions", "context_lens", "page_table", "choices", "chances")
+
+# Inputs of engines that draft.
+DRAFT_INPUTS: Final = ("choices", "chances")
 
 # What the host sends for a step; of the assembled tensors the values of given rows.
 PLAN_INPUTS: tuple[StepTensor, ...] = (
     StepTensor("slot_ids", "int64", ("R",), "the slot of each request; padding has the last one"),
     StepTensor("token_rows", "int64", ("T",), "the request of each token; R for padding"),
-    *(tensor for tensor in STEP_INPUTS if tensor.name not in ("positions", "page_table")),
+    *(tensor for tensor in STEP_INPUTS if tensor.name not in ("positions", "page_table", *DRAFT_INPUTS)),
 )
 
 STEP_OUTPUTS: tuple[StepTensor, ...] = (
@@ -75,4 +81,10 @@ STEP_OUTPUTS: tuple[StepTensor, ...] = (
     StepTensor("num_accepted", "int32", ("R",), "drafts the target agreed with; never counts the bonus"),
     StepTensor("draft_tokens", "int32", ("R", "K"), "drafts for the next step, conditioned on the bonus"),
     StepTensor("next_context_lens", "int32", ("R",), "context_lens + tokens given - num_candidates + num_accepted"),
+)
+
+# Of steps that draft, for the slots of the next step alone: no host reads them.
+DRAFT_OUTPUTS: tuple[StepTensor, ...] = (
+    StepTensor("draft_choices", "int32", ("R", "K*C"), "the tokens that each of draft_tokens was chosen of"),
+    StepTensor("draft_chances", "float32", ("R", "K*C"), "their probabilities; see the input chances"),
 )

@@ -14,7 +14,7 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec, check_pair, engine_states, engine_weights
 from dflash_trt.core.quantization import QuantizationSpec
 from dflash_trt.core.state_spec import EngineStates
-from dflash_trt.core.step_spec import STEP_INPUTS, STEP_OUTPUTS, StepTensor
+from dflash_trt.core.step_spec import DRAFT_OUTPUTS, STEP_INPUTS, STEP_OUTPUTS, StepTensor
 from dflash_trt.core.weight_spec import WeightTable, rank_shard
 from dflash_trt.engine_dir.provenance import PROVENANCE_NAME, EngineFile
 from dflash_trt.engine_dir.tensor_file import TensorHeader
@@ -90,7 +90,7 @@ class StepTables(Frozen):
     @classmethod
     def current(cls) -> Self:
         """The step contract of this version of the code."""
-        return cls(inputs=_rows(STEP_INPUTS), outputs=_rows(STEP_OUTPUTS))
+        return cls(inputs=_rows(STEP_INPUTS), outputs=_rows((*STEP_OUTPUTS, *DRAFT_OUTPUTS)))
 
 
 class EngineManifest(Frozen):

@@ -12,7 +12,7 @@ from dflash_trt.network.feed_forward import FeedForward, bind_feed_forward, run_
 from dflash_trt.network.mixers.gated_delta import GatedDeltaWeights, bind_gated_delta, run_gated_delta
 from dflash_trt.network.mixers.gqa import GqaWeights, bind_gqa, run_gqa
 from dflash_trt.network.mixers.mla import MlaWeights, bind_mla, run_mla
-from dflash_trt.network.ops import Cache, LatentCache, LayerCache, Linear, Ops, RecurrentCache, Rows, T
+from dflash_trt.network.ops import Linear, Ops, Rows, T
 from dflash_trt.network.per_layer_embedding import (
     PerLayerTable,
     PerLayerWeights,
@@ -22,6 +22,7 @@ from dflash_trt.network.per_layer_embedding import (
     run_per_layer,
 )
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import Cache, LatentCache, LayerCache, RecurrentCache
 
 LayerWeights = GqaWeights[T] | MlaWeights[T] | GatedDeltaWeights[T]
 

@@ -5,7 +5,7 @@ and the step call it and never look inside a handle. Shapes use the letters of `
 count, H hidden size, D head_dim, V vocabulary, S = K + 1 the slots of a draft block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,8 +15,9 @@ from dflash_trt.core.model.gqa import Gqa, QueryTemperature
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.sampling import SamplingColumns
-from dflash_trt.core.state_spec import PagedKv, PagedLatent, PagedRows, Recurrent
 from dflash_trt.formats.base import QuantizedWeight
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 
 T = TypeVar("T")
 
@@ -70,38 +71,8 @@ class StepInputs(SamplingColumns[T]):
     page_table: T
     logit_rows: T
     num_candidates: T
-
-
-@dataclass(frozen=True, slots=True)
-class Cache(Generic[T]):
-    """One state of the engine, updated in place: [pages, *spec.page_shape(page_size)].
-
-    `group` is its page group: whose pages, and which of the step's page tables.
-    """
-
-    tensor: T
-    spec: PagedKv
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LatentCache(Generic[T]):
-    """Latents of one layer, updated in place: [pages, *spec.page_shape(page_size)]."""
-
-    tensor: T
-    spec: PagedLatent
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentCache(Generic[T]):
-    """The recurrent state of one layer: [slots, *shape] of each of `spec.tensors()`."""
-
-    tensors: Mapping[str, T]
-    spec: Recurrent
-
-
-PagedCache = Cache[T] | LatentCache[T]
-LayerCache = PagedCache[T] | RecurrentCache[T]
+    choices: T | None = None  # of steps that verify no drafts, or none that were drawn
+    chances: T | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,23 +83,6 @@ class DeltaParameters(Generic[T]):
     log_rate: T  # float32 [hv]
     dt_bias: T  # float32 [hv]
     norm: T  # [value_head_dim]
-
-
-@dataclass(frozen=True, slots=True)
-class RowCache(Generic[T]):
-    """Rows by token position: [pages, *spec.page_shape(page_size)]."""
-
-    tensor: T
-    spec: PagedRows
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepState(Generic[T]):
-    """State per layer: K/V pages, and recurrent states in a target. A chain has features, too."""
-
-    target_kv: Sequence[LayerCache[T]]
-    draft_kv: Sequence[Cache[T]]
-    draft_features: RowCache[T] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,7 +282,8 @@ class Ops(Protocol[T]):
     def sample_and_accept(self, logits: T) -> Acceptance[T]:
         """[R*(K+1), V] at logit_rows -> the target's own tokens, compared with the candidates.
 
-        The candidate after row j is the step's token at logit_rows[j] + 1, for j < num_candidates.
+        The candidate after row j is the step's token at logit_rows[j] + 1, for j < num_candidates. One that was drawn
+        apart is the row's token if it passes its test (`backends/torch/rejection.py`).
         """
         ...
 
@@ -364,12 +319,13 @@ class Ops(Protocol[T]):
         ...
 
     def draft_tokens(
-        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, first_slot: int = 1
-    ) -> T:
-        """The token of every slot of the blocks from `first_slot` on, [R*K, V] -> int32 [R, K]: ids of the target.
+        self, logits: T, acceptance: Acceptance[T], draft_to_target: T | None, *, num_choices: int, first_slot: int = 1
+    ) -> Proposal[T]:
+        """The token of every slot of the blocks from `first_slot` on, of logits [R*K, V]: ids of the target.
 
         The largest logit at temperature 0, else the largest with the noise that will sample the target at the slot's
-        position (`backends/torch/philox.py`). `draft_to_target` [V] are the target's ids of a draft vocabulary.
+        position (`backends/torch/philox.py`); of a request that draws drafts apart, a sample of the `num_choices`
+        largest. `draft_to_target` [V] are the target's ids of a draft vocabulary.
         """
         ...
 
@@ -381,7 +337,7 @@ class Ops(Protocol[T]):
         """
         ...
 
-    def select_tokens(self, logits: T, hidden: T, codebooks: Codebooks[T], acceptance: Acceptance[T]) -> T:
+    def select_tokens(self, logits: T, hidden: T, codebooks: Codebooks[T], acceptance: Acceptance[T]) -> Proposal[T]:
         """As `draft_tokens`, one slot after the other: the scores of a slot depend on the token of the slot before.
 
         logits [R*K, V], hidden [R*K, r]. A score is a token's logit and what the codebooks add behind the token before

@@ -13,8 +13,10 @@ from dflash_trt.core.model.decoder import TargetSpec
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import TargetWeights, bind_target, logits_of, run_target
 from dflash_trt.network.drafters.base import Drafter, bind_drafter
-from dflash_trt.network.ops import Acceptance, Ops, StepInputs, StepState, T
+from dflash_trt.network.ops import Acceptance, Ops, StepInputs, T
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +32,10 @@ class Network(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutputs(Generic[T]):
-    """The outputs of `core/step_spec.STEP_OUTPUTS`; draft_tokens is None when K = 0."""
+    """The outputs of `core/step_spec`: STEP_OUTPUTS and DRAFT_OUTPUTS. There is no proposal when K = 0."""
 
     acceptance: Acceptance[T]
-    draft_tokens: T | None
+    proposal: Proposal[T] | None
 
 
 class LogitsReader(Protocol[T]):
@@ -82,11 +84,11 @@ def run_step(
     outputs = run_target(ops, network.target, network.target_weights, inputs.token_ids, rows, state.target_kv)
     acceptance = _accept(ops, network, inputs, outputs[-1], reader)
     if drafter is None:
-        return StepOutputs(acceptance=acceptance, draft_tokens=None)
+        return StepOutputs(acceptance=acceptance, proposal=None)
     taps = [outputs[i] for i in drafter.tap_layer_ids]
     drafter.observe(ops, inputs.token_ids, taps, rows, acceptance, state)
-    tokens = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
-    return StepOutputs(acceptance=acceptance, draft_tokens=tokens)
+    proposal = drafter.propose(ops, acceptance, state, num_draft_tokens) if num_draft_tokens else None
+    return StepOutputs(acceptance=acceptance, proposal=proposal)
 
 
 def _accept(

@@ -58,8 +58,8 @@ class RankMemory:
 
 def executor_limits(config: PretrainedConfig, limits: EngineLimits) -> ExecutorLimits:
     """Limits of the engine's steps; pages are planned later."""
-    max_draft_len = limits.max_draft_len if config.draft else 0
-    return ExecutorLimits(**limits.model_dump() | {"max_draft_len": max_draft_len}, num_pages=0)
+    of_drafts = {"num_choices": config.draft.num_choices} if config.draft else {"max_draft_len": 0}
+    return ExecutorLimits(**limits.model_dump() | of_drafts, num_pages=0)
 
 
 def rank_memory(

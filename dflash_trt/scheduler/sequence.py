@@ -39,7 +39,9 @@ class Sequence:
     def __post_init__(self) -> None:
         """Raises RequestError: see `LogitRules.of`."""
         self.logit_rules = LogitRules.of(self.request)
-        self.sampling = StepSampling.of(self.request.sampling, seed=self.request.seed)
+        self.sampling = StepSampling.of(
+            self.request.sampling, seed=self.request.seed, shares_noise=self.request.is_reproducible
+        )
         constraint = self.request.constraint
         self.matcher = None if constraint is None else constraint.start(self.request.stop_token_ids)
 

@@ -81,6 +81,7 @@ class Generator:
         self._rule_reader = RuleReader(codec, vocab_size=vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(seed)
+        self._has_seed = seed is not None
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # of the two above
         engine.start()
@@ -330,6 +331,7 @@ class Generator:
             bad_word_ids=self._rule_reader.bad_word_ids(sampling),
             constraint=self._constraints.compile(sampling),
             seed=seed if sampling.seed is None else sampling.seed,
+            is_reproducible=self._has_seed or sampling.seed is not None,
         )
 
     def _start(

@@ -9,7 +9,7 @@ from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.gated_delta_launch import DeltaRows, DeltaWeights, run_gated_delta
 from dflash_trt.kernels.slot_copies_launch import SlotCopies
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from gpu_visit_parts.kernel_case import Call, Kernel
 from gpu_visit_parts.setting import SETTING
 

@@ -12,7 +12,7 @@ import torch
 from dflash_trt.backends.cuda.executor import TorchGpuExecutor
 from dflash_trt.backends.padding import step_shape
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling, plan_of, run_batch
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from gpu_visit_parts.models import (
     draft_spec,
     kv_bytes,

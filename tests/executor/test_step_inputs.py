@@ -23,8 +23,9 @@ from dflash_trt.core.batch import (
     result_of,
 )
 from dflash_trt.core.step_plan import CHAINED, ExecutorLimits
-from dflash_trt.core.step_spec import ASSEMBLED, PLAN_INPUTS, STEP_INPUTS
+from dflash_trt.core.step_spec import ASSEMBLED, DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
 from tests.reference_inputs import reference_inputs
 
@@ -81,10 +82,10 @@ def test_a_result_has_what_was_emitted_and_no_more() -> None:
             next_context_len=6,
         ),
     )
-    result = step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))
+    result = step_result(StepOutputs(acceptance=acceptance, proposal=Proposal(tokens=drafts)))
     acceptance.num_accepted.fill_(0)  # the next step may write while the host reads
     assert request_results(result) == expected
-    without = step_result(StepOutputs(acceptance=acceptance, draft_tokens=None))
+    without = step_result(StepOutputs(acceptance=acceptance, proposal=None))
     assert [row.draft_tokens for row in request_results(without)] == [(), ()]
 
 
@@ -151,12 +152,14 @@ def one_row(context_len: int) -> StepBatch:
 
 
 def same(found, expected) -> bool:
-    pairs = [(getattr(found, item.name), getattr(expected, item.name)) for item in fields(expected)]
+    """What slots keep of drafts, which rows written out do not have, is compared apart."""
+    names = [item.name for item in fields(expected) if item.name not in DRAFT_INPUTS]
+    pairs = [(getattr(found, name), getattr(expected, name)) for name in names]
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 ROOMY = ExecutorLimits(
-    max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200
+    max_batch_size=64, max_seq_len=40, max_num_tokens=600, max_draft_len=4, page_size=4, num_pages=200, num_choices=3
 )
 
 
@@ -202,10 +205,22 @@ def test_a_chained_row_is_the_row_that_the_host_would_have_given(batch: StepBatc
     slots.store(
         torch.tensor(slot_ids),
         torch.full((len(rows),), 500, dtype=torch.int32),
-        (501 + torch.arange(k, dtype=torch.int32)).repeat(len(rows), 1) if k else None,
+        _proposal(len(rows), k) if k else None,
         torch.tensor([row.context_len for row in rows], dtype=torch.int32),
     )
-    assert same(HostInputs(ROOMY).assemble(plan, exact_shape(plan), slots), reference_inputs(written_out))
+    found = HostInputs(ROOMY).assemble(plan, exact_shape(plan), slots)
+    assert same(found, reference_inputs(written_out))
+    if k:
+        stored, is_drawn = _proposal(len(rows), k), torch.tensor(is_chained)[:, None]
+        assert torch.equal(found.choices, stored.choices)
+        assert torch.equal(found.chances, stored.chances * is_drawn)  # the host's drafts were not drawn
+
+
+def _proposal(num_requests: int, k: int) -> Proposal[torch.Tensor]:
+    """Drafts 501, 502, ..., and choices that differ from request to request."""
+    numbers = torch.arange(num_requests * k * 3).view(num_requests, -1)
+    tokens = (501 + torch.arange(k, dtype=torch.int32)).repeat(num_requests, 1)
+    return Proposal(tokens=tokens, choices=numbers.int(), chances=1 / (1 + numbers))
 
 
 def test_with_a_scratch_page_padding_is_a_verify_block_on_it() -> None:

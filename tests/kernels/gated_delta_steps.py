@@ -12,7 +12,8 @@ from dflash_trt.core.dtype import dtype_name
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.state_spec import EngineStates
 from dflash_trt.kernels.gated_delta_launch import DeltaRows, DeltaWeights, run_gated_delta
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache
+from dflash_trt.network.ops import DeltaParameters
+from dflash_trt.network.state import RecurrentCache
 
 EPS = 1e-6
 NUM_SLOTS = 4

@@ -23,8 +23,9 @@ from dflash_trt.kernels.attention_launch import num_multiprocessors
 from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.latent_rules import largest_workspace
 from dflash_trt.kernels.rope_and_pages_launch import Rotation
-from dflash_trt.network.ops import LatentCache, Rows
+from dflash_trt.network.ops import Rows
 from dflash_trt.network.rope import rope_frequencies
+from dflash_trt.network.state import LatentCache
 from tests.kernels.reference_rope_and_pages import rotate
 from tests.kernels.test_attention_kernels import step_inputs
 

@@ -104,7 +104,7 @@ def test_drafts_of_the_target_s_own_logits_are_what_the_target_is_sampled_to(voc
     arguments = [x.to(DEVICE) for x in (inputs.temperature, inputs.seed, starts)]
     assert draft_tokens(logits, *arguments).tolist() == expected.tolist()
     acceptance = Acceptance(**dict.fromkeys(Acceptance.__dataclass_fields__, starts))
-    found = torch_sampling.draft_tokens(logits.cpu(), network_inputs(inputs), acceptance, None)
+    found = torch_sampling.draft_tokens(logits.cpu(), network_inputs(inputs), acceptance, None, num_choices=4).tokens
     assert found.tolist() == expected.tolist()
 
 

@@ -68,9 +68,9 @@ class Step:
 
     def expected(self) -> list[list[int]]:
         codebooks = Codebooks(predecessor=self.predecessor, successor=self.successor, top_k=self.top_k)
-        inputs: Any = SimpleNamespace(temperature=self.temperature, seed=self.seed)
+        inputs: Any = SimpleNamespace(temperature=self.temperature, seed=self.seed, draft_stream=torch.zeros(3).int())
         acceptance: Any = SimpleNamespace(bonus_tokens=self.bonus, next_context_lens=self.starts)
-        return torch_dflash2.select_tokens(self.logits, self.hidden, codebooks, inputs, acceptance).tolist()
+        return torch_dflash2.select_tokens(self.logits, self.hidden, codebooks, inputs, acceptance).tokens.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

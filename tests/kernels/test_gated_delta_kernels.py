@@ -8,7 +8,7 @@ import torch
 
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.kernels import gated_delta_launch as launch
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from tests.kernels.gated_delta_steps import NUM_SLOTS, Layer, Row
 
 RECORDS = 5

@@ -13,7 +13,7 @@ from dflash_trt.kernels.attention_launch import allocate_workspace, attend_draft
 from dflash_trt.kernels.attention_options import AttentionOptions
 from dflash_trt.kernels.attention_plan import RequestTensors
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
-from dflash_trt.network.ops import RowCache
+from dflash_trt.network.state import RowCache
 
 PAGE_SIZE = 4
 CONTEXTS, LENGTHS = (0, 4, 6, 0), (5, 1, 3, 0)  # the last request is padding

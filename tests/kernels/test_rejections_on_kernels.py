@@ -17,7 +17,7 @@ from dflash_trt.backends.cuda.handles import tensor_of
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.core.request import Request
 from dflash_trt.network.drafters.dflash import DFlashDrafter
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler

@@ -63,7 +63,7 @@ def test_a_changed_part_of_eagle3_is_noticed(
         monkeypatch.setattr(cuda_ops, "_options", lambda *given: _with_all_keys(honest(*given)))
     elif part == "the noise of a later slot":
         honest_drafts = executor._make_ops.draft_tokens
-        first_noise = lambda *given, first_slot: honest_drafts(*given, first_slot=1)  # noqa: E731
+        first_noise = lambda *given, **options: honest_drafts(*given, **options | {"first_slot": 1})  # noqa: E731
         monkeypatch.setattr(executor._make_ops, "draft_tokens", first_noise)
     expected = run_batch(reference, batch)
     found = run_batch(executor, batch)

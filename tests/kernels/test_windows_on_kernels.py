@@ -15,7 +15,7 @@ from dflash_trt.core.mapping import Mapping
 from dflash_trt.core.model.draft import engine_states
 from dflash_trt.core.request import Request, SamplingParams
 from dflash_trt.core.step_plan import StepExecutor
-from dflash_trt.network.ops import Cache
+from dflash_trt.network.state import Cache
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.scheduler import Scheduler
 from dflash_trt.serving.engine_loop import EngineLoop

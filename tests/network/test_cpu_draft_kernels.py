@@ -69,7 +69,7 @@ def selected(ops: Any, logits: Tensor, top_k: int, *, codebooks_from: int = 1) -
         next_context_lens=torch.tensor([3, 40, 0], dtype=torch.int32),
     )
     codebooks = Codebooks(predecessor=predecessor, successor=successor, top_k=top_k)
-    tokens = ops.select_tokens(logits, hidden, codebooks, acceptance)
+    tokens = ops.select_tokens(logits, hidden, codebooks, acceptance).tokens
     assert tokens.dtype == torch.int32
     return tokens.tolist()
 

@@ -19,7 +19,8 @@ from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
 from dflash_trt.core.model.gqa import AttentionMask, Gqa
 from dflash_trt.core.model.rope import RopeSpec, Rotary
 from dflash_trt.core.state_spec import PagedKv
-from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Rows
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Rows
+from dflash_trt.network.state import Cache
 
 if isinstance(found := cpu_kernels(), NoKernels):
     pytest.skip(f"no CPU kernels: {found.reason}", allow_module_level=True)

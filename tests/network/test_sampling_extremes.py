@@ -37,7 +37,7 @@ def run(logits: torch.Tensor, samplings: list[StepSampling], *, num_candidates: 
         for index, sampling in enumerate(samplings)
     )
     inputs = step_inputs(StepBatch(requests=rows, num_draft_tokens=num_candidates))
-    return request_results(step_result(StepOutputs(acceptance=sample_and_accept(logits, inputs), draft_tokens=None)))
+    return request_results(step_result(StepOutputs(acceptance=sample_and_accept(logits, inputs), proposal=None)))
 
 
 def likely(logits: torch.Tensor, params: SamplingParams, margin: float) -> set[int]:

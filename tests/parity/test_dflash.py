@@ -234,7 +234,9 @@ def test_the_logits_of_a_drafter_are_capped_as_the_reference_caps_them(tmp_path,
     drafter = make_zlab_drafter(tmp_path / "drafter", target_dir=target, block_size=BLOCK, final_logit_softcapping=2.0)
     seen = []
     draft_tokens = TorchOps.draft_tokens
-    monkeypatch.setattr(TorchOps, "draft_tokens", lambda *args: seen.append(args[1]) or draft_tokens(*args))
+    monkeypatch.setattr(
+        TorchOps, "draft_tokens", lambda *args, **options: seen.append(args[1]) or draft_tokens(*args, **options)
+    )
     run = decode(make_executor(target, drafter), PROMPT, 1, num_draft_tokens=BLOCK - 1)
     expected = reference_logits(*reference_models(target, drafter), PROMPT, run.tokens[0])
     torch.testing.assert_close(seen[0], expected, rtol=0, atol=2e-5)  # measured 2e-6

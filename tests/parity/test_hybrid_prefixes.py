@@ -13,7 +13,7 @@ from dflash_trt.backends.torch.snapshots import SlotSnapshots
 from dflash_trt.core.request import Request
 from dflash_trt.core.runtime_config import SettingError
 from dflash_trt.core.step_plan import StateCopies
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from dflash_trt.scheduler.config import SchedulerConfig
 from dflash_trt.scheduler.draft_length import BatchSizeDraftLength, FixedDraftLength
 from dflash_trt.scheduler.scheduler import Scheduler

@@ -18,7 +18,7 @@ from dflash_trt.backends.torch.executor import TorchExecutor
 from dflash_trt.backends.torch.gated_delta import SlotRows
 from dflash_trt.core.quantization import LayerKvScales, QuantizationSpec
 from dflash_trt.network.drafters.dflash import DFlashDrafter
-from dflash_trt.network.ops import RecurrentCache
+from dflash_trt.network.state import RecurrentCache
 from tests.engines import PAGE_SIZE, Decoding, decode, make_executor
 from tests.factories import make_target, make_zlab_drafter
 from tests.parity.test_speculators import layer_outputs

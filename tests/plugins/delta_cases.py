@@ -10,7 +10,8 @@ from dflash_trt.backends.torch.gated_delta import SlotRows, gated_delta
 from dflash_trt.core.dtype import dtype_name, torch_dtype
 from dflash_trt.core.model.gated_delta import GatedDelta
 from dflash_trt.core.state_spec import Recurrent
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache
+from dflash_trt.network.ops import DeltaParameters
+from dflash_trt.network.state import RecurrentCache
 from tests.trt.networks import view_at
 
 NET = GatedDelta(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=24, conv_size=4)

@@ -40,6 +40,7 @@ from dflash_trt.engine_dir import EngineDir
 from dflash_trt.formats.base import QuantizedWeight, tensor_name
 from dflash_trt.formats.registry import split_quantized
 from dflash_trt.network.ops import Acceptance
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.step import StepOutputs
 from tests.engines import PAGE_SIZE
 from tests.trt.interpreter import NetworkInterpreter, Plugins
@@ -242,6 +243,6 @@ class InterpretedExecutor:
             next_context_lens=outputs["next_context_lens"],
         )
         drafts = outputs.get("draft_tokens") if batch.num_draft_tokens else None
-        result = step_result(StepOutputs(acceptance=acceptance, draft_tokens=drafts))
+        result = step_result(StepOutputs(acceptance=acceptance, proposal=Proposal(tokens=drafts)))
         self._slots.store(plan, request_results(result))
         return result

@@ -25,7 +25,8 @@ from dflash_trt.formats.fp8 import e4m3
 from dflash_trt.kernels.experts_launch import ACTIVATIONS
 from dflash_trt.kernels.packed_product import FP8
 from dflash_trt.kernels.routing_launch import KINDS, Router
-from dflash_trt.network.ops import RowCache, StepInputs
+from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.state import RowCache
 from tests.caches import cache_of
 from tests.engines import PAGE_SIZE, make_executor
 from tests.kernels import reference_experts
@@ -139,7 +140,8 @@ class PluginReference:
     def _draft_tokens(self, x, settings):
         targets = x["draft_to_target"] if settings["has_map"] else None
         acceptance = SimpleNamespace(next_context_lens=x["next_context_lens"])
-        return [torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets)]
+        x = x | {"draft_stream": torch.zeros_like(x["seed"])}
+        return [torch_sampling.draft_tokens(x["logits"], _inputs(x), acceptance, targets, num_choices=4).tokens]
 
     def _experts(self, x, settings):
         kinds = {number: kind for kind, number in KINDS.items()}
@@ -227,7 +229,7 @@ def _scores(settings, *, sinks=None):
 
 
 def _inputs(named):
-    return StepInputs(**{item.name: named.get(item.name, torch.empty(0)) for item in fields(StepInputs)})
+    return StepInputs(**{item.name: named.get(item.name) for item in fields(StepInputs)})
 
 
 def make_executors(trt, root, *, pages=None, **options):

@@ -12,7 +12,7 @@ from dflash_trt.backends.tensorrt.layers import Layers
 from dflash_trt.backends.tensorrt.module import make_logger
 from dflash_trt.backends.torch import sampling as torch_sampling
 from dflash_trt.core.batch import ScheduledRequest, StepBatch, StepSampling
-from dflash_trt.core.step_spec import STEP_INPUTS
+from dflash_trt.core.step_spec import DRAFT_INPUTS, STEP_INPUTS
 from dflash_trt.network.ops import StepInputs
 from tests.logit_rows import EXTREMES, device_sampling, rows_without_a_token
 from tests.trt.interpreter import NetworkInterpreter
@@ -51,6 +51,7 @@ def sampler(trt, layers):
     inputs = {
         tensor.name: layers.add_input(tensor.name, tensor.dtype, [sizes[axis] for axis in tensor.axes], tensor.axes)
         for tensor in STEP_INPUTS
+        if tensor.name not in DRAFT_INPUTS
     }
     acceptance = trt_sampling.sample_and_accept(layers, logits, StepInputs(**inputs))
     for name in OUTPUTS:
@@ -131,7 +132,9 @@ def drafts(drafter, logits, seed=3):
     inputs = {"temperature": torch.tensor([0.0, 0.9]), "seed": torch.tensor([seed, 2**40 + seed])}
     inputs |= {"next_context_lens": torch.tensor([7, 90], dtype=torch.int32)}
     acceptance = SimpleNamespace(next_context_lens=inputs["next_context_lens"])
-    expected = torch_sampling.draft_tokens(logits, SimpleNamespace(**inputs), acceptance, targets)
+    expected = torch_sampling.draft_tokens(
+        logits, SimpleNamespace(**inputs, draft_stream=torch.zeros(2)), acceptance, targets, num_choices=4
+    ).tokens
     return interpreter.run(inputs | {"logits": logits})["tokens"], expected
 
 

@@ -10,7 +10,9 @@ from dflash_trt.backends.cuda.handles import Value, tensor_of
 from dflash_trt.backends.cuda.rows import rows_of
 from dflash_trt.kernels import argmax_launch, block_conv_launch, sampling_launch, selector_launch
 from dflash_trt.kernels.paged_rows_launch import last_rows, previous_rows
-from dflash_trt.network.ops import Acceptance, Codebooks, RowCache, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import RowCache
 
 
 class DrafterOps:
@@ -59,11 +61,18 @@ class DrafterOps:
         return blocks[:, 1:].reshape(-1, x.shape[-1])
 
     def draft_tokens(
-        self, logits: Value, acceptance: Acceptance[Any], draft_to_target: Value | None, *, first_slot: int = 1
-    ) -> Tensor:
+        self,
+        logits: Value,
+        acceptance: Acceptance[Any],
+        draft_to_target: Value | None,
+        *,
+        num_choices: int,
+        first_slot: int = 1,
+    ) -> Proposal[Any]:
         inputs, mapped = self._inputs, None if draft_to_target is None else tensor_of(draft_to_target)
         starts = acceptance.next_context_lens if first_slot == 1 else acceptance.next_context_lens + (first_slot - 1)
-        return argmax_launch.draft_tokens(tensor_of(logits), inputs.temperature, inputs.seed, starts, mapped)
+        tokens = argmax_launch.draft_tokens(tensor_of(logits), inputs.temperature, inputs.seed, starts, mapped)
+        return Proposal(tokens=tokens)
 
     def block_conv(self, x: Value, filters: Value, base: Value) -> Tensor:
         num_slots = self._num_draft_tokens + 1
@@ -71,12 +80,13 @@ class DrafterOps:
 
     def select_tokens(
         self, logits: Value, hidden: Value, codebooks: Codebooks[Any], acceptance: Acceptance[Any]
-    ) -> Tensor:
+    ) -> Proposal[Any]:
         inputs = self._inputs
-        return selector_launch.select_tokens(
+        tokens = selector_launch.select_tokens(
             tensor_of(logits),
             tensor_of(hidden),
             (tensor_of(codebooks.predecessor), tensor_of(codebooks.successor)),
             (acceptance.bonus_tokens, inputs.temperature, inputs.seed, acceptance.next_context_lens),
             top_k=codebooks.top_k,
         )
+        return Proposal(tokens=tokens)

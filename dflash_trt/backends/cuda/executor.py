@@ -53,7 +53,7 @@ from dflash_trt.kernels.routing_launch import tile_edges
 from dflash_trt.kernels.sampling_launch import SamplingOutputs
 from dflash_trt.network.drafters.dflash import DFlashDrafter
 from dflash_trt.network.drafters.eagle3 import Eagle3Drafter
-from dflash_trt.network.ops import Cache, LatentCache, StepState
+from dflash_trt.network.state import Cache, LatentCache, StepState
 from dflash_trt.network.step import Network, run_step, sequence_logits
 
 if TYPE_CHECKING:
@@ -303,9 +303,9 @@ class TorchGpuExecutor:
         result = run_step(
             ops, self.network, inputs, self._state, num_draft_tokens=shape.num_draft_tokens, reader=reader
         )
-        if result.draft_tokens is not None:
-            drafts.copy_(result.draft_tokens)
-        self._staging.store(shape, outputs.bonus_tokens, result.draft_tokens, outputs.next_context_lens)
+        if result.proposal is not None:
+            drafts.copy_(result.proposal.tokens)
+        self._staging.store(shape, outputs.bonus_tokens, result.proposal, outputs.next_context_lens)
 
     def _splits(self, max_rows: int) -> FixedSplits:
         limits = self.limits

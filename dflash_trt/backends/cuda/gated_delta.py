@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dflash_trt.kernels.gated_delta_launch import DeltaRows, DeltaWeights, run_gated_delta
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache, Rows
+from dflash_trt.network.ops import DeltaParameters, Rows
+from dflash_trt.network.state import RecurrentCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

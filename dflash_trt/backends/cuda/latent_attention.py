@@ -17,7 +17,8 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.kernels.latent_attention_launch import LatentRotation, attend_latents, store_latents
 from dflash_trt.kernels.latent_chunk_launch import attend_chunks, min_direct_rows
 from dflash_trt.kernels.latent_rules import LatentShape
-from dflash_trt.network.ops import LatentCache, Rows
+from dflash_trt.network.ops import Rows
+from dflash_trt.network.state import LatentCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

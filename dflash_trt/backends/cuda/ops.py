@@ -54,18 +54,8 @@ from dflash_trt.kernels.rope_and_pages_launch import (
 )
 from dflash_trt.kernels.row_codes_launch import RowCodes
 from dflash_trt.kernels.sampling_launch import SamplingInputs, SamplingOutputs
-from dflash_trt.network.ops import (
-    Acceptance,
-    Cache,
-    DeltaParameters,
-    Experts,
-    KvDestination,
-    LatentCache,
-    Linear,
-    RecurrentCache,
-    Rows,
-    StepInputs,
-)
+from dflash_trt.network.ops import Acceptance, DeltaParameters, Experts, KvDestination, Linear, Rows, StepInputs
+from dflash_trt.network.state import Cache, LatentCache, RecurrentCache
 
 
 class TorchGpuOps(DrafterOps):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_trt.core.step_plan import StateCopies
 from dflash_trt.kernels.slot_copies_launch import SlotCopies
-from dflash_trt.network.ops import RecurrentCache, StepState
+from dflash_trt.network.state import RecurrentCache, StepState
 
 
 class DeviceSnapshots:

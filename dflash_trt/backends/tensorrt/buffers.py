@@ -27,6 +27,7 @@ from dflash_trt.core.dtype import torch_dtype
 from dflash_trt.core.page_windows import PageWindow
 from dflash_trt.core.state_spec import page_group_of
 from dflash_trt.core.step_plan import ExecutorLimits
+from dflash_trt.network.proposal import Proposal
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -148,4 +149,5 @@ class StepBuffers:
         """The last part of a step on the device, from its outputs."""
         outputs, drafts = self.results.outputs(shape)
         bonus = outputs.emitted_tokens.gather(1, outputs.num_accepted.long()[:, None])[:, 0]
-        self.staging.store(shape, bonus, drafts if shape.num_draft_tokens else None, outputs.next_context_lens)
+        proposal = Proposal(tokens=drafts) if shape.num_draft_tokens else None
+        self.staging.store(shape, bonus, proposal, outputs.next_context_lens)

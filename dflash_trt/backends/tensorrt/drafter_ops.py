@@ -6,7 +6,9 @@ from dflash_trt.backends.tensorrt import lowering_eagle3 as trt_eagle3
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_dflash2 import block_conv, select_tokens
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
-from dflash_trt.network.ops import Acceptance, Codebooks, RowCache, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import Acceptance, Codebooks, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import RowCache
 
 
 class DrafterOps:
@@ -38,11 +40,12 @@ class DrafterOps:
 
     def select_tokens(
         self, logits: ITensor, hidden: ITensor, codebooks: Codebooks[Handle], acceptance: Acceptance[ITensor]
-    ) -> ITensor:
+    ) -> Proposal[ITensor]:
         num_slots, max_slots = num_drafts(self._layers, self._inputs), self._max_draft_len
-        return select_tokens(
+        tokens = select_tokens(
             self._layers, logits, hidden, codebooks, acceptance, self._inputs, num_slots=num_slots, max_slots=max_slots
         )
+        return Proposal(tokens=tokens)
 
     def without_first(self, hidden: ITensor) -> ITensor:
         layers = self._layers
@@ -72,14 +75,20 @@ class DrafterOps:
         return layers.reshape(layers.slice(blocks, 1, num_slots - 1, 1), (-1, width))
 
     def draft_tokens(
-        self, logits: ITensor, acceptance: Acceptance[ITensor], draft_to_target: Handle | None, *, first_slot: int = 1
-    ) -> ITensor:
+        self,
+        logits: ITensor,
+        acceptance: Acceptance[ITensor],
+        draft_to_target: Handle | None,
+        *,
+        num_choices: int,
+        first_slot: int = 1,
+    ) -> Proposal[ITensor]:
         layers, starts = self._layers, acceptance.next_context_lens
         if first_slot > 1:
             starts = layers.binary("SUM", starts, first_slot - 1)
         targets = None if draft_to_target is None else layers.tensor(draft_to_target)
         num_slots = num_drafts(layers, self._inputs) if self._chain_width is None else 1
-        return self._lowering.draft_tokens(logits, starts, targets, num_slots)
+        return Proposal(tokens=self._lowering.draft_tokens(logits, starts, targets, num_slots))
 
     def of_this_step(self, drafts: ITensor) -> ITensor:
         """As many as its K, int32 [R, K]."""

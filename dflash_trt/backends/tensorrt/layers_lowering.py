@@ -17,17 +17,8 @@ from dflash_trt.backends.tensorrt.lowering_gated_delta import DeltaLowering
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import (
-    Acceptance,
-    Cache,
-    DeltaParameters,
-    LatentCache,
-    PagedCache,
-    RecurrentCache,
-    RowCache,
-    StackedExperts,
-    StepInputs,
-)
+from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts, StepInputs
+from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache
 
 NEXT_PREFIX: Final = "next_"  # of the output that pages leave by
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.backends.tensorrt.lowering_attention import StepIndex
-from dflash_trt.network.ops import Acceptance, RowCache, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.ops import Acceptance, Rows, StepInputs, TokenBlocks
+from dflash_trt.network.state import RowCache
 
 
 def previous_rows(

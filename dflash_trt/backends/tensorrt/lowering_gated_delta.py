@@ -11,7 +11,8 @@ from typing import Final
 
 from dflash_trt.backends.tensorrt.layers import ITensor, Layers
 from dflash_trt.core.state_spec import Recurrent
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache, StepInputs
+from dflash_trt.network.ops import DeltaParameters, StepInputs
+from dflash_trt.network.state import RecurrentCache
 
 _L2_EPS: Final = 1e-6  # inside of the square root
 _NEVER: Final = -1e30  # its exponential is 0

@@ -10,7 +10,8 @@ from dflash_trt.backends.tensorrt.lowering_attention import StepIndex
 from dflash_trt.backends.tensorrt.lowering_pages import Pages
 from dflash_trt.backends.tensorrt.stateful_lowering import StatefulLowering
 from dflash_trt.core.model.mla import Mla
-from dflash_trt.network.ops import LatentCache, Rows
+from dflash_trt.network.ops import Rows
+from dflash_trt.network.state import LatentCache
 
 
 class LatentOps:

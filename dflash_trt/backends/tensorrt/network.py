@@ -38,10 +38,11 @@ from dflash_trt.core.state_spec import (
     page_group_of,
     paged,
 )
-from dflash_trt.core.step_spec import PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
+from dflash_trt.core.step_spec import DRAFT_INPUTS, PLAN_INPUTS, STEP_INPUTS, STEP_OUTPUTS, Axis, StepTensor
 from dflash_trt.formats.base import QuantizedWeight
-from dflash_trt.network.ops import Cache, LatentCache, LayerCache, RecurrentCache, RowCache, StepInputs, StepState
+from dflash_trt.network.ops import StepInputs
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import Cache, LatentCache, LayerCache, RecurrentCache, RowCache, StepState
 from dflash_trt.network.step import Network, StepOutputs, bind_network, run_step
 
 STATE_POOLS: Final = "state_pools"
@@ -93,7 +94,8 @@ class IoTensor:
 def step_tensors_of(spec: StepNetworkSpec) -> tuple[StepTensor, ...]:
     """The step's own inputs, the page tables of windows, and the slots of requests where a state is found by slot."""
     tables = tuple(replace(PAGE_TABLE, name=table_name(window), is_by_group=False) for window in spec.page_windows)
-    return (*STEP_INPUTS, *tables, *([SLOT_IDS] if spec.states.is_recurrent else []))
+    inputs = (tensor for tensor in STEP_INPUTS if tensor.name not in DRAFT_INPUTS)
+    return (*inputs, *tables, *([SLOT_IDS] if spec.states.is_recurrent else []))
 
 
 def table_name(window: int) -> str:
@@ -197,9 +199,10 @@ def define_step_network(
         ),
         num_draft_tokens=spec.max_draft_len,
     )
+    proposal = outputs.proposal
     for tensor in step_outputs_of(spec):
         drafted = tensor.name == "draft_tokens"
-        found = ops.of_this_step(outputs.draft_tokens) if drafted else getattr(outputs.acceptance, tensor.name)
+        found = ops.of_this_step(proposal.tokens) if proposal and drafted else getattr(outputs.acceptance, tensor.name)
         layers.mark_output(found, tensor.name)
     state_outputs = ops.state_outputs()
     for tensor in state_outputs_of(spec):

@@ -26,17 +26,16 @@ from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
-    Cache,
     DeltaParameters,
     Experts,
     KvDestination,
     Linear,
-    RecurrentCache,
     Rows,
     StackedExperts,
     StepInputs,
     TokenBlocks,
 )
+from dflash_trt.network.state import Cache, RecurrentCache
 
 PluginMode = Literal["plugin", "layers"]
 RopeTables = Mapping[Rotary, tuple[HostTensor, HostTensor]]  # cos, sin [positions, 1, D]

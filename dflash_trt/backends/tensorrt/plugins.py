@@ -20,17 +20,8 @@ from dflash_trt.core.quantization import LayerKvScales
 from dflash_trt.core.sampling import STEP_SAMPLING_FIELDS
 from dflash_trt.core.state_spec import EngineStates, LayerState, Recurrent, SharedKv
 from dflash_trt.kernels.launch_rules import NO_CHUNK, NO_WINDOW
-from dflash_trt.network.ops import (
-    Acceptance,
-    Cache,
-    DeltaParameters,
-    LatentCache,
-    PagedCache,
-    RecurrentCache,
-    RowCache,
-    StackedExperts,
-    StepInputs,
-)
+from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts, StepInputs
+from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache
 
 PLUGIN_NAMESPACE: Final = "dflash_trt"
 PLUGIN_VERSION: Final = "2"

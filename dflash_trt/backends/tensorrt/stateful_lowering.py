@@ -6,15 +6,8 @@ from typing import Protocol
 from dflash_trt.backends.tensorrt.layers import Dim, Handle, ITensor
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import (
-    Acceptance,
-    Cache,
-    DeltaParameters,
-    LatentCache,
-    RecurrentCache,
-    RowCache,
-    StackedExperts,
-)
+from dflash_trt.network.ops import Acceptance, DeltaParameters, StackedExperts
+from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 
 
 class StatefulLowering(Protocol):

@@ -15,7 +15,7 @@ from dflash_trt.backends.torch.attention_plan import AttentionPlan, BlockPlan, G
 from dflash_trt.backends.torch.scores import PLAIN_SCORES, Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.network.ops import Cache
+from dflash_trt.network.state import Cache
 
 
 def write_pages(cache: Cache[Tensor], slots: PageSlots, k: Tensor, v: Tensor) -> None:

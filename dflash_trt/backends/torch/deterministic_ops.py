@@ -21,7 +21,8 @@ from dflash_trt.backends.torch.ops import TorchOps
 from dflash_trt.backends.torch.quantized_linear import DequantizedWeight
 from dflash_trt.core.model.feed_forward import Moe
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.network.ops import DeltaParameters, Experts, Linear, RecurrentCache, Rows
+from dflash_trt.network.ops import DeltaParameters, Experts, Linear, Rows
+from dflash_trt.network.state import RecurrentCache
 
 
 class DeterministicOps(TorchOps):

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
-from dflash_trt.backends.torch.philox import gumbel_noise_of
+from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise_of
 from dflash_trt.network.ops import Acceptance, Codebooks, StepInputs
+from dflash_trt.network.proposal import Proposal
 
 _MAX_INT32 = 2**31 - 1
 
@@ -35,26 +36,41 @@ def select_tokens(
     codebooks: Codebooks[Tensor],
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
-) -> Tensor:
+) -> Proposal[Tensor]:
     """See `Ops.select_tokens`; fp32 from the logits on.
 
     Of equal logits the smaller token is the likelier; of equal scores the likelier token is taken.
     """
     num_requests = len(inputs.temperature)
-    ids = _most_likely(logits.float(), codebooks.top_k)
+    ids = most_likely(logits.float(), codebooks.top_k)
     top = (logits.float().gather(1, ids), ids)
     scores, candidates = (x.view(num_requests, -1, codebooks.top_k) for x in top)
     noise = draft_noise(candidates, inputs, acceptance)
     token, path = acceptance.bonus_tokens.long(), []
+    scores = scores.clone()
     for slot, h in enumerate(hidden.float().view(num_requests, -1, hidden.shape[1]).unbind(1)):
         ids = candidates[:, slot]
         query = codebooks.predecessor[token].float() * h
-        score = scores[:, slot] + torch.einsum("rh,rch->rc", query, codebooks.successor[ids].float())
+        score = scores[:, slot].add_(torch.einsum("rh,rch->rc", query, codebooks.successor[ids].float()))
         if noise is not None:
             score = score + noise[:, slot]
         token = ids.gather(1, score.argmax(dim=1, keepdim=True))[:, 0]
         path.append(token)
-    return torch.stack(path, dim=1).int()
+    return walked(torch.stack(path, dim=1).int(), candidates, scores, inputs)
+
+
+def walked(
+    tokens: Tensor,  # int32 [R, K]
+    candidates: Tensor,  # integers [R, K, C]
+    scores: Tensor,  # float32 [R, K, C], without noise
+    inputs: StepInputs[Tensor],
+) -> Proposal[Tensor]:
+    """What was drawn in a walk."""
+    if not bool((inputs.draft_stream == DRAFTS).any()):
+        return Proposal(tokens=tokens)
+    degree = torch.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None, None]
+    chances = chances_of(scores, degree)
+    return Proposal(tokens=tokens, choices=candidates.flatten(1).int(), chances=chances.flatten(1))
 
 
 def draft_noise(
@@ -62,20 +78,30 @@ def draft_noise(
     inputs: StepInputs[Tensor],
     acceptance: Acceptance[Tensor],
 ) -> Tensor | None:  # float32 [R, K, M]; None when no request samples
-    """What requests that sample add to the scores of their candidates: slot j, from 1 on, is at j behind the bonus."""
+    """What requests that sample add to the scores of their candidates: slot j, from 1 on, is at j behind the bonus.
+
+    Of the stream that each request draws its drafts with.
+    """
     rows = (inputs.temperature > 0).nonzero()[:, 0]
     if not len(rows):
         return None
     num_slots = candidates.shape[1]
-    seed, temperature, start = (x[rows] for x in (inputs.seed, inputs.temperature, acceptance.next_context_lens))
+    temperature, start = inputs.temperature[rows], acceptance.next_context_lens[rows]
     positions = start.long()[:, None] + torch.arange(1, num_slots + 1)
-    drawn = gumbel_noise_of(seed.repeat_interleave(num_slots), positions.flatten(), candidates[rows].flatten(0, 1))
+    seed, stream = (x[rows].repeat_interleave(num_slots) for x in (inputs.seed, inputs.draft_stream))
+    drawn = gumbel_noise_of(seed, positions.flatten(), candidates[rows].flatten(0, 1), stream)
     noise = torch.zeros(candidates.shape)
     noise[rows] = temperature[:, None, None] * drawn.view(len(rows), num_slots, -1)
     return noise
 
 
-def _most_likely(logits: Tensor, count: int) -> Tensor:  # float32 [N, V] -> int64 [N, count]
+def chances_of(scores: Tensor, temperature: Tensor) -> Tensor:  # float32 [..., C], and one that fits
+    """The distribution that noise at the temperature draws from; 0 where the scores give none."""
+    chances = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    return torch.where(chances.isnan().any(dim=-1, keepdim=True), 0.0, chances)
+
+
+def most_likely(logits: Tensor, count: int) -> Tensor:  # float32 [N, V] -> int64 [N, count]
     """Best first. A logit and its token are one integer, as torch.topk has no rule for ties; NaN is below all."""
     bits = (logits.masked_fill(logits.isnan(), -torch.inf) + 0.0).view(torch.int32)  # the zeros are equal
     ordered = torch.where(bits < 0, bits ^ _MAX_INT32, bits).long()

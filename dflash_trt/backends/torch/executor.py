@@ -152,7 +152,7 @@ class TorchExecutor:
         acceptance = outputs.acceptance
         ops.store_states()
         self._snapshots.save(plan.saves)
-        self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.draft_tokens, acceptance.next_context_lens)
+        self._slots.store(slot_ids, acceptance.bonus_tokens, outputs.proposal, acceptance.next_context_lens)
         result = step_result(outputs)
         return result if reader is None else reader.added_to(result)
 

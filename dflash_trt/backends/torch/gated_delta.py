@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache
+from dflash_trt.network.ops import DeltaParameters
+from dflash_trt.network.state import RecurrentCache
 
 _CHUNK: Final = 64  # tokens of a prompt in one block
 _L2_EPS: Final = 1e-6  # inside of the square root

@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812  (PyTorch's own convention)
 from dflash_trt.backends.torch.fixed_shapes import in_vectors
 from dflash_trt.backends.torch.gated_delta import Block, SlotRows, gated, heads_of, leave_records, leave_state, start_of
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.network.ops import DeltaParameters, RecurrentCache
+from dflash_trt.network.ops import DeltaParameters
+from dflash_trt.network.state import RecurrentCache
 
 
 def gated_delta_in_order(

@@ -18,7 +18,7 @@ from dflash_trt.backends.torch.scores import Scores, attend
 from dflash_trt.core.model.gqa import AttentionMask
 from dflash_trt.core.model.mla import Mla
 from dflash_trt.formats.fp8 import e4m3
-from dflash_trt.network.ops import LatentCache
+from dflash_trt.network.state import LatentCache
 
 _FULL = AttentionMask()
 

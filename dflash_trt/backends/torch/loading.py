@@ -38,8 +38,9 @@ from dflash_trt.engine_dir.manifest import tensor_headers
 from dflash_trt.engine_dir.tensor_file import tensor_offsets
 from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.formats.registry import split_quantized
-from dflash_trt.network.ops import Cache, Experts, LatentCache, Linear, PagedCache, RecurrentCache, RowCache, StepState
+from dflash_trt.network.ops import Experts, Linear
 from dflash_trt.network.rank_tensors import RankTensors, map_linears, map_parts
+from dflash_trt.network.state import Cache, LatentCache, PagedCache, RecurrentCache, RowCache, StepState
 from dflash_trt.network.step import Network, bind_network
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def limits_of(
         max_draft_len=max_draft_len if network.draft else 0,
         page_size=plan.page_size,
         num_pages=plan.num_pages,
+        num_choices=network.draft.num_choices if network.draft else 0,
         page_windows=plan.page_windows,
         unsupported_sampling=unsupported_sampling,
         num_snapshots=plan.num_snapshots if network.target.is_recurrent else None,

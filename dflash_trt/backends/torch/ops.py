@@ -35,20 +35,18 @@ from dflash_trt.formats.base import QuantizedWeight
 from dflash_trt.network.mixers.gqa import rotated_kv
 from dflash_trt.network.ops import (
     Acceptance,
-    Cache,
     Codebooks,
     DeltaParameters,
     Experts,
     KvDestination,
-    LatentCache,
     Linear,
-    RecurrentCache,
-    RowCache,
     Rows,
     StepInputs,
     TokenBlocks,
 )
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rope import rope_frequencies
+from dflash_trt.network.state import Cache, LatentCache, RecurrentCache, RowCache
 
 RopeTable = tuple[Tensor, Tensor]  # cos, sin: [positions or rows, 1, D], in the network's dtype
 
@@ -324,16 +322,24 @@ class TorchOps:
         return blocks[:, 1:].reshape(-1, hidden.shape[-1])
 
     def draft_tokens(
-        self, logits: Tensor, acceptance: Acceptance[Tensor], draft_to_target: Tensor | None, *, first_slot: int = 1
-    ) -> Tensor:
-        return torch_sampling.draft_tokens(logits, self._inputs, acceptance, draft_to_target, first_slot=first_slot)
+        self,
+        logits: Tensor,
+        acceptance: Acceptance[Tensor],
+        draft_to_target: Tensor | None,
+        *,
+        num_choices: int,
+        first_slot: int = 1,
+    ) -> Proposal[Tensor]:
+        return torch_sampling.draft_tokens(
+            logits, self._inputs, acceptance, draft_to_target, num_choices=num_choices, first_slot=first_slot
+        )
 
     def block_conv(self, x: Tensor, filters: Tensor, base: Tensor) -> Tensor:
         return torch_dflash2.block_conv(x, filters, base, num_slots=self._num_draft_tokens + 1)
 
     def select_tokens(
         self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
-    ) -> Tensor:
+    ) -> Proposal[Tensor]:
         return torch_dflash2.select_tokens(logits, hidden, codebooks, self._inputs, acceptance)
 
     def _index_tokens(self, group: int) -> Any:

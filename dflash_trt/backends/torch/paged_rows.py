@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dflash_trt.network.ops import RowCache, StepInputs
+from dflash_trt.network.ops import StepInputs
+from dflash_trt.network.state import RowCache
 
 
 def previous_rows(

@@ -2,18 +2,24 @@
 
 The definition of the noise for every backend: token x at position p of a request has
 
-    word   x % 4 of Philox4x32-10 with the key (seed's low 32 bits, its high 32 bits) and the counter (p, x // 4, 0, 0)
+    word   x % 4 of Philox4x32-10 with the key (seed's low 32 bits, its high 32 bits) and the counter (p, x // 4, s, 0)
     v      (word + 1/2) / 2^32 in float32, at most 1 - 2^-24: strictly between 0 and 1
     noise  g = -log(-log(1 - v)), 1 - v being the uniform number; small v, the likely winners, keep all their bits
 
-The target's token is the argmax of score + T g over the tokens that its filters keep, a draft the argmax of the
-drafter's scores + T g with the noise of the same seed and position. The first is a sample of softmax(score / T),
-whatever is drafted (the Gumbel-max theorem). The second is likely to equal it: with probability (1 - d) / (1 + d) at
-least, d being the total variation distance of the two distributions.
+The stream s says what the numbers are for: TOKENS, DRAFTS, TESTS. The target's token is the argmax of score + T g over
+the tokens that its filters keep, with the noise of TOKENS. It is a sample of softmax(score / T), whatever is drafted
+(the Gumbel-max theorem). A draft is the argmax of the drafter's scores + T g, with the noise of one of two streams:
+
+    TOKENS   of requests with a seed of their own: it is likely to equal the target's token, with probability
+             (1 - d) / (1 + d) at least, d being the total variation distance of the two distributions
+    DRAFTS   of the others: a sample apart from the target's, which a test with a number v of TESTS accepts with
+             probability 1 - d (`rejection.py`)
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Daliri, Musco and Suresh, "Coupling without
 communication and drafter-invariant speculative decoding" (2024).
 """
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,6 +28,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 LARGEST = 1 - 2**-24  # of v: what follows in float32 is 1
+TOKENS: Final = 0  # streams; the first two are values of the step input `draft_stream`
+DRAFTS: Final = 1
+TESTS: Final = 2
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -44,12 +53,9 @@ def token_words(
     position: Tensor,  # int64 [N], absolute position of the token to be chosen
     vocab_size: int,
 ) -> Tensor:
-    """int64 [N, vocab_size], 32 random bits each."""
-    seed, position = seed[:, None], position[:, None]
+    """int64 [N, vocab_size], 32 random bits each, of the stream TOKENS."""
     quads = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
-    zero = torch.zeros_like(position)
-    words = philox((seed & WORD, seed >> 32), (position, quads, zero, zero))
-    return torch.stack(words, dim=2).flatten(1)[:, :vocab_size]
+    return _words(seed, position, quads, TOKENS).flatten(1)[:, :vocab_size]
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
@@ -57,14 +63,29 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     return _gumbel(token_words(seed, position, vocab_size))
 
 
-def gumbel_noise_of(seed: Tensor, position: Tensor, token_ids: Tensor) -> Tensor:
-    """The columns `token_ids` [N, M] of `gumbel_noise`, row by row."""
-    seed, position, token_ids = seed[:, None], position[:, None], token_ids.long()
+def gumbel_noise_of(seed: Tensor, position: Tensor, token_ids: Tensor, stream: Tensor | int = TOKENS) -> Tensor:
+    """The columns `token_ids` [N, M] of `gumbel_noise`, row by row; `stream` may be int64 [N]."""
+    token_ids = token_ids.long()
+    words = _words(seed, position, token_ids // 4, stream)
+    return _gumbel(words.gather(2, token_ids[:, :, None] % 4)[:, :, 0])
+
+
+def test_numbers(seed: Tensor, position: Tensor) -> Tensor:
+    """v of the stream TESTS at token 0, float32 [N]."""
+    return _uniform(_words(seed, position, torch.zeros_like(position)[:, None], TESTS)[:, 0, 0])
+
+
+def _words(seed: Tensor, position: Tensor, quads: Tensor, stream: Tensor | int) -> Tensor:  # quads int64 [1 or N, Q]
+    """int64 [N, Q, 4]."""
+    seed, position = seed[:, None], position[:, None]
     zero = torch.zeros_like(position)
-    words = philox((seed & WORD, seed >> 32), (position, token_ids // 4, zero, zero))
-    return _gumbel(torch.stack(words, dim=2).gather(2, token_ids[:, :, None] % 4)[:, :, 0])
+    streams = stream.long()[:, None] if isinstance(stream, Tensor) else zero + stream
+    return torch.stack(philox((seed & WORD, seed >> 32), (position, quads, streams, zero)), dim=2)
+
+
+def _uniform(words: Tensor) -> Tensor:
+    return ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST)
 
 
 def _gumbel(words: Tensor) -> Tensor:
-    v = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    return _uniform(words).neg_().log1p_().neg_().log_().neg_()

@@ -2,7 +2,8 @@
 
 The target is sampled at every row; a draft is accepted while it equals the sampled token. The output distribution is
 therefore the target's at any temperature, whatever is drafted. Drafts are made with the noise that will sample the
-target at their position (`philox.py`), so that they meet its token more often than the drafter's likeliest would. A row
+target at their position (`philox.py`), so that they meet its token more often than the drafter's likeliest would.
+Drafts that were drawn apart are tested first, and become the token of their row if they pass (`rejection.py`). A row
 whose logits give no token (see `core/step_spec.py`) gets the log probability NaN.
 """
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.logit_rules import AdjustScores
-from dflash_trt.backends.torch.philox import gumbel_noise
+from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise
+from dflash_trt.backends.torch.rejection import DrawnTests, draw_apart
 from dflash_trt.core.step_plan import TokenMasks
 from dflash_trt.network.ops import Acceptance, StepInputs
+from dflash_trt.network.proposal import Proposal
 
 
 def sample_and_accept(
@@ -92,7 +95,12 @@ def sample_rows(scores: Tensor, inputs: StepInputs[Tensor]) -> Tensor:
     )
     position = inputs.positions[inputs.logit_rows.flatten().long()][rows].long() + 1
     noise = gumbel_noise(per_row(inputs.seed), position, scores.shape[1])
-    return greedy.index_copy(0, rows, draw(chosen, weights > 0, temperature, noise))
+    tests = DrawnTests.of(inputs, rows)
+    is_accepted = None if tests is None else tests.decide(chosen, weights > 0, temperature)
+    tokens = draw(chosen, weights > 0, temperature, noise)
+    if tests is not None and is_accepted is not None:
+        tokens[tests.rows] = torch.where(is_accepted, tests.drafts, tokens[tests.rows])
+    return greedy.index_copy(0, rows, tokens)
 
 
 def draft_tokens(
@@ -101,25 +109,51 @@ def draft_tokens(
     acceptance: Acceptance[Tensor],
     draft_to_target: Tensor | None,
     *,
+    num_choices: int,
     first_slot: int = 1,
-) -> Tensor:
+) -> Proposal[Tensor]:
     """See `Ops.draft_tokens`."""
     num_requests = len(inputs.temperature)
     width = len(logits) // num_requests
-    tokens = logits.argmax(dim=1)
-    rows = _random_rows(inputs, width)
-    if len(rows):
-        # the token of slot j of a block, from 1 on, is at j behind the bonus token
-        slots = torch.arange(first_slot, first_slot + width, device=logits.device)
-        position = acceptance.next_context_lens[:, None].long() + slots
+    # the token of slot j of a block, from 1 on, is at j behind the bonus token
+    slots = torch.arange(first_slot, first_slot + width, device=logits.device)
+    positions = (acceptance.next_context_lens[:, None].long() + slots).flatten()
+    is_apart = (inputs.draft_stream == DRAFTS).repeat_interleave(width)
+    random = _random_rows(inputs, width)
+    shared, apart = random[~is_apart[random]], random[is_apart[random]]
+
+    def given(rows: Tensor) -> dict[str, Tensor]:
         seed, temperature = (x.repeat_interleave(width)[rows] for x in (inputs.seed, inputs.temperature))
-        vocab_size = logits.shape[1] if draft_to_target is None else int(draft_to_target.max()) + 1
-        noise = gumbel_noise(seed, position.flatten()[rows], vocab_size)
-        if draft_to_target is not None:
-            noise = noise.index_select(1, draft_to_target.long())
-        tokens[rows] = (logits[rows].float() + temperature[:, None] * noise).argmax(dim=1)
-    tokens = tokens if draft_to_target is None else draft_to_target[tokens]
-    return tokens.int().view(num_requests, width)
+        return {"logits": logits[rows].float(), "seed": seed, "position": positions[rows], "temperature": temperature}
+
+    indices = logits.argmax(dim=1)
+    if len(shared):
+        indices[shared] = _likeliest_with_noise(**given(shared), draft_to_target=draft_to_target)
+    tokens = (indices if draft_to_target is None else draft_to_target[indices]).int()
+    if not len(apart):
+        return Proposal(tokens=tokens.view(num_requests, width))
+    drafts, *drawn_from = draw_apart(**given(apart), draft_to_target=draft_to_target, num_choices=num_choices)
+    tokens[apart] = drafts.int()
+    choices, chances = (
+        values.new_zeros((len(logits), num_choices)).index_copy_(0, apart, values).view(num_requests, -1)
+        for values in drawn_from
+    )
+    return Proposal(tokens=tokens.view(num_requests, width), choices=choices.int(), chances=chances)
+
+
+def _likeliest_with_noise(
+    *,
+    logits: Tensor,  # float32 [N, V or draft vocabulary]
+    seed: Tensor,  # int64 [N]
+    position: Tensor,  # int64 [N]
+    temperature: Tensor,  # float32 [N]
+    draft_to_target: Tensor | None,
+) -> Tensor:  # int64 [N]
+    vocab_size = logits.shape[1] if draft_to_target is None else int(draft_to_target.max()) + 1
+    noise = gumbel_noise(seed, position, vocab_size)
+    if draft_to_target is not None:
+        noise = noise.index_select(1, draft_to_target.long())
+    return (logits + temperature[:, None] * noise).argmax(dim=1)
 
 
 def _random_rows(inputs: StepInputs[Tensor], width: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash_trt.core.array import Array
 from dflash_trt.core.step_plan import StateCopies
-from dflash_trt.network.ops import RecurrentCache, StepState
+from dflash_trt.network.state import RecurrentCache, StepState
 
 
 class SlotSnapshots:

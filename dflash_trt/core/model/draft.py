@@ -16,6 +16,9 @@ from dflash_trt.core.state_spec import EngineStates, LayerState, PagedRows
 from dflash_trt.core.weight_spec import WeightSpec, WeightTable, extra_heads, row_sharded
 
 _MAX_BLOCK_SIZE = 1024
+# Of the target's distribution little is behind the likeliest tokens of the drafter's: docs/benchmarks.md has more and
+# fewer of them.
+_NUM_CHOICES = 32
 
 
 class DraftSpec(DecoderSpec):
@@ -84,6 +87,13 @@ class DraftSpec(DecoderSpec):
         """The mask token, of algorithms that have one."""
         assert self.mask_token_id is not None
         return self.mask_token_id
+
+    @property
+    def num_choices(self) -> int:
+        """C: the most likely tokens that a draft is drawn from, where it is drawn apart from the target's sample."""
+        if self.selector is not None:
+            return self.selector.top_k
+        return min(_NUM_CHOICES, self.draft_vocab_size or self.target_vocab_size)
 
     @property
     def max_draft_len(self) -> int:

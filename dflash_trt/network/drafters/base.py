@@ -8,8 +8,10 @@ from typing import Any, Protocol, cast
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network import drafters
 from dflash_trt.network.decoder import TargetWeights
-from dflash_trt.network.ops import Acceptance, Ops, Rows, StepState, T
+from dflash_trt.network.ops import Acceptance, Ops, Rows, T
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import StepState
 
 
 class Drafter(Protocol[T]):
@@ -32,8 +34,10 @@ class Drafter(Protocol[T]):
         """Take the ids [T] and the taps [T, H] of the step's tokens into the state, as far as they were accepted."""
         ...
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
-        """Draft tokens behind the bonus token of every request, int32 [R, K]."""
+    def propose(
+        self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
+    ) -> Proposal[T]:
+        """K drafts behind the bonus token of every request."""
         ...
 
 

@@ -11,8 +11,10 @@ from typing import Generic
 
 from dflash_trt.core.model.draft import DraftSpec
 from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables, run_layers
-from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, StepState, T, TokenBlocks
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, T, TokenBlocks
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +55,14 @@ class DFlashDrafter(Generic[T]):
         ]
         ops.store_kv(ops.linear(fused, self.context_kv), destinations, rows, acceptance.next_context_lens)
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
+    def propose(
+        self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
+    ) -> Proposal[T]:
         """Run the block [bonus, MASK x K] and take its tokens.
 
         Slot j predicts the token at its own position: there is no logit shift. Slot 0, the anchor, needs no logits.
         A positive output multiplier, which some drafters carry, keeps the order of the logits: a greedy draft does not
-        need it. It is left out of sampled drafts, too, which costs acceptance and no token.
+        need it. It is left out of sampled drafts, too, which costs acceptance and changes no distribution.
         """
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
         hidden = self.embedded(ops, blocks)
@@ -67,7 +71,7 @@ class DFlashDrafter(Generic[T]):
         logits = ops.all_gather_vocab(ops.linear(hidden, self.lm_head))
         if self.spec.logit_softcap is not None:
             logits = ops.softcap(logits, self.spec.logit_softcap)
-        return ops.draft_tokens(logits, acceptance, self.draft_to_target)
+        return ops.draft_tokens(logits, acceptance, self.draft_to_target, num_choices=self.spec.num_choices)
 
     def embedded(self, ops: Ops[T], blocks: TokenBlocks[T]) -> T:
         """The input of the first layer."""

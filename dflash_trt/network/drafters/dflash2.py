@@ -15,8 +15,10 @@ from dflash_trt.network.decoder import Layer, TargetWeights, rope_tables
 from dflash_trt.network.drafters import dflash
 from dflash_trt.network.feed_forward import Mlp, run_mlp
 from dflash_trt.network.mixers.gqa import run_gqa
-from dflash_trt.network.ops import Acceptance, Cache, Codebooks, Linear, Ops, Rows, StepState, T
+from dflash_trt.network.ops import Acceptance, Codebooks, Linear, Ops, Rows, T
+from dflash_trt.network.proposal import Proposal
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import Cache, StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +62,9 @@ class DFlash2Drafter(dflash.DFlashDrafter[T]):
 
     selector: SelectorWeights[T]
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
+    def propose(
+        self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
+    ) -> Proposal[T]:
         """Run the block [bonus, MASK x K], and walk through the candidates of its slots."""
         blocks = ops.token_blocks(acceptance, fill=self.spec.block_filler)
         hidden = self.embedded(ops, blocks)

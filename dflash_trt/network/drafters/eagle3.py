@@ -16,8 +16,10 @@ from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.network.decoder import Layer, TargetWeights, bind_layer, rope_tables
 from dflash_trt.network.feed_forward import run_feed_forward
 from dflash_trt.network.mixers.gqa import run_gqa
-from dflash_trt.network.ops import Acceptance, Cache, KvDestination, Linear, Ops, Rows, StepState, T, TokenBlocks
+from dflash_trt.network.ops import Acceptance, KvDestination, Linear, Ops, Rows, T, TokenBlocks
+from dflash_trt.network.proposal import Proposal, joined
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import Cache, StepState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,23 +69,26 @@ class Eagle3Drafter(Generic[T]):
         destination = KvDestination(cache=cache, k_norm=k_norm, eps=self.spec.rms_norm_eps, rope=rope)
         ops.store_kv(ops.linear(x, self.kv), [destination], rows, acceptance.next_context_lens)
 
-    def propose(self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int) -> T:
+    def propose(
+        self, ops: Ops[T], acceptance: Acceptance[T], state: StepState[T], num_draft_tokens: int
+    ) -> Proposal[T]:
         """K passes over the block [bonus, drafts so far], whose last slot gives the next draft.
 
         A pass computes K and V of all slots again: they live for one call, and a row more costs a GEMM of a few rows
         next to nothing. The MLP and the head see one row of a request.
         """
         assert state.draft_features is not None
-        eps, drafts = self.spec.rms_norm_eps, list[T]()
+        eps, drafts = self.spec.rms_norm_eps, list[Proposal[T]]()
         features = [ops.context_rows(state.draft_features, acceptance)]
         for slot in range(num_draft_tokens):
-            blocks = ops.chain_blocks(acceptance, drafts)
+            blocks = ops.chain_blocks(acceptance, [draft.tokens for draft in drafts])
             hidden = self._run_layer(ops, blocks, ops.stack_slots(features), state.draft_kv[0], num_slots=slot + 1)
             normed = ops.rms_norm(hidden, self.norm, eps)
             features.append(normed if self.chain.has_normed_features else hidden)
             logits = ops.all_gather_vocab(ops.linear(normed, self.lm_head))
-            drafts.append(ops.draft_tokens(logits, acceptance, self.draft_to_target, first_slot=slot + 1))
-        return ops.concat(drafts)
+            options = {"num_choices": self.spec.num_choices, "first_slot": slot + 1}
+            drafts.append(ops.draft_tokens(logits, acceptance, self.draft_to_target, **options))
+        return joined(ops, drafts)
 
     def _fused(self, ops: Ops[T], taps: Sequence[T]) -> T:
         """Features [T, H] of the taps [T, H of the target]."""

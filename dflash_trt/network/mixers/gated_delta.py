@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dflash_trt.core.model.gated_delta import GatedDelta
-from dflash_trt.network.ops import DeltaParameters, Linear, Ops, RecurrentCache, Rows, T
+from dflash_trt.network.ops import DeltaParameters, Linear, Ops, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import RecurrentCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

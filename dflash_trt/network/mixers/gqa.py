@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.model.gqa import Gqa
-from dflash_trt.network.ops import Cache, KvDestination, Linear, Ops, Rows, T
+from dflash_trt.network.ops import KvDestination, Linear, Ops, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import Cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

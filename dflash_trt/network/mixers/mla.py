@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from dflash_trt.core.model.mla import Mla
-from dflash_trt.network.ops import LatentCache, Linear, Ops, Rows, T
+from dflash_trt.network.ops import Linear, Ops, Rows, T
 from dflash_trt.network.rank_tensors import RankTensors
+from dflash_trt.network.state import LatentCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

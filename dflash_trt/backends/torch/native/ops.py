@@ -13,13 +13,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dflash_trt.backends.torch.dflash2 import draft_noise
+from dflash_trt.backends.torch.dflash2 import draft_noise, walked
 from dflash_trt.backends.torch.native.library import Attention, BlockConv, CpuKernels, Rotation, Selection, TokenRows
 from dflash_trt.backends.torch.ops import RopeTable, TorchOps
 from dflash_trt.core.model.gqa import Gqa
 from dflash_trt.core.model.rope import Rotary
 from dflash_trt.core.state_spec import EngineStates, LayerState, PagedLatent, PagedRows, Recurrent, SharedKv
-from dflash_trt.network.ops import Acceptance, Cache, Codebooks, KvDestination, Rows, StepInputs
+from dflash_trt.network.ops import Acceptance, Codebooks, KvDestination, Rows, StepInputs
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.network.state import Cache
 
 _PANEL: Final = 32  # kPanel of src/product.h
 _MAX_HEAD_DIM: Final = 1024  # of the zeros in src/attention.cpp
@@ -219,7 +221,7 @@ class NativeOps(TorchOps):
 
     def select_tokens(
         self, logits: Tensor, hidden: Tensor, codebooks: Codebooks[Tensor], acceptance: Acceptance[Tensor]
-    ) -> Tensor:
+    ) -> Proposal[Tensor]:
         logits, hidden, first = logits.contiguous(), hidden.contiguous(), acceptance.bonus_tokens.int().contiguous()
         tables = (codebooks.predecessor, codebooks.successor)
         assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (logits, hidden, *tables))
@@ -242,7 +244,7 @@ class NativeOps(TorchOps):
             out.data_ptr(),
         )
         self._kernels.select(ctypes.addressof(selection))
-        return out
+        return walked(out, tokens, scores, self._inputs)
 
     def _index_tokens(self, group: int) -> Any:
         inputs = self._inputs

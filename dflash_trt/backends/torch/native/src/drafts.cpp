@@ -101,10 +101,9 @@ void dflash_trt_cpu_select(DflashTrtSelection const* selection)
             for (int64_t i = 0; i < s.top_k; ++i)
             {
                 int64_t const candidate = row * s.top_k + i;
-                float score = s.scores[candidate]
-                    + dot(s.predecessor + token * s.rank, s.hidden + row * s.rank,
-                        s.successor + s.tokens[candidate] * s.rank, s.rank);
-                score += s.noise == nullptr ? 0.0F : s.noise[candidate];
+                s.scores[candidate] += dot(s.predecessor + token * s.rank, s.hidden + row * s.rank,
+                    s.successor + s.tokens[candidate] * s.rank, s.rank);
+                float const score = s.scores[candidate] + (s.noise == nullptr ? 0.0F : s.noise[candidate]);
                 if (i == 0 || score > best_score)
                 {
                     best_score = score;

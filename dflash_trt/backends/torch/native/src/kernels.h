@@ -105,7 +105,7 @@ void dflash_trt_cpu_candidates(
 /// The walk of DFlash2 through candidates: see `Ops.select_tokens`.
 struct DflashTrtSelection
 {
-    float const* scores;   // [requests, slots, top_k]
+    float* scores;         // [requests, slots, top_k]; gets what the walk adds, without the noise
     int32_t const* tokens; // [requests, slots, top_k]
     float const* noise;    // [requests, slots, top_k], added to scores; null: none
     float const* hidden;   // [requests, slots, rank]
