@@ -70,7 +70,7 @@ def gumbel_noise_of(seed: Tensor, position: Tensor, token_ids: Tensor, stream: T
     return _gumbel(words.gather(2, token_ids[:, :, None] % 4)[:, :, 0])
 
 
-def test_numbers(seed: Tensor, position: Tensor) -> Tensor:
+def acceptance_numbers(seed: Tensor, position: Tensor) -> Tensor:
     """v of the stream TESTS at token 0, float32 [N]."""
     return _uniform(_words(seed, position, torch.zeros_like(position)[:, None], TESTS)[:, 0, 0])
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dflash_trt.backends.torch.dflash2 import chances_of, most_likely
-from dflash_trt.backends.torch.philox import DRAFTS, gumbel_noise_of, test_numbers
+from dflash_trt.backends.torch.philox import DRAFTS, acceptance_numbers, gumbel_noise_of
 from dflash_trt.network.ops import StepInputs
 
 LOWEST: Final = torch.finfo(torch.float32).min  # of a token that only rounding leaves a chance
@@ -59,7 +59,7 @@ class DrawnTests:
             drafts=inputs.token_ids[token_rows + 1].long(),
             choices=inputs.choices[requests[:, None], columns].long(),
             chances=inputs.chances[requests[:, None], columns],
-            numbers=test_numbers(inputs.seed[requests], inputs.positions[token_rows].long() + 1),
+            numbers=acceptance_numbers(inputs.seed[requests], inputs.positions[token_rows].long() + 1),
         )
 
     def decide(
