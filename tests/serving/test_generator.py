@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dflash_trt.core.batch import StepBatch, StepResult
 from dflash_trt.core.errors import RequestError
 from dflash_trt.core.logit_rules import ANY_TOKEN
 from dflash_trt.core.request import GenerationOutput, SamplingParams
+from dflash_trt.core.step_plan import StepHandle, StepPlan
 from dflash_trt.executor.fake import FakeExecutor
 from dflash_trt.serving.generator import Generator
 from dflash_trt.serving.text import TextCodec
@@ -269,6 +271,27 @@ def test_a_seed_of_its_own_fixes_a_request(executor: FakeExecutor) -> None:
         first = generator.generate([[1, 2]], sampling)
         second = generator.generate([[3]] * 4 + [[1, 2]], sampling)
     assert first[0].token_ids == second[-1].token_ids
+
+
+def test_drafts_are_drawn_apart_only_where_no_seed_was_given() -> None:
+    def streams(sampling: SamplingParams, **options: Any) -> set[int]:
+        executor, seen = make_executor(), set[int]()
+        submit = executor.submit
+
+        def spy(plan: StepPlan) -> StepHandle:
+            seen.update(plan.rows.sampling["draft_stream"].tolist())
+            return submit(plan)
+
+        executor.submit = spy  # type: ignore[method-assign]
+        with make_generator(executor, **options) as generator:
+            generator.generate([[1, 2]], sampling)
+        return seen
+
+    sampled = SamplingParams(temperature=1.0, max_new_tokens=4)
+    assert streams(sampled) == {1} == streams(replace(sampled, n=3))
+    assert streams(replace(sampled, seed=3)) == {0} == streams(replace(sampled, seed=3, n=3))
+    assert streams(sampled, seed=7) == {0}  # the engine's
+    assert streams(replace(sampled, temperature=0.0)) == {0} == streams(replace(sampled, top_k=1))
 
 
 # Streams

@@ -1,0 +1,182 @@
+"""Laws 2 and 4 where drafts are drawn apart: texts follow the target through scheduler and loops, whatever drafts."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dflash_trt.backends.slots import DeviceSlots
+from dflash_trt.backends.torch.executor import TorchExecutor
+from dflash_trt.core.batch import StepBatch, StepSampling, chained, plan_of, run_batch
+from dflash_trt.core.request import Request, SamplingParams
+from dflash_trt.network.proposal import Proposal
+from dflash_trt.scheduler.config import SchedulerConfig
+from dflash_trt.scheduler.draft_length import BatchSizeDraftLength
+from dflash_trt.scheduler.scheduler import Scheduler
+from dflash_trt.serving.engine_loop import EngineLoop
+from tests.dflash2_files import make_dflash2_drafter
+from tests.eagle3_files import save_eagle3_head
+from tests.engines import Decoding, make_executor
+from tests.factories import make_target, make_zlab_drafter
+from tests.parity.test_laws import chi_square_p, merge_rare
+
+PROMPT = (1, 4)
+NUM_NEW = 3
+CELLS = list(itertools.product(range(5), repeat=NUM_NEW))
+DRAFTERS = ("dflash", "dflash2", "eagle3")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_target(tmp_path_factory.mktemp("five") / "target", vocab_size=5, tokenizer=False, seed=3)
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def executor(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
+    return open_executor(request.param, target, tmp_path_factory.mktemp("drafter") / "drafter")
+
+
+def open_executor(name: str, target: Path, path: Path) -> TorchExecutor:
+    make: Any = {"dflash": make_zlab_drafter, "dflash2": make_dflash2_drafter, "eagle3": save_eagle3_head}[name]
+    options = {"dflash": {"block_size": 4}, "dflash2": {"block_size": 4, "top_k": 4}, "eagle3": {}}[name]
+    return make_executor(target, make(path, target_dir=target, **options), max_batch_size=64)
+
+
+@pytest.fixture(scope="module")
+def logprobs(target: Path) -> Tensor:
+    """transformers' of every token of every text, [cells, NUM_NEW, 5]."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([[*PROMPT, *cell] for cell in CELLS])).logits[:, 1 : 1 + NUM_NEW]
+    return logits.log_softmax(-1)
+
+
+def probabilities(logprobs: Tensor, *, temperature: float = 1.0, top_k: int = 5) -> Tensor:
+    """Of every text."""
+    scaled = logprobs / temperature
+    smallest = scaled.topk(top_k, dim=-1).values[..., -1:]
+    kept = scaled.masked_fill(scaled < smallest, -torch.inf).log_softmax(-1)
+    return kept.gather(2, torch.tensor(CELLS)[:, :, None])[:, :, 0].sum(1).exp()
+
+
+def texts_of(loop: EngineLoop, sampling: SamplingParams, num_samples: int) -> tuple[Tensor, float]:
+    """How often each text came out, and the part of the drafts that was accepted."""
+    counts, num_candidates, num_accepted = torch.zeros(len(CELLS)), 0, 0
+    index = {cell: i for i, cell in enumerate(CELLS)}
+    requests = [
+        Request(request_id=str(seed), prompt_token_ids=PROMPT, sampling=sampling, seed=seed, is_reproducible=False)
+        for seed in range(num_samples)
+    ]
+    streams = [loop.submit(request) for request in requests]
+    while loop.step():
+        pass
+    for stream in streams:
+        output = stream.result(timeout_s=1)
+        counts[index[tuple(output.token_ids)]] += 1
+        num_candidates += sum(step.num_candidates for step in output.steps)
+        num_accepted += sum(step.num_accepted for step in output.steps)
+    loop.check_integrity()
+    return counts, num_accepted / max(1, num_candidates)
+
+
+def make_loop(executor: TorchExecutor, *, overlaps: bool = False, draft_lengths: Any = None) -> EngineLoop:
+    policy = None if draft_lengths is None else BatchSizeDraftLength(draft_lengths)
+    return EngineLoop(executor, Scheduler(executor.limits, SchedulerConfig(), policy), overlaps=overlaps)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overlapped": {"overlaps": True},
+    "another K in every batch": {"draft_lengths": {1: 3, 16: 1, 40: 2, 60: 3}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.7, "top_k": 3}], ids=["unfiltered", "top_k"])
+def test_texts_follow_the_targets_distribution(
+    executor: TorchExecutor, logprobs: Tensor, mode: dict[str, Any], filters: dict[str, Any]
+) -> None:
+    sampling = SamplingParams(**{"temperature": 1.0} | filters, max_new_tokens=NUM_NEW)
+    counts, accepted = texts_of(make_loop(executor, **mode), sampling, num_samples=2560)
+    expected = probabilities(logprobs, **filters) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    assert chi_square_p(*merge_rare(counts, expected)) > 1e-3  # fixed seeds: never flaky
+    assert 0.05 < accepted < 0.95  # both ways are taken
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("fault", ["chances of the token before", "chances of an earlier step"])
+def test_a_slot_that_keeps_the_wrong_chances_is_noticed(
+    tmp_path: Path, target: Path, logprobs: Tensor, monkeypatch: pytest.MonkeyPatch, name: str, fault: str
+) -> None:
+    """The negative controls."""
+    honest = DeviceSlots.store
+
+    def store(slots: DeviceSlots, slot_ids: Tensor, bonus: Tensor, proposal: Any, context_lens: Tensor) -> None:
+        if proposal is not None and proposal.chances is not None:
+            kept = slots.chances[slot_ids, : proposal.chances.shape[1]]
+            moved = proposal.chances.roll(1, 1) if "token before" in fault else kept
+            proposal = replace(proposal, chances=torch.where(kept.sum() > 0, moved, proposal.chances))
+        honest(slots, slot_ids, bonus, proposal, context_lens)
+
+    monkeypatch.setattr(DeviceSlots, "store", store)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW)
+    loop = make_loop(open_executor(name, target, tmp_path / "drafter"))
+    counts, _ = texts_of(loop, sampling, num_samples=2560)
+    assert chi_square_p(*merge_rare(counts, probabilities(logprobs) * counts.sum())) < 1e-6
+
+
+def test_penalties_reach_the_test_of_a_draft(executor: TorchExecutor, logprobs: Tensor) -> None:
+    """The tested distribution is that of the rules: a token that has come is half as likely, whoever drafts it."""
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_NEW, presence_penalty=0.7)
+    counts, _ = texts_of(make_loop(executor), sampling, num_samples=2560)
+    scores = logprobs.clone()
+    for i, cell in enumerate(CELLS):
+        for position in range(1, NUM_NEW):
+            scores[i, position, list(set(cell[:position]))] -= 0.7
+    expected = probabilities(scores.log_softmax(-1)) * counts.sum()
+    assert chi_square_p(*merge_rare(counts, expected)) > 1e-3
+    assert chi_square_p(*merge_rare(counts, probabilities(logprobs) * counts.sum())) < 1e-6
+
+
+def test_a_step_that_runs_again_gives_the_same_and_stores_the_same(executor: TorchExecutor) -> None:
+    sampling = StepSampling(temperature=1.0, seed=9, draft_stream=1)
+    runs = [Decoding(executor, [*PROMPT, i], tuple(range(4 * i, 4 * i + 4)), sampling) for i in range(3)]
+    prefill = StepBatch(requests=tuple(run.prefill_part(9) for run in runs), num_draft_tokens=3)
+    results = run_batch(executor, prefill)
+    for run, part, result in zip(runs, prefill.requests, results, strict=True):
+        run.take(part, result)
+    verify = chained(plan_of(StepBatch(requests=tuple(run.verify_part(3) for run in runs), num_draft_tokens=3)))
+    before = [tensor.clone() for tensor in executor._slots.tensors]
+    found = []
+    for _ in range(2):
+        for tensor, kept in zip(executor._slots.tensors, before, strict=True):
+            tensor.copy_(kept)
+        found.append((tokens_of(executor.submit(verify).result()), [x.clone() for x in executor._slots.tensors]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    num_choices = executor.limits.num_choices
+    chances = executor._slots.chances[:3, : 3 * num_choices].view(3, 3, num_choices)
+    torch.testing.assert_close(chances.sum(2), torch.ones(3, 3))
+
+
+def tokens_of(result: Any) -> Sequence[Any]:
+    return result.emitted_tokens.tolist(), result.num_accepted.tolist(), result.draft_tokens.tolist()
+
+
+def test_a_step_without_such_requests_keeps_no_chances(executor: TorchExecutor) -> None:
+    """And costs nothing for them."""
+    seen: list[Proposal[Tensor]] = []
+    slots = executor._slots
+    with pytest.MonkeyPatch.context() as patch:
+        honest = slots.store
+        patch.setattr(slots, "store", lambda *given: seen.append(given[2]) or honest(*given))
+        part = Decoding(executor, [*PROMPT], (0, 1), StepSampling(temperature=1.0, seed=4)).prefill_part(9)
+        run_batch(executor, StepBatch(requests=(part,), num_draft_tokens=3))
+    assert seen[0].choices is None and seen[0].chances is None
