@@ -176,3 +176,24 @@ def reference_pairs(model: Any, draft: Any, anchor: int, num_slots: int) -> torc
         expected[path[0]] = torch.zeros(12).index_add(0, candidates[1], first * q[0, 1])
     assert abs(expected.sum() - 1) < 1e-4, "a first draft has not come"
     return expected
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_drawn_apart_are_of_the_candidates_and_chances_of_the_reference(
+    tmp_path: Path, target: Path, name: str
+) -> None:
+    """Every slot of a path, as soon as the reference samples the same one."""
+    drafter = make_dflash2_drafter(tmp_path / "drafter", target_dir=target, block_size=3, **DRAFTERS[name])
+    executor = make_executor(target, drafter)
+    run = Decoding(executor, PROMPT, (0, 1, 2, 3), StepSampling(temperature=TEMPERATURE, seed=4, draft_stream=1))
+    [result] = run_batch(executor, StepBatch(requests=(run.prefill_part(len(PROMPT)),), num_draft_tokens=2))
+    models, [anchor] = reference_models(target, drafter), result.emitted_tokens
+    torch.manual_seed(0)
+    proposals = (reference_proposal(*models, PROMPT, anchor, temperature=TEMPERATURE, num_slots=3) for _ in range(2000))
+    candidates, q = next((ids, q[0]) for path, ids, q in proposals if tuple(path) == result.draft_tokens)
+    choices, chances = (x[0].view(2, -1) for x in (executor._slots.choices, executor._slots.chances))
+    found, expected = (
+        torch.zeros(2, 12).scatter(1, ids.long(), weights) for ids, weights in ((choices, chances), (candidates, q))
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # measured 2e-6
+    assert (found - expected.flip(0)).abs().max() > 1e-3  # the negative control: the other slot's
